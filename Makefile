@@ -1,0 +1,59 @@
+# Everything a developer or a build needs, from a bare python3 (3.11 or newer).
+
+PYTHON     ?= python3
+UV_VERSION := 0.13.7
+ARGS       ?=
+
+BIN   := .venv/bin
+UV    := .uv/bin/uv
+STAMP := .venv/.stamp-setup
+
+# uv works on this folder's .venv with the interpreter named above, never one that it fetches.
+export UV_PROJECT_ENVIRONMENT := .venv
+export UV_PYTHON_DOWNLOADS    := never
+unexport VIRTUAL_ENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check bench format lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv from uv.lock
+
+run: setup ## Run the demo (ARGS="...")
+	$(BIN)/python -m penstock.cli demo $(ARGS)
+
+test: check ## Run the checks, then the tests (ARGS="tests/unit -k name")
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Lint, format, types, layers, sizes, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+	@if [ -d proto ]; then set -x; $(BIN)/python scripts/generate_proto.py --check; fi
+
+bench: setup ## Measure the queue (ARGS="...")
+	$(BIN)/penstock bench queue $(ARGS)
+
+format: setup ## Rewrite the code to the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(UV) ## Resolve the dependencies again
+	$(UV) lock --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+
+clean: ## Remove what the other targets made
+	rm -rf .venv .uv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist htmlcov .coverage penstock-data bench-results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml uv.lock | $(UV)
+	$(UV) sync --locked --all-extras --all-groups \
+	    --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	@touch $@
+
+$(UV):
+	PYTHON="$(PYTHON)" UV_VERSION="$(UV_VERSION)" sh scripts/bootstrap_uv.sh .uv
