@@ -1,0 +1,1 @@
+"""Membership and metadata."""

@@ -1,0 +1,1 @@
+"""The heap core: priority order, leases, retries and deduplication, without I/O."""

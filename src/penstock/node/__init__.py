@@ -1,0 +1,1 @@
+"""The driver: performs what the cores ask for, in order."""

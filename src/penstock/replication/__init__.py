@@ -1,0 +1,1 @@
+"""The replication core: epochs, quorums, commit and credit, without I/O."""

@@ -1,0 +1,1 @@
+"""The network edges of a node."""

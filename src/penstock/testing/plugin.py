@@ -1,0 +1,1 @@
+"""The pytest plugin: fixtures that run the real embedded engine."""

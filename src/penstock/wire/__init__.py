@@ -1,0 +1,1 @@
+"""Frames and payloads as bytes, without I/O."""
