@@ -1,1 +1,1 @@
-"""Frames and payloads as bytes, without I/O."""
+"""The native protocol: frames and control messages, without any I/O."""

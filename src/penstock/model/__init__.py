@@ -1,0 +1,1 @@
+"""The words of the system as values: batches, columns, topics, ids, partitions."""

@@ -1,0 +1,58 @@
+"""Identifiers: message ids that carry where the message lies, and lease tokens.
+
+A message id is a ULID: 48 bits of the coordinator's time, then topic (16), partition (16) and sequence
+(48) in place of the random part. It is unique in a cluster, sorts by time, and is found in the log
+without an index.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from ulid import ULID
+
+from penstock.errors import InvalidArgument
+
+TOPICS_MAX: Final = 1 << 16
+PARTITIONS_MAX: Final = 1024
+SEQUENCE_MAX: Final = (1 << 48) - 1
+
+
+class MessageId(NamedTuple):
+    time_ms: int
+    topic: int
+    partition: int
+    sequence: int
+
+    def __str__(self) -> str:
+        value = self.time_ms << 80 | self.topic << 64 | self.partition << 48 | self.sequence
+        return str(ULID(value.to_bytes(16, "big")))
+
+    @staticmethod
+    def parse(text: str) -> MessageId:
+        try:
+            value = int(ULID.from_str(text))
+        except ValueError as error:
+            raise InvalidArgument("message_id is not a ULID", field="message_id") from error
+        return MessageId(
+            value >> 80, value >> 64 & 0xFFFF, value >> 48 & 0xFFFF, value & SEQUENCE_MAX
+        )
+
+
+class LeaseToken(NamedTuple):
+    """One lease: the sequence of its LEASE entry, in the epoch that granted it."""
+
+    partition: int
+    epoch: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.partition:x}.{self.epoch:x}.{self.sequence:x}"
+
+    @staticmethod
+    def parse(text: str) -> LeaseToken:
+        try:
+            partition, epoch, sequence = (int(part, 16) for part in text.split("."))
+        except ValueError as error:
+            raise InvalidArgument("lease_token is malformed", field="lease_token") from error
+        return LeaseToken(partition, epoch, sequence)

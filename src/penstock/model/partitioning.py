@@ -1,0 +1,36 @@
+"""Which partition a key belongs to: rendezvous hashing, so that growing a topic moves few keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+_MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
+_SHIFT: Final = np.uint64(33)
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition with the highest score for this key."""
+    return int(partitions_of([key], partitions)[0])
+
+
+def partitions_of(keys: Sequence[bytes], partitions: int) -> NDArray[np.int64]:
+    """`partition_of` for many keys at once."""
+    if partitions == 1:
+        return np.zeros(len(keys), np.int64)
+    digests = np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
+    scores = (digests[:, None] ^ _salts(partitions)) * _MIX
+    scores ^= scores >> _SHIFT
+    scores *= _MIX
+    return np.argmax(scores, axis=1)
+
+
+@lru_cache(maxsize=1024)
+def _salts(partitions: int) -> NDArray[np.uint64]:
+    digests = (xxhash.xxh3_64_intdigest(b"partition-%d" % p) for p in range(partitions))
+    return np.fromiter(digests, np.uint64, partitions)

@@ -1,0 +1,136 @@
+"""The 0xD3 frame: 16 bytes of header, the payload, and the payload's CRC32C.
+
+     0      1        2      3       4            12           16
+    ┌──────┬────────┬──────┬───────┬────────────┬────────────┬─────────┬────────┐
+    │ 0xD3 │ version│ type │ flags │ sequence   │ length     │ payload │ CRC32C │
+    │      │        │      │       │ u64        │ u32        │         │ u32    │
+    └──────┴────────┴──────┴───────┴────────────┴────────────┴─────────┴────────┘
+
+Everything is big-endian. `length` counts the payload alone and is checked against the limit before
+anything is kept. `sequence` is the sender's request or stream number; an answer repeats it.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import Final, NamedTuple
+
+from crc32c import crc32c
+
+from penstock.errors import Corruption, InvalidArgument
+
+MAGIC: Final = 0xD3
+VERSION: Final = 1
+HEADER: Final = struct.Struct(">BBBBQI")
+TRAILER: Final = struct.Struct(">I")
+OVERHEAD: Final = HEADER.size + TRAILER.size
+PAYLOAD_BYTES_MAX: Final = 64 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+
+class FrameType(IntEnum):
+    DELTA = 0  # one delta; an enqueue of one
+    BATCH = 1  # entries: an enqueue, a delivery, or log batches
+    ACK = 2  # a positive answer, a settlement, or returned credit
+    NACK = 3  # an error answer, or a negative settlement
+    BACKPRESSURE = 4  # slow down
+    HEARTBEAT = 5  # greeting, liveness, lease extension
+    SUBSCRIBE = 6  # open a stream, or make one call
+    UNSUBSCRIBE = 7  # close a stream
+
+
+class FrameFlag(IntFlag):
+    NONE = 0
+    ACK_WANTED = 1
+    HIGH = 2
+    COMPRESSED = 4
+    BATCHED = 8
+
+
+class Frame(NamedTuple):
+    type: FrameType
+    flags: int
+    sequence: int
+    payload: memoryview
+
+
+def encode(
+    type: FrameType, sequence: int, *payload: Buffer, flags: int = 0
+) -> list[Buffer]:
+    """The buffers of one frame, ready for `writelines`; the payload's parts are not copied."""
+    length = crc = 0
+    for part in payload:
+        length += len(part)
+        crc = crc32c(part, crc)
+    if length > PAYLOAD_BYTES_MAX:
+        raise InvalidArgument(
+            f"a frame of {length} bytes is over {PAYLOAD_BYTES_MAX}",
+            field="payload",
+            limit=PAYLOAD_BYTES_MAX,
+        )
+    header = HEADER.pack(MAGIC, VERSION, type, flags, sequence, length)
+    return [header, *payload, TRAILER.pack(crc)]
+
+
+class FrameDecoder:
+    """Turns received bytes into frames. Raises `Corruption` once; the connection is then over."""
+
+    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+        self._payload_bytes_max = payload_bytes_max
+        self._parts: list[bytes] = []  # received and not yet a whole frame
+        self._have = 0
+        self._need = HEADER.size  # bytes until the next step is possible
+
+    @property
+    def buffered(self) -> int:
+        return self._have
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """All frames that `data` completes. Payloads are views, valid as long as they are held."""
+        self._have += len(data)
+        if self._have < self._need:
+            self._parts.append(data)
+            return []
+        if self._parts:
+            self._parts.append(data)
+            data = b"".join(self._parts)
+            self._parts.clear()
+        frames: list[Frame] = []
+        view, at, end = memoryview(data), 0, len(data)
+        while True:
+            if end - at < HEADER.size:
+                self._need = HEADER.size
+                break
+            whole = self._frame_size(view, at)
+            if end - at < whole:
+                self._need = whole
+                break
+            frames.append(self._frame(view, at, whole))
+            at += whole
+        if at < end:
+            self._parts.append(data[at:] if at else data)
+        self._have = end - at
+        return frames
+
+    def _frame_size(self, view: memoryview, at: int) -> int:
+        magic, version, type, _, _, length = HEADER.unpack_from(view, at)
+        if magic != MAGIC:
+            raise Corruption(f"a frame starts with 0x{magic:02X}, not 0xD3")
+        if version != VERSION:
+            raise Corruption(f"frame version {version} is not {VERSION}")
+        if type > FrameType.UNSUBSCRIBE:
+            raise Corruption(f"frame type {type} is unknown")
+        if length > self._payload_bytes_max:
+            raise Corruption(f"a frame of {length} bytes is over {self._payload_bytes_max}")
+        return OVERHEAD + int(length)
+
+    @staticmethod
+    def _frame(view: memoryview, at: int, whole: int) -> Frame:
+        _, _, type, flags, sequence, _ = HEADER.unpack_from(view, at)
+        payload = view[at + HEADER.size : at + whole - TRAILER.size]
+        (crc,) = TRAILER.unpack_from(view, at + whole - TRAILER.size)
+        if crc32c(payload) != crc:
+            raise Corruption("a frame's payload does not match its CRC")
+        return Frame(FrameType(type), flags, sequence, payload)

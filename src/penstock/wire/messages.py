@@ -1,0 +1,223 @@
+"""Control messages: what stands in a frame's payload before (or instead of) columns.
+
+A payload is
+
+    u32 control length | control (msgpack) | zero padding to 8 bytes | data …
+
+so that columns in `data` stay aligned. Which message a frame carries follows from its type, its
+direction and, for Subscribe, the message's own tag:
+
+    client → server                                   server → client
+    HEARTBEAT  Hello                                  HEARTBEAT  Welcome
+    BATCH      Enqueue   + bodies                     ACK        Enqueued | Settled | result map
+    ACK        Settle    + tokens (ack wanted)        NACK       error map (`errors.to_wire`)
+    ACK        Grant     (on an open stream)          BATCH      Delivery  + columns (lease stream)
+    NACK       Return    + tokens                     BATCH      LogSlice  + batches (log stream)
+    HEARTBEAT  Extend    + tokens                     BACKPRESSURE  SlowDown
+    HEARTBEAT  (empty)   liveness                     HEARTBEAT  (empty) liveness
+    SUBSCRIBE  OpenLease | OpenLog | Call             UNSUBSCRIBE  error map: the stream ended
+    UNSUBSCRIBE (empty)
+
+Tokens in `data` are u64 little-endian columns, grouped by partition as `parts` says.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from penstock.errors import Corruption, InvalidArgument
+from penstock.wire.frame import Buffer
+
+CONTROL_BYTES_MAX: Final = 4 << 20
+_LENGTH: Final = struct.Struct(">I")
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Fields are only ever appended, with a default."""
+
+
+class Hello(Message):
+    versions: list[int]
+    api_key: str | None = None
+    client: str = ""
+
+
+class Welcome(Message):
+    version: int
+    server: str
+    node: str
+    heartbeat_ms: int  # send something at least this often, or be disconnected
+    payload_bytes_max: int
+
+
+class Part(Message):
+    """A partition's share of an enqueue: `length` bytes of ENQ body with `count` entries."""
+
+    partition: int
+    count: int
+    length: int
+
+
+class Enqueue(Message):
+    topic: str
+    parts: list[Part]
+    atomic: bool = False
+    expected_sequence: int | None = None  # the partition's last sequence, for one part only
+    codec: int = 0  # how each body is compressed
+    raw_lengths: list[int] | None = None  # needed when compressed
+    partitioned: bool = True  # False: one part, whose entries the node spreads by key itself
+
+
+class Duplicate(Message):
+    """Entry `index` of the request was written before, as this message."""
+
+    index: int
+    partition: int
+    sequence: int
+    time_ms: int
+
+
+class Placed(Message):
+    """Where a stretch of a request's entries went: entry `index + i` is `sequence + i`."""
+
+    index: int
+    count: int
+    partition: int
+    sequence: int
+    time_ms: int
+
+
+class Enqueued(Message):
+    """`index` counts entries over all parts in the order of the request."""
+
+    topic: int
+    placed: list[Placed]
+    duplicates: list[Duplicate] = []
+
+
+class TokenPart(Message):
+    partition: int
+    epoch: int
+    count: int
+
+
+class Settle(Message):
+    """Acknowledge leases."""
+
+    topic: str
+    parts: list[TokenPart]
+
+
+class Return(Message):
+    """Give leases back: for a retry (delay_ms None: the topic's backoff), to the dead letters
+    (`reject`), or unused (`counted` False: no attempt is counted)."""
+
+    topic: str
+    parts: list[TokenPart]
+    delay_ms: int | None = None
+    reject: bool = False
+    counted: bool = True
+    reason: str = ""
+
+
+class Extend(Message):
+    topic: str
+    parts: list[TokenPart]
+    extend_ms: int  # from now
+
+
+class Settled(Message):
+    """`lost` are positions in the request's tokens whose lease was no longer held."""
+
+    lost: list[int] = []
+
+
+class OpenLease(Message, tag="lease"):
+    topic: str
+    credits: int  # messages that may be out on this stream at once; an ack returns its credit
+    consumer: str = ""
+    visibility_ms: int | None = None
+    batch_max: int = 100  # messages in one delivery
+    linger_ms: int = 0
+
+
+class OpenLog(Message, tag="log"):
+    topic: str
+    partition: int
+    from_sequence: int = 1  # 0: only what commits from now on
+    credit_entries: int = 1000
+    credit_bytes: int = 8 << 20
+
+
+class Call(Message, tag="call"):
+    """One administrative call; answered by one Ack with a result map, or a Nack."""
+
+    method: str
+    arguments: dict[str, Any]
+
+
+class Grant(Message):
+    """More credit for an open stream: messages of a lease stream, entries and bytes of a log stream."""
+
+    entries: int
+    bytes: int = 0
+
+
+class Delivery(Message):
+    """Leased messages; `data` is a body in DELIVERY layout. Token *i* is `token_first + i`."""
+
+    partition: int
+    epoch: int
+    token_first: int
+    count: int
+    deadline_ms: int  # wall clock of the node, for display; the lease itself runs on its own clock
+    visibility_ms: int
+
+
+class LogSlice(Message):
+    """Committed batches, verbatim and padded to 8 bytes each, `[first, last]` without a gap."""
+
+    partition: int
+    first: int
+    last: int
+    sequence_committed: int
+
+
+class SlowDown(Message):
+    retry_after_ms: int
+    reason: str = ""
+
+
+M = TypeVar("M")
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def pack(control: Any) -> bytes:
+    """The start of a payload: control length, control, padding."""
+    body = _encoder.encode(control)
+    return b"".join((_LENGTH.pack(len(body)), body, bytes(-(len(body) + _LENGTH.size) & 7)))
+
+
+def unpack(payload: Buffer, type: type[M]) -> tuple[M, memoryview]:
+    """The control message and the data behind it. `type` may be a union of tagged messages."""
+    view = memoryview(payload)
+    if len(view) < _LENGTH.size:
+        raise Corruption("a payload is shorter than its control length")
+    (length,) = _LENGTH.unpack_from(view)
+    end = _LENGTH.size + length
+    if length > CONTROL_BYTES_MAX or end > len(view):
+        raise Corruption(f"a control message of {length} bytes does not fit its payload")
+    decoder = _decoders.get(type)
+    if decoder is None:
+        decoder = _decoders[type] = msgspec.msgpack.Decoder(type)
+    try:
+        control = decoder.decode(view[_LENGTH.size : end])
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"malformed {type}: {error}", field="control") from error
+    except msgspec.DecodeError as error:
+        raise Corruption(f"a control message is not msgpack: {error}") from error
+    return control, view[(end + 7) & ~7 :]
