@@ -16,6 +16,7 @@
     ├── WorldMoved                  the caller's knowledge is out of date
     │   ├── LeaseLost               the token's lease expired or was settled
     │   ├── SequenceConflict        the partition is not at `expected_sequence`
+    │   ├── RevisionConflict        a metadata entry was changed by another
     │   ├── StaleProducer           a newer epoch of this producer exists
     │   ├── WrongEpoch              the coordinator changed
     │   └── BatchAborted            an atomic batch was decided against
@@ -137,6 +138,13 @@ class LeaseLost(WorldMoved):
 
 class SequenceConflict(WorldMoved):
     code = "sequence_conflict"
+    status = "ABORTED"
+
+
+class RevisionConflict(WorldMoved):
+    """A compare-and-swap in the metadata store lost; read again and decide anew."""
+
+    code = "revision_conflict"
     status = "ABORTED"
 
 

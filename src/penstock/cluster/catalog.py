@@ -1,0 +1,141 @@
+"""Topics, their ids and their partitions' epochs, as typed entries of the metadata store.
+
+    topics/<name>                  the topic's configuration, JSON
+    counters/topic_id              the last topic id given out
+    epochs/<topic id>/<partition>  the last epoch given out
+
+Ids and epochs only ever grow, by compare and swap: no two callers get the same one, and an id is
+not given out again after its topic is deleted, so nothing of a deleted topic can be mistaken for
+a new one. A number whose caller failed is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from penstock.cluster.store import MetadataStore, until_won
+from penstock.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    NotFound,
+    RevisionConflict,
+)
+from penstock.model.ids import TOPICS_MAX
+from penstock.model.topic import FIXED, TopicConfig, topic_config
+
+TOPICS: Final = "topics/"
+TOPIC_ID: Final = "counters/topic_id"
+
+
+class Catalog:
+    def __init__(self, store: MetadataStore) -> None:
+        self._store = store
+        self._counting = asyncio.Lock()  # creations of this node take turns instead of racing
+
+    async def create(self, fields: Mapping[str, Any], *, exists_ok: bool = False) -> TopicConfig:
+        """Create the topic that `fields` describe and give it an id.
+
+        With `exists_ok` a topic of that name is returned as it is, provided that the fixed
+        attributes named in `fields` are the ones it has.
+        """
+        wanted = topic_config({**fields, "id": 0})
+        try:
+            held = await self.get(wanted.name)
+        except NotFound:
+            config = msgspec.structs.replace(wanted, id=await self._next_topic_id())
+            try:
+                value = msgspec.json.encode(config)
+                await self._store.put(TOPICS + config.name, value, expected_revision=0)
+            except RevisionConflict:
+                held = await self.get(wanted.name)
+            else:
+                return config
+        if not exists_ok:
+            raise AlreadyExists(f"topic {wanted.name} exists", topic=wanted.name)
+        for name in sorted((FIXED - {"id"}) & fields.keys()):
+            if getattr(held, name) != getattr(wanted, name):
+                raise AlreadyExists(
+                    f"topic {wanted.name} exists with {name}={getattr(held, name)}",
+                    topic=wanted.name,
+                    field=name,
+                )
+        return held
+
+    async def get(self, name: str) -> TopicConfig:
+        config, _ = await self._read(name)
+        return config
+
+    async def list(self) -> builtins.list[TopicConfig]:
+        """All topics, by name."""
+        return [_decode(entry.value) for entry in await self._store.range(TOPICS)]
+
+    async def update(self, name: str, changes: Mapping[str, Any]) -> TopicConfig:
+        """Apply `changes`; two updates of different attributes at once both last."""
+
+        async def swap() -> TopicConfig:
+            held, revision = await self._read(name)
+            config = held.updated(dict(changes))
+            value = msgspec.json.encode(config)
+            await self._store.put(TOPICS + name, value, expected_revision=revision)
+            return config
+
+        return await until_won(swap)
+
+    async def delete(self, name: str) -> TopicConfig:
+        """Forget the topic and its epochs; returns what it was."""
+
+        async def swap() -> TopicConfig:
+            held, revision = await self._read(name)
+            await self._store.delete(TOPICS + name, expected_revision=revision)
+            return held
+
+        config = await until_won(swap)
+        epochs = await self._store.range(f"epochs/{config.id}/")
+        await asyncio.gather(*(self._store.delete(entry.key) for entry in epochs))
+        return config
+
+    async def next_epoch(self, topic: int, partition: int) -> int:
+        """An epoch of this partition that nobody else was or will be given, over all before it."""
+        return await self._increase(f"epochs/{topic}/{partition}")
+
+    async def next_epochs(
+        self, partitions: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], int]:
+        """`next_epoch` of many (topic, partition), for about the price of one."""
+        pairs = builtins.list(partitions)
+        epochs = await asyncio.gather(*(self.next_epoch(*pair) for pair in pairs))
+        return dict(zip(pairs, epochs, strict=True))
+
+    async def _next_topic_id(self) -> int:
+        async with self._counting:
+            number = await self._increase(TOPIC_ID)
+        if number >= TOPICS_MAX:
+            raise FailedPrecondition(
+                f"all {TOPICS_MAX - 1} topic ids were given out", limit=TOPICS_MAX - 1
+            )
+        return number
+
+    async def _increase(self, key: str) -> int:
+        async def swap() -> int:
+            entry = await self._store.get(key)
+            number = int(entry.value) + 1 if entry else 1
+            revision = entry.revision if entry else 0
+            await self._store.put(key, b"%d" % number, expected_revision=revision)
+            return number
+
+        return await until_won(swap)
+
+    async def _read(self, name: str) -> tuple[TopicConfig, int]:
+        entry = await self._store.get(TOPICS + name)
+        if entry is None:
+            raise NotFound(f"no topic {name}", topic=name)
+        return _decode(entry.value), entry.revision
+
+
+def _decode(value: bytes) -> TopicConfig:
+    return msgspec.json.decode(value, type=TopicConfig)

@@ -1,0 +1,174 @@
+"""The metadata store of one node: a file in its data folder.
+
+Changes are staged in memory, then the whole map is stored as a new image, in a thread. Whoever
+holds the write lock stores for everybody who staged until then, so a thousand epochs asked for at
+once cost two writes. There are two maps:
+
+- `_staged` is what has been accepted; compare and swap looks at it, so no update is lost;
+- `_stored` is what is on disk; reads and watches see nothing else.
+
+A refusal waits until what it lost against is stored. The caller that reads again, to try again,
+then sees why it lost.
+
+The first failed write ends the store: whether its bytes are on disk is unknown from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from penstock.cluster.image import Image, read_image, write_image
+from penstock.cluster.store import WATCH_CHANGES_MAX, Change, Versioned, check_entry
+from penstock.errors import PenstockError, RevisionConflict, StorageFailed, Unavailable
+
+
+class EmbeddedStore:
+    """Use it from one event loop; the data folder's lock keeps other processes out."""
+
+    def __init__(self, folder: Path, image: Image) -> None:
+        self._folder = folder
+        self._revision = image.revision  # of the last staged change
+        self._revision_stored = image.revision  # never over _revision
+        self._staged = dict(image.entries)
+        self._stored = image.entries
+        self._changes: list[Change] = []  # staged and not yet handed to a write
+        self._write_lock = asyncio.Lock()
+        self._failure: PenstockError | None = None  # set once; refuses all further changes
+        self._watches: set[_Watch] = set()
+
+    @classmethod
+    def open(cls, folder: Path) -> EmbeddedStore:
+        """Read what is stored. Blocks shortly; call it before the loop serves anything."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, read_image(folder))
+
+    async def get(self, key: str) -> Versioned | None:
+        return self._stored.get(key)
+
+    async def range(self, prefix: str) -> list[Versioned]:
+        return [self._stored[key] for key in sorted(self._stored) if key.startswith(prefix)]
+
+    async def put(self, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
+        check_entry(key, value)
+        await self._expect(key, expected_revision)
+        held = self._staged.get(key)
+        revision = self._revision + 1
+        created = held.revision_created if held else revision
+        self._staged[key] = Versioned(key, value, revision, created)
+        await self._store(Change(key, value, revision))
+        return revision
+
+    async def delete(self, key: str, *, expected_revision: int | None = None) -> bool:
+        await self._expect(key, expected_revision)
+        if self._staged.pop(key, None) is None:
+            await self._settle(self._revision)
+            return False
+        await self._store(Change(key, None, self._revision + 1))
+        return True
+
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[Change]]:
+        if self._failure:
+            raise self._failure
+        watch = _Watch(prefix)
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.discard(watch)
+
+    async def close(self) -> None:
+        """Store what is staged; later changes and open watches get `Unavailable`."""
+        if self._failure is None:
+            await self._settle(self._revision)
+            self._end(Unavailable("the metadata store is closed"))
+
+    async def _expect(self, key: str, expected: int | None) -> None:
+        """Raise unless the staged entry has the expected revision. It yields to the loop only if
+        it raises, so the caller stages its change on exactly what was checked."""
+        if self._failure:
+            raise self._failure
+        held = self._staged.get(key)
+        revision = held.revision if held else 0
+        if expected is not None and expected != revision:
+            await self._settle(self._revision)
+            raise RevisionConflict(
+                f"{key} is at revision {revision}, not {expected}", key=key, revision=revision
+            )
+
+    async def _store(self, change: Change) -> None:
+        self._revision = change.revision
+        self._changes.append(change)
+        await self._settle(change.revision)
+
+    async def _settle(self, revision: int) -> None:
+        """Wait until `revision` is stored. A caller that is cancelled does not stop the write:
+        others wait for it, and it may not overlap the next one."""
+        if self._revision_stored < revision:
+            await asyncio.shield(self._write_through(revision))
+
+    async def _write_through(self, revision: int) -> None:
+        async with self._write_lock:
+            if self._revision_stored >= revision:
+                return
+            if self._failure:
+                raise self._failure
+            await self._write_staged()
+
+    async def _write_staged(self) -> None:
+        revision, entries, changes = self._revision, dict(self._staged), self._changes
+        self._changes = []
+        try:
+            await asyncio.to_thread(write_image, self._folder, revision, list(entries.values()))
+        except StorageFailed as failure:
+            self._end(failure)
+            raise
+        self._revision_stored, self._stored = revision, entries
+        for change in changes:
+            for watch in self._watches:
+                watch.offer(change)
+
+    def _end(self, failure: PenstockError) -> None:
+        self._failure = failure
+        for watch in self._watches:
+            watch.end(failure)
+
+
+class _Watch:
+    """The changes under a prefix that one watcher has not taken yet."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._changes: deque[Change] = deque()
+        self._ended: PenstockError | None = None
+        self._news = asyncio.Event()
+
+    def offer(self, change: Change) -> None:
+        if self._ended or not change.key.startswith(self._prefix):
+            return
+        if len(self._changes) >= WATCH_CHANGES_MAX:
+            self._changes.clear()
+            self.end(Unavailable("the watch fell behind; read the range again"))
+            return
+        self._changes.append(change)
+        self._news.set()
+
+    def end(self, reason: PenstockError) -> None:
+        """Raise `reason` to the watcher once it has taken what is left."""
+        self._ended = self._ended or reason
+        self._news.set()
+
+    def __aiter__(self) -> AsyncIterator[Change]:
+        return self
+
+    async def __anext__(self) -> Change:
+        while not self._changes:
+            if self._ended:
+                raise self._ended
+            self._news.clear()
+            await self._news.wait()
+        return self._changes.popleft()
