@@ -1,0 +1,323 @@
+"""What a node can be told, where that is read from, and what is refused.
+
+Sources, each over the one before: defaults, a TOML file, `PENSTOCK_*` variables, the command line.
+They are merged and parsed once, at start; a key that no option has is an error, not a guess.
+`log.segment_bytes` in the file's table `[log]` is `PENSTOCK_LOG_SEGMENT_BYTES` in the environment.
+
+An interface that others can reach is closed by default: as soon as a listener is not on loopback,
+every caller needs an API key, and the listener needs TLS unless `insecure` is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from penstock.errors import InvalidArgument
+
+try:
+    from penstock.log.partition import LogOptions
+except ImportError:  # until the log is there
+
+    @dataclasses.dataclass(frozen=True)
+    class LogOptions:  # type: ignore[no-redef]
+        segment_bytes: int = 64 << 20
+        allocate_bytes: int = 4 << 20
+        reserve_bytes: int = 256 << 10
+
+
+from penstock.model.ids import PARTITIONS_MAX
+from penstock.wire.frame import PAYLOAD_BYTES_MAX
+
+ENV_PREFIX: Final = "PENSTOCK_"
+ENV_FILE: Final = "PENSTOCK_CONFIG"
+# Variables with our prefix that are not a node's options: the client's, and the crash tests'.
+ENV_ELSEWHERE: Final = frozenset({ENV_FILE, "PENSTOCK_URL", "PENSTOCK_API_KEY", "PENSTOCK_CRASH"})
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class TlsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """PEM files. With a `ca` a client's certificate is checked; `require_client` insists on one."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    require_client: bool = False
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one caller may make the node hold."""
+
+    frame_bytes_max: int = PAYLOAD_BYTES_MAX  # payload of one frame, HTTP body, gRPC message
+    raw_bytes_max: int = PAYLOAD_BYTES_MAX  # the same after decompression
+    header_bytes_max: int = 16 << 10  # HTTP headers or gRPC metadata of one request
+    idle_s: float = 60.0  # silence after which a connection is closed
+    connections_max: int = 4096
+    streams_max: int = 1000  # open at once on one connection
+
+
+class UpkeepOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the node looks after its data."""
+
+    snapshot_s: float = 600.0
+    snapshot_bytes: int = 256 << 20  # of log since the last snapshot, if that comes first
+    retention_s: float = 60.0  # between looks for segments to drop or rewrite
+    scrub_s: float = 24 * 3600.0  # in which every stored byte is read and verified once
+
+
+class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
+    file_bytes_max: int = 64 << 20  # then a new file is begun
+    files_max: int = 10  # kept besides the current one
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's configuration. Ports: 0 takes any free one, -1 (or None) turns the listener off."""
+
+    data: Path = Path("penstock-data")
+    node: str = ""  # the node's name; empty: made up once and kept in the data folder
+    host: str = "127.0.0.1"
+    native_port: int | None = 7440
+    grpc_port: int | None = 7441
+    http_port: int | None = 7442
+    tls: TlsOptions = TlsOptions()
+    insecure: bool = False  # allow plain TCP where others can reach it
+    require_key: bool | None = None  # None: as soon as a listener is not on loopback
+    limits: Limits = Limits()
+    log: LogOptions = LogOptions()
+    upkeep: UpkeepOptions = UpkeepOptions()
+    audit: AuditOptions = AuditOptions()
+    writer_threads: int = 4
+    drain_s: float = 10.0  # for requests under way when the node is told to stop
+    log_level: LogLevel = "info"
+    accept_rot: bool = False  # start on damaged data by cutting it off there
+    ready_file: Path | None = None  # gets the ports as JSON once the node serves
+    ready_fd: int | None = None  # the same, to an inherited descriptor
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The listeners that are on."""
+        ports = {"native": self.native_port, "grpc": self.grpc_port, "http": self.http_port}
+        return {name: port for name, port in ports.items() if port is not None and port >= 0}
+
+    @property
+    def exposed(self) -> bool:
+        """Whether somebody outside this machine can connect."""
+        return bool(self.ports) and not is_loopback(self.host)
+
+    @property
+    def keys_required(self) -> bool:
+        return self.exposed if self.require_key is None else self.require_key
+
+    @property
+    def tls_enabled(self) -> bool:
+        return self.tls.cert is not None
+
+    def validate(self) -> Config:
+        """Raise `InvalidArgument` that names the first field that will not do, else return self."""
+        for path, (low, high) in BOUNDS.items():
+            value = _get(self, path)
+            if value is not None and not low <= value <= high:
+                raise InvalidArgument(
+                    f"{path} is {value}, must be from {low} to {high}", field=path, limit=high
+                )
+        self._validate_ports()
+        self._validate_tls()
+        if self.exposed and not self.keys_required:
+            raise InvalidArgument(
+                f"{self.host} can be reached by others: API keys are required there",
+                field="require_key",
+            )
+        return self
+
+    def _validate_ports(self) -> None:
+        seen: dict[int, str] = {}
+        for name, port in self.ports.items():
+            if port and port in seen:
+                raise InvalidArgument(
+                    f"{name}_port is {port}, as is {seen[port]}_port", field=f"{name}_port"
+                )
+            seen[port] = name
+
+    def _validate_tls(self) -> None:
+        if (self.tls.cert is None) != (self.tls.key is None):
+            missing = "tls.cert" if self.tls.cert is None else "tls.key"
+            raise InvalidArgument("tls.cert and tls.key go together", field=missing)
+        if self.tls.require_client and self.tls.ca is None:
+            raise InvalidArgument(
+                "tls.require_client needs tls.ca to check certificates with", field="tls.ca"
+            )
+        if self.exposed and not self.tls_enabled and not self.insecure:
+            raise InvalidArgument(
+                f"{self.host} can be reached by others: give tls.cert and tls.key, or say insecure",
+                field="tls.cert",
+            )
+
+    @classmethod
+    def load(
+        cls,
+        file: Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Config:
+        """Read all sources and validate the result.
+
+        `file` defaults to what PENSTOCK_CONFIG names. `overrides` are keyed by dotted path; a None
+        among them was not given on the command line. Text is read as in the environment.
+        """
+        environ = os.environ if environ is None else environ
+        if file is None and environ.get(ENV_FILE):
+            file = Path(environ[ENV_FILE])
+        merged: dict[str, Any] = _read_file(file) if file else {}
+        for path, value in _from_environ(environ):
+            _set(merged, path, value)
+        for path, value in (overrides or {}).items():
+            if path not in OPTIONS:
+                raise InvalidArgument(f"no such option: {path}", field=path)
+            if value is not None:
+                _set(merged, path, _from_text(path, value) if isinstance(value, str) else value)
+        config: Config = _convert(merged, Config, field="config")
+        return config.validate()
+
+
+_PORT: Final = (-1, 65535)
+_COUNT: Final = (1, 1 << 20)
+_SECONDS: Final = (0.001, 366 * 24 * 3600.0)
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "native_port": _PORT,
+    "grpc_port": _PORT,
+    "http_port": _PORT,
+    "limits.frame_bytes_max": (64 << 10, PAYLOAD_BYTES_MAX),
+    "limits.raw_bytes_max": (64 << 10, 1 << 30),
+    "limits.header_bytes_max": (1 << 10, 1 << 20),
+    "limits.idle_s": _SECONDS,
+    "limits.connections_max": _COUNT,
+    "limits.streams_max": _COUNT,
+    "upkeep.snapshot_s": _SECONDS,
+    "upkeep.snapshot_bytes": (1 << 10, 1 << 50),
+    "upkeep.retention_s": _SECONDS,
+    "upkeep.scrub_s": _SECONDS,
+    "audit.file_bytes_max": (1 << 10, 1 << 40),
+    "audit.files_max": (0, 10_000),
+    "writer_threads": (1, PARTITIONS_MAX),
+    "drain_s": (0, 3600.0),
+    "ready_fd": (0, 1 << 20),
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address of this machine alone. A name other than localhost is not
+    looked up: what it resolves to may change."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+class Option(typing.NamedTuple):
+    type: Any
+    default: Any
+
+    @staticmethod
+    def env(path: str) -> str:
+        return ENV_PREFIX + path.replace(".", "_").upper()
+
+
+def _options(owner: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    hints = typing.get_type_hints(owner)
+    defaults = owner()
+    for name, type in hints.items():
+        if _is_group(type):
+            yield from _options(type, f"{prefix}{name}.")
+        elif hasattr(defaults, name):
+            yield prefix + name, Option(type, getattr(defaults, name))
+
+
+def _is_group(type: Any) -> bool:
+    return dataclasses.is_dataclass(type) or (
+        isinstance(type, typing.cast(Any, msgspec.StructMeta))
+    )
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {file}: {error.strerror}", field="config") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"{file} is not TOML: {error}", field="config") from error
+    for path in _leaves(tree):
+        if path not in OPTIONS:
+            raise InvalidArgument(f"{file}: no such option: {path}", field=path)
+    return tree
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, dict) and path in GROUPS:
+            yield from _leaves(value, path + ".")
+        else:
+            yield path
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    paths = {Option.env(path): path for path in OPTIONS}
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE:
+            continue
+        if name not in paths:
+            raise InvalidArgument(f"no such option: {name}", field=name)
+        yield paths[name], _from_text(paths[name], environ[name])
+
+
+def _from_text(path: str, text: str) -> Any:
+    return _convert(text, OPTIONS[path].type, field=path, strict=False)
+
+
+def _convert(value: Any, type: Any, *, field: str, strict: bool = True) -> Any:
+    try:
+        return msgspec.convert(value, type, strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        inner = re.search(r"`\$\.([\w.]+)`", str(error))
+        name = inner.group(1) if inner else field
+        raise InvalidArgument(f"{name}: {error}", field=name) from error
+
+
+def _decode_path(type: type, value: Any) -> Any:
+    if type is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise ValueError(f"expected a path, got {value!r}")
+
+
+def _get(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    return owner
+
+
+def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+    *groups, name = path.split(".")
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[name] = value
+
+
+OPTIONS: Final[dict[str, Option]] = dict(_options(Config))
+GROUPS: Final = frozenset(path.rpartition(".")[0] for path in OPTIONS) - {""}
