@@ -1,0 +1,413 @@
+"""One native connection: requests with answers, and streams, over any asyncio transport.
+
+Every request and every stream takes a number of its own from one counter; an answer repeats it.
+When the connection is lost, every waiting request fails with `Unavailable`: its outcome is
+*unknown*, and whoever repeats it does so with the same producer key.
+
+    connection = await open_connection("penstock://127.0.0.1:7440")      # TCP or TLS
+    connection = Connection(); memory_pair(connection, session); await connection.greeted()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.client.address import Address, Tls
+from penstock.client.streams import LeaseStream, LogStream, Stream
+from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
+from penstock.model.ids import LeaseToken
+from penstock.wire import frame
+from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.messages import (
+    Call,
+    Enqueue,
+    Enqueued,
+    Extend,
+    Hello,
+    OpenLease,
+    OpenLog,
+    Part,
+    Return,
+    Settle,
+    Settled,
+    SlowDown,
+    TokenPart,
+    Welcome,
+    pack,
+    unpack,
+)
+
+GREETING_TIMEOUT_S: Final = 10.0
+_WANTED: Final = int(FrameFlag.ACK_WANTED)
+
+
+class Connection(asyncio.Protocol):
+    """A client's end. Only `connection_made` and after: hand it to a transport first."""
+
+    def __init__(self, *, api_key: str | None = None, client: str = "penstock-python") -> None:
+        self._loop = asyncio.get_running_loop()
+        self._hello = Hello([frame.VERSION], api_key, client)
+        self._transport: asyncio.Transport | None = None
+        self._decoder = FrameDecoder()
+        self._number = 0
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
+        self._streams: dict[int, Stream[Any]] = {}
+        self._greeting: asyncio.Future[Welcome] = self._loop.create_future()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
+        self._lost: PenstockError | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._sent = True  # something, since the last heartbeat tick
+        self.slow_until = 0.0  # loop time until which producers were asked to hold back
+
+    # --- state ---
+
+    @property
+    def alive(self) -> bool:
+        return self._lost is None and self._transport is not None
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer yet."""
+        return len(self._waiting)
+
+    @property
+    def welcome(self) -> Welcome:
+        return self._greeting.result()
+
+    async def greeted(self, timeout: float = GREETING_TIMEOUT_S) -> Welcome:
+        """Wait until the server accepted us; raises what it refused us with."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(self._greeting)
+        except TimeoutError as error:
+            self._fail(Unavailable("the server did not greet back in time"))
+            raise Unavailable("the server did not greet back in time") from error
+
+    # --- requests ---
+
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One administrative call; the result map, or the error it was refused with."""
+        result: dict[str, Any] = await self._request(
+            FrameType.SUBSCRIBE, dict, pack(Call(method, arguments))
+        )
+        return result
+
+    async def enqueue(
+        self,
+        topic: str,
+        parts: Sequence[tuple[int, int, Buffer]],
+        *,
+        atomic: bool = False,
+        expected_sequence: int | None = None,
+        partitioned: bool = True,
+        codec: int = 0,
+        raw_lengths: list[int] | None = None,
+    ) -> Enqueued:
+        """Append ENQ bodies, given as (partition, entries, body); answered when durable."""
+        if self._resume is not None:
+            await self._resumed()
+        return await self.enqueue_nowait(
+            Enqueue(
+                topic,
+                [Part(partition, count, len(body)) for partition, count, body in parts],
+                atomic,
+                expected_sequence,
+                codec,
+                raw_lengths,
+                partitioned,
+            ),
+            [body for _, _, body in parts],
+        )
+
+    def enqueue_nowait(
+        self, request: Enqueue, bodies: Sequence[Buffer]
+    ) -> asyncio.Future[Enqueued]:
+        """`enqueue` for a caller that bounds by itself what it has in flight."""
+        return self._ask(FrameType.BATCH, Enqueued, pack(request), *bodies)
+
+    async def settle(self, topic: str, tokens: Sequence[LeaseToken]) -> list[int]:
+        """Acknowledge leases; returns the positions of those that were no longer held."""
+        parts, data, order = _grouped(tokens)
+        settled: Settled = await self._request(
+            FrameType.ACK, Settled, pack(Settle(topic, parts)), data
+        )
+        return _positions(settled, order)
+
+    async def settle_range(
+        self, topic: str, *, partition: int, epoch: int, tokens: NDArray[np.uint64]
+    ) -> list[int]:
+        """`settle` for tokens of one partition and epoch."""
+        parts = [TokenPart(partition, epoch, len(tokens))]
+        settled: Settled = await self._request(
+            FrameType.ACK, Settled, pack(Settle(topic, parts)), tokens.astype("<u8").tobytes()
+        )
+        return settled.lost
+
+    async def give_back(
+        self,
+        topic: str,
+        tokens: Sequence[LeaseToken],
+        *,
+        delay_ms: int | None = None,
+        reject: bool = False,
+        counted: bool = True,
+        reason: str = "",
+    ) -> list[int]:
+        """End leases unfinished: retry, dead letter (`reject`) or unused (`counted=False`)."""
+        parts, data, order = _grouped(tokens)
+        request = Return(topic, parts, delay_ms, reject, counted, reason)
+        settled: Settled = await self._request(FrameType.NACK, Settled, pack(request), data)
+        return _positions(settled, order)
+
+    async def extend(self, topic: str, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
+        """Let leases run `extend_ms` from now; returns the positions of lost ones."""
+        parts, data, order = _grouped(tokens)
+        request = Extend(topic, parts, extend_ms)
+        settled: Settled = await self._request(FrameType.HEARTBEAT, Settled, pack(request), data)
+        return _positions(settled, order)
+
+    # --- streams ---
+
+    async def lease_stream(
+        self,
+        topic: str,
+        *,
+        credits: int,
+        consumer: str = "",
+        visibility_ms: int | None = None,
+        batch_max: int = 100,
+        linger_ms: int = 0,
+    ) -> LeaseStream:
+        """Open a stream of leased messages; a refusal is raised by its first iteration."""
+        stream = LeaseStream(self, self._next())
+        self._open(stream, OpenLease(topic, credits, consumer, visibility_ms, batch_max, linger_ms))
+        return stream
+
+    async def log_stream(
+        self,
+        topic: str,
+        *,
+        partition: int,
+        from_sequence: int = 1,
+        credit_entries: int = 1000,
+        credit_bytes: int = 8 << 20,
+    ) -> LogStream:
+        """Open a stream of committed batches; a refusal is raised by its first iteration."""
+        stream = LogStream(self, self._next())
+        self._open(stream, OpenLog(topic, partition, from_sequence, credit_entries, credit_bytes))
+        return stream
+
+    def _open(self, stream: Stream[Any], request: OpenLease | OpenLog) -> None:
+        self._raise_if_lost()
+        self._streams[stream.number] = stream
+        self.send(FrameType.SUBSCRIBE, stream.number, pack(request))
+
+    def forget(self, number: int) -> None:
+        self._streams.pop(number, None)
+
+    async def close(self) -> None:
+        """Send what was written, then end; waiting requests fail with `Unavailable`."""
+        if self._transport is not None:
+            self._transport.close()
+            self._fail(Unavailable("the connection was closed"), abort=False)
+            await asyncio.shield(self._closed)
+
+    # --- sending ---
+
+    def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None:
+        if self._lost is None and self._transport is not None:
+            self._sent = True
+            self._transport.writelines(frame.encode(type, sequence, *payload, flags=flags))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _ask(self, type: FrameType, answer: Any, *payload: Buffer) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._raise_if_lost()
+        number = self._next()
+        self.send(type, number, *payload, flags=_WANTED)
+        self._waiting[number] = (future, answer)
+        return future
+
+    async def _request(self, type: FrameType, answer: Any, *payload: Buffer) -> Any:
+        if self._resume is not None:
+            await self._resumed()
+        return await self._ask(type, answer, *payload)
+
+    async def _resumed(self) -> None:
+        while self._resume is not None:
+            await asyncio.shield(self._resume)
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise Unavailable(self._lost.message) from self._lost
+        if self._transport is None:
+            raise Unavailable("the connection was not made yet")
+
+    # --- called by the transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.send(FrameType.HEARTBEAT, 0, pack(self._hello))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for item in self._decoder.feed(data):
+                self._on_frame(item)
+        except PenstockError as error:
+            self._fail(error)
+
+    def pause_writing(self) -> None:
+        self._resume = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        lost = Unavailable(f"the connection was lost: {exc}" if exc else "the connection was lost")
+        self._fail(lost, abort=False)
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    # --- receiving ---
+
+    def _on_frame(self, item: Frame) -> None:
+        kind = item.type
+        if kind is FrameType.ACK:
+            self._on_answer(item)
+        elif kind is FrameType.BATCH:
+            stream = self._streams.get(item.sequence)
+            if stream is not None:
+                stream.on_batch(item.payload)
+        elif kind is FrameType.NACK:
+            self._on_refusal(item)
+        elif kind is FrameType.UNSUBSCRIBE:
+            stream = self._streams.get(item.sequence)
+            if stream is not None:
+                stream.on_end(_error(item.payload) if len(item.payload) else None)
+        elif kind is FrameType.HEARTBEAT:
+            if not self._greeting.done():
+                self._on_welcome(unpack(item.payload, Welcome)[0])
+        elif kind is FrameType.BACKPRESSURE:
+            slow, _ = unpack(item.payload, SlowDown)
+            self.slow_until = self._loop.time() + slow.retry_after_ms / 1000
+        else:
+            raise Corruption(f"a client cannot receive {kind.name}")
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._greeting.set_result(welcome)
+        if welcome.heartbeat_ms > 0:
+            self._beat(welcome.heartbeat_ms / 2000)
+
+    def _on_answer(self, item: Frame) -> None:
+        found = self._waiting.pop(item.sequence, None)
+        if found is not None and not found[0].done():
+            found[0].set_result(unpack(item.payload, found[1])[0])
+
+    def _on_refusal(self, item: Frame) -> None:
+        error = _error(item.payload)
+        if not self._greeting.done():
+            self._fail(error)
+            return
+        found = self._waiting.pop(item.sequence, None)
+        if found is not None:
+            if not found[0].done():
+                found[0].set_exception(error)
+        elif item.sequence in self._streams:
+            self._streams[item.sequence].on_end(error)
+
+    def _beat(self, interval: float) -> None:
+        """Every half heartbeat: say that we live, unless something else said it."""
+        if not self._sent:
+            self.send(FrameType.HEARTBEAT, 0)
+        self._sent = False
+        self._heartbeat = self._loop.call_later(interval, self._beat, interval)
+
+    # --- ending ---
+
+    def _fail(self, error: PenstockError, *, abort: bool = True) -> None:
+        """Nothing more comes: everyone who waits learns why."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if not self._greeting.done():
+            self._greeting.set_exception(error)
+            self._greeting.exception()  # a caller that never asks must not be warned about it
+        waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            if not future.done():
+                future.set_exception(_copy(error))
+        for stream in list(self._streams.values()):
+            stream.on_end(error)
+        self.resume_writing()
+        if abort and self._transport is not None:
+            self._transport.abort()
+
+
+async def open_connection(
+    url: str, *, api_key: str | None = None, tls: Tls = None, client: str = "penstock-python"
+) -> Connection:
+    """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`."""
+    address = Address.parse(url)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            _, connection = await loop.create_connection(
+                lambda: Connection(api_key=api_key, client=client),
+                address.host,
+                address.port,
+                ssl=address.context(tls),
+            )
+    except (OSError, TimeoutError) as error:
+        raise Unavailable(f"cannot connect to {address}: {error}") from error
+    await connection.greeted()
+    return connection
+
+
+def _error(payload: memoryview) -> PenstockError:
+    fields: dict[str, Any] = unpack(payload, dict)[0]
+    return from_wire(fields)
+
+
+def _copy(error: PenstockError) -> PenstockError:
+    """One exception object per waiter: a shared one would collect everybody's traceback."""
+    return from_wire(error.to_wire())
+
+
+_U64: Final = struct.Struct("<Q")
+
+
+def _grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list[int] | None]:
+    """Tokens as parts of one (partition, epoch) each; `order` maps back unless nothing moved."""
+    if len(tokens) == 1:
+        token = tokens[0]
+        return [TokenPart(token[0], token[1], 1)], _U64.pack(token[2]), None
+    order = sorted(range(len(tokens)), key=lambda i: tokens[i][:2])
+    parts: list[TokenPart] = []
+    start = 0
+    for end in range(1, len(order) + 1):
+        head = tokens[order[start]]
+        if end == len(order) or tokens[order[end]][:2] != head[:2]:
+            parts.append(TokenPart(head[0], head[1], end - start))
+            start = end
+    data = np.fromiter((tokens[i][2] for i in order), dtype="<u8", count=len(order)).tobytes()
+    return parts, data, order
+
+
+def _positions(settled: Settled, order: list[int] | None) -> list[int]:
+    if order is None or not settled.lost:
+        return settled.lost
+    return sorted(order[i] for i in settled.lost)

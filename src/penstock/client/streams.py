@@ -1,0 +1,171 @@
+"""Streams that a connection receives: leased messages, and the committed log.
+
+A stream is a queue whose length the peer's credit bounds: it sends only what was granted. A lease
+stream's credit comes back at the server when a lease ends; a log stream's credit is returned here,
+slice by slice, when the reader takes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from penstock.errors import Corruption, PenstockError
+from penstock.model.batch import Batch, decode
+from penstock.model.columns import Columns
+from penstock.model.delivery import DELIVERY
+from penstock.wire.frame import Buffer, FrameType
+from penstock.wire.messages import Delivery, Grant, LogSlice, pack, unpack
+
+Item = TypeVar("Item")
+
+
+class Sender(Protocol):
+    """The part of a connection that a stream needs."""
+
+    def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None: ...
+
+    def forget(self, number: int) -> None: ...
+
+
+class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
+    """Messages of one partition, leased together; entry *i* has token `token_first + i`."""
+
+    delivery: Delivery
+    columns: Columns
+
+
+class Stream(Generic[Item]):
+    """One open stream, read once. It ends by `close`, by the server, or with an error."""
+
+    def __init__(self, sender: Sender, number: int) -> None:
+        self._sender = sender
+        self.number = number
+        self._arrived: deque[Any] = deque()  # as `_decode` made them
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: PenstockError | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Items that wait for the reader."""
+        return len(self._arrived)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def __aiter__(self) -> Stream[Item]:
+        return self
+
+    async def __anext__(self) -> Item:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._take(self._arrived.popleft())
+
+    def take_nowait(self) -> Item | None:
+        """An item that is already here, or None."""
+        if not self._arrived:
+            return None
+        return self._take(self._arrived.popleft())
+
+    async def close(self) -> list[Item]:
+        """End the stream; returns the items that nobody took."""
+        if not self._ended:
+            self._sender.send(FrameType.UNSUBSCRIBE, self.number)
+            self.on_end(None)
+        untaken = [self._take(item) for item in self._arrived]
+        self._arrived.clear()
+        return untaken
+
+    # --- called by the connection ---
+
+    def on_batch(self, payload: memoryview) -> None:
+        self._arrived.append(self._decode(payload))
+        self._wake()
+
+    def on_end(self, error: PenstockError | None) -> None:
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._sender.forget(self.number)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _decode(self, payload: memoryview) -> Any:
+        """On arrival: cheap, for the reader may never come."""
+        raise NotImplementedError
+
+    def _take(self, arrived: Any) -> Item:
+        """When the reader takes it."""
+        raise NotImplementedError
+
+
+class LeaseStream(Stream[DeliveredBatch]):
+    """Leased messages as they become ready, best first."""
+
+    def grant(self, messages: int) -> None:
+        """Let `messages` more be out at once. An ended lease returns its credit by itself."""
+        if messages <= 0:
+            raise ValueError(f"a grant of {messages} messages is not a grant")
+        if not self._ended:
+            self._sender.send(FrameType.ACK, self.number, pack(Grant(messages)))
+
+    def _decode(self, payload: memoryview) -> DeliveredBatch:
+        delivery, data = unpack(payload, Delivery)
+        return DeliveredBatch(delivery, DELIVERY.decode(data, delivery.count))
+
+    def _take(self, arrived: DeliveredBatch) -> DeliveredBatch:
+        return arrived
+
+
+class Slice(msgspec.Struct, frozen=True, gc=False):
+    """Committed batches `[first, last]`, still encoded."""
+
+    head: LogSlice
+    data: memoryview
+
+    def batches(self) -> list[Batch]:
+        """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
+        found: list[Batch] = []
+        at, expected = 0, self.head.first
+        while at < len(self.data):
+            batch = decode(self.data, at)
+            if batch.first != expected:
+                raise Corruption(f"a log slice jumps from {expected} to {batch.first}")
+            found.append(batch)
+            expected = batch.last + 1
+            at += (batch.size + 7) & ~7
+        if expected != self.head.last + 1:
+            raise Corruption(f"a log slice ends at {expected - 1}, not {self.head.last}")
+        return found
+
+
+class LogStream(Stream[list[Batch]]):
+    """The committed batches of one partition, in order and without a gap."""
+
+    sequence_committed = 0  # as of the last slice taken
+
+    def _decode(self, payload: memoryview) -> Slice:
+        return Slice(*unpack(payload, LogSlice))
+
+    def _take(self, arrived: Slice) -> list[Batch]:
+        head = arrived.head
+        self.sequence_committed = head.sequence_committed
+        if not self._ended:
+            grant = Grant(head.last - head.first + 1, len(arrived.data))
+            self._sender.send(FrameType.ACK, self.number, pack(grant))
+        return arrived.batches()
