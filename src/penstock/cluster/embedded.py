@@ -10,7 +10,8 @@ once cost two writes. There are two maps:
 A refusal waits until what it lost against is stored. The caller that reads again, to try again,
 then sees why it lost.
 
-The first failed write ends the store: whether its bytes are on disk is unknown from then on.
+A full disk refuses the changes that wait and leaves the old image in place. Any other failure
+ends the store: what is on disk is unknown from then on.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.cluster.image import Image, read_image, write_image
 from penstock.cluster.store import WATCH_CHANGES_MAX, Change, Versioned, check_entry
-from penstock.errors import PenstockError, RevisionConflict, StorageFailed, Unavailable
+from penstock.errors import DiskFull, PenstockError, RevisionConflict, StorageFailed, Unavailable
 
 
 class EmbeddedStore:
@@ -31,11 +33,12 @@ class EmbeddedStore:
 
     def __init__(self, folder: Path, image: Image) -> None:
         self._folder = folder
-        self._revision = image.revision  # of the last staged change
-        self._revision_stored = image.revision  # never over _revision
+        self._revision = (
+            image.revision
+        )  # of the last staged change; never used twice
         self._staged = dict(image.entries)
         self._stored = image.entries
-        self._changes: list[Change] = []  # staged and not yet handed to a write
+        self._pending: list[_Pending] = []  # what `_staged` has and `_stored` has not
         self._write_lock = asyncio.Lock()
         self._failure: PenstockError | None = None  # set once; refuses all further changes
         self._watches: set[_Watch] = set()
@@ -65,7 +68,7 @@ class EmbeddedStore:
     async def delete(self, key: str, *, expected_revision: int | None = None) -> bool:
         await self._expect(key, expected_revision)
         if self._staged.pop(key, None) is None:
-            await self._settle(self._revision)
+            await self._settle()
             return False
         await self._store(Change(key, None, self._revision + 1))
         return True
@@ -84,7 +87,7 @@ class EmbeddedStore:
     async def close(self) -> None:
         """Store what is staged; later changes and open watches get `Unavailable`."""
         if self._failure is None:
-            await self._settle(self._revision)
+            await self._settle()
             self._end(Unavailable("the metadata store is closed"))
 
     async def _expect(self, key: str, expected: int | None) -> None:
@@ -95,47 +98,65 @@ class EmbeddedStore:
         held = self._staged.get(key)
         revision = held.revision if held else 0
         if expected is not None and expected != revision:
-            await self._settle(self._revision)
+            await self._settle()
             raise RevisionConflict(
                 f"{key} is at revision {revision}, not {expected}", key=key, revision=revision
             )
 
     async def _store(self, change: Change) -> None:
         self._revision = change.revision
-        self._changes.append(change)
-        await self._settle(change.revision)
+        self._pending.append(_Pending(change, asyncio.get_running_loop().create_future()))
+        await self._settle()
 
-    async def _settle(self, revision: int) -> None:
-        """Wait until `revision` is stored. A caller that is cancelled does not stop the write:
-        others wait for it, and it may not overlap the next one."""
-        if self._revision_stored < revision:
-            await asyncio.shield(self._write_through(revision))
+    async def _settle(self) -> None:
+        """Wait until all that is staged now is stored. A caller that is cancelled does not stop
+        the write: others wait for it, and it may not overlap the next one."""
+        if self._pending:
+            await asyncio.shield(self._write_through(self._pending[-1]))
 
-    async def _write_through(self, revision: int) -> None:
+    async def _write_through(self, last: _Pending) -> None:
         async with self._write_lock:
-            if self._revision_stored >= revision:
-                return
-            if self._failure:
-                raise self._failure
-            await self._write_staged()
+            if not last.stored.done():
+                await self._write_staged()
+        await last.stored
 
     async def _write_staged(self) -> None:
-        revision, entries, changes = self._revision, dict(self._staged), self._changes
-        self._changes = []
+        revision, entries, pending = self._revision, dict(self._staged), list(self._pending)
+        values = list(entries.values())
         try:
-            await asyncio.to_thread(write_image, self._folder, revision, list(entries.values()))
+            await asyncio.to_thread(write_image, self._folder, revision, values)
+        except DiskFull as refusal:
+            self._refuse(refusal)
         except StorageFailed as failure:
+            self._refuse(failure)
             self._end(failure)
-            raise
-        self._revision_stored, self._stored = revision, entries
-        for change in changes:
-            for watch in self._watches:
-                watch.offer(change)
+        else:
+            self._stored = entries
+            del self._pending[: len(pending)]
+            for change, stored in pending:
+                stored.set_result(None)
+                for watch in self._watches:
+                    watch.offer(change)
+
+    def _refuse(self, reason: PenstockError) -> None:
+        """Take back all that is staged: what came during the write was checked against it."""
+        pending, self._pending = self._pending, []
+        self._staged = dict(self._stored)
+        for _, stored in pending:
+            stored.set_exception(reason)
+            stored.exception()  # seen, also where its caller was cancelled
 
     def _end(self, failure: PenstockError) -> None:
         self._failure = failure
         for watch in self._watches:
             watch.end(failure)
+
+
+class _Pending(NamedTuple):
+    """A staged change, and whom to tell that it is stored or refused."""
+
+    change: Change
+    stored: asyncio.Future[None]
 
 
 class _Watch:

@@ -8,6 +8,7 @@ A reader that meets a newer format refuses it; anything else that does not add u
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ import msgspec
 from crc32c import crc32c
 
 from penstock.cluster.store import Versioned
-from penstock.errors import Corruption, FailedPrecondition, StorageFailed
+from penstock.errors import Corruption, DiskFull, FailedPrecondition, StorageFailed
 
 MAGIC: Final = b"PSTKMETA"
 FORMAT: Final = 1
@@ -57,19 +58,29 @@ def read_image(folder: Path) -> Image:
 
 
 def write_image(folder: Path, revision: int, entries: Iterable[Versioned]) -> None:
-    """Replace the stored map. On return it survives a power loss; on an error the old one does."""
+    """Replace the stored map. On return it survives a power loss. `DiskFull` leaves the old one."""
     body = msgspec.msgpack.encode((revision, [tuple(entry) for entry in entries]))
     data = _HEADER.pack(MAGIC, FORMAT, crc32c(body), len(body)) + body
     fresh = folder / (FILE + ".new")
     try:
-        with fresh.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            _write_file(fresh, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            fresh.unlink(missing_ok=True)
+            raise DiskFull("no space for metadata") from error
         fresh.replace(folder / FILE)
         _sync_folder(folder)
     except OSError as error:
         raise StorageFailed(f"cannot write metadata in {folder}: {error}") from error
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
