@@ -1,0 +1,105 @@
+"""The leanest HTTP/1.1 load that asyncio allows: fixed requests on kept-alive connections.
+
+A general client costs more per request than the server under test and would measure itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+from urllib.parse import urlsplit
+
+from penstock.errors import Unavailable
+
+_LENGTH: Final = b"content-length:"
+_END: Final = b"\r\n\r\n"
+
+
+def request_bytes(url: str, path: str, body: bytes) -> bytes:
+    host = urlsplit(url).netloc
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Caller(asyncio.Protocol):
+    """Keeps `depth` requests under way until its share is answered."""
+
+    def __init__(self, request: bytes, *, count: int, depth: int) -> None:
+        self._request, self._unsent, self._depth = request, count, depth
+        self._unanswered = count
+        self._received = b""
+        self._transport: asyncio.Transport | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._send(self._depth)
+
+    def _send(self, requests: int) -> None:
+        assert self._transport is not None
+        requests = min(requests, self._unsent)
+        if requests:
+            self._unsent -= requests
+            self._transport.write(self._request * requests)
+
+    def data_received(self, data: bytes) -> None:
+        answered = self._count_answers(self._received + data)
+        self._unanswered -= answered
+        if self.done.done():
+            return
+        if self._unanswered <= 0:
+            self.done.set_result(None)
+        else:
+            self._send(answered)
+
+    def _count_answers(self, data: bytes) -> int:
+        answered = at = 0
+        while (end := data.find(_END, at)) >= 0:
+            head = data[at:end].lower()
+            if not head.startswith(b"http/1.1 2"):
+                self._fail(head.split(b"\r\n", 1)[0].decode(errors="replace"))
+                break
+            length = int(head.split(_LENGTH, 1)[1].split(b"\r\n", 1)[0])
+            if len(data) < end + 4 + length:
+                break
+            at = end + 4 + length
+            answered += 1
+        self._received = data[at:]
+        return answered
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(str(exc or "the connection was closed"))
+
+    def _fail(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(Unavailable(f"HTTP load stopped: {reason}"))
+
+
+async def post_many(
+    url: str, request: bytes, *, count: int, connections: int, depth: int = 1
+) -> None:
+    """Send `request` `count` times over `connections`; returns when all are answered."""
+    loop = asyncio.get_running_loop()
+    split = urlsplit(url)
+    host, port = split.hostname or "127.0.0.1", split.port or 80
+    transports: list[asyncio.Transport] = []
+    callers: list[_Caller] = []
+    try:
+        for i in range(connections):
+            share = count // connections + (i < count % connections)
+            if share:
+                transport, caller = await loop.create_connection(
+                    lambda share=share: _Caller(request, count=share, depth=depth),  # type: ignore[misc]
+                    host,
+                    port,
+                )
+                transports.append(transport)
+                callers.append(caller)
+        await asyncio.gather(*(caller.done for caller in callers))
+    finally:
+        for transport in transports:
+            transport.close()

@@ -1,0 +1,77 @@
+"""End to end under an open loop: the producer keeps its schedule whatever the server does.
+
+Each message carries the moment at which it *should* have been put, so a stall counts against every
+message that had to wait for it, not only against the one that met it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.cli.bench.stages import PAYLOAD_BYTES, TOPIC, Run, Values, fresh_server
+from penstock.errors import Unavailable
+
+RATE_PER_S: Final = 10_000
+SECONDS: Final = 6.0
+WARM_SHARE: Final = 0.2  # at the start, not counted
+TICK_S: Final = 0.001
+GRACE_S: Final = 20.0
+_STAMP: Final = struct.Struct("<d")
+_FILL: Final = bytes(PAYLOAD_BYTES - _STAMP.size)
+
+
+async def latency(run: Run) -> list[Values]:
+    import penstock
+
+    count = run.count(int(RATE_PER_S * SECONDS))
+    async with (
+        fresh_server(run) as server,
+        penstock.connect(server.url) as producer,
+        penstock.connect(server.url) as consumer,
+    ):
+        out = await producer.topic(TOPIC, of=bytes)
+        received = asyncio.create_task(_receive(await consumer.topic(TOPIC, of=bytes), count))
+        await _send(out, count)
+        try:
+            took = await asyncio.wait_for(received, GRACE_S)
+        except TimeoutError as error:
+            raise Unavailable(f"{count} messages did not arrive within {GRACE_S} s") from error
+    counted = took[int(len(took) * WARM_SHARE) :] * 1000
+    return [
+        {
+            "end_to_end_ms_p50": float(np.percentile(counted, 50)),
+            "end_to_end_ms_p95": float(np.percentile(counted, 95)),
+            "end_to_end_ms_p99": float(np.percentile(counted, 99)),
+        }
+    ]
+
+
+async def _send(topic: Any, count: int) -> None:
+    """Put message *i* at `start + i / rate`, in the batches that the SDK makes of them."""
+    start = time.perf_counter()
+    sent = 0
+    async with asyncio.TaskGroup() as group:
+        while sent < count:
+            due = min(count, int((time.perf_counter() - start) * RATE_PER_S) + 1)
+            for i in range(sent, due):
+                stamp = _STAMP.pack(start + i / RATE_PER_S)
+                group.create_task(topic.put(stamp + _FILL))
+            sent = due
+            await asyncio.sleep(TICK_S)
+
+
+async def _receive(topic: Any, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    took = np.empty(count)
+    seen = 0
+    async for message in topic.consume(concurrency=64, prefetch=512):
+        took[seen] = time.perf_counter() - _STAMP.unpack_from(message.value)[0]
+        seen += 1
+        await message.ack()
+        if seen == count:
+            break
+    return took

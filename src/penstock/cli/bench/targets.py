@@ -1,0 +1,45 @@
+"""What is measured, and what it should come to on two shared cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`target` must be met; `aim` is what the design should allow."""
+
+    name: str
+    stage: str
+    unit: str
+    target: float
+    aim: float | None = None
+    more_is_better: bool = True
+
+    def met(self, value: float) -> bool:
+        return value >= self.target if self.more_is_better else value <= self.target
+
+
+def _at_least(name: str, stage: str, target: float, aim: float | None = None) -> Metric:
+    return Metric(name, stage, "messages/s", target, aim)
+
+
+def _at_most(name: str, stage: str, unit: str, target: float) -> Metric:
+    return Metric(name, stage, unit, target, more_is_better=False)
+
+
+METRICS: Final = (
+    _at_least("enqueue_batch100_per_s", "enqueue", 200_000, 300_000),
+    _at_least("pop_ack_batch100_per_s", "pop", 120_000, 200_000),
+    _at_least("put_single_per_s", "put", 15_000, 30_000),
+    _at_most("server_cpu_us_per_enqueue", "enqueue", "µs", 4),
+    _at_most("server_cpu_us_per_pop_ack", "pop", "µs", 7),
+    _at_most("end_to_end_ms_p50", "latency", "ms", 3),
+    _at_most("end_to_end_ms_p95", "latency", "ms", 20),
+    _at_most("backlog_2m_recover_s", "backlog", "s", 5),
+    _at_most("backlog_2m_rss_mb", "backlog", "MB", 700),
+    _at_least("grpc_enqueue_batch100_per_s", "grpc", 75_000),
+    _at_least("http_put_single_per_s", "http", 4_000),
+)
+STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in METRICS))

@@ -1,0 +1,63 @@
+"""One native connection for the length of a command."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.command import folder_of
+from penstock.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from penstock.client.connection import Connection
+
+
+@asynccontextmanager
+async def connected(
+    url: str, *, api_key: str | None = None, ca: Path | None = None
+) -> AsyncIterator[Connection]:
+    """Connect to the node at `url`; a folder's path runs the engine inside this process."""
+    folder = folder_of(url)
+    if folder is None:
+        async with _remote(url, api_key=api_key, ca=ca) as connection:
+            yield connection
+        return
+    from penstock.server.embedded import open_embedded
+
+    if not folder.is_dir():
+        raise NotFound(f"no data folder at {folder}", folder=str(folder))
+    node = await open_embedded(folder)
+    try:
+        connection = await node.connect(api_key=api_key)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+    finally:
+        await node.close()
+
+
+@asynccontextmanager
+async def _remote(url: str, *, api_key: str | None, ca: Path | None) -> AsyncIterator[Connection]:
+    from penstock.client.connection import open_connection
+
+    try:
+        connection = await open_connection(url, api_key=api_key, tls=ca)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error.message}; start a node with `penstock serve`,"
+            " or name a data folder with --url",
+            url=url,
+        ) from error
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def confirmation(connection: Connection, method: str, **subject: Any) -> dict[str, Any]:
+    """The arguments that let one destructive call through."""
+    granted = await connection.call("confirm", method=method, **subject)
+    return {"force": True, "confirm": granted["confirm"]}

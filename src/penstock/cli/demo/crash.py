@@ -1,0 +1,179 @@
+"""Producers and consumers at full speed, `kill -9`, restart, and an account of every message."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.cli.demo.claims import Chapter
+from penstock.cli.demo.ledger import Ledger
+from penstock.cli.process import ServerProcess
+from penstock.errors import RetryableError
+from penstock.model.ids import LeaseToken
+
+if TYPE_CHECKING:
+    from penstock.client.connection import Connection
+    from penstock.client.streams import DeliveredBatch
+
+TOPIC: Final = "changes"
+PARTITIONS: Final = 2
+MESSAGES: Final = 20_000
+PRODUCERS: Final = 128
+KILL_AT: Final = MESSAGES // 2  # acknowledged puts
+HOLD: Final = 25  # messages whose consumer is still at work when the server dies
+HOLD_AT: Final = KILL_AT // 2
+HOLD_MS: Final = 120_000
+VISIBILITY_MS: Final = 2_000
+CREDITS: Final = 200
+DRAIN_S_MAX: Final = 20.0
+IDLE_S: Final = 0.05
+
+
+async def survive_kill(server: ServerProcess, chapter: Chapter, say: Callable[[str], None]) -> None:
+    """Run the load over the crash and state what became of every message."""
+    import penstock
+    from penstock.client.connection import open_connection
+
+    ledger = Ledger(visibility_ms=VISIBILITY_MS)
+    admin = await open_connection(server.url)
+    await admin.call("topic_create", name=TOPIC, partitions=PARTITIONS, visibility_ms=VISIBILITY_MS)
+    async with penstock.connect(server.url) as client, asyncio.TaskGroup() as group:
+        topic = client.topic(TOPIC, of=bytes)
+        producers = group.create_task(_produce(topic, ledger))
+        consumer = group.create_task(_consume_until_lost(server.url, ledger))
+        await ledger.reached(HOLD_AT)
+        ledger.hold(await _hold(admin))
+        await ledger.reached(KILL_AT)
+        under_way = len(ledger.started) - len(ledger.put)
+        await server.kill()
+        say(f"killed with {under_way} puts under way and {HOLD} leases held; restarting")
+        await consumer
+        await admin.close()
+        recover_s = await server.start()
+        say(f"serving again after {recover_s:.1f} s; the producers went on by themselves")
+        admin = await open_connection(server.url)
+        await _settle_unsure(admin, ledger)
+        await _drain(admin, ledger, producers)
+        lost = await admin.settle(TOPIC, list(ledger.held.values()))
+        ledger.settled(key for i, key in enumerate(ledger.held) if i not in lost)
+    await admin.close()
+    _state_claims(chapter, ledger, under_way=under_way, lost=len(lost))
+    chapter.figures["recover_s"] = round(recover_s, 2)
+
+
+async def _produce(topic: Any, ledger: Ledger) -> None:
+    """Put every number once; a put that the crash interrupts is repeated by the SDK."""
+    numbers = iter(range(MESSAGES))
+
+    async def producer() -> None:
+        for number in numbers:
+            ledger.started.add(number)
+            await topic.put(b"%d" % number, priority=number % 10)
+            ledger.acknowledge(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(PRODUCERS):
+            group.create_task(producer())
+
+
+async def _consume_until_lost(url: str, ledger: Ledger) -> None:
+    """Lease and acknowledge until the server is gone."""
+    from penstock.client.connection import open_connection
+
+    connection = await open_connection(url)
+    try:
+        await _consume(connection, ledger)
+    except RetryableError:
+        await connection.close()  # what was leased and not confirmed stays `unsure`
+
+
+async def _consume(connection: Connection, ledger: Ledger) -> None:
+    stream = await connection.lease_stream(TOPIC, credits=CREDITS)
+    async for batch in stream:
+        await _take(connection, batch, ledger)
+
+
+async def _take(connection: Connection, batch: DeliveredBatch, ledger: Ledger) -> None:
+    leased = _leases_of(batch)
+    ledger.delivered(leased)
+    lost = await connection.settle(TOPIC, list(leased.values()))
+    ledger.settled(key for i, key in enumerate(leased) if i not in lost)
+
+
+def _leases_of(batch: DeliveredBatch) -> dict[int, LeaseToken]:
+    delivery = batch.delivery
+    first = delivery.token_first
+    return {
+        int(payload): LeaseToken(delivery.partition, delivery.epoch, first + i)
+        for i, payload in enumerate(batch.columns.binary("payload") or ())
+    }
+
+
+async def _hold(connection: Connection) -> dict[int, LeaseToken]:
+    """Lease some messages for long, as a slow consumer does."""
+    held: dict[int, LeaseToken] = {}
+    while len(held) < HOLD:
+        found = await connection.call(
+            "pop", topic=TOPIC, limit=HOLD - len(held), wait_ms=1000, visibility_ms=HOLD_MS
+        )
+        held.update(
+            (int(m["payload"]), LeaseToken.parse(m["lease_token"])) for m in found["messages"]
+        )
+    return held
+
+
+async def _settle_unsure(connection: Connection, ledger: Ledger) -> None:
+    """Repeat the acknowledgements whose answer the crash swallowed; either outcome is final."""
+    unsure = ledger.unsure
+    lost = await connection.settle(TOPIC, list(unsure.values()))
+    ledger.resettled_lost = len(lost)
+    ledger.settled(list(unsure))
+
+
+async def _drain(connection: Connection, ledger: Ledger, producers: asyncio.Task[None]) -> None:
+    """Consume until the producers are done and only the held leases are left."""
+    consumer = asyncio.create_task(_consume(connection, ledger))
+    deadline = time.monotonic() + DRAIN_S_MAX
+    await producers
+    while time.monotonic() < deadline:
+        stats = (await connection.call("stats", topic=TOPIC))["topics"][0]
+        open_messages = stats["ready"] + stats["delayed"] + stats["leased"]
+        if open_messages == len(ledger.held):
+            break
+        await asyncio.sleep(IDLE_S)
+    consumer.cancel()
+    await asyncio.wait([consumer])
+
+
+def _state_claims(chapter: Chapter, ledger: Ledger, *, under_way: int, lost: int) -> None:
+    missing = ledger.put - ledger.done
+    chapter.note(
+        f"  {len(ledger.put)} puts acknowledged, {under_way} under way at the kill,"
+        f" {len(ledger.redelivered)} leases ran out and were delivered again"
+    )
+    chapter.claim(
+        "every acknowledged message survived", not missing and len(ledger.put) == MESSAGES,
+        f"{len(ledger.put & ledger.done)} of {len(ledger.put)} accounted for",
+    )  # fmt: skip
+    chapter.claim(
+        "none was invented or doubled by a retry",
+        not ledger.phantoms and not ledger.doubled,
+        f"{len(ledger.phantoms)} invented, {len(ledger.doubled)} doubled",
+    )
+    chapter.claim(
+        "none came back after its acknowledgement", not ledger.resurrected,
+        f"{len(ledger.resurrected)} came back",
+    )  # fmt: skip
+    chapter.claim(
+        "none was leased twice at a time",
+        not ledger.overlaps,
+        f"{len(ledger.overlaps)} overlaps in {ledger.deliveries} leases",
+    )
+    chapter.claim(
+        "leases outlive the crash: their holders could still acknowledge", lost == 0,
+        f"{len(ledger.held) - lost} of {len(ledger.held)} held leases were valid",
+    )  # fmt: skip
+    chapter.figures["messages_put_under_load"] = len(ledger.put)
+    chapter.figures["puts_under_way_at_kill"] = under_way

@@ -1,0 +1,171 @@
+"""`penstock doctor`: is this machine, and this folder, fit to run a node?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.exits import Exit
+from penstock.cli.output import size
+from penstock.errors import PenstockError
+
+app = group("Health of a machine and a folder.")
+
+PYTHON_MIN: Final = (3, 11)
+DISK_BYTES_WARN: Final = 2 << 30
+DISK_BYTES_MIN: Final = 256 << 20
+FSYNC_MS_WARN: Final = 20.0
+FSYNC_ROUNDS: Final = 20
+CLOCK_START_MIN: Final = 1_735_689_600  # 2025: an older wall clock was never set
+PORTS: Final = {"native": 7440, "grpc": 7441, "http": 7442}
+NEEDED: Final = ("numpy", "msgspec", "crc32c", "xxhash", "zstandard", "lz4", "uvloop")
+OPTIONAL: Final = {"grpcio": "gRPC gateway", "starlette": "HTTP gateway", "uvicorn": "HTTP gateway"}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str  # ok, warn or fail
+    detail: str
+
+
+@command(app, "doctor", connects=False)
+def doctor(
+    cli: Invocation,
+    data: Annotated[Path, typer.Option(help="The data folder.")] = Path("penstock-data"),
+) -> Answer:
+    """Check python, packages, disk, fsync, ports, clock and the data folder."""
+    checks = list(examine(data))
+    healthy = all(check.status != "fail" for check in checks)
+    return Answer(
+        document={"ok": healthy, "checks": [asdict(check) for check in checks]},
+        view=lambda: view_of(checks),
+        code=Exit.OK if healthy else Exit.FAILED,
+    )
+
+
+def examine(data: Path) -> Iterator[Check]:
+    yield check_python()
+    yield from check_packages()
+    probe = data if data.is_dir() else _existing(data)
+    yield check_space(probe)
+    yield check_fsync(probe)
+    yield check_clock()
+    yield from (check_port(name, port) for name, port in PORTS.items())
+    yield check_folder(data)
+
+
+def check_python() -> Check:
+    found = sys.version_info[:2]
+    good = found >= PYTHON_MIN
+    return Check("python", "ok" if good else "fail", sys.version.split()[0])
+
+
+def check_packages() -> Iterator[Check]:
+    missing = [name for name in NEEDED if _version(name) is None]
+    detail = f"missing: {', '.join(missing)}" if missing else f"{len(NEEDED)} native packages"
+    yield Check("packages", "fail" if missing else "ok", detail)
+    absent = {purpose for name, purpose in OPTIONAL.items() if _version(name) is None}
+    yield Check(
+        "extras", "warn" if absent else "ok",
+        f"not installed: {', '.join(sorted(absent))}" if absent else "gateway is installed",
+    )  # fmt: skip
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_space(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    status = "fail" if free < DISK_BYTES_MIN else "warn" if free < DISK_BYTES_WARN else "ok"
+    return Check("disk space", status, f"{size(free)} free at {folder}")
+
+
+def check_fsync(folder: Path) -> Check:
+    """How long an acknowledgement waits for the disk at least."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            took = [_sync_ms(file.fileno(), turn) for turn in range(FSYNC_ROUNDS)]
+    except OSError as error:
+        return Check("fsync", "fail", f"cannot write in {folder}: {error.strerror}")
+    median, worst = statistics.median(took), max(took)
+    slow = median > FSYNC_MS_WARN
+    return Check("fsync", "warn" if slow else "ok", f"median {median:.2f} ms, worst {worst:.2f} ms")
+
+
+def _sync_ms(descriptor: int, turn: int) -> float:
+    os.pwrite(descriptor, b"penstock" * 512, turn * 4096)
+    start = time.perf_counter()
+    os.fdatasync(descriptor)
+    return (time.perf_counter() - start) * 1000
+
+
+def check_clock() -> Check:
+    """Wall clock set, and the monotonic clock advancing with it."""
+    wall, monotonic = time.time(), time.monotonic()
+    time.sleep(0.05)
+    drift_ms = abs((time.time() - wall) - (time.monotonic() - monotonic)) * 1000
+    if wall < CLOCK_START_MIN:
+        return Check("clock", "fail", "the wall clock was never set")
+    return Check("clock", "warn" if drift_ms > 5 else "ok", f"drift {drift_ms:.2f} ms in 50 ms")
+
+
+def check_port(name: str, port: int) -> Check:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        taken = probe.connect_ex(("127.0.0.1", port)) == 0
+    return Check(
+        f"{name} port", "warn" if taken else "ok", f"{port} {'in use' if taken else 'free'}"
+    )
+
+
+def check_folder(data: Path) -> Check:
+    """A folder at rest is verified as `fsck` does; one that a node holds is left alone."""
+    if not data.is_dir():
+        return Check("data folder", "ok", f"{data} is not there yet; serve creates it")
+    from penstock.cli.fsck import verify
+    from penstock.log.folder import DataFolder
+
+    try:
+        held = DataFolder.open(data, create=False)
+    except PenstockError as error:
+        return Check("data folder", "warn" if error.retryable else "fail", error.message)
+    try:
+        report = verify(data)
+    finally:
+        held.close()
+    if report.ok:
+        return Check("data folder", "ok", f"{report.messages} messages verified")
+    return Check("data folder", "fail", f"damaged: {report.first_bad}")
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder that exists, where the data folder would be made."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.is_dir())
+
+
+def view_of(checks: list[Check]) -> Any:
+    from rich.table import Table
+
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
+    made = Table(box=None, show_header=False, pad_edge=False)
+    for check in checks:
+        made.add_row(marks[check.status], check.name, check.detail)
+    return made

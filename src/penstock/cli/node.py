@@ -1,0 +1,123 @@
+"""`penstock serve` and `penstock gateway`: processes that run until they are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.output import console, to_json
+from penstock.cli.pairs import pairs_of
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+app = group("Nodes.")
+
+Host = Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")]
+GrpcPort = Annotated[int | None, typer.Option(help="gRPC; 0 any, -1 off. [default: 7441]")]
+HttpPort = Annotated[int | None, typer.Option(help="HTTP; 0 any, -1 off. [default: 7442]")]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Private key, PEM.")]
+Insecure = Annotated[
+    bool | None, typer.Option("--insecure", help="Plain TCP where others can connect.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Gets the ports as JSON once it serves.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any option of the TOML file.", metavar="PATH=VALUE"),
+]
+
+
+@command(app, "serve", connects=False)
+def serve(
+    cli: Invocation,
+    data: Annotated[Path | None, typer.Option(help="Data folder. [default: penstock-data]")] = None,
+    host: Host = None,
+    port: Annotated[
+        int | None, typer.Option(help="Native protocol; 0 any. [default: 7440]")
+    ] = None,
+    grpc_port: GrpcPort = None,
+    http_port: HttpPort = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    insecure: Insecure = None,
+    config: ConfigFile = None,
+    log_level: LogLevel = None,
+    ready_file: ReadyFile = None,
+    accept_rot: Annotated[
+        bool | None, typer.Option("--accept-rot", help="Start on damaged data by cutting it off.")
+    ] = None,
+    options: Options = None,
+) -> Answer | None:
+    """Run a node until SIGTERM or Ctrl-C. Logs go to stderr, the addresses to stdout."""
+    from penstock.config import Config
+
+    overrides: dict[str, Any] = {
+        "data": data, "host": host, "native_port": port, "grpc_port": grpc_port,
+        "http_port": http_port, "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
+        "log_level": log_level, "ready_file": ready_file, "accept_rot": accept_rot,
+        **pairs_of(options, option="set"),
+    }  # fmt: skip
+    loaded = Config.load(config, overrides=overrides)
+    _run(_serve(cli, loaded))
+    return None
+
+
+def _run(main: Any) -> None:
+    import uvloop
+
+    uvloop.run(main)
+
+
+async def _serve(cli: Invocation, config: Config) -> None:
+    import msgspec
+
+    from penstock.server.serve import serve as serve_node
+
+    if config.ready_fd is not None:  # somebody else waits for the addresses
+        await serve_node(config)
+        return
+    reader, writer = os.pipe()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(reader, _announce, cli, config, reader)
+    try:
+        await serve_node(msgspec.structs.replace(config, ready_fd=writer))
+    finally:
+        loop.remove_reader(reader)
+        os.close(reader)
+
+
+def _announce(cli: Invocation, config: Config, reader: int) -> None:
+    text = os.read(reader, 4096)
+    asyncio.get_running_loop().remove_reader(reader)
+    if text:
+        ports: dict[str, int] = json.loads(text)
+        announce(addresses_of(config, ports), as_json=cli.json)
+
+
+def addresses_of(config: Config, ports: dict[str, int]) -> dict[str, str]:
+    """Where clients find the listeners that are on."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    schemes = {"native": "penstock", "grpc": "grpc", "http": "http"}
+    suffix = "s" if config.tls_enabled else ""
+    return {
+        name: f"{scheme}{suffix}://{host}:{ports[name]}"
+        for name, scheme in schemes.items()
+        if ports.get(name) is not None
+    }
+
+
+def announce(addresses: dict[str, str], *, as_json: bool) -> None:
+    if as_json:
+        print(to_json(addresses, indent=None), flush=True)
+        return
+    for name, address in addresses.items():
+        console().print(f"{name:<7} {address}", markup=False)

@@ -1,0 +1,134 @@
+"""`penstock tail`: the log of a topic as it commits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.output import preview, to_json, when
+
+if TYPE_CHECKING:
+    from penstock.client.connection import Connection
+    from penstock.model.batch import Batch
+
+app = group("The log.")
+QUEUE_BATCHES_MAX: Final = 64  # read ahead of the printer, over all partitions
+Row = dict[str, Any]
+
+
+@command(app, "tail")
+async def tail(
+    cli: Invocation,
+    topic: Annotated[str, typer.Argument(help="The topic's name.")],
+    partition: Annotated[int | None, typer.Option(help="Only this partition.")] = None,
+    start: Annotated[
+        int, typer.Option("--from", help="First sequence; 0: what commits from now on.", min=0)
+    ] = 0,
+    follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
+    count: Annotated[int | None, typer.Option("--count", "-n", help="Stop after these.")] = None,
+    every_kind: Annotated[bool, typer.Option("--all", help="Also leases, acks, …")] = False,
+) -> Answer | None:
+    """Print committed entries, one per line; with --json one document per line."""
+    printed = 0
+    async with cli.connection() as connection:
+        ends = await _ends(connection, topic, partition)
+        first = start if start or follow else 1
+        stream = entries(connection, topic, ends, start=first, follow=follow)
+        async with aclosing(stream):
+            async for row in stream:
+                if not every_kind and row["kind"] not in ("enq", "prepare"):
+                    continue
+                print(to_json(row, indent=None) if cli.json else line_of(row), flush=True)
+                printed += 1
+                if printed == count:
+                    break
+    return None
+
+
+async def _ends(connection: Connection, topic: str, partition: int | None) -> list[Row]:
+    from penstock.errors import NotFound
+
+    status = (await connection.call("log_status", topic=topic))["partitions"]
+    chosen = [row for row in status if partition is None or row["partition"] == partition]
+    if not chosen:
+        raise NotFound(f"{topic} has no partition {partition}", topic=topic)
+    return chosen
+
+
+async def entries(
+    connection: Connection, topic: str, ends: list[Row], *, start: int, follow: bool
+) -> AsyncGenerator[Row, None]:
+    """The rows of the given partitions, in each partition's order; without `follow` up to now."""
+    queue: asyncio.Queue[list[Row] | None] = asyncio.Queue(QUEUE_BATCHES_MAX)
+
+    async def read(end: Row) -> None:
+        last = end["sequence_committed"]
+        from_sequence = max(start, end["sequence_first"]) if start else 0
+        if follow or from_sequence <= last:
+            stream = await connection.log_stream(
+                topic, partition=end["partition"], from_sequence=from_sequence
+            )
+            async for batches in stream:
+                for batch in batches:
+                    await queue.put(list(rows_of(batch)))
+                if not follow and batches and batches[-1].last >= last:
+                    break
+            await stream.close()
+        await queue.put(None)
+
+    async with asyncio.TaskGroup() as group:
+        readers = [group.create_task(read(end)) for end in ends]
+        open_readers = len(readers)
+        try:
+            while open_readers:
+                rows = await queue.get()
+                if rows is None:
+                    open_readers -= 1
+                    continue
+                for row in rows:
+                    if row["sequence"] >= start:
+                        yield row
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+
+def rows_of(batch: Batch) -> Iterator[Row]:
+    """Each entry of a batch with the columns that it has."""
+    import msgspec
+
+    from penstock.model.columns import Domain
+    from penstock.model.ids import MessageId
+
+    columns = batch.columns()
+    present = [c for c in columns.schema.columns if c.name in columns and c.domain is Domain.ENTRY]
+    values: dict[str, Any] = {
+        c.name: list(columns.binary(c.name) or ()) if c.binary else columns.fixed(c.name).tolist()
+        for c in present
+    }
+    sequences = values.pop("sequence", None) or range(batch.first, batch.first + batch.entries)
+    kind = batch.kind.name.lower()
+    for i, sequence in enumerate(sequences):
+        row: Row = {
+            "partition": batch.partition, "sequence": sequence, "kind": kind,
+            "epoch": batch.epoch, "time_ms": batch.time_ms,
+        }  # fmt: skip
+        row.update((name, column[i]) for name, column in values.items())
+        if kind in ("enq", "prepare"):
+            where = MessageId(batch.time_ms, batch.topic, batch.partition, sequence)
+            row["message_id"] = str(where)
+            row["headers"] = msgspec.msgpack.decode(row["headers"]) if row.get("headers") else {}
+        yield row
+
+
+def line_of(row: Row) -> str:
+    head = f"{when(row['time_ms'])}  {row['partition']}/{row['sequence']:<10} {row['kind']:<8}"
+    if "payload" in row:
+        return f"{head} p={row.get('priority', 0):<6} {preview(row['payload'], length_max=100)}"
+    shown = ("message", "token", "through", "extend_ms", "not_before_ms", "reason", "commit")
+    return f"{head} " + " ".join(f"{name}={row[name]}" for name in shown if name in row)

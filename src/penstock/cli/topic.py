@@ -1,0 +1,117 @@
+"""`penstock topic`: make, show, change and delete topics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.connect import confirmation
+from penstock.cli.output import cell, duration, size, table
+from penstock.cli.pairs import values_of
+from penstock.errors import InvalidArgument
+
+app = group("Make, show, change and delete topics.")
+
+Name = Annotated[str, typer.Argument(help="The topic's name.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="An attribute as name=value; may be repeated.", metavar="NAME=VALUE"
+    ),
+]
+
+
+@command(app, "create")
+async def create(
+    cli: Invocation,
+    name: Name,
+    mode: Annotated[str, typer.Option(help="min or max: which priority goes first.")] = "min",
+    partitions: Annotated[int, typer.Option(help="Partitions; fixed at creation.")] = 1,
+    settings: Settings = None,
+    exists_ok: Annotated[bool, typer.Option(help="Be content with an equal topic.")] = False,
+) -> Answer:
+    """Create a topic."""
+    fields = {
+        "name": name,
+        "mode": mode,
+        "partitions": partitions,
+        **values_of(settings, option="set"),
+    }
+    async with cli.connection() as connection:
+        config = await connection.call("topic_create", **fields, exists_ok=exists_ok)
+    return Answer(document=config, view=lambda: config_table(config))
+
+
+@command(app, "list")
+async def list_topics(cli: Invocation) -> Answer:
+    """List all topics."""
+    async with cli.connection() as connection:
+        found = await connection.call("topic_list")
+    names = ("name", "mode", "partitions", "k", "max_retries", "paused")
+    return Answer(
+        document=found,
+        view=lambda: table(
+            "topic", "mode", ">partitions", ">k", ">retries", "paused",
+            rows=[[config[name] for name in names] for config in found["topics"]],
+        ),
+    )  # fmt: skip
+
+
+@command(app, "show")
+async def show(cli: Invocation, name: Name) -> Answer:
+    """Show a topic's configuration."""
+    async with cli.connection() as connection:
+        config = await connection.call("topic_get", topic=name)
+    return Answer(document=config, view=lambda: config_table(config))
+
+
+@command(app, "update")
+async def update(cli: Invocation, name: Name, settings: Settings = None) -> Answer:
+    """Change a topic's attributes while it runs."""
+    changes = values_of(settings, option="set")
+    if not changes:
+        raise InvalidArgument("nothing to change: say --set name=value", field="set")
+    async with cli.connection() as connection:
+        config = await connection.call("topic_update", topic=name, changes=changes)
+    return Answer(document=config, view=lambda: config_table(config))
+
+
+@command(app, "delete")
+async def delete(
+    cli: Invocation,
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Do not ask.")] = False,
+) -> Answer:
+    """Delete a topic with all its messages."""
+    async with cli.connection() as connection:
+        await connection.call("topic_get", topic=name)
+        cli.confirm(f"Delete topic {name} with all its messages?", force=force)
+        granted = await confirmation(connection, "topic_delete", topic=name)
+        await connection.call("topic_delete", topic=name, **granted)
+    return Answer(document={"deleted": name}, view=f"topic {name} is deleted")
+
+
+@command(app, "purge")
+async def purge(
+    cli: Invocation,
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Do not ask.")] = False,
+) -> Answer:
+    """Drop a topic's ready and delayed messages; the topic stays."""
+    async with cli.connection() as connection:
+        await connection.call("topic_get", topic=name)
+        cli.confirm(f"Drop every ready and delayed message of {name}?", force=force)
+        granted = await confirmation(connection, "purge", topic=name)
+        result = await connection.call("purge", topic=name, **granted)
+    return Answer(document=result, view=f"{cell(result['purged'])} messages are gone")
+
+
+def config_table(config: dict[str, Any]) -> Any:
+    def shown(name: str, value: Any) -> Any:
+        if name.endswith("_ms") or "_ms_" in name:
+            return duration(value)
+        return size(value) if name.endswith("bytes_max") else value
+
+    return table("attribute", ">value", rows=[(n, shown(n, v)) for n, v in config.items()])
