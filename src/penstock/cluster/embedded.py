@@ -23,31 +23,28 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cluster.image import Image, read_image, write_image
+from penstock.cluster.image import read_image, write_image
 from penstock.cluster.store import WATCH_CHANGES_MAX, Change, Versioned, check_entry
 from penstock.errors import DiskFull, PenstockError, RevisionConflict, StorageFailed, Unavailable
 
 
 class EmbeddedStore:
-    """Use it from one event loop; the data folder's lock keeps other processes out."""
+    """Use it from one event loop; the data folder's lock keeps other processes out.
 
-    def __init__(self, folder: Path, image: Image) -> None:
+    Making one reads what is stored, which blocks shortly: do it in a thread, or before serving.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        image = read_image(folder)
         self._folder = folder
-        self._revision = (
-            image.revision
-        )  # of the last staged change; never used twice
+        self._revision = image.revision  # of the last staged change; never used twice
         self._staged = dict(image.entries)
         self._stored = image.entries
         self._pending: list[_Pending] = []  # what `_staged` has and `_stored` has not
         self._write_lock = asyncio.Lock()
         self._failure: PenstockError | None = None  # set once; refuses all further changes
         self._watches: set[_Watch] = set()
-
-    @classmethod
-    def open(cls, folder: Path) -> EmbeddedStore:
-        """Read what is stored. Blocks shortly; call it before the loop serves anything."""
-        folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, read_image(folder))
 
     async def get(self, key: str) -> Versioned | None:
         return self._stored.get(key)

@@ -48,7 +48,9 @@ def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Audit:
+class AuditLog:
+    """Making one opens the file, which blocks shortly."""
+
     def __init__(
         self, path: Path, options: AuditOptions, *, now_ms: Callable[[], int] = _wall_ms
     ) -> None:
@@ -61,19 +63,11 @@ class Audit:
         self._file = -1
         self._size = 0
         self._failure: StorageFailed | None = None
-
-    @classmethod
-    def open(
-        cls, path: Path, options: AuditOptions, *, now_ms: Callable[[], int] = _wall_ms
-    ) -> Audit:
-        """Open for appending. Blocks shortly."""
-        audit = cls(path, options, now_ms=now_ms)
         try:
-            audit._open_file()
-            audit._end_torn_line()
+            self._open_file()
+            self._end_torn_line()
         except OSError as error:
             raise StorageFailed(f"cannot open the audit log {path}: {error}") from error
-        return audit
 
     async def record(
         self,

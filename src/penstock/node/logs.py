@@ -58,12 +58,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger that takes fields: `log.info("topic created", topic=name)`."""
     logger = structlog.wrap_logger(
         logging.getLogger(name),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            *_SHARED,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=_FIRST,
         wrapper_class=structlog.stdlib.BoundLogger,
         context_class=dict,
         cache_logger_on_first_use=True,
@@ -83,6 +78,12 @@ def configure(level: str = "info", *, stream: TextIO | None = None) -> None:
                 _render,
             ],
         )
+    )
+    structlog.configure(  # for whoever asks structlog itself for a logger
+        processors=_FIRST,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        context_class=dict,
     )
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -132,4 +133,10 @@ _SHARED: Final[list[Any]] = [
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     redact,
+]
+_FIRST: Final[list[Any]] = [
+    structlog.stdlib.filter_by_level,
+    structlog.stdlib.PositionalArgumentsFormatter(),
+    *_SHARED,
+    structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
 ]

@@ -13,7 +13,7 @@ OpenStore = Callable[[], Awaitable[MetadataStore]]
 
 
 async def _embedded(folder: Path) -> MetadataStore:
-    return EmbeddedStore.open(folder / "meta")
+    return EmbeddedStore(folder / "meta")
 
 
 STORES = {"embedded": _embedded}

@@ -12,7 +12,7 @@ from penstock.model.topic import Mode
 
 @pytest.fixture
 def store(tmp_path: Path) -> EmbeddedStore:
-    return EmbeddedStore.open(tmp_path)
+    return EmbeddedStore(tmp_path)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_what_is_not_there(catalog: Catalog) -> None:
 async def test_epochs_increase_over_restarts(catalog: Catalog, tmp_path: Path) -> None:
     assert [await catalog.next_epoch(1, 0) for _ in range(3)] == [1, 2, 3]
     assert await catalog.next_epoch(1, 1) == 1
-    again = Catalog(EmbeddedStore.open(tmp_path))
+    again = Catalog(EmbeddedStore(tmp_path))
     assert await again.next_epochs([(1, 0), (1, 1), (2, 0)]) == {(1, 0): 4, (1, 1): 2, (2, 0): 1}
 
 

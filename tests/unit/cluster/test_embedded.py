@@ -37,14 +37,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 async def test_changes_that_come_together_share_a_write(tmp_path: Path, disk: Disk) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     await asyncio.gather(*(store.put(f"epochs/1/{n}", b"1") for n in range(1000)))
     assert disk.writes <= 2
     assert len(read_image(tmp_path).entries) == 1000
 
 
 async def test_nothing_is_read_before_it_is_stored(tmp_path: Path) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     putting = asyncio.ensure_future(store.put("a", b"1"))
     await asyncio.sleep(0)
     assert await store.get("a") is None or putting.done()
@@ -53,7 +53,7 @@ async def test_nothing_is_read_before_it_is_stored(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_caller_stops_nobody_else(tmp_path: Path) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     first = asyncio.ensure_future(store.put("a", b"1"))
     second = asyncio.ensure_future(store.put("b", b"1"))
     await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_a_cancelled_caller_stops_nobody_else(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, disk: Disk) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     await store.put("a", b"1")
     disk.failure = DiskFull("full")
     puts = [store.put("a", b"2"), store.put("b", b"1"), store.delete("a")]
@@ -76,7 +76,7 @@ async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, disk: Disk) -> N
 
 
 async def test_a_failed_write_ends_the_store(tmp_path: Path, disk: Disk) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     async with store.watch("") as changes:
         disk.failure = StorageFailed("broken")
         with pytest.raises(StorageFailed):
@@ -91,7 +91,7 @@ async def test_a_failed_write_ends_the_store(tmp_path: Path, disk: Disk) -> None
 
 
 async def test_a_lost_folder_is_told(tmp_path: Path) -> None:
-    store = EmbeddedStore.open(tmp_path / "meta")
+    store = EmbeddedStore(tmp_path / "meta")
     shutil.rmtree(tmp_path / "meta")
     with pytest.raises(StorageFailed):
         await store.put("a", b"1")
@@ -101,7 +101,7 @@ async def test_a_lost_folder_is_told(tmp_path: Path) -> None:
 async def test_no_space_leaves_the_old_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    store = EmbeddedStore.open(tmp_path)
+    store = EmbeddedStore(tmp_path)
     await store.put("a", b"1")
 
     def refuse(descriptor: int) -> None:

@@ -21,7 +21,7 @@ class Clock:
 
 @pytest.fixture
 def store(tmp_path: Path) -> EmbeddedStore:
-    return EmbeddedStore.open(tmp_path)
+    return EmbeddedStore(tmp_path)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_revoking_again_keeps_the_first_time(ring: KeyRing) -> None:
 async def test_a_restart_keeps_keys_and_revocations(ring: KeyRing, tmp_path: Path) -> None:
     good, bad = await ring.create("good"), await ring.create("bad")
     await ring.revoke(bad.record.id)
-    again = KeyRing(EmbeddedStore.open(tmp_path))
+    again = KeyRing(EmbeddedStore(tmp_path))
     await again.load()
     assert again.verify(good.text) == good.record.id
     with pytest.raises(Unauthenticated):
