@@ -1,0 +1,242 @@
+"""The HTTP listener's application: authenticate, read within limits, run the call, answer.
+
+It is written against ASGI itself: a router and request objects would cost more than the enqueue
+that they carry. The order is deliberate: without a good key nothing of the body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from penstock.errors import (
+    STATUS_TABLE,
+    Backpressure,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
+from penstock.server.http_routes import Match, Route, routes
+from penstock.server.openapi import document
+from penstock.server.options import GatewayOptions
+from penstock.server.pool import Link, Pool
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+log: Final = structlog.get_logger(__name__)
+
+JSON: Final = b"application/json"
+METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
+_STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Disconnected(Exception):
+    """The caller went away; nobody is left to answer."""
+
+
+class HttpApp:
+    """`GET /healthz`, `/readyz` and `/openapi.json` are public, everything else takes a key."""
+
+    def __init__(
+        self, pool: Pool, options: GatewayOptions, metrics_text: Callable[[], bytes] | None
+    ) -> None:
+        self._pool = pool
+        self._options = options
+        self._metrics_text = metrics_text
+        self._routes = routes()
+        self._document = msgspec.json.encode(document(self._routes.all))
+        self._ids = count(1)
+        self._id_prefix = secrets.token_hex(6)
+        self._active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        exchange = Exchange(scope, receive, send)
+        if exchange.request_id is None:
+            exchange.request_id = f"{self._id_prefix}-{next(self._ids):x}".encode()
+        if self._active >= self._options.requests_max:
+            busy = LimitExceeded(
+                f"{self._options.requests_max} requests are in progress",
+                limit=self._options.requests_max,
+            )
+            await exchange.refuse(busy)
+            return
+        self._active += 1
+        try:
+            await self._answer(exchange)
+        except Disconnected:
+            pass
+        except PenstockError as error:
+            await exchange.refuse(error)
+        except Exception:
+            log.exception("request failed", request_id=exchange.request_id.decode())
+            await exchange.refuse(Unavailable("the gateway failed; its log says why"))
+        finally:
+            self._active -= 1
+
+    async def _answer(self, exchange: Exchange) -> None:
+        scope = exchange.scope
+        method, path = scope["method"], scope["path"]
+        if method == "GET" and path in ("/healthz", "/readyz", "/openapi.json", "/metrics"):
+            await self._answer_plain(path, exchange)
+            return
+        try:
+            match = self._routes.find(method, path, scope["raw_path"])
+        except NotFound:
+            await self._pool.link(exchange.api_key)  # what exists is told to those with a key
+            raise
+        link = await self._pool.link(exchange.api_key)
+        with link.held():
+            body = await self._body(match.route, exchange)
+            request = match.route.parse(
+                parameters=match.parameters, query=scope["query_string"], body=body
+            )
+            if match.route.name == "Pop":
+                content = await self._while_connected(link, match, request, exchange)
+            else:
+                content = await match.route.answer(link, request)
+        await exchange.respond(200, JSON, content)
+
+    async def _answer_plain(self, path: str, exchange: Exchange) -> None:
+        if path == "/openapi.json":
+            await exchange.respond(200, JSON, self._document)
+        elif path == "/healthz":
+            await exchange.respond(200, JSON, b'{"status":"ok"}')
+        elif path == "/readyz":
+            await self._ready()
+            await exchange.respond(200, JSON, b'{"status":"ready"}')
+        else:
+            await self._pool.link(exchange.api_key)
+            if self._metrics_text is None:
+                raise NotFound("this gateway has no metrics")
+            await exchange.respond(200, METRICS, self._metrics_text())
+
+    async def _ready(self) -> None:
+        """Raises `Unavailable` unless the engine answers; that it wants a key is an answer."""
+        try:
+            await self._pool.link(None)
+        except Unauthenticated:
+            pass
+
+    async def _body(self, route: Route, exchange: Exchange) -> bytes:
+        limit = route.body_bytes_max or self._options.body_bytes_max
+        if not route.in_body:
+            limit = 0
+        try:
+            async with asyncio.timeout(self._options.body_s):
+                return await exchange.body(limit)
+        except TimeoutError as error:
+            raise InvalidArgument("the body did not arrive in time", field="body") from error
+
+    async def _while_connected(
+        self, link: Link, match: Match, request: msgspec.Struct, exchange: Exchange
+    ) -> bytes:
+        """Run a call that waits, and cancel it when the caller goes away."""
+        call = asyncio.ensure_future(match.route.answer(link, request))
+        gone = asyncio.ensure_future(exchange.disconnected())
+        try:
+            await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise Disconnected
+            return call.result()
+        finally:
+            call.cancel()
+            gone.cancel()
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive, self._send = receive, send
+        self.api_key: str | None = None
+        self.request_id: bytes | None = None
+        self._length = 0
+        self._read = False  # the whole body is here
+        self._read_headers(scope["headers"])
+
+    def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        for name, value in headers:
+            if name == b"authorization":
+                scheme, _, key = value.partition(b" ")
+                if scheme.lower() == b"bearer":
+                    self.api_key = key.strip().decode("latin-1") or None
+            elif name == b"x-api-key":
+                self.api_key = value.decode("latin-1") or None
+            elif name == b"x-request-id":
+                self.request_id = value if _REQUEST_ID.fullmatch(value) else None
+            elif name == b"content-length":
+                self._length = int(value)
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body; more than `limit` bytes are refused before they are read."""
+        if self._length > limit:
+            raise too_large(limit)
+        event = await self._receive()
+        if event["type"] == "http.request" and not event.get("more_body"):
+            self._read = True
+            whole: bytes = event["body"]
+            if len(whole) > limit:
+                raise too_large(limit)
+            return whole
+        parts: list[bytes] = []
+        size = 0
+        while event["type"] == "http.request":
+            parts.append(event["body"])
+            size += len(event["body"])
+            if size > limit:
+                raise too_large(limit)
+            if not event.get("more_body"):
+                self._read = True
+                return b"".join(parts)
+            event = await self._receive()
+        raise Disconnected
+
+    async def disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(
+        self, status: int, content_type: bytes, content: bytes, *extra: tuple[bytes, bytes]
+    ) -> None:
+        headers = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(content)),
+            (b"x-request-id", self.request_id or b""),
+            *_STATIC,
+            *extra,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def refuse(self, error: PenstockError) -> None:
+        """The error in the form that all interfaces share."""
+        _, status = STATUS_TABLE[error.status]
+        fields = {**error.to_wire(), "request_id": (self.request_id or b"").decode()}
+        extra: list[tuple[bytes, bytes]] = []
+        if isinstance(error, Backpressure):
+            extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        if isinstance(error, Unauthenticated):
+            extra.append((b"www-authenticate", b"Bearer"))
+        if not self._read and (self._length or self.scope["method"] in ("POST", "PATCH")):
+            extra.append((b"connection", b"close"))  # rather than read what is refused
+        await self.respond(status, JSON, msgspec.json.encode(fields, enc_hook=str), *extra)
+
+
+def too_large(limit: int) -> InvalidArgument:
+    return InvalidArgument(f"the body is over {limit} bytes", field="body", limit=limit)

@@ -1,0 +1,123 @@
+"""One native connection per API key, shared by all requests that carry the key.
+
+The engine decides about a key when a connection greets it, and ends the connections of a key that
+is revoked; the pool remembers which key a living connection was opened with, by its digest. So a
+request with a good key costs a lookup, and the gateway itself needs to know nothing about keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from penstock.client.connection import Connection
+from penstock.errors import LimitExceeded, Unavailable
+from penstock.model.topic import TopicConfig
+from penstock.server.coalesce import FLIGHT_BYTES_MAX, Desk
+from penstock.server.entries import FRAME_SLACK
+
+Connect = Callable[[str | None], Awaitable[Connection]]
+CONFIGS_MAX = 1024
+
+
+class Link:
+    """A connection and what the gateway keeps beside it."""
+
+    def __init__(self, connection: Connection, *, config_s: float) -> None:
+        self.connection = connection
+        # What one native enqueue may hold, with room for its offsets and numbers.
+        self.body_bytes_max = connection.welcome.payload_bytes_max - FRAME_SLACK
+        self.desk = Desk(connection, bytes_max=min(self.body_bytes_max, FLIGHT_BYTES_MAX))
+        self.users = 0  # requests that hold it; a link in use is not evicted
+        self._config_s = config_s
+        self._configs: dict[str, tuple[TopicConfig, float]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    async def config(self, topic: str) -> TopicConfig:
+        """The topic's configuration, at most `config_s` old; raises `NotFound`."""
+        found = self._configs.get(topic)
+        if found is not None and self._loop.time() < found[1]:
+            return found[0]
+        fields = await self.connection.call("topic_get", topic=topic)
+        config = msgspec.convert(fields, TopicConfig)
+        if len(self._configs) >= CONFIGS_MAX:
+            self._configs.clear()
+        self._configs[topic] = (config, self._loop.time() + self._config_s)
+        return config
+
+    def forget(self, topic: str) -> None:
+        """Ask again next time: the topic is not what it was believed to be."""
+        self._configs.pop(topic, None)
+
+    @contextmanager
+    def held(self) -> Iterator[Link]:
+        self.users += 1
+        try:
+            yield self
+        finally:
+            self.users -= 1
+
+
+class Pool:
+    """Links by key, least recently used first. Invariant: never more than `keys_max`."""
+
+    def __init__(self, connect: Connect, *, keys_max: int, config_s: float) -> None:
+        self._connect = connect
+        self._keys_max = keys_max
+        self._config_s = config_s
+        self._links: OrderedDict[bytes, Link] = OrderedDict()
+        self._opening: dict[bytes, asyncio.Lock] = {}
+        self._closed = False
+
+    async def link(self, api_key: str | None) -> Link:
+        """The living link of a key; raises `Unauthenticated` when the engine refuses it."""
+        place = _place(api_key)
+        found = self._links.get(place)
+        if found is not None and found.connection.alive:
+            self._links.move_to_end(place)
+            return found
+        return await self._open(place, api_key)
+
+    async def close(self) -> None:
+        self._closed = True
+        links, self._links = self._links, OrderedDict()
+        for link in links.values():
+            await link.connection.close()
+
+    async def _open(self, place: bytes, api_key: str | None) -> Link:
+        lock = self._opening.setdefault(place, asyncio.Lock())
+        try:
+            async with lock:
+                found = self._links.get(place)
+                if found is not None and found.connection.alive:
+                    return found
+                self._links.pop(place, None)
+                connection = await self._connect(api_key)
+                return await self._keep(place, connection)
+        finally:
+            if not lock.locked():
+                self._opening.pop(place, None)
+
+    async def _keep(self, place: bytes, connection: Connection) -> Link:
+        if self._closed:
+            await connection.close()
+            raise Unavailable("the gateway stops")
+        idle = [p for p, link in self._links.items() if not link.users]
+        if len(self._links) >= self._keys_max and not idle:
+            await connection.close()
+            raise LimitExceeded(f"{self._keys_max} API keys are in use", limit=self._keys_max)
+        link = Link(connection, config_s=self._config_s)
+        self._links[place] = link
+        if len(self._links) > self._keys_max:
+            await self._links.pop(idle[0]).connection.close()
+        return link
+
+
+def _place(api_key: str | None) -> bytes:
+    """A digest, so that looking a key up takes as long whatever of it is right."""
+    return b"" if api_key is None else hashlib.sha256(api_key.encode()).digest()

@@ -1,0 +1,65 @@
+"""The two enqueues, once for both listeners."""
+
+from __future__ import annotations
+
+from penstock.errors import CallerError, InvalidArgument
+from penstock.server.coalesce import Entry
+from penstock.server.entries import Entries
+from penstock.server.ids import Written, written_ids
+from penstock.server.pool import Link
+
+
+async def put(link: Link, topic: str, entry: Entry) -> Written:
+    """Enqueue one message, together with what else is on its way to the topic."""
+    config = await link.config(topic)
+    _columns(entry).check(config, names="{1}")
+    if len(entry.payload) > link.body_bytes_max:
+        raise InvalidArgument(
+            f"payload has {len(entry.payload)} bytes, at most {link.body_bytes_max}",
+            field="payload",
+            limit=link.body_bytes_max,
+        )
+    try:
+        return await link.desk.put(topic, entry)
+    except CallerError:
+        link.forget(topic)
+        raise
+
+
+async def put_batch(
+    link: Link, topic: str, entries: Entries, *, atomic: bool, expected_sequence: int | None = None
+) -> tuple[list[str], list[int]]:
+    """Enqueue a batch; the ids in its order, and the positions of duplicates."""
+    config = await link.config(topic)
+    entries.check(config)
+    if entries.size > link.body_bytes_max:
+        raise InvalidArgument(
+            f"the messages are over {link.body_bytes_max} bytes together",
+            field="messages",
+            limit=link.body_bytes_max,
+        )
+    count = len(entries.payloads)
+    partition = 0 if expected_sequence is None else entries.partition(config.partitions)
+    try:
+        enqueued = await link.connection.enqueue(
+            topic,
+            [(partition, count, entries.body())],
+            atomic=atomic,
+            expected_sequence=expected_sequence,
+            partitioned=expected_sequence is not None,
+        )
+    except CallerError:
+        link.forget(topic)
+        raise
+    return written_ids(enqueued, count)
+
+
+def _columns(entry: Entry) -> Entries:
+    return Entries(
+        (entry.payload,),
+        (entry.priority,),
+        (entry.key,),
+        (entry.headers,),
+        (entry.delay_ms,),
+        (entry.max_retries,),
+    )

@@ -1,0 +1,274 @@
+"""Every call's arguments, with their limits, as both listeners decode them.
+
+A field is declared once here: decoding refuses what does not fit and names the field, the OpenAPI
+document is made from these types, and the gRPC messages have fields of the same names.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from penstock.model.topic import (
+    BATCH_ENTRIES_MAX,
+    BOUNDS,
+    CONSUMER_BYTES_MAX,
+    DELAY_MS_MAX,
+    FIXED,
+    HOUR_MS,
+    KEY_BYTES_MAX,
+    PRODUCER_ID_BYTES_MAX,
+    RETRIES_MAX,
+    TopicConfig,
+)
+
+# `$` also matches before a last line feed; the look-ahead shuts that out.
+Topic = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9_-]{1,255}$(?!\n)", description="The heap's name.")
+]
+LeaseTokenText = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9a-f]{1,4}\.[0-9a-f]{1,8}\.[0-9a-f]{1,12}$(?!\n)",
+        description="From a pop; opaque.",
+    ),
+]
+MessageIdText = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-7][0-9A-HJKMNP-TV-Za-hjkmnp-tv-z]{25}$(?!\n)",
+        description="A ULID, from an enqueue.",
+    ),
+]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Sequence = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+DelayMs = Annotated[int, Meta(ge=0, le=DELAY_MS_MAX)]
+Retries = Annotated[int, Meta(ge=0, le=RETRIES_MAX)]
+VisibilityMs = Annotated[int, Meta(ge=1, le=12 * HOUR_MS)]
+Consumer = Annotated[str, Meta(max_length=CONSUMER_BYTES_MAX)]
+ProducerId = Annotated[str, Meta(max_length=PRODUCER_ID_BYTES_MAX)]
+Key = Annotated[
+    str,
+    Meta(max_length=KEY_BYTES_MAX, description="Messages of one key share a partition."),
+]
+Limit = Annotated[int, Meta(ge=1, le=1000)]
+Reason = Annotated[str, Meta(max_length=1024)]
+Cursor = Annotated[str, Meta(max_length=256)]
+KeyName = Annotated[str, Meta(min_length=1, max_length=255)]
+KeyId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}$(?!\n)")]
+ConfirmToken = Annotated[str, Meta(max_length=256, description="From the call Confirm.")]
+Credits = Annotated[int, Meta(ge=1, le=1_000_000)]
+WAIT_MS_MAX: Final = 60_000
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of one call; an unknown one is refused by its name."""
+
+
+class Destructive(Request, frozen=True, kw_only=True):
+    """Needs both: the intent, and a token bound to this call and subject."""
+
+    force: bool = False
+    confirm: ConfirmToken | None = None
+
+
+def _attribute(name: str) -> Any:
+    """A topic attribute's type with the bounds that the model gives it."""
+    annotation = msgspec.structs.fields(TopicConfig)[TopicConfig.__struct_fields__.index(name)].type
+    if name in BOUNDS:
+        low, high = BOUNDS[name]
+        annotation = Annotated[annotation, Meta(ge=low, le=high)]
+    return annotation | UnsetType
+
+
+ATTRIBUTES: Final = [name for name in TopicConfig.__struct_fields__ if name not in ("name", "id")]
+MakeHeap = msgspec.defstruct(
+    "MakeHeap",
+    [
+        ("topic", Topic),
+        *((name, _attribute(name), UNSET) for name in ATTRIBUTES),
+        ("exists_ok", bool, False),
+    ],
+    bases=(Request,),
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+UpdateHeapConfig = msgspec.defstruct(
+    "UpdateHeapConfig",
+    [
+        ("topic", Topic),
+        *((name, _attribute(name), UNSET) for name in ATTRIBUTES if name not in FIXED),
+    ],
+    bases=(Request,),
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+
+
+class Nothing(Request, frozen=True, kw_only=True):
+    """A call without arguments."""
+
+
+class OfTopic(Request, frozen=True, kw_only=True):
+    topic: Topic
+
+
+class DeleteHeap(Destructive, frozen=True, kw_only=True):
+    topic: Topic
+
+
+class Purge(Destructive, frozen=True, kw_only=True):
+    topic: Topic
+
+
+class Stats(Request, frozen=True, kw_only=True):
+    topic: Topic | None = None
+
+
+class NewMessage(Request, frozen=True, kw_only=True):
+    """Exactly one of `payload` and `payload_base64`."""
+
+    payload: Annotated[
+        msgspec.Raw | UnsetType, Meta(description="Any JSON value; stored as it is written.")
+    ] = UNSET
+    payload_base64: Annotated[str, Meta(description="Any bytes.")] | UnsetType = UNSET
+    priority: Int64 = 0
+    key: Key = ""
+    headers: dict[str, str] = {}
+    delay_ms: DelayMs = 0
+    max_retries: Retries | None = None
+
+
+class Enqueue(NewMessage, frozen=True, kw_only=True):
+    topic: Topic
+    producer_id: ProducerId = ""
+    epoch: Sequence = 0
+    seq: Annotated[Sequence, Meta(description="Needed with producer_id.")] | None = None
+
+
+class EnqueueBatch(Request, frozen=True, kw_only=True):
+    topic: Topic
+    messages: Annotated[list[NewMessage], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
+    atomic: Annotated[bool, Meta(description="All or none, also over partitions.")] = True
+    producer_id: ProducerId = ""
+    epoch: Sequence = 0
+    seq: (
+        Annotated[Sequence, Meta(description="Of the first message; the others follow.")] | None
+    ) = None
+    expected_sequence: (
+        Annotated[Sequence, Meta(description="The last sequence of the one partition concerned.")]
+        | None
+    ) = None
+
+
+class Pop(Request, frozen=True, kw_only=True):
+    topic: Topic
+    limit: Limit = 1
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    visibility_ms: VisibilityMs | None = None
+    consumer: Consumer = ""
+
+
+class PopOpen(Request, frozen=True, kw_only=True):
+    topic: Topic
+    credits: Credits
+    consumer: Consumer = ""
+    visibility_ms: VisibilityMs | None = None
+    batch_max: Limit = 100
+
+
+class FlowControl(Request, frozen=True, kw_only=True):
+    credits: Credits
+
+
+class Ack(Request, frozen=True, kw_only=True):
+    topic: Topic
+    lease_token: LeaseTokenText
+    message_id: MessageIdText | None = None
+
+
+class AckBatch(Request, frozen=True, kw_only=True):
+    topic: Topic
+    lease_tokens: Annotated[list[LeaseTokenText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
+
+
+class NackTerms(Request, frozen=True, kw_only=True):
+    delay_ms: Annotated[DelayMs, Meta(description="Instead of the heap's backoff.")] | None = None
+    reject: Annotated[bool, Meta(description="To the dead letters at once.")] = False
+    reason: Reason = ""
+
+
+class Nack(NackTerms, frozen=True, kw_only=True):
+    topic: Topic
+    lease_token: LeaseTokenText
+    message_id: MessageIdText | None = None
+
+
+class NackBatch(NackTerms, frozen=True, kw_only=True):
+    topic: Topic
+    lease_tokens: Annotated[list[LeaseTokenText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
+
+
+class Extend(Request, frozen=True, kw_only=True):
+    topic: Topic
+    lease_token: LeaseTokenText
+    extend_ms: Annotated[VisibilityMs, Meta(description="From now.")]
+
+
+class Peek(Request, frozen=True, kw_only=True):
+    topic: Topic
+    limit: Limit = 10
+
+
+class MoveToDLQ(Request, frozen=True, kw_only=True):
+    topic: Topic
+    message_id: MessageIdText
+    reason: Reason = ""
+
+
+class DlqList(Request, frozen=True, kw_only=True):
+    topic: Topic
+    after: Cursor | None = None
+    limit: Limit = 100
+
+
+MessageIds = Annotated[list[MessageIdText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
+
+
+class DlqReplay(Request, frozen=True, kw_only=True):
+    topic: Topic
+    message_ids: Annotated[MessageIds, Meta(description="Left out: all.")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class DlqDelete(Destructive, frozen=True, kw_only=True):
+    topic: Topic
+    message_ids: Annotated[MessageIds, Meta(description="Left out: all.")] | None = None
+
+
+class ConfirmMethod(StrEnum):
+    TOPIC_DELETE = "topic_delete"
+    PURGE = "purge"
+    DLQ_DELETE = "dlq_delete"
+    KEY_REVOKE = "key_revoke"
+
+
+class Confirm(Request, frozen=True, kw_only=True):
+    """A token for one destructive call on one topic or key."""
+
+    method: ConfirmMethod
+    topic: Topic | None = None
+    key_id: KeyId | None = None
+
+
+class CreateKey(Request, frozen=True, kw_only=True):
+    name: KeyName
+
+
+class RevokeKey(Destructive, frozen=True, kw_only=True):
+    id: KeyId
