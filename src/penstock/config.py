@@ -23,18 +23,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from penstock.errors import InvalidArgument
-
-try:
-    from penstock.log.partition import LogOptions
-except ImportError:  # until the log is there
-
-    @dataclasses.dataclass(frozen=True)
-    class LogOptions:  # type: ignore[no-redef]
-        segment_bytes: int = 64 << 20
-        allocate_bytes: int = 4 << 20
-        reserve_bytes: int = 256 << 10
-
-
+from penstock.log.partition import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
 from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
@@ -203,6 +192,12 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "limits.idle_s": _SECONDS,
     "limits.connections_max": _COUNT,
     "limits.streams_max": _COUNT,
+    "log.segment_bytes": (4 << 10, 1 << 40),
+    "log.allocate_bytes": (4 << 10, 1 << 30),
+    "log.reserve_bytes": (0, 1 << 30),
+    "log.cache_bytes": (0, 1 << 40),
+    "log.index_bytes": (0, 1 << 40),
+    "log.floor_s": (0, 3600.0),
     "upkeep.snapshot_s": _SECONDS,
     "upkeep.snapshot_bytes": (1 << 10, 1 << 50),
     "upkeep.retention_s": _SECONDS,
