@@ -14,6 +14,7 @@ from penstock.cli import (
     dlq,
     doctor,
     fsck,
+    gateway,
     key,
     messages,
     node,
@@ -49,7 +50,7 @@ def version(cli: Invocation) -> Answer:
     return Answer(document={"version": __version__}, view=__version__)
 
 
-for _module in (node, messages, tail, stats, fsck, doctor, demo, completion):
+for _module in (node, gateway, messages, tail, stats, fsck, doctor, demo, completion):
     app.add_typer(_module.app)  # without a name its commands join the root's
 app.add_typer(topic.app, name="topic")
 app.add_typer(dlq.app, name="dlq")

@@ -24,7 +24,7 @@ def completion(
     cli: Invocation, shell: Annotated[Shell, typer.Argument(help="Your shell.")]
 ) -> Answer | None:
     """Print the completion script: eval "$(penstock completion bash)"."""
-    from typer._completion_shared import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there
 
     script = get_completion_script(prog_name="penstock", complete_var=VARIABLE, shell=shell.value)
     if cli.json:
@@ -38,6 +38,6 @@ def prepare() -> None:
     import os
 
     if VARIABLE in os.environ:
-        from typer._completion_classes import completion_init
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # imported there
 
         completion_init()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,11 +68,11 @@ def serve(
         **pairs_of(options, option="set"),
     }  # fmt: skip
     loaded = Config.load(config, overrides=overrides)
-    _run(_serve(cli, loaded))
+    run_loop(_serve(cli, loaded))
     return None
 
 
-def _run(main: Any) -> None:
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     import uvloop
 
     uvloop.run(main)

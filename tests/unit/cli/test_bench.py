@@ -1,0 +1,97 @@
+"""The parts of the benchmark that need no server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from penstock.cli.bench.http_load import post_many, request_bytes
+from penstock.cli.bench.report import number, view_of
+from penstock.cli.bench.runner import STAGE, median_of
+from penstock.cli.bench.stages import Run, payloads
+from penstock.cli.bench.targets import METRICS, STAGES
+from penstock.cli.output import show
+from penstock.errors import Unavailable
+
+
+def test_every_metric_has_a_stage_that_runs() -> None:
+    assert set(STAGES) == set(STAGE)
+    assert len({metric.name for metric in METRICS}) == len(METRICS) == 11
+
+
+def test_a_target_is_a_bound_in_the_right_direction() -> None:
+    by_name = {metric.name: metric for metric in METRICS}
+    assert by_name["enqueue_batch100_per_s"].met(200_000)
+    assert not by_name["enqueue_batch100_per_s"].met(199_999)
+    assert by_name["end_to_end_ms_p50"].met(3)
+    assert not by_name["end_to_end_ms_p50"].met(3.1)
+
+
+def test_medians_are_taken_value_by_value() -> None:
+    rows = [{"a": 1.0, "b": 9.0}, {"a": 5.0, "b": 7.0}, {"a": 3.0, "b": 8.0}]
+    assert median_of(rows) == {"a": 3.0, "b": 8.0}
+
+
+def test_payloads_differ_and_have_the_right_size() -> None:
+    made = payloads(50)
+    assert {len(payload) for payload in made} == {200}
+    assert len(set(made)) == 50
+
+
+def test_a_quick_run_does_whole_batches(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    assert Run(folder=tmp_path, scale=0.1).count(12_345) == 1200
+    assert Run(folder=tmp_path, scale=0.0001).count(1000) == 100
+
+
+def test_the_table_says_what_was_met(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "enqueue_batch100_per_s": 250_000.0, "end_to_end_ms_p95": 21.5, "took_s": 3,
+        "settings": {"runs": 3, "quick": False},
+        "machine": {"cores": 2, "cpu": "cpu", "load_1m": 0.1, "fsync": "1 ms"},
+    }  # fmt: skip
+    show(view_of(document))
+    printed = capsys.readouterr().out
+    assert "250\u202f000" in printed
+    assert "missed" in printed
+    assert number(21.5) == "21.5"
+
+
+@asynccontextmanager
+async def http_server(status: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that answers in two pieces; its url, and the requests on each connection."""
+    handlers: list[asyncio.Task[None]] = []
+    served: list[int] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())  # type: ignore[arg-type]
+        place = len(served)
+        served.append(0)
+        with suppress(asyncio.IncompleteReadError, ConnectionResetError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(5)
+                served[place] += 1
+                writer.write(f"HTTP/1.1 {status}\r\nConte".encode())
+                await writer.drain()
+                writer.write(b"nt-Length: 2\r\n\r\nok")
+        writer.close()
+        with suppress(ConnectionResetError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", served
+        await asyncio.gather(*handlers)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+async def test_http_load_counts_every_answer(depth: int) -> None:
+    async with http_server("200 OK") as (url, served):
+        request = request_bytes(url, "/v1/enqueue", b"hello")
+        await post_many(url, request, count=25, connections=4, depth=depth)
+        assert sorted(served) == [6, 6, 6, 7]
+
+
+async def test_http_load_stops_at_the_first_refusal() -> None:
+    async with http_server("503 Busy") as (url, _):
+        with pytest.raises(Unavailable, match="503"):
+            await post_many(url, request_bytes(url, "/", b"hello"), count=5, connections=1)

@@ -1,0 +1,60 @@
+"""The demo's own account must notice what it claims cannot happen."""
+
+import pytest
+
+from penstock.cli.demo.ledger import Ledger
+from penstock.model.ids import LeaseToken
+
+TOKEN = LeaseToken(0, 1, 1)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    made = Ledger(visibility_ms=60_000)
+    made.started |= {1, 2}
+    return made
+
+
+def test_an_orderly_run_leaves_no_finding(ledger: Ledger) -> None:
+    ledger.delivered({1: TOKEN})
+    ledger.settled([1])
+    assert ledger.done == {1}
+    assert not (ledger.phantoms or ledger.resurrected or ledger.overlaps or ledger.unsure)
+
+
+def test_a_message_nobody_put_is_a_phantom(ledger: Ledger) -> None:
+    ledger.delivered({99: TOKEN})
+    assert ledger.phantoms == {99}
+
+
+def test_a_message_delivered_after_its_ack_is_found(ledger: Ledger) -> None:
+    ledger.delivered({1: TOKEN})
+    ledger.settled([1])
+    ledger.delivered({1: TOKEN})
+    assert ledger.resurrected == {1}
+
+
+def test_two_leases_at_a_time_are_found(ledger: Ledger) -> None:
+    ledger.delivered({1: TOKEN})
+    ledger.delivered({1: TOKEN})
+    ledger.hold({2: TOKEN})
+    ledger.delivered({2: TOKEN})
+    assert ledger.overlaps == {1, 2}
+
+
+def test_a_delivery_after_the_lease_ran_out_is_allowed() -> None:
+    ledger = Ledger(visibility_ms=0, started={1})
+    ledger.delivered({1: TOKEN})
+    ledger.delivered({1: TOKEN})
+    assert (ledger.overlaps, ledger.redelivered) == (set(), {1})
+
+
+async def test_waiters_wake_when_the_count_is_reached(ledger: Ledger) -> None:
+    import asyncio
+
+    waiting = asyncio.create_task(ledger.reached(2))
+    await asyncio.sleep(0)
+    ledger.acknowledge(1)
+    assert not waiting.done()
+    ledger.acknowledge(2)
+    await waiting
