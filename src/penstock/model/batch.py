@@ -1,14 +1,14 @@
 """Batches: the unit of append, storage, replication and Spark read.
 
-A batch is 72 bytes of header and one columnar body (`penstock.model.columns`). It covers the sequences
-`[first, last]` of one partition; the previous batch ends at `first - 1`, because a log has no gaps. The
-same bytes go to disk, to followers, to subscribers and to Spark.
+A batch is 72 bytes of header and one columnar body (`penstock.model.columns`). It covers the
+sequences `[first, last]` of one partition; the previous batch ends at `first - 1`, because a log
+has no gaps. The same bytes go to disk, to followers, to subscribers and to Spark.
 
 `chain` is a hash over this batch and the chain before it, so two logs that agree on one chain value
-agree on the whole prefix. `crc` covers header and body, and proves that one batch is what was written.
+agree on the whole prefix. `crc` covers header and body: one batch is what was written.
 
-A *compacted* batch keeps its range and its chain but only the entries that are still alive: `entries`
-is then less than `count`, and the body has a `sequence` column.
+A *compacted* batch keeps its range and its chain but only the entries that are still alive:
+`entries` is then less than `count`, and the body has a `sequence` column.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def seal_compacted(
 
 
 def chain_over(header: bytes, body: Buffer, chain_previous: int) -> int:
-    """The chain after a batch: over its header up to the chain field, its body, and the chain before."""
+    """The chain after a batch: over its header up to the chain, its body, and the chain before."""
     digest = xxhash.xxh3_64_digest(body)
     return xxhash.xxh3_64_intdigest(header[: _CHAINED.size] + digest, seed=chain_previous)
 
@@ -285,7 +285,10 @@ def decode(data: Buffer, at: int = 0, *, verify: bool = True) -> Batch:
 
 def verify_chain(batch: Batch, chain_previous: int) -> None:
     """Raise `Corruption` unless `batch` follows the prefix that `chain_previous` stands for."""
-    if not batch.compacted and chain_over(batch.header(), batch.body, chain_previous) != batch.chain:
+    if (
+        not batch.compacted
+        and chain_over(batch.header(), batch.body, chain_previous) != batch.chain
+    ):
         raise Corruption(f"the hash chain breaks at sequence {batch.first}")
 
 

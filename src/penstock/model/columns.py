@@ -2,12 +2,12 @@
 
 A schema is a fixed, versioned list of columns. A body is
 
-    u16 version | u16 runs | u32 present | fixed columns … | offsets and blob of each binary column …
+    u16 version | u16 runs | u32 present | fixed columns … | offsets and blob of binary columns …
 
-with every buffer padded to 8 bytes and little-endian, so that numpy reads it in place and pyarrow can
-wrap it. A column lives in one of three domains: one value per *entry*, one per *run* (a stretch of
-entries that share a producer or consumer), or one *scalar*. Absent columns cost nothing: bit *i* of
-`present` says whether column *i* is there, and a reader gives its default where it is not.
+with every buffer padded to 8 bytes and little-endian, so that numpy reads it in place and pyarrow
+can wrap it. A column lives in one of three domains: one value per *entry*, one per *run* (a stretch
+of entries that share a producer or consumer), or one *scalar*. Absent columns cost nothing: bit *i*
+of `present` says whether column *i* is there, and a reader gives its default where it is not.
 
 Decoding is lazy: `Columns` computes where buffers lie and builds an array when it is asked for.
 """
@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -67,7 +67,7 @@ class Binary:
 
     def __iter__(self) -> Iterator[bytes]:
         blob, ends = bytes(self.blob), self.offsets.tolist()
-        return (blob[a:b] for a, b in zip(ends, ends[1:], strict=False))
+        return (blob[a:b] for a, b in pairwise(ends))
 
     def take(self, indices: NDArray[np.int64]) -> list[bytes]:
         blob = self.blob
@@ -85,7 +85,7 @@ class Binary:
         return Binary(offsets.astype(np.int32), b"".join(values))
 
 
-Value = NDArray[Any] | Binary | Sequence[int] | Sequence[bytes]
+Value = NDArray[Any] | Binary | Sequence[int] | Sequence[Buffer]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Identifiers: message ids that carry where the message lies, and lease tokens.
 
-A message id is a ULID: 48 bits of the coordinator's time, then topic (16), partition (16) and sequence
-(48) in place of the random part. It is unique in a cluster, sorts by time, and is found in the log
-without an index.
+A message id is a ULID: 48 bits of the coordinator's time, then topic (16), partition (16) and
+sequence (48) in place of the random part. It is unique in a cluster, sorts by time, and is found in
+the log without an index.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def partitions_of(keys: Sequence[bytes], partitions: int) -> NDArray[np.int64]:
     scores = (digests[:, None] ^ _salts(partitions)) * _MIX
     scores ^= scores >> _SHIFT
     scores *= _MIX
-    return np.argmax(scores, axis=1)
+    best: NDArray[np.int64] = np.argmax(scores, axis=1)
+    return best
 
 
 @lru_cache(maxsize=1024)

@@ -56,9 +56,7 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def encode(
-    type: FrameType, sequence: int, *payload: Buffer, flags: int = 0
-) -> list[Buffer]:
+def encode(type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> list[Buffer]:
     """The buffers of one frame, ready for `writelines`; the payload's parts are not copied."""
     length = crc = 0
     for part in payload:
@@ -78,7 +76,7 @@ class FrameDecoder:
     """Turns received bytes into frames. Raises `Corruption` once; the connection is then over."""
 
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
-        self._payload_bytes_max = payload_bytes_max
+        self.payload_bytes_max = payload_bytes_max
         self._parts: list[bytes] = []  # received and not yet a whole frame
         self._have = 0
         self._need = HEADER.size  # bytes until the next step is possible
@@ -122,8 +120,8 @@ class FrameDecoder:
             raise Corruption(f"frame version {version} is not {VERSION}")
         if type > FrameType.UNSUBSCRIBE:
             raise Corruption(f"frame type {type} is unknown")
-        if length > self._payload_bytes_max:
-            raise Corruption(f"a frame of {length} bytes is over {self._payload_bytes_max}")
+        if length > self.payload_bytes_max:
+            raise Corruption(f"a frame of {length} bytes is over {self.payload_bytes_max}")
         return OVERHEAD + int(length)
 
     @staticmethod

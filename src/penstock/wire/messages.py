@@ -40,13 +40,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Fields are only ever appended, with a default."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     versions: list[int]
     api_key: str | None = None
     client: str = ""
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     version: int
     server: str
     node: str
@@ -54,7 +54,7 @@ class Welcome(Message):
     payload_bytes_max: int
 
 
-class Part(Message):
+class Part(Message, frozen=True):
     """A partition's share of an enqueue: `length` bytes of ENQ body with `count` entries."""
 
     partition: int
@@ -62,7 +62,7 @@ class Part(Message):
     length: int
 
 
-class Enqueue(Message):
+class Enqueue(Message, frozen=True):
     topic: str
     parts: list[Part]
     atomic: bool = False
@@ -72,7 +72,7 @@ class Enqueue(Message):
     partitioned: bool = True  # False: one part, whose entries the node spreads by key itself
 
 
-class Duplicate(Message):
+class Duplicate(Message, frozen=True):
     """Entry `index` of the request was written before, as this message."""
 
     index: int
@@ -81,7 +81,7 @@ class Duplicate(Message):
     time_ms: int
 
 
-class Placed(Message):
+class Placed(Message, frozen=True):
     """Where a stretch of a request's entries went: entry `index + i` is `sequence + i`."""
 
     index: int
@@ -91,7 +91,7 @@ class Placed(Message):
     time_ms: int
 
 
-class Enqueued(Message):
+class Enqueued(Message, frozen=True):
     """`index` counts entries over all parts in the order of the request."""
 
     topic: int
@@ -99,20 +99,20 @@ class Enqueued(Message):
     duplicates: list[Duplicate] = []
 
 
-class TokenPart(Message):
+class TokenPart(Message, frozen=True):
     partition: int
     epoch: int
     count: int
 
 
-class Settle(Message):
+class Settle(Message, frozen=True):
     """Acknowledge leases."""
 
     topic: str
     parts: list[TokenPart]
 
 
-class Return(Message):
+class Return(Message, frozen=True):
     """Give leases back: for a retry (delay_ms None: the topic's backoff), to the dead letters
     (`reject`), or unused (`counted` False: no attempt is counted)."""
 
@@ -124,19 +124,19 @@ class Return(Message):
     reason: str = ""
 
 
-class Extend(Message):
+class Extend(Message, frozen=True):
     topic: str
     parts: list[TokenPart]
     extend_ms: int  # from now
 
 
-class Settled(Message):
+class Settled(Message, frozen=True):
     """`lost` are positions in the request's tokens whose lease was no longer held."""
 
     lost: list[int] = []
 
 
-class OpenLease(Message, tag="lease"):
+class OpenLease(Message, frozen=True, tag="lease"):
     topic: str
     credits: int  # messages that may be out on this stream at once; an ack returns its credit
     consumer: str = ""
@@ -145,7 +145,7 @@ class OpenLease(Message, tag="lease"):
     linger_ms: int = 0
 
 
-class OpenLog(Message, tag="log"):
+class OpenLog(Message, frozen=True, tag="log"):
     topic: str
     partition: int
     from_sequence: int = 1  # 0: only what commits from now on
@@ -153,21 +153,21 @@ class OpenLog(Message, tag="log"):
     credit_bytes: int = 8 << 20
 
 
-class Call(Message, tag="call"):
+class Call(Message, frozen=True, tag="call"):
     """One administrative call; answered by one Ack with a result map, or a Nack."""
 
     method: str
     arguments: dict[str, Any]
 
 
-class Grant(Message):
-    """More credit for an open stream: messages of a lease stream, entries and bytes of a log stream."""
+class Grant(Message, frozen=True):
+    """More credit for a stream: messages of a lease stream, entries and bytes of a log stream."""
 
     entries: int
     bytes: int = 0
 
 
-class Delivery(Message):
+class Delivery(Message, frozen=True):
     """Leased messages; `data` is a body in DELIVERY layout. Token *i* is `token_first + i`."""
 
     partition: int
@@ -178,7 +178,7 @@ class Delivery(Message):
     visibility_ms: int
 
 
-class LogSlice(Message):
+class LogSlice(Message, frozen=True):
     """Committed batches, verbatim and padded to 8 bytes each, `[first, last]` without a gap."""
 
     partition: int
@@ -187,7 +187,7 @@ class LogSlice(Message):
     sequence_committed: int
 
 
-class SlowDown(Message):
+class SlowDown(Message, frozen=True):
     retry_after_ms: int
     reason: str = ""
 

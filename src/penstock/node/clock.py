@@ -1,0 +1,71 @@
+"""Time for the node: one millisecond clock that never steps back, and timers on it."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    def now_ms(self) -> int: ...
+
+    def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
+        """Run `callback` once the clock shows `when_ms`."""
+
+
+class SystemClock:
+    """Wall-clock time at the start, advanced by the monotonic clock from then on."""
+
+    def __init__(self) -> None:
+        self._offset_ms = time.time() * 1000 - time.monotonic() * 1000
+
+    def now_ms(self) -> int:
+        return int(self._offset_ms + time.monotonic() * 1000)
+
+    def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
+        # One millisecond late rather than early: a timer that fires early finds nothing due.
+        delay_s = max(0, when_ms - self.now_ms() + 1) / 1000
+        return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class _ManualTimer:
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback: Callable[[], object] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class ManualClock:
+    """A clock for tests: it stands still until it is advanced."""
+
+    def __init__(self, start_ms: int | None = None) -> None:
+        self._now_ms = int(time.time() * 1000) if start_ms is None else start_ms
+        self._timers: list[tuple[int, int, _ManualTimer]] = []
+        self._order = itertools.count()
+
+    def now_ms(self) -> int:
+        return self._now_ms
+
+    def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
+        timer = _ManualTimer(callback)
+        heapq.heappush(self._timers, (when_ms, next(self._order), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Move time on, firing each timer at its own moment."""
+        end_ms = self._now_ms + round(seconds * 1000)
+        while self._timers and self._timers[0][0] <= end_ms:
+            when_ms, _, timer = heapq.heappop(self._timers)
+            self._now_ms = max(self._now_ms, when_ms)
+            if timer.callback is not None:
+                timer.callback()
+        self._now_ms = end_ms

@@ -1,0 +1,305 @@
+"""The engine: topics of one node over one data folder, from recovery to a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from penstock.cluster.catalog import Catalog
+from penstock.cluster.keys import KeyRing
+from penstock.config import Config
+from penstock.errors import Unavailable
+from penstock.heap import Heap
+from penstock.log.folder import DataFolder
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Kind
+from penstock.model.topic import TopicConfig
+from penstock.node.atomic import committed, resolve_in_doubt
+from penstock.node.audit import AuditLog
+from penstock.node.clock import Clock
+from penstock.node.confirmations import Confirmations
+from penstock.node.journal import Journal
+from penstock.node.logs import get_logger
+from penstock.node.metrics import Metrics, NodeReading, PartitionReading
+from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.topic import Topic, topic_not_found
+from penstock.node.upkeep import Pacer, retain, take_snapshot
+from penstock.node.writer import WriterPool
+from penstock.replication.coordinator import Coordinator
+
+UPKEEP_TICK_S: Final = 0.5
+log = get_logger(__name__)
+
+
+class NodeIdentity(msgspec.Struct, frozen=True):
+    """Content of `node.json`: who this data belongs to."""
+
+    node: str
+    replica_uuid: str
+
+
+@dataclass(slots=True)
+class _Recovered:
+    """A partition read back from disk, before it serves."""
+
+    heap: Heap
+    log: PartitionLog
+    snapshot: SnapshotFacts
+    replayed: int = 0
+
+
+@dataclass
+class Engine:
+    config: Config
+    folder: DataFolder
+    identity: NodeIdentity
+    catalog: Catalog
+    keys: KeyRing
+    audit: AuditLog
+    confirmations: Confirmations
+    clock: Clock
+    metrics: Metrics
+    writers: WriterPool
+    tasks: asyncio.TaskGroup
+    topics: dict[str, Topic] = field(default_factory=dict)
+    connections: set[Any] = field(default_factory=set)
+    fatal: asyncio.Event = field(default_factory=asyncio.Event)
+    fatal_error: BaseException | None = None
+    damage: str | None = None  # what verification found, for status and health
+    started_ms: int = 0
+    stopping: bool = False
+    background: list[asyncio.Task[None]] = field(default_factory=list)
+
+    # --- topics ---
+
+    def topic(self, name: str) -> Topic:
+        found = self.topics.get(name)
+        if found is None:
+            raise topic_not_found(name)
+        return found
+
+    async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
+        config = await self.catalog.create(fields, exists_ok=exists_ok)
+        if config.name not in self.topics:
+            await self.open_topic(config)
+        return self.topics[config.name].config
+
+    async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
+        """Change the catalogue first, then tell each partition's log."""
+        topic = self.topic(name)
+        topic.config = await self.catalog.update(name, changes)
+        await self._write_config(topic)
+        return topic.config
+
+    async def delete_topic(self, name: str) -> None:
+        topic = self.topic(name)
+        await self.catalog.delete(name)
+        del self.topics[name]
+        await self.drain([topic])
+        for connection in list(self.connections):
+            connection.drop_topic(topic)
+        topic.close()
+        for partition in topic.partitions:
+            await asyncio.to_thread(partition.log.close)
+        await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
+        self.metrics.forget_topic(name)
+
+    async def open_topic(self, config: TopicConfig) -> None:
+        """Recover a topic's partitions, enter a new epoch in each, and serve."""
+        topic = Topic(config, clock=self.clock, metrics=self.metrics)
+        indices = range(config.partitions)
+        started = time.perf_counter()
+        recovered = await asyncio.gather(
+            *(asyncio.to_thread(self._recover, config, index) for index in indices)
+        )
+        epochs = await self.catalog.next_epochs((config.id, index) for index in indices)
+        for index, parts in zip(indices, recovered, strict=True):
+            partition = self._partition(topic, index, parts, epochs[config.id, index])
+            topic.partitions.append(partition)
+        await self._enter(topic)
+        self.topics[config.name] = topic
+        self.metrics.begin_topic(config.name)
+        log.info(
+            "topic open",
+            topic=config.name,
+            partitions=config.partitions,
+            batches_replayed=sum(r.replayed for r in recovered),
+            seconds=round(time.perf_counter() - started, 3),
+        )
+
+    def _recover(self, config: TopicConfig, index: int) -> _Recovered:
+        folder = self.folder.partition(config.id, index)
+        stored = PartitionLog.open(
+            folder,
+            topic=config.id,
+            partition=index,
+            options=self.config.log,
+            accept_rot=self.config.accept_rot,
+        )
+        snapshot = stored.load_snapshot()
+        if snapshot is None:
+            heap, facts, start = Heap(config, partition=index), SnapshotFacts(), 1
+        else:
+            heap = Heap.restore(config, snapshot.data, partition=index)
+            facts = SnapshotFacts(snapshot.sequence, len(snapshot.data), snapshot.time_ms)
+            facts.log_bytes = stored.bytes_total
+            start = snapshot.sequence + 1
+        recovered = _Recovered(heap, stored, facts)
+        for batch in stored.scan(start):
+            heap.apply(batch, batch.columns(), batch.time_ms)
+            recovered.replayed += 1
+        return recovered
+
+    def _partition(self, topic: Topic, index: int, parts: _Recovered, epoch: int) -> Partition:
+        journal = Journal(
+            parts.heap,
+            parts.log,
+            Coordinator(
+                epoch=epoch,
+                replicas=[self.identity.node],
+                sequence_last=parts.log.sequence_last,
+            ),
+            topic=topic.config.id,
+            partition=index,
+            node=self.identity.node,
+            clock=self.clock,
+            submit=self.writers.pin(),
+            wake=topic.wake,
+            observe=topic.observe,
+            on_write=self.metrics.log_written,
+            on_fatal=self._on_fatal,
+        )
+        partition = Partition(journal, index)
+        partition.snapshot = parts.snapshot
+        return partition
+
+    async def _enter(self, topic: Topic) -> None:
+        """Append each partition's barrier and wait until it is committed."""
+        barriers = []
+        for partition in topic.partitions:
+            await asyncio.to_thread(partition.log.grow, 1 << 16)
+            values: dict[str, Any] = {"node": [self.identity.node.encode()]}
+            barriers.append(
+                (partition, partition.journal.append_record(Kind.BARRIER, 1, values).last)
+            )
+            partition.journal.flush()
+        await asyncio.gather(*(committed(p, sequence) for p, sequence in barriers))
+        if any(p.heap.config != topic.config for p in topic.partitions):
+            await self._write_config(topic)
+        resolved = await resolve_in_doubt(topic)
+        if resolved:
+            log.info("atomic batches resolved", topic=topic.config.name, count=resolved)
+
+    async def _write_config(self, topic: Topic) -> None:
+        value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
+        written = [
+            (p, p.journal.append_record(Kind.CONFIG, 1, value).last) for p in topic.partitions
+        ]
+        topic.wake()
+        await asyncio.gather(*(committed(p, sequence) for p, sequence in written))
+
+    # --- running ---
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run `work` beside everything else; what it raises is logged, and ends only itself."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("task failed", task=name)
+
+        self.tasks.create_task(guarded(), name=name)
+
+    async def run_upkeep(self) -> None:
+        """Snapshots, retention and verification, until cancelled."""
+        options = self.config.upkeep
+        retention = Pacer(options.retention_s)
+        while True:
+            await asyncio.sleep(UPKEEP_TICK_S)
+            retention_due = retention.due()
+            for topic in list(self.topics.values()):
+                for partition in topic.partitions:
+                    if self._snapshot_due(partition):
+                        await self.snapshot(topic, partition)
+                    if retention_due:
+                        await retain(topic, partition, self.clock.now_ms())
+
+    async def snapshot(self, topic: Topic, partition: Partition) -> SnapshotFacts:
+        started = time.perf_counter()
+        facts = await take_snapshot(topic, partition, self.clock.now_ms())
+        self.metrics.snapshot_written(time.perf_counter() - started)
+        return facts
+
+    def _snapshot_due(self, partition: Partition) -> bool:
+        options, facts = self.config.upkeep, partition.snapshot
+        if partition.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
+            return False
+        age_s = (self.clock.now_ms() - max(facts.time_ms, self.started_ms)) / 1000
+        grown = partition.log.bytes_total - facts.log_bytes
+        return age_s >= options.snapshot_s or grown >= options.snapshot_bytes
+
+    def _on_fatal(self, error: BaseException) -> None:
+        if self.fatal_error is None:
+            self.fatal_error = error
+            log.critical("storage failed, stopping", error=str(error))
+            self.fatal.set()
+
+    async def drain(self, topics: Iterable[Topic]) -> None:
+        """Let everything under way be answered, within the configured time."""
+        deadline = time.monotonic() + self.config.drain_s
+        partitions = [p for topic in topics for p in topic.partitions]
+        while self.fatal_error is None and time.monotonic() < deadline:
+            if all(p.idle for p in partitions):
+                return
+            await asyncio.sleep(0.002)
+
+    def reading(self) -> NodeReading:
+        """What the node holds now, for the metrics."""
+        now_ms = self.clock.now_ms()
+        return NodeReading(
+            partitions=[
+                partition_reading(topic, partition, now_ms)
+                for topic in self.topics.values()
+                for partition in topic.partitions
+            ],
+            connections=len(self.connections),
+            streams={
+                "lease": sum(t.lease_streams for t in self.topics.values()),
+                "log": sum(t.log_streams for t in self.topics.values()),
+            },
+            credits={"lease": sum(t.unused_credit for t in self.topics.values())},
+            rank_error_max={t.config.name: t.rank_error_max for t in self.topics.values()},
+            requests_pending=sum(c.pending for c in self.connections),
+        )
+
+    def check_serving(self) -> None:
+        if self.stopping:
+            raise Unavailable("the node is stopping")
+        if self.fatal_error is not None:
+            raise Unavailable(f"storage failed: {self.fatal_error}")
+
+
+def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> PartitionReading:
+    heap, facts = partition.heap, partition.snapshot
+    oldest_ms = heap.oldest_ready_ms(now_ms)
+    return PartitionReading(
+        topic=topic.config.name,
+        partition=partition.index,
+        ready=heap.ready,
+        delayed=heap.delayed,
+        inflight=heap.leased,
+        dead=heap.dead,
+        oldest_age_s=None if oldest_ms is None else max(0, now_ms - oldest_ms) / 1000,
+        log_bytes=partition.log.bytes_total,
+        log_segments=len(partition.log.segments()),
+        sequence_committed=partition.coordinator.sequence_committed,
+        epoch=partition.coordinator.epoch,
+        snapshot_bytes=facts.bytes if facts.sequence else None,
+        snapshot_age_s=max(0, now_ms - facts.time_ms) / 1000 if facts.sequence else None,
+    )

@@ -1,0 +1,158 @@
+"""From an Enqueue frame to the parts that wait in partitions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, InvalidArgument, PenstockError
+from penstock.model.batch import Codec, decompress
+from penstock.model.columns import Buffer, Columns
+from penstock.model.topic import BATCH_ENTRIES_MAX
+from penstock.node.atomic import enqueue_atomically
+from penstock.node.bodies import ENQ, check_body, spread, subset
+from penstock.node.engine import Engine
+from penstock.node.partition import Partition
+from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
+from penstock.node.topic import Topic
+from penstock.wire.messages import Enqueue, Enqueued
+
+
+def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) -> None:
+    """Check everything, then hand the parts to their partitions. Raises before any change."""
+    topic = engine.topic(control.topic)
+    bodies = _bodies(engine, topic, control, data)
+    placed = _place(topic, control, bodies)
+    if control.expected_sequence is not None and len(placed) != 1:
+        raise InvalidArgument(
+            "expected_sequence needs entries of one partition", field="expected_sequence"
+        )
+    request = EnqueueRequest(
+        topic.config.id, len(placed), _timed(topic, sum(c.count for c, _, _ in bodies), reply)
+    )
+    parts = [(partition, make(request)) for partition, make in placed]
+    if control.atomic and len(parts) > 1:
+        engine.spawn(enqueue_atomically(topic, parts), name="atomic-enqueue")
+        return
+    for partition, part in parts:
+        partition.enqueueing.enqueue(part)
+
+
+def _bodies(
+    engine: Engine, topic: Topic, control: Enqueue, data: memoryview
+) -> list[tuple[Columns, Buffer, int]]:
+    """Each part's checked columns, its body as received, and its first entry's place."""
+    if not control.parts:
+        raise InvalidArgument("an enqueue has no parts", field="parts")
+    if sum(p.length for p in control.parts) != len(data):
+        raise InvalidArgument("parts do not add up to the frame", field="parts")
+    if sum(p.count for p in control.parts) > BATCH_ENTRIES_MAX:
+        raise InvalidArgument(
+            f"an enqueue has more than {BATCH_ENTRIES_MAX} entries",
+            field="entries",
+            limit=BATCH_ENTRIES_MAX,
+        )
+    found: list[tuple[Columns, Buffer, int]] = []
+    at = index = 0
+    for i, part in enumerate(control.parts):
+        if part.length < 0:
+            raise InvalidArgument("a part's length is negative", field="parts")
+        body = bytes(data[at : at + part.length])
+        raw = body if not control.codec else _decompressed(engine, control, i, body)
+        found.append((check_body(raw, part.count, topic.config), body, index))
+        at += part.length
+        index += part.count
+    return found
+
+
+def _decompressed(engine: Engine, control: Enqueue, index: int, body: bytes) -> bytes:
+    limit = engine.config.limits.raw_bytes_max
+    lengths = control.raw_lengths or []
+    if control.codec not in (Codec.ZSTD, Codec.LZ4):
+        raise InvalidArgument(f"codec {control.codec} is unknown", field="codec")
+    if len(lengths) != len(control.parts) or not 0 < lengths[index] <= limit:
+        raise InvalidArgument(
+            f"raw_lengths must give each part's length, at most {limit}",
+            field="raw_lengths",
+            limit=limit,
+        )
+    try:
+        raw = decompress(Codec(control.codec), body, lengths[index])
+    except Corruption as error:
+        raise InvalidArgument(error.message, field="body") from error
+    if len(raw) != lengths[index]:
+        raise InvalidArgument("a body is not of its stated length", field="raw_lengths")
+    return raw
+
+
+Make = Callable[[EnqueueRequest], EnqueuePart]
+
+
+def _place(
+    topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
+) -> list[tuple[Partition, Make]]:
+    """Which partition gets which part."""
+    placed: list[tuple[Partition, Make]] = []
+    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
+        if control.partitioned:
+            indices = range(index, index + part.count)
+            placed.append(
+                (topic.partition(part.partition), _maker(control, columns, body, indices))
+            )
+        else:
+            placed += _spread(topic, control, columns, body, index)
+    return placed
+
+
+def _spread(
+    topic: Topic, control: Enqueue, columns: Columns, body: Buffer, index: int
+) -> list[tuple[Partition, Make]]:
+    partitions = len(topic.partitions)
+    topic.rotation = (topic.rotation + 1) % partitions
+    shares = list(spread(columns, partitions, fallback=topic.rotation))
+    if len(shares) == 1:
+        indices = range(index, index + columns.count)
+        return [(topic.partitions[shares[0][0]], _maker(control, columns, body, indices))]
+    placed: list[tuple[Partition, Make]] = []
+    for partition, chosen in shares:
+        share = subset(columns, chosen)
+        decoded = ENQ.decode(share, len(chosen))
+        placed.append(
+            (topic.partitions[partition], _maker(control, decoded, share, chosen + index, codec=0))
+        )
+    return placed
+
+
+def _maker(
+    control: Enqueue,
+    columns: Columns,
+    body: Buffer,
+    indices: range | NDArray[np.int64],
+    codec: int | None = None,
+) -> Make:
+    return lambda request: EnqueuePart(
+        request,
+        columns,
+        indices=indices,
+        body=body,
+        codec=control.codec if codec is None else codec,
+        expected_sequence=control.expected_sequence,
+    )
+
+
+def _timed(topic: Topic, count: int, reply: Reply) -> Reply:
+    started = time.perf_counter()
+
+    def answer(result: object) -> None:
+        if isinstance(result, Enqueued):
+            topic.metrics.enqueued(topic.config.name, count, time.perf_counter() - started)
+            if result.duplicates:
+                topic.metrics.duplicates(topic.config.name, len(result.duplicates))
+        elif isinstance(result, PenstockError) and result.status == "RESOURCE_EXHAUSTED":
+            topic.metrics.backpressure(result.code)
+        reply(result)
+
+    return answer

@@ -1,0 +1,182 @@
+"""A partition's journal: the log, the heap over it, and the coordinator that commits.
+
+*Apply at append, answer at commit.* A batch changes the heap in the same step in which it is staged
+to the log, so the next command sees it; whoever waits is called back only when the coordinator says
+that the batch is committed. One write is under way at a time, in the partition's writer thread;
+what is staged meanwhile shares the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from penstock.errors import DiskFull, PenstockError, StorageFailed, Unavailable
+from penstock.heap import Applied, Heap
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import HEADER_SIZE, SCHEMAS, Batch, Codec, Kind, seal
+from penstock.model.columns import Buffer, Columns, Value
+from penstock.node.clock import Clock
+from penstock.replication.coordinator import Coordinator
+
+GROW_AHEAD_BYTES: Final = 1 << 20
+DISK_RETRY_MS: Final = 1000
+_BATCH_OVERHEAD: Final = HEADER_SIZE + 64  # header, body header, padding
+
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
+
+
+class Journal:
+    def __init__(
+        self,
+        heap: Heap,
+        log: PartitionLog,
+        coordinator: Coordinator,
+        *,
+        topic: int,
+        partition: int,
+        node: str,
+        clock: Clock,
+        submit: Submit,
+        wake: Callable[[], None],
+        observe: Callable[[Applied], None],
+        on_write: Callable[[int, float], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.heap, self.log, self.coordinator = heap, log, coordinator
+        self.clock, self.wake = clock, wake
+        self._topic, self._partition, self._node = topic, partition, node
+        self._submit, self._observe = submit, observe
+        self._on_write, self._on_fatal = on_write, on_fatal
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # ascending sequences
+        self.writing = False
+        self._growing = False
+        self._disk_full_until_ms = 0
+        self.failed: Unavailable | None = None  # nothing is acknowledged any more
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self.writing)
+
+    # --- appending ---
+
+    def append(
+        self, kind: Kind, body: Buffer, count: int, *, columns: Columns | None = None,
+        codec: Codec = Codec.NONE, raw_length: int | None = None,
+    ) -> Batch:  # fmt: skip
+        """Stage one batch and apply it. The caller has made sure that there is room."""
+        now_ms = self.clock.now_ms()
+        log = self.log
+        batch = seal(
+            kind,
+            body,
+            topic=self._topic,
+            partition=self._partition,
+            epoch=self.coordinator.epoch,
+            epoch_previous=log.epoch_last,
+            first=log.sequence_last + 1,
+            count=count,
+            time_ms=max(now_ms, log.time_ms_last),
+            chain_previous=log.chain_last,
+            codec=codec,
+            raw_length=raw_length,
+        )
+        log.stage(batch)
+        self.coordinator.on_append(batch.last)
+        applied = self.heap.apply(batch, columns or batch.columns(), now_ms)
+        self.when_committed(batch.last, lambda: self._observe(applied))
+        return batch
+
+    def append_record(self, kind: Kind, count: int, values: dict[str, Value | None]) -> Batch:
+        """Stage a batch of plain columns, for records that are not enqueues or leases."""
+        return self.append(kind, SCHEMAS[kind].encode(count, values), count)
+
+    def when_committed(self, sequence: int, callback: Callable[[], None]) -> None:
+        """Call back once everything up to `sequence` is committed (at once if it is)."""
+        if sequence <= self.coordinator.sequence_committed:
+            callback()
+            return
+        if self._waiting:
+            sequence = max(sequence, self._waiting[-1][0])
+        self._waiting.append((sequence, callback))
+
+    # --- writing ---
+
+    def flush(self) -> None:
+        """Hand everything staged to the writer thread, one write at a time."""
+        if self.writing or self.failed:
+            return
+        flush = self.log.take()
+        if flush is None:
+            self._grow_ahead()
+            return
+        self.writing = True
+        started = time.perf_counter()
+        bytes_before = self.log.bytes_total
+
+        def done(sequence: Any, error: BaseException | None) -> None:
+            self.writing = False
+            if error is None:
+                self._on_write(self.log.bytes_total - bytes_before, time.perf_counter() - started)
+            self._on_written(sequence, error)
+
+        log = self.log
+        self._submit(lambda: log.write(flush), done)
+        self._grow_ahead()
+
+    def _on_written(self, sequence: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        committed = self.coordinator.on_durable(self._node, sequence)
+        if committed is not None:
+            waiting = self._waiting
+            while waiting and waiting[0][0] <= committed.sequence:
+                waiting.popleft()[1]()
+        self.wake()
+
+    def _fail(self, error: BaseException) -> None:
+        """Storage failed: nothing is acknowledged from here on; the node is told to stop."""
+        known = error if isinstance(error, PenstockError) else StorageFailed(str(error))
+        self.failed = Unavailable(f"storage failed: {known.message}")
+        self._waiting.clear()
+        self._on_fatal(error)
+        self.wake()
+
+    # --- room on disk ---
+
+    @property
+    def disk_is_full(self) -> bool:
+        """No room was found a moment ago; it is looked for again after a while."""
+        return self.clock.now_ms() < self._disk_full_until_ms
+
+    def disk_full(self) -> DiskFull:
+        return DiskFull(f"no space left for partition {self._partition}; settle or delete messages")
+
+    def has_room(self, body_bytes: int, *, enqueue: bool = False) -> bool:
+        """Whether a batch fits that is an enqueue, or may use the reserve."""
+        return self.log.room(enqueue) >= body_bytes + _BATCH_OVERHEAD
+
+    def grow(self, body_bytes: int) -> None:
+        """Make room in the writer thread, then take another turn."""
+        if self._growing or self.failed:
+            return
+        self._growing = True
+        log = self.log
+
+        def done(_: Any, error: BaseException | None) -> None:
+            self._growing = False
+            if isinstance(error, DiskFull):
+                self._disk_full_until_ms = self.clock.now_ms() + DISK_RETRY_MS
+            elif error is not None:
+                self._fail(error)
+                return
+            self.wake()
+
+        self._submit(lambda: log.grow(body_bytes + _BATCH_OVERHEAD), done)
+
+    def _grow_ahead(self) -> None:
+        if self.log.room(True) < GROW_AHEAD_BYTES and not self.disk_is_full:
+            self.grow(GROW_AHEAD_BYTES)

@@ -1,0 +1,122 @@
+"""From an empty process to a serving engine, and back to a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from penstock import __version__
+from penstock.cluster.catalog import Catalog
+from penstock.cluster.embedded import EmbeddedStore
+from penstock.cluster.keys import KeyRing
+from penstock.config import Config
+from penstock.errors import PenstockError, Unavailable
+from penstock.log.files import write_whole
+from penstock.log.folder import DataFolder
+from penstock.node.audit import AuditLog
+from penstock.node.clock import Clock, SystemClock
+from penstock.node.confirmations import Confirmations
+from penstock.node.engine import Engine, NodeIdentity
+from penstock.node.logs import get_logger
+from penstock.node.metrics import Metrics
+from penstock.node.writer import WriterPool
+
+log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def running_engine(config: Config, *, clock: Clock | None = None) -> AsyncIterator[Engine]:
+    """Open the data folder, recover, serve inside the block, and stop cleanly after it."""
+    folder = await asyncio.to_thread(DataFolder.open, config.data)
+    try:
+        store = await asyncio.to_thread(EmbeddedStore, folder.meta)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                engine = await _start(config, folder, store, tasks, clock or SystemClock())
+                try:
+                    yield engine
+                finally:
+                    await _stop(engine)
+        finally:
+            await store.close()
+    finally:
+        folder.close()
+
+
+async def _start(
+    config: Config,
+    folder: DataFolder,
+    store: EmbeddedStore,
+    tasks: asyncio.TaskGroup,
+    clock: Clock,
+) -> Engine:
+    identity = await asyncio.to_thread(_identify, config, folder)
+    engine = Engine(
+        config=config,
+        folder=folder,
+        identity=identity,
+        catalog=Catalog(store),
+        keys=KeyRing(store, now_ms=clock.now_ms),
+        audit=await asyncio.to_thread(AuditLog.open, folder.audit_file, config.audit),
+        confirmations=Confirmations(clock),
+        clock=clock,
+        metrics=Metrics(node=identity.node),
+        writers=WriterPool(config.writer_threads),
+        tasks=tasks,
+        started_ms=clock.now_ms(),
+    )
+    engine.metrics.read_with(engine.reading)
+    await engine.keys.load()
+    try:
+        for topic in await engine.catalog.list():
+            await engine.open_topic(topic)
+    except BaseException:
+        await engine.writers.close()
+        raise
+    engine.background = [
+        tasks.create_task(engine.run_upkeep(), name="upkeep"),
+        tasks.create_task(engine.keys.run(), name="keys"),
+    ]
+    log.info("engine started", version=__version__, node=identity.node, data=str(config.data))
+    return engine
+
+
+async def _stop(engine: Engine) -> None:
+    engine.stopping = True
+    await engine.drain(engine.topics.values())
+    for connection in list(engine.connections):
+        connection.shut("the node is stopping")
+    for task in engine.background:
+        task.cancel()
+    for topic in engine.topics.values():
+        topic.close()
+    await engine.writers.close()
+    for topic in engine.topics.values():
+        for partition in topic.partitions:
+            if engine.fatal_error is None:
+                await asyncio.to_thread(partition.log.close)
+    try:
+        await engine.keys.flush()
+    except PenstockError:
+        log.exception("times of last use of API keys were not saved")
+    await engine.audit.close()
+    log.info("engine stopped", node=engine.identity.node)
+
+
+def _identify(config: Config, folder: DataFolder) -> NodeIdentity:
+    """Who we are: kept with the data, so that a foreign disk is noticed."""
+    path = folder.node_file
+    if path.exists():
+        identity = msgspec.json.decode(path.read_bytes(), type=NodeIdentity)
+        if config.node and config.node != identity.node:
+            raise Unavailable(
+                f"data folder {folder.path} belongs to node {identity.node}, not {config.node}"
+            )
+        return identity
+    identity = NodeIdentity(config.node or f"node-{secrets.token_hex(4)}", secrets.token_hex(16))
+    write_whole(path, [msgspec.json.encode(identity)])
+    return identity

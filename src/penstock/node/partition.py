@@ -1,0 +1,78 @@
+"""The owner of one partition: its commands gather here and take effect in its turn.
+
+Everything runs on the event loop; storage work goes to the partition's writer thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.batch import SCHEMAS, Batch, Kind
+from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
+from penstock.node.journal import Journal
+from penstock.node.reading import MessageReader
+from penstock.node.settling import Settling
+
+
+@dataclass(slots=True)
+class SnapshotFacts:
+    """The newest snapshot of a partition, for status and metrics."""
+
+    sequence: int = 0
+    bytes: int = 0
+    time_ms: int = 0
+    log_bytes: int = 0  # size of the log when it was taken
+
+
+class Partition:
+    def __init__(self, journal: Journal, index: int) -> None:
+        self.index = index
+        self.journal = journal
+        self.heap, self.log, self.coordinator = journal.heap, journal.log, journal.coordinator
+        self.enqueueing = Enqueueing(journal, index)
+        self.settling = Settling(journal)
+        self.reader = MessageReader(journal.log)
+        self.snapshot = SnapshotFacts()
+
+    @property
+    def idle(self) -> bool:
+        return not self._gathered and self.journal.idle
+
+    @property
+    def _gathered(self) -> int:
+        return self.enqueueing.gathered + self.settling.gathered
+
+    def process(self) -> None:
+        """Turn what has gathered into batches, unless it is little and a write is under way:
+        then it waits and shares the next write with whatever else comes."""
+        if self.journal.failed is not None:
+            self.enqueueing.fail(self.journal.failed)
+            self.settling.fail(self.journal.failed)
+            return
+        gathered = self._gathered
+        if not gathered or (self.journal.writing and gathered < COALESCE_ENTRIES):
+            return
+        if self.coordinator.serving:
+            self.settling.process()
+            self.enqueueing.process()
+
+    def expire(self, now_ms: int) -> None:
+        if self.coordinator.serving and self.journal.failed is None:
+            self.settling.expire(now_ms)
+
+    def lease(self, messages: NDArray[np.uint64], *, consumer: bytes, visibility_ms: int) -> Batch:
+        """Lease the given ready messages to one consumer."""
+        body = SCHEMAS[Kind.LEASE].encode(
+            len(messages),
+            {
+                "message": messages,
+                "run_count": [len(messages)],
+                "run_visibility_ms": [visibility_ms],
+                "run_consumer": [consumer],
+            },
+            runs=1,
+        )
+        return self.journal.append(Kind.LEASE, body, len(messages))

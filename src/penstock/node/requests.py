@@ -1,0 +1,124 @@
+"""What waits in a partition for its turn, and the request that an enqueue's parts add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PenstockError
+from penstock.model.columns import Buffer, Columns
+from penstock.wire.messages import Duplicate, Enqueued, Placed
+
+Reply = Callable[[object], None]  # called once, with a result or a PenstockError
+
+
+class EnqueueRequest:
+    """A producer's request: answered once all of its parts are."""
+
+    __slots__ = ("_duplicates", "_error", "_placed", "_remaining", "reply", "started", "topic")
+
+    def __init__(self, topic: int, parts: int, reply: Reply) -> None:
+        self.topic, self.reply = topic, reply
+        self.started = time.perf_counter()
+        self._remaining = parts
+        self._placed: list[Placed] = []
+        self._duplicates: list[Duplicate] = []
+        self._error: PenstockError | None = None
+
+    def part_placed(self, placed: Sequence[Placed], duplicates: Sequence[Duplicate] = ()) -> None:
+        self._placed.extend(placed)
+        self._duplicates.extend(duplicates)
+        self._part_ended()
+
+    def part_failed(self, error: PenstockError) -> None:
+        self._error = self._error or error
+        self._part_ended()
+
+    def _part_ended(self) -> None:
+        self._remaining -= 1
+        if not self._remaining:
+            self.reply(self._error or Enqueued(self.topic, self._placed, self._duplicates))
+
+
+class EnqueuePart:
+    """One partition's share. `indices` are its entries' places in the request."""
+
+    __slots__ = ("body", "codec", "columns", "expected_sequence", "indices", "request")
+
+    def __init__(
+        self,
+        request: EnqueueRequest,
+        columns: Columns,
+        *,
+        indices: NDArray[np.int64] | range,
+        body: Buffer,
+        codec: int = 0,
+        expected_sequence: int | None = None,
+    ) -> None:
+        self.request, self.columns = request, columns
+        self.indices = indices
+        self.body, self.codec = body, codec  # as received, compressed or not
+        self.expected_sequence = expected_sequence
+
+    @property
+    def count(self) -> int:
+        return self.columns.count
+
+    def placed(self, partition: int, first: int, time_ms: int) -> list[Placed]:
+        """Where the entries went when they were all written from sequence `first` on."""
+        if isinstance(self.indices, range):
+            return [Placed(self.indices.start, self.count, partition, first, time_ms)]
+        return stretches(self.indices, np.arange(first, first + self.count), partition, time_ms)
+
+
+def stretches(
+    indices: NDArray[np.int64], sequences: NDArray[np.int64], partition: int, time_ms: int
+) -> list[Placed]:
+    """Describe entries by the stretches in which index and sequence run on together."""
+    breaks = np.flatnonzero((np.diff(indices) != 1) | (np.diff(sequences) != 1)) + 1
+    starts = np.concatenate([[0], breaks]).astype(np.int64)
+    counts = np.diff(np.append(starts, len(indices)))
+    return [
+        Placed(i, n, partition, s, time_ms)
+        for i, n, s in zip(
+            indices[starts].tolist(), counts.tolist(), sequences[starts].tolist(), strict=True
+        )
+    ]
+
+
+class TokenRequest:
+    """Leases of one partition to settle, return or extend; `reply` gets the lost positions."""
+
+    __slots__ = ("reply", "started", "tokens")
+
+    def __init__(self, tokens: NDArray[np.uint64], reply: Reply) -> None:
+        self.tokens, self.reply = tokens, reply
+        self.started = time.perf_counter()
+
+
+class ReturnRequest(TokenRequest):
+    __slots__ = ("counted", "delay_ms", "reason", "reject")
+
+    def __init__(
+        self,
+        tokens: NDArray[np.uint64],
+        reply: Reply,
+        *,
+        delay_ms: int | None = None,
+        reject: bool = False,
+        counted: bool = True,
+        reason: bytes = b"",
+    ) -> None:
+        super().__init__(tokens, reply)
+        self.delay_ms, self.reject, self.counted, self.reason = delay_ms, reject, counted, reason
+
+
+class ExtendRequest(TokenRequest):
+    __slots__ = ("extend_ms",)
+
+    def __init__(self, tokens: NDArray[np.uint64], reply: Reply, *, extend_ms: int) -> None:
+        super().__init__(tokens, reply)
+        self.extend_ms = extend_ms

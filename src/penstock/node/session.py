@@ -1,0 +1,383 @@
+"""One native connection, the node's end: frames in, engine calls, frames out.
+
+A session greets, then serves requests and streams until either side closes. Whatever a caller may
+make it hold is bounded: frame size, streams, bytes in flight (past it, reading pauses and TCP holds
+the sender back), and time without a sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock import __version__
+from penstock.errors import (
+    Corruption,
+    InvalidArgument,
+    LimitExceeded,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
+from penstock.model.columns import Buffer
+from penstock.model.topic import DELAY_MS_MAX
+from penstock.node import message_calls as _message_calls  # noqa: F401 - registers its methods
+from penstock.node.calls import Caller, dispatch_call
+from penstock.node.engine import Engine
+from penstock.node.intake import enqueue
+from penstock.node.logs import get_logger
+from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
+from penstock.node.subscriptions import Subscriptions
+from penstock.node.topic import Topic
+from penstock.wire import frame as wire
+from penstock.wire.frame import Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.messages import (
+    Call,
+    Enqueue,
+    Extend,
+    Grant,
+    Hello,
+    OpenLease,
+    OpenLog,
+    Return,
+    Settle,
+    Settled,
+    TokenPart,
+    Welcome,
+    pack,
+    unpack,
+)
+
+GREETING_S: Final = 10.0
+INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, reading pauses
+CALLS_MAX: Final = 256  # administrative calls under way on one connection
+TOKENS_MAX: Final = 100_000
+_HELLO_BYTES_MAX: Final = 64 << 10
+_numbers: Final = itertools.count(1)
+log = get_logger(__name__)
+
+Open = OpenLease | OpenLog | Call
+
+
+class Session(asyncio.Protocol):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._number = next(_numbers)
+        self._decoder = FrameDecoder(_HELLO_BYTES_MAX)
+        self._transport: asyncio.Transport | None = None
+        self._greeted = False
+        self._key_id: str | None = None
+        self._subscriptions = Subscriptions(
+            engine, self._send, name=f"{engine.identity.node}/{self._number}"
+        )
+        self._inflight_bytes = 0
+        self._calls = 0
+        self.pending = 0  # requests without an answer yet
+        self._heard = time.monotonic()
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    # --- transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._engine.connections) >= self._engine.config.limits.connections_max:
+            self._refuse(LimitExceeded("too many connections", retry_after_s=1.0))
+            return
+        self._engine.connections.add(self)
+        self._watch(GREETING_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._engine.connections.discard(self)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._subscriptions.close_all()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = time.monotonic()
+        try:
+            for frame in self._decoder.feed(data):
+                if self._transport is not None:
+                    self._on_frame(frame)
+        except Corruption as error:
+            self._refuse(InvalidArgument(f"protocol error: {error.message}", field="frame"))
+
+    def pause_writing(self) -> None:
+        self._subscriptions.block(True)
+
+    def resume_writing(self) -> None:
+        self._subscriptions.block(False)
+
+    def _watch(self, after_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watchdog = loop.call_later(after_s, self._check_alive)
+
+    def _check_alive(self) -> None:
+        idle_s = self._engine.config.limits.idle_s
+        silent_s = time.monotonic() - self._heard
+        if not self._greeted or silent_s > idle_s:
+            self.shut("no sign of life")
+        else:
+            self._watch(max(0.05, idle_s - silent_s + 0.01))
+
+    def shut(self, reason: str) -> None:
+        """End the connection; the client may reconnect."""
+        if self._transport is not None:
+            self._send(FrameType.NACK, 0, pack(Unavailable(reason).to_wire()))
+            self._transport.close()
+
+    def drop_topic(self, topic: Topic) -> None:
+        self._subscriptions.drop_topic(topic)
+
+    def revoke(self, key_id: str) -> None:
+        """The key is revoked: whoever holds it is out at once."""
+        if self._key_id == key_id:
+            self._refuse(Unauthenticated("the API key is revoked", key_id=key_id))
+
+    def _refuse(self, error: PenstockError) -> None:
+        if self._transport is not None:
+            self._send(FrameType.NACK, 0, pack(error.to_wire()))
+            self._transport.close()
+            self._transport = None
+
+    def _send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
+        if self._transport is not None:
+            self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
+
+    # --- frames ---
+
+    def _on_frame(self, frame: Frame) -> None:
+        if not self._greeted:
+            self._greet(frame)
+            return
+        number = frame.sequence
+        try:
+            self._engine.check_serving()
+            handler = self._HANDLERS.get(frame.type)
+            if handler is None:
+                raise InvalidArgument(f"a client does not send {frame.type.name}", field="type")
+            handler(self, frame)
+        except Corruption as error:
+            self._answer_error(number, InvalidArgument(error.message, field="payload"))
+        except PenstockError as error:
+            self._answer_error(number, error)
+        except Exception:  # one bad request must not end the others'
+            log.exception("request failed", type=frame.type.name)
+            self._answer_error(number, PenstockError("internal error"))
+
+    def _greet(self, frame: Frame) -> None:
+        try:
+            if frame.type is not FrameType.HEARTBEAT:
+                raise Unauthenticated("the first frame must be a greeting")
+            hello, _ = unpack(frame.payload, Hello)
+            if wire.VERSION not in hello.versions:
+                raise InvalidArgument(
+                    f"version {wire.VERSION} is spoken here", field="versions", limit=wire.VERSION
+                )
+            if hello.api_key is not None or self._engine.config.keys_required:
+                self._key_id = self._engine.keys.verify(hello.api_key)
+        except PenstockError as error:
+            if isinstance(error, Unauthenticated):
+                self._engine.metrics.auth_failed()
+            self._refuse(error)
+            return
+        self._greeted = True
+        limits = self._engine.config.limits
+        self._decoder.payload_bytes_max = limits.frame_bytes_max
+        heartbeat_ms = int(limits.idle_s * 1000 / 3)
+        welcome = Welcome(
+            wire.VERSION, __version__, self._engine.identity.node, heartbeat_ms,
+            limits.frame_bytes_max,
+        )  # fmt: skip
+        self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
+
+    def _on_batch(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, Enqueue)
+        enqueue(self._engine, control, data, self._reply(frame, len(data)))
+
+    def _on_ack(self, frame: Frame) -> None:
+        if not frame.flags & FrameFlag.ACK_WANTED:
+            grant, _ = unpack(frame.payload, Grant)
+            self._subscriptions.grant(frame.sequence, grant)
+            return
+        control, data = unpack(frame.payload, Settle)
+        topic = self._engine.topic(control.topic)
+        self._for_tokens(
+            frame, topic, control.parts, data, lambda p, t, r: p.settling.settle(TokenRequest(t, r))
+        )
+
+    def _on_nack(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, Return)
+        topic = self._engine.topic(control.topic)
+        if control.delay_ms is not None and not 0 <= control.delay_ms <= DELAY_MS_MAX:
+            raise InvalidArgument(
+                f"delay_ms must be from 0 to {DELAY_MS_MAX}", field="delay_ms", limit=DELAY_MS_MAX
+            )
+        reason = control.reason.encode()[:1024]
+
+        def give_back(partition: Any, tokens: NDArray[np.uint64], reply: Reply) -> None:
+            partition.settling.give_back(
+                ReturnRequest(
+                    tokens,
+                    reply,
+                    delay_ms=control.delay_ms,
+                    reject=control.reject,
+                    counted=control.counted,
+                    reason=reason,
+                )
+            )
+
+        self._for_tokens(frame, topic, control.parts, data, give_back)
+
+    def _on_heartbeat(self, frame: Frame) -> None:
+        if not len(frame.payload):
+            self._send(FrameType.HEARTBEAT, frame.sequence)
+            return
+        control, data = unpack(frame.payload, Extend)
+        topic = self._engine.topic(control.topic)
+        if not 0 < control.extend_ms <= topic.config.visibility_ms_max:
+            raise InvalidArgument(
+                f"extend_ms must be from 1 to {topic.config.visibility_ms_max}",
+                field="extend_ms",
+                limit=topic.config.visibility_ms_max,
+            )
+        self._for_tokens(
+            frame,
+            topic,
+            control.parts,
+            data,
+            lambda p, t, r: p.settling.extend(ExtendRequest(t, r, extend_ms=control.extend_ms)),
+        )
+
+    def _on_subscribe(self, frame: Frame) -> None:
+        control: Open
+        control, _ = unpack(frame.payload, Open)  # type: ignore[arg-type]
+        if isinstance(control, Call):
+            self._on_call(frame, control)
+            return
+        self._subscriptions.check_number(frame.sequence)
+        if isinstance(control, OpenLease):
+            self._subscriptions.open_lease(frame.sequence, control, self._key_id)
+        else:
+            self._subscriptions.open_log(frame.sequence, control)
+
+    def _on_unsubscribe(self, frame: Frame) -> None:
+        self._subscriptions.close(frame.sequence)
+        self._send(FrameType.ACK, frame.sequence, pack({}))
+
+    _HANDLERS: Final = {
+        FrameType.BATCH: _on_batch,
+        FrameType.DELTA: _on_batch,
+        FrameType.ACK: _on_ack,
+        FrameType.NACK: _on_nack,
+        FrameType.HEARTBEAT: _on_heartbeat,
+        FrameType.SUBSCRIBE: _on_subscribe,
+        FrameType.UNSUBSCRIBE: _on_unsubscribe,
+    }
+
+    # --- answers ---
+
+    def _reply(self, frame: Frame, size: int) -> Reply:
+        """The callback that answers `frame`, and the accounting of what is under way."""
+        number = frame.sequence
+        self.pending += 1
+        self._inflight_bytes += size
+        if self._inflight_bytes > INFLIGHT_BYTES_MAX and self._transport is not None:
+            self._transport.pause_reading()
+
+        def answer(result: object) -> None:
+            self.pending -= 1
+            paused = self._inflight_bytes > INFLIGHT_BYTES_MAX
+            self._inflight_bytes -= size
+            if self._transport is None:
+                return
+            if paused and self._inflight_bytes <= INFLIGHT_BYTES_MAX:
+                self._transport.resume_reading()
+            if isinstance(result, PenstockError):
+                self._answer_error(number, result)
+            else:
+                self._send(FrameType.ACK, number, pack(result))
+
+        return answer
+
+    def _answer_error(self, number: int, error: PenstockError) -> None:
+        self._send(FrameType.NACK, number, pack(error.to_wire()))
+
+    # --- leases ---
+
+    def _for_tokens(
+        self, frame: Frame, topic: Topic, parts: list[TokenPart], data: memoryview, act: Any
+    ) -> None:
+        """Split the tokens by partition and answer once with all the lost positions."""
+        total = sum(part.count for part in parts)
+        if not 1 <= total <= TOKENS_MAX or len(data) != 8 * total:
+            raise InvalidArgument(
+                f"tokens must be 1 to {TOKENS_MAX} and match the parts",
+                field="tokens",
+                limit=TOKENS_MAX,
+            )
+        if any(part.count < 0 for part in parts):
+            raise InvalidArgument("a part's count is negative", field="parts")
+        partitions = [topic.partition(part.partition) for part in parts]
+        tokens = np.frombuffer(data, "<u8")
+        whole = self._reply(frame, len(data))
+        if len(parts) == 1:
+            act(partitions[0], tokens, lambda result: whole(_settled(result)))
+            return
+        gathered = _Gathered(len(parts), whole)
+        at = 0
+        for part, partition in zip(parts, partitions, strict=True):
+            act(partition, tokens[at : at + part.count], gathered.part(at))
+            at += part.count
+
+    # --- calls ---
+
+    def _on_call(self, frame: Frame, call: Call) -> None:
+        if self._calls >= CALLS_MAX:
+            raise LimitExceeded(f"{CALLS_MAX} calls are under way", limit=CALLS_MAX)
+        self._calls += 1
+        reply = self._reply(frame, len(frame.payload))
+        caller = Caller(self._key_id, self._number)
+        self._engine.spawn(self._call(call, caller, reply), name=f"call-{call.method}")
+
+    async def _call(self, call: Call, caller: Caller, reply: Reply) -> None:
+        try:
+            reply(await dispatch_call(self._engine, caller, call.method, call.arguments))
+        except PenstockError as error:
+            reply(error)
+        except Exception:
+            reply(PenstockError("internal error"))
+            raise
+        finally:
+            self._calls -= 1
+
+
+def _settled(result: object) -> object:
+    return Settled(result) if isinstance(result, list) else result
+
+
+class _Gathered:
+    """Lost positions of several partitions, answered together."""
+
+    def __init__(self, parts: int, reply: Reply) -> None:
+        self._remaining, self._reply = parts, reply
+        self._lost: list[int] = []
+        self._error: PenstockError | None = None
+
+    def part(self, offset: int) -> Reply:
+        def done(result: object) -> None:
+            if isinstance(result, PenstockError):
+                self._error = self._error or result
+            elif isinstance(result, list):
+                self._lost += [offset + position for position in result]
+            self._remaining -= 1
+            if not self._remaining:
+                self._reply(self._error or Settled(sorted(self._lost)))
+
+        return done

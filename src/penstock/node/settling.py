@@ -1,0 +1,181 @@
+"""Leases that end or run longer: acknowledged, given back, extended, expired.
+
+Requests gather here until the partition's turn; acknowledgements of one turn become one ACK batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PenstockError
+from penstock.heap import ReturnPlan
+from penstock.model.batch import DeadReason, Kind
+from penstock.model.columns import Value
+from penstock.node.journal import Journal
+from penstock.node.requests import ExtendRequest, ReturnRequest, TokenRequest
+
+EXPIRE_MAX: Final = 1000  # leases expired in one turn
+
+
+class Settling:
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._heap = journal, journal.heap
+        self._settles: list[TokenRequest] = []
+        self._returns: list[ReturnRequest] = []
+        self._extends: list[ExtendRequest] = []
+        self.gathered = 0  # tokens in the lists above
+
+    def settle(self, request: TokenRequest) -> None:
+        self._gather(self._settles, request)
+
+    def give_back(self, request: ReturnRequest) -> None:
+        self._gather(self._returns, request)
+
+    def extend(self, request: ExtendRequest) -> None:
+        self._gather(self._extends, request)
+
+    def process(self) -> None:
+        self.gathered = 0
+        self._process_settles()
+        self._process_returns()
+        self._process_extends()
+
+    def fail(self, error: PenstockError) -> None:
+        """Answer everybody who waits with `error`."""
+        waiting = [*self._settles, *self._returns, *self._extends]
+        self._settles, self._returns, self._extends = [], [], []
+        self.gathered = 0
+        for request in waiting:
+            request.reply(error)
+
+    def expire(self, now_ms: int) -> None:
+        """Take back leases whose deadline has passed."""
+        tokens = self._heap.expired(now_ms, EXPIRE_MAX)
+        if len(tokens) and self._journal.has_room(len(tokens) * 32):
+            plan = self._heap.plan_return(tokens, now_ms, delay_ms=None, counted=True)
+            self._append_return(Kind.EXPIRE, plan, counted=True)
+
+    def _gather(self, waiting: list[Any], request: TokenRequest) -> None:
+        if self._journal.failed is not None:
+            request.reply(self._journal.failed)
+            return
+        waiting.append(request)
+        self.gathered += len(request.tokens)
+        self._journal.wake()
+
+    def _process_settles(self) -> None:
+        requests, self._settles = self._settles, []
+        if not requests:
+            return
+        tokens = np.concatenate([r.tokens for r in requests])
+        if len(requests) > 1 and len(np.unique(tokens)) < len(tokens):
+            for request in requests:  # somebody settles a lease twice: one after the other
+                self._settle([request], request.tokens)
+        else:
+            self._settle(requests, tokens)
+
+    def _settle(self, requests: list[TokenRequest], tokens: NDArray[np.uint64]) -> None:
+        held = self._held(tokens)
+        kept = tokens if held.all() else tokens[held]
+        sequence = self._journal.coordinator.sequence_committed
+        if len(kept):
+            if not self._journal.has_room(len(kept) * 8):
+                for request in requests:
+                    request.reply(self._journal.disk_full())
+                return
+            sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
+        self._answer_tokens(requests, held, sequence)
+
+    def _held(self, tokens: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which leases are live; of a token that is named twice, only the first counts."""
+        _, held = self._heap.resolve(tokens)
+        if len(tokens) > 1 and not (tokens[1:] > tokens[:-1]).all():
+            _, firsts = np.unique(tokens, return_index=True)
+            once = np.zeros(len(tokens), np.bool_)
+            once[firsts] = True
+            held = held & once
+        return held
+
+    def _answer_tokens(self, requests: list[Any], held: NDArray[np.bool_], sequence: int) -> None:
+        answers: list[tuple[Any, list[int]]] = []
+        at = 0
+        all_held = bool(held.all())
+        for request in requests:
+            end = at + len(request.tokens)
+            lost = [] if all_held else np.flatnonzero(~held[at:end]).tolist()
+            answers.append((request.reply, lost))
+            at = end
+
+        def answer() -> None:
+            for reply, lost in answers:
+                reply(lost)
+
+        self._journal.when_committed(sequence, answer)
+
+    def _process_returns(self) -> None:
+        requests, self._returns = self._returns, []
+        for request in requests:
+            held = self._held(request.tokens)
+            kept = request.tokens[held]
+            sequence = self._journal.coordinator.sequence_committed
+            if len(kept):
+                if not self._journal.has_room(len(kept) * 32 + len(request.reason)):
+                    request.reply(self._journal.disk_full())
+                    continue
+                sequence = self._return(kept, request)
+            self._answer_tokens([request], held, sequence)
+
+    def _return(self, tokens: NDArray[np.uint64], request: ReturnRequest) -> int:
+        if request.reject:
+            values: dict[str, Value | None] = {
+                "token": tokens,
+                "reason": np.full(len(tokens), DeadReason.REJECTED),
+                "detail": [request.reason] * len(tokens),
+            }
+            return self._journal.append_record(Kind.DEAD, len(tokens), values).last
+        plan = self._heap.plan_return(
+            tokens, self._journal.clock.now_ms(), delay_ms=request.delay_ms, counted=request.counted
+        )
+        return self._append_return(Kind.NACK, plan, counted=request.counted, detail=request.reason)
+
+    def _append_return(
+        self, kind: Kind, plan: ReturnPlan, *, counted: bool, detail: bytes = b""
+    ) -> int:
+        """Write a return plan: a NACK or EXPIRE for those that retry, a DEAD for the others."""
+        sequence = 0
+        if len(plan.tokens):
+            values: dict[str, Value | None] = {
+                "token": plan.tokens,
+                "not_before_ms": plan.not_before_ms,
+            }
+            if not counted:
+                values["counted"] = np.zeros(len(plan.tokens), np.uint8)
+            sequence = self._journal.append_record(kind, len(plan.tokens), values).last
+        if len(plan.dead):
+            values = {
+                "token": plan.dead,
+                "reason": np.full(len(plan.dead), DeadReason.RETRIES),
+                "detail": [detail] * len(plan.dead) if detail else None,
+            }
+            sequence = self._journal.append_record(Kind.DEAD, len(plan.dead), values).last
+        return sequence
+
+    def _process_extends(self) -> None:
+        requests, self._extends = self._extends, []
+        for request in requests:
+            held = self._held(request.tokens)
+            kept = request.tokens[held]
+            sequence = self._journal.coordinator.sequence_committed
+            if len(kept):
+                if not self._journal.has_room(len(kept) * 16):
+                    request.reply(self._journal.disk_full())
+                    continue
+                extend_ms = self._heap.cap_extend(
+                    kept, self._journal.clock.now_ms(), request.extend_ms
+                )
+                values: dict[str, Value | None] = {"token": kept, "extend_ms": extend_ms}
+                sequence = self._journal.append_record(Kind.EXTEND, len(kept), values).last
+            self._answer_tokens([request], held, sequence)

@@ -1,0 +1,171 @@
+"""Credit-controlled streams out of a node: leases for consumers, batches for log readers.
+
+A stream has a window and an amount that is out. It may send while the amount out fits the window;
+nothing is queued for it meanwhile, so a slow reader costs the node its window and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from penstock.errors import InvalidArgument
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer
+from penstock.wire.messages import Delivery, LogSlice
+
+WINDOW_ENTRIES_MAX: Final = 1_000_000
+WINDOW_BYTES_MAX: Final = 256 << 20
+SLICE_BYTES_MAX: Final = 1 << 20  # log batches sent in one frame
+
+
+class LeaseStream:
+    """Messages leased to one consumer. `out` counts leases that are not yet settled."""
+
+    __slots__ = ("batch_max", "blocked", "consumer", "key_id", "open", "out", "send",
+                 "visibility_ms", "window")  # fmt: skip
+
+    def __init__(
+        self,
+        consumer: bytes,
+        *,
+        window: int,
+        batch_max: int,
+        visibility_ms: int | None,
+        send: Callable[[Delivery, Buffer], None],
+        key_id: str | None = None,
+    ) -> None:
+        self.consumer, self.window, self.batch_max = consumer, window, batch_max
+        self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
+        self.out = 0
+        self.open = True
+        self.blocked = False  # the connection's send buffer is full
+
+    def room(self, leases_max: int) -> int:
+        """How many messages may be leased to it now."""
+        if self.blocked or not self.open:
+            return 0
+        return min(self.window, leases_max) - self.out
+
+    def on_leased(self, count: int) -> None:
+        self.out += count
+
+    def on_released(self, count: int) -> None:
+        """Leases ended durably: their credit comes back."""
+        self.out -= count
+        if self.out < 0:
+            raise RuntimeError(f"stream {self.consumer!r} got back more credit than it gave")
+
+    def grant(self, entries: int) -> None:
+        self.window += entries
+        if not 0 < self.window <= WINDOW_ENTRIES_MAX:
+            raise InvalidArgument(
+                f"a stream's credit must be from 1 to {WINDOW_ENTRIES_MAX}",
+                field="credits",
+                limit=WINDOW_ENTRIES_MAX,
+            )
+
+
+class LogStream:
+    """Committed batches of one partition from a cursor on, verbatim."""
+
+    def __init__(
+        self,
+        log: PartitionLog,
+        *,
+        partition: int,
+        from_sequence: int,
+        window_entries: int,
+        window_bytes: int,
+        send: Callable[[LogSlice, list[Buffer]], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        for field, value, limit in (
+            ("credit_entries", window_entries, WINDOW_ENTRIES_MAX),
+            ("credit_bytes", window_bytes, WINDOW_BYTES_MAX),
+        ):
+            if not 1 <= value <= limit:
+                raise InvalidArgument(
+                    f"{field} must be from 1 to {limit}", field=field, limit=limit
+                )
+        self._log, self._partition = log, partition
+        self.cursor = from_sequence
+        self._window_entries, self._window_bytes = window_entries, window_bytes
+        self._entries_out = self._bytes_out = 0
+        self._send, self._fail = send, fail
+        self._reading = False
+        self.open = True
+        self.blocked = False
+
+    def acknowledge(self, entries: int, bytes_: int) -> None:
+        """The reader took this much: its credit comes back."""
+        if not (0 <= entries <= self._entries_out and 0 <= bytes_ <= self._bytes_out):
+            raise InvalidArgument("more credit returned than is out", field="entries")
+        self._entries_out -= entries
+        self._bytes_out -= bytes_
+
+    def pump(self, sequence_committed: int) -> None:
+        """Send what is committed and fits the credit."""
+        while self._may_send(sequence_committed):
+            room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
+            batches = self._log.read_slice(
+                self.cursor, through=sequence_committed, bytes_max=room, nowait=True
+            )
+            if batches is None:
+                self._read_cold(sequence_committed, room)
+                return
+            if not self._send_slice(batches, sequence_committed):
+                return
+
+    def _may_send(self, sequence_committed: int) -> bool:
+        return (
+            self.open
+            and not self.blocked
+            and not self._reading
+            and self.cursor <= sequence_committed
+            and (self._bytes_out < self._window_bytes or not self._bytes_out)
+        )
+
+    def _send_slice(self, batches: list[Batch], sequence_committed: int) -> bool:
+        """Send the leading batches that the credit covers; a lone batch may exceed the window."""
+        fitting: list[Buffer] = []
+        entries, size, last = self._entries_out, self._bytes_out, 0
+        for batch in batches:
+            padded = batch.size + (-batch.size & 7)
+            over = entries + batch.count > self._window_entries or (
+                size + padded > self._window_bytes
+            )
+            if over and (fitting or self._entries_out):
+                break
+            fitting += [batch.header(), batch.body, bytes(padded - batch.size)]
+            entries, size, last = entries + batch.count, size + padded, batch.last
+        if not fitting:
+            return False
+        self._entries_out, self._bytes_out = entries, size
+        self._send(LogSlice(self._partition, batches[0].first, last, sequence_committed), fitting)
+        self.cursor = last + 1
+        return True
+
+    def _read_cold(self, sequence_committed: int, bytes_max: int) -> None:
+        """The page cache misses: read in a thread, then go on."""
+        self._reading = True
+        future = asyncio.get_running_loop().run_in_executor(
+            None,
+            lambda: self._log.read_slice(
+                self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=False
+            ),
+        )
+
+        def done(future: asyncio.Future[list[Batch] | None]) -> None:
+            self._reading = False
+            if not self.open:
+                return
+            if (error := future.exception()) is not None:
+                self._fail(error)
+                return
+            self._send_slice(future.result() or [], sequence_committed)
+            self.pump(sequence_committed)
+
+        future.add_done_callback(done)

@@ -1,0 +1,157 @@
+"""A session's streams: opened and closed by the client, credited by it, ended by the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PenstockError,
+    Unavailable,
+)
+from penstock.model.columns import Buffer
+from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
+from penstock.node.engine import Engine
+from penstock.node.streams import LeaseStream, LogStream
+from penstock.node.topic import Topic
+from penstock.wire.frame import FrameFlag, FrameType
+from penstock.wire.messages import Delivery, Grant, LogSlice, OpenLease, OpenLog, pack
+
+Send = Callable[..., None]  # (type, number, *payload, flags=)
+
+
+class Subscriptions:
+    def __init__(self, engine: Engine, send: Send, *, name: str) -> None:
+        self._engine, self._send, self._name = engine, send, name
+        self._streams: dict[int, tuple[Topic, LeaseStream | LogStream]] = {}
+
+    def check_number(self, number: int) -> None:
+        """Raise unless one more stream may be opened under this number."""
+        limit = self._engine.config.limits.streams_max
+        if number in self._streams:
+            raise InvalidArgument("the stream number is taken", field="sequence")
+        if len(self._streams) >= limit:
+            raise LimitExceeded(f"a connection has at most {limit} streams", limit=limit)
+
+    def block(self, blocked: bool) -> None:
+        """The connection's send buffer is full, or has room again."""
+        for topic, stream in self._streams.values():
+            stream.blocked = blocked
+            topic.wake()
+
+    def close(self, number: int) -> None:
+        found = self._streams.pop(number, None)
+        if found is not None:
+            _remove(*found)
+
+    def close_all(self) -> None:
+        for number in list(self._streams):
+            self.close(number)
+
+    def drop_topic(self, topic: Topic) -> None:
+        """The topic is deleted: end its streams."""
+        for number, (owner, _) in list(self._streams.items()):
+            if owner is topic:
+                self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
+
+    def end(self, number: int, error: PenstockError) -> None:
+        """Close a stream from this side and say why."""
+        if number in self._streams:
+            self.close(number)
+            self._send(FrameType.UNSUBSCRIBE, number, pack(error.to_wire()))
+
+    def grant(self, number: int, grant: Grant) -> None:
+        found = self._streams.get(number)
+        if found is None:
+            return  # the stream ended while the grant was on its way
+        topic, stream = found
+        try:
+            if isinstance(stream, LeaseStream):
+                stream.grant(grant.entries)
+            else:
+                stream.acknowledge(grant.entries, grant.bytes)
+        except InvalidArgument as error:
+            self.end(number, error)
+            return
+        topic.wake()
+
+    def open_lease(self, number: int, control: OpenLease, key_id: str | None) -> None:
+        topic = self._engine.topic(control.topic)
+        _check_lease(control, topic.config)
+        if topic.streams_of(key_id) >= topic.config.key_streams_max:
+            limit = topic.config.key_streams_max
+            raise LimitExceeded(
+                f"topic {control.topic} allows {limit} streams per key", limit=limit
+            )
+        consumer = f"{self._name}/{number}/{control.consumer}"
+
+        def send(delivery: Delivery, body: Buffer) -> None:
+            self._send(FrameType.BATCH, number, pack(delivery), body, flags=FrameFlag.BATCHED)
+
+        stream = LeaseStream(
+            consumer.encode(),
+            window=control.credits,
+            batch_max=control.batch_max,
+            visibility_ms=control.visibility_ms,
+            send=send,
+            key_id=key_id,
+        )
+        self._streams[number] = (topic, stream)
+        self._send(FrameType.ACK, number, pack({"consumer": consumer}))
+        topic.add_stream(stream)
+
+    def open_log(self, number: int, control: OpenLog) -> None:
+        topic = self._engine.topic(control.topic)
+        partition = topic.partition(control.partition)
+        stored = partition.log
+        start = control.from_sequence or partition.coordinator.sequence_committed + 1
+        if start < stored.sequence_first:
+            raise NotFound(
+                f"sequence {start} is gone: the log starts at {stored.sequence_first}",
+                sequence_first=stored.sequence_first,
+            )
+
+        def send(piece: LogSlice, batches: list[Buffer]) -> None:
+            self._send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
+
+        def fail(error: BaseException) -> None:
+            known = error if isinstance(error, PenstockError) else Unavailable(str(error))
+            self.end(number, known)
+
+        stream = LogStream(
+            stored,
+            partition=control.partition,
+            from_sequence=start,
+            window_entries=control.credit_entries,
+            window_bytes=control.credit_bytes,
+            send=send,
+            fail=fail,
+        )
+        self._streams[number] = (topic, stream)
+        self._send(FrameType.ACK, number, pack({"from_sequence": start}))
+        topic.add_log_stream(stream, partition)
+
+
+def _check_lease(control: OpenLease, config: TopicConfig) -> None:
+    if len(control.consumer.encode()) > CONSUMER_BYTES_MAX:
+        raise InvalidArgument(
+            f"consumer has at most {CONSUMER_BYTES_MAX} bytes",
+            field="consumer",
+            limit=CONSUMER_BYTES_MAX,
+        )
+    for field, value, limit in (
+        ("credits", control.credits, config.consumer_leases_max),
+        ("batch_max", control.batch_max, BATCH_ENTRIES_MAX),
+        ("visibility_ms", control.visibility_ms, config.visibility_ms_max),
+    ):
+        if value is not None and not 1 <= value <= limit:
+            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+
+
+def _remove(topic: Topic, stream: LeaseStream | LogStream) -> None:
+    if isinstance(stream, LeaseStream):
+        topic.remove_stream(stream)
+    else:
+        topic.remove_log_stream(stream)

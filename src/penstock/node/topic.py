@@ -1,0 +1,309 @@
+"""A topic on this node: its partitions, its consumers, and the turn that serves them.
+
+A turn runs at most once per loop iteration: every partition turns what has gathered into batches,
+ready messages are leased to the streams that have credit, and all of it goes out in one write per
+partition. An enqueue and the lease that follows from it thus share one fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidArgument, NotFound
+from penstock.heap import Applied, Spine
+from penstock.model.batch import Batch
+from penstock.model.topic import TopicConfig
+from penstock.node.clock import Clock, Timer
+from penstock.node.enqueueing import COALESCE_ENTRIES
+from penstock.node.metrics import Metrics
+from penstock.node.partition import Partition
+from penstock.node.requests import ReturnRequest
+from penstock.node.streams import LeaseStream, LogStream
+from penstock.wire.messages import Delivery
+
+LEASES_PER_TURN: Final = 5000
+RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
+
+
+class Topic:
+    def __init__(self, config: TopicConfig, *, clock: Clock, metrics: Metrics) -> None:
+        self.config = config
+        self.partitions: list[Partition] = []
+        self.metrics = metrics
+        self.totals = dict.fromkeys(("enqueued", "acked", "retried", "dead", "expired"), 0)
+        self.rank_error_max = 0
+        self._clock = clock
+        self._streams: dict[bytes, LeaseStream] = {}
+        self._log_streams: dict[LogStream, Partition] = {}
+        self._loop = asyncio.get_running_loop()
+        self._turn_due = False
+        self._dispatch_waiters: list[asyncio.Future[None]] = []
+        self._timer: Timer | None = None
+        self._timer_ms = 0
+        self._spine = Spine(config.k, config.partitions)
+        self._picks = 0
+        self.rotation = 0  # the partition that keyless messages go to next
+        self.closed = False
+
+    # --- for sessions ---
+
+    def partition(self, index: int) -> Partition:
+        if not 0 <= index < len(self.partitions):
+            raise InvalidArgument(
+                f"topic {self.config.name} has partitions 0 to {len(self.partitions) - 1}",
+                field="partition",
+                limit=len(self.partitions) - 1,
+            )
+        return self.partitions[index]
+
+    def add_stream(self, stream: LeaseStream) -> None:
+        self._streams[stream.consumer] = stream
+        self.wake()
+
+    def remove_stream(self, stream: LeaseStream) -> None:
+        stream.open = False
+        self._streams.pop(stream.consumer, None)
+
+    def streams_of(self, key_id: str | None) -> int:
+        return sum(1 for s in self._streams.values() if s.key_id == key_id)
+
+    @property
+    def lease_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def log_streams(self) -> int:
+        return len(self._log_streams)
+
+    @property
+    def unused_credit(self) -> int:
+        return sum(max(0, s.window - s.out) for s in self._streams.values())
+
+    def add_log_stream(self, stream: LogStream, partition: Partition) -> None:
+        self._log_streams[stream] = partition
+        self.wake()
+
+    def remove_log_stream(self, stream: LogStream) -> None:
+        stream.open = False
+        self._log_streams.pop(stream, None)
+
+    def wake(self) -> None:
+        if not self._turn_due and not self.closed:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def observe(self, applied: Applied) -> None:
+        """A batch is committed: return credits, count what happened."""
+        for consumer, count in applied.released.items():
+            stream = self._streams.get(consumer)
+            if stream is not None:
+                stream.on_released(count)
+        self.count(applied)
+
+    def count(self, applied: Applied) -> None:
+        name, metrics, totals = self.config.name, self.metrics, self.totals
+        totals["enqueued"] += applied.enqueued
+        if applied.acked:
+            totals["acked"] += applied.acked
+            metrics.acked(name, applied.acked)
+        if applied.retried:
+            totals["retried"] += applied.retried
+            metrics.retried(name, applied.retried)
+        if applied.expired:
+            totals["expired"] += applied.expired
+            metrics.leases_expired(name, applied.expired)
+        if applied.replayed:
+            metrics.replayed(name, applied.replayed)
+        for reason, count in applied.dead.items():
+            totals["dead"] += count
+            metrics.dead_lettered(name, count, reason=reason.name.lower())
+
+    @property
+    def leased(self) -> int:
+        return sum(p.heap.leased for p in self.partitions)
+
+    # --- the turn ---
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        if self.closed:
+            return
+        for partition in self.partitions:
+            partition.process()
+        self._dispatch()
+        for partition in self.partitions:
+            partition.journal.flush()
+        for stream, partition in list(self._log_streams.items()):
+            stream.pump(partition.coordinator.sequence_committed)
+        self._arm_timer()
+
+    async def dispatched(self) -> None:
+        """Wait until every ready message was offered to the streams that are open now."""
+        waiter = self._loop.create_future()
+        self._dispatch_waiters.append(waiter)
+        self.wake()
+        await waiter
+
+    def _dispatch(self) -> None:
+        if self._offer():
+            for waiter in self._dispatch_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._dispatch_waiters.clear()
+
+    def _offer(self) -> bool:
+        """Lease ready messages to streams with credit; False if that has to wait for a write."""
+        if not all(p.coordinator.serving for p in self.partitions):
+            return False
+        if self.config.paused or not self._streams:
+            return True
+        leases_max = self.config.consumer_leases_max
+        hungry = [s for s in self._streams.values() if s.room(leases_max) > 0]
+        if self._better_later(sum(s.room(leases_max) for s in hungry)):
+            return False
+        now_ms = self._clock.now_ms()
+        budget = min(LEASES_PER_TURN, self.config.inflight_max - self.leased)
+        while hungry and budget > 0:
+            for stream in hungry:
+                wanted = min(stream.room(leases_max), stream.batch_max, budget)
+                picked = self._pick(wanted, now_ms) if wanted > 0 else []
+                if not picked:
+                    return True
+                for partition, messages in picked:
+                    self._lease(stream, partition, messages)
+                    budget -= len(messages)
+            hungry = [s for s in hungry if s.room(leases_max) > 0]
+            self._rotate_streams()
+        if hungry and self.config.inflight_max > self.leased:
+            self.wake()  # the rest in the next turn, so that others get theirs
+        return True
+
+    def _better_later(self, wanted: int) -> bool:
+        """A little to lease while the only partition writes: it could not be durable any sooner,
+        and what is enqueued until then may have a better priority."""
+        if len(self.partitions) > 1 or not self.partitions[0].journal.writing:
+            return False
+        return min(wanted, self.partitions[0].heap.ready) < COALESCE_ENTRIES
+
+    def _rotate_streams(self) -> None:
+        """Who was served first goes last next time."""
+        if len(self._streams) > 1:
+            consumer = next(iter(self._streams))
+            self._streams[consumer] = self._streams.pop(consumer)
+
+    def _pick(self, wanted: int, now_ms: int) -> list[tuple[Partition, NDArray[np.uint64]]]:
+        """The best ready messages over all partitions, by the spine's rank bound."""
+        if len(self.partitions) == 1:
+            messages = self.partitions[0].heap.select(wanted, now_ms)
+            picked = [(self.partitions[0], messages)] if len(messages) else []
+        else:
+            heaps = [p.heap for p in self.partitions]
+            picked = [
+                (self.partitions[index], messages)
+                for index, messages in self._spine.pick(heaps, wanted, now_ms)
+            ]
+        self._picks += 1
+        if picked and self._picks % RANK_SAMPLE == 0:
+            self._sample_rank(picked, now_ms)
+        return [(p, m) for p, m in picked if p.journal.has_room(len(m) * 8 + 512)]
+
+    def _sample_rank(self, picked: list[tuple[Partition, NDArray[np.uint64]]], now_ms: int) -> None:
+        heaps = [p.heap for p in self.partitions]
+        by_index = [(p.index, m) for p, m in picked]
+        error = self._spine.rank_error(heaps, by_index, now_ms)
+        self.rank_error_max = max(self.rank_error_max, error)
+        self.metrics.rank_error(self.config.name, error)
+
+    def _lease(
+        self, stream: LeaseStream, partition: Partition, messages: NDArray[np.uint64]
+    ) -> None:
+        visibility_ms = stream.visibility_ms or self.config.visibility_ms
+        started = time.perf_counter()
+        batch = partition.lease(messages, consumer=stream.consumer, visibility_ms=visibility_ms)
+        stream.on_leased(len(messages))
+
+        def committed() -> None:
+            self._deliver(stream, partition, batch, messages, visibility_ms)
+            self.metrics.popped(self.config.name, len(messages), time.perf_counter() - started)
+
+        partition.journal.when_committed(batch.last, committed)
+
+    def _deliver(
+        self,
+        stream: LeaseStream,
+        partition: Partition,
+        batch: Batch,
+        messages: NDArray[np.uint64],
+        visibility_ms: int,
+    ) -> None:
+        if not stream.open:
+            tokens = np.arange(batch.first, batch.last + 1, dtype=np.uint64)
+            partition.settling.give_back(ReturnRequest(tokens, _ignore, delay_ms=0, counted=False))
+            return
+        sequences: list[int] = messages.tolist()
+        rows = partition.reader.gather(sequences, nowait=True)
+        if rows is None:
+            warm = self._loop.run_in_executor(None, partition.reader.warm, sequences)
+            warm.add_done_callback(
+                lambda done: self._on_warm(
+                    done, lambda: self._deliver(stream, partition, batch, messages, visibility_ms)
+                )
+            )
+            return
+        attempts = partition.heap.attempts(messages)
+        delivery = Delivery(
+            partition.index, batch.epoch, batch.first, len(messages),
+            batch.time_ms + visibility_ms, visibility_ms,
+        )  # fmt: skip
+        stream.send(delivery, rows.encode(attempts))
+
+    def _on_warm(self, done: asyncio.Future[None], again: Callable[[], None]) -> None:
+        error = done.exception()
+        if error is None:
+            again()
+        else:
+            # The leases stay and expire; the damage is reported where an operator sees it.
+            self._loop.call_exception_handler(
+                {"message": f"reading messages of topic {self.config.name}", "exception": error}
+            )
+
+    # --- time ---
+
+    def _arm_timer(self) -> None:
+        due = [w for p in self.partitions if (w := p.heap.next_wakeup()) is not None]
+        if not due:
+            return
+        when_ms = max(min(due), self._clock.now_ms() + 1)
+        if self._timer is not None:
+            if self._timer_ms <= when_ms:
+                return
+            self._timer.cancel()
+        self._timer_ms = when_ms
+        self._timer = self._clock.call_at(when_ms, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now_ms = self._clock.now_ms()
+        for partition in self.partitions:
+            partition.expire(now_ms)
+        self.wake()
+
+    def close(self) -> None:
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _ignore(_: Any) -> None:
+    """Nobody waits for this answer."""
+
+
+def topic_not_found(name: str) -> NotFound:
+    return NotFound(f"no topic {name}", topic=name)

@@ -1,0 +1,92 @@
+"""Upkeep of a partition: snapshots, retention and compaction, away from the hot path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import numpy as np
+
+from penstock.log.crash import crash_point
+from penstock.log.partition import SegmentInfo
+from penstock.model.batch import Kind
+from penstock.node.atomic import committed
+from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.topic import Topic
+
+FORGET_MAX: Final = 10_000  # dead letters dropped by one record
+REWRITE_BELOW: Final = 0.5  # a segment is rewritten when fewer of its entries than this live
+
+
+async def take_snapshot(topic: Topic, partition: Partition, now_ms: int) -> SnapshotFacts:
+    """Save the heap's state as of now. It is saved only once all it holds is committed."""
+    heap, log = partition.heap, partition.log
+    sequence, chain, epoch = heap.sequence_applied, log.chain_last, log.epoch_last
+    parts = heap.snapshot()
+    topic.wake()
+    await committed(partition, sequence)
+    crash_point("snapshot-committed")
+    size = await asyncio.to_thread(
+        log.save_snapshot, sequence=sequence, chain=chain, epoch=epoch, parts=parts
+    )
+    partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [sequence]})
+    topic.wake()
+    partition.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
+    return partition.snapshot
+
+
+async def retain(topic: Topic, partition: Partition, now_ms: int) -> int:
+    """Drop what is settled and older than the topic's retention; returns bytes given back."""
+    cutoff_ms = now_ms - topic.config.retention_ms
+    _forget_dead(partition, cutoff_ms)
+    topic.wake()
+    old = [
+        segment
+        for segment in partition.log.segments()
+        if segment.sealed
+        and segment.time_ms_last < cutoff_ms
+        and segment.last <= partition.snapshot.sequence
+    ]
+    if not old:
+        return 0
+    oldest = partition.heap.oldest_alive()
+    dead_prefix = [s for s in old if oldest is None or s.last < oldest]
+    freed = 0
+    if dead_prefix:
+        freed += await asyncio.to_thread(partition.log.drop_before, dead_prefix[-1].last + 1)
+    for segment in old[len(dead_prefix) :]:
+        freed += await _rewrite(partition, segment)
+    if freed:
+        partition.reader.forget()
+    return freed
+
+
+def _forget_dead(partition: Partition, cutoff_ms: int) -> None:
+    messages = partition.heap.forget_dead_before(cutoff_ms)[:FORGET_MAX]
+    if len(messages) and partition.journal.has_room(len(messages) * 8):
+        partition.journal.append_record(
+            Kind.ACK, len(messages), {"message": np.asarray(messages, np.uint64)}
+        )
+
+
+async def _rewrite(partition: Partition, segment: SegmentInfo) -> int:
+    alive = partition.heap.alive(segment.first, segment.last)
+    share = len(alive) / (segment.last - segment.first + 1)
+    if share >= REWRITE_BELOW or (segment.compacted and share > 0):
+        return 0
+    return await asyncio.to_thread(partition.log.rewrite, segment.first, lambda *_: alive)
+
+
+class Pacer:
+    """Says when work that is due every so often is due."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last = time.monotonic()
+
+    def due(self) -> bool:
+        if time.monotonic() - self._last < self._every_s:
+            return False
+        self._last = time.monotonic()
+        return True

@@ -1,0 +1,88 @@
+"""`penstock serve`: one node with its native listener and its gateway, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from penstock.client.connection import Connection
+from penstock.client.memory import memory_pair
+from penstock.config import Config
+from penstock.errors import StorageFailed
+from penstock.node.engine import Engine
+from penstock.node.lifecycle import running_engine
+from penstock.node.listener import listen, port_of
+from penstock.node.logs import get_logger
+from penstock.node.session import Session
+from penstock.node.tls import server_context
+
+log = get_logger(__name__)
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT; raises `StorageFailed` if the disk gave up."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_engine(config) as engine:
+        tls = server_context(config.tls) if config.tls_enabled else None
+        async with AsyncExitStack() as stack:
+            ports = await _listen(engine, config, tls, stack)
+            _announce(config, ports)
+            await _until_stopped(engine, stop)
+            log.info("stopping")
+    if engine.fatal_error is not None:
+        raise StorageFailed(f"storage failed: {engine.fatal_error}")
+
+
+async def _listen(
+    engine: Engine, config: Config, tls: ssl.SSLContext | None, stack: AsyncExitStack
+) -> dict[str, int]:
+    ports: dict[str, int] = {}
+    if "native" in config.ports:
+        server = await listen(engine, host=config.host, port=config.ports["native"], tls=tls)
+        stack.callback(server.close)
+        ports["native"] = port_of(server)
+    if "grpc" in config.ports or "http" in config.ports:
+        from penstock.server.gateway import Gateway
+
+        async def connect(api_key: str | None) -> Connection:
+            connection = Connection(api_key=api_key, client="penstock-gateway")
+            memory_pair(connection, Session(engine))
+            await connection.greeted()
+            return connection
+
+        gateway = Gateway(connect, config, metrics_text=engine.metrics.text)
+        await gateway.start()
+        stack.push_async_callback(gateway.stop)
+        ports |= gateway.ports
+    return ports
+
+
+async def _until_stopped(engine: Engine, stop: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, engine.fatal)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _announce(config: Config, ports: dict[str, int]) -> None:
+    """Say that the node serves: in the log, and to whoever waits for it."""
+    log.info("ready", host=config.host, **ports)
+    line = msgspec.json.encode({"host": config.host, **ports, "pid": os.getpid()}) + b"\n"
+    if config.ready_file is not None:
+        part = Path(f"{config.ready_file}.part")
+        part.write_bytes(line)
+        part.replace(config.ready_file)
+    if config.ready_fd is not None:
+        os.write(config.ready_fd, line)
+        os.close(config.ready_fd)
