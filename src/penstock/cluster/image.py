@@ -8,7 +8,6 @@ A reader that meets a newer format refuses it; anything else that does not add u
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from collections.abc import Iterable
@@ -18,12 +17,14 @@ from typing import Final, NamedTuple
 import msgspec
 from crc32c import crc32c
 
+from penstock.cluster.reserve import NO_SPACE, Reserve
 from penstock.cluster.store import Versioned
 from penstock.errors import Corruption, DiskFull, FailedPrecondition, StorageFailed
 
 MAGIC: Final = b"PSTKMETA"
 FORMAT: Final = 1
 FILE: Final = "store.bin"
+RESERVE_BYTES: Final = 256 << 10
 _HEADER: Final = struct.Struct(">8sIIQ")
 _Rows = list[tuple[str, bytes, int, int]]
 _decoder: Final = msgspec.msgpack.Decoder(tuple[int, _Rows])
@@ -62,16 +63,18 @@ def write_image(folder: Path, revision: int, entries: Iterable[Versioned]) -> No
     body = msgspec.msgpack.encode((revision, [tuple(entry) for entry in entries]))
     data = _HEADER.pack(MAGIC, FORMAT, crc32c(body), len(body)) + body
     fresh = folder / (FILE + ".new")
+    reserve = Reserve(folder / "reserve", RESERVE_BYTES)
     try:
         try:
-            _write_file(fresh, data)
+            reserve.write(lambda: _write_file(fresh, data))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_SPACE:
                 raise
             fresh.unlink(missing_ok=True)
             raise DiskFull("no space for metadata") from error
         fresh.replace(folder / FILE)
         _sync_folder(folder)
+        reserve.hold()
     except OSError as error:
         raise StorageFailed(f"cannot write metadata in {folder}: {error}") from error
 

@@ -12,7 +12,6 @@ trail, and with it every further administrative act.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import time
 from collections import deque
@@ -25,13 +24,14 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.cluster.reserve import NO_SPACE, Reserve
 from penstock.config import AuditOptions
 from penstock.errors import Backpressure, DiskFull, PenstockError, StorageFailed
 
 ANONYMOUS: Final = "anonymous"
 OK: Final = "ok"
 WAITING_MAX: Final = 10_000  # lines in memory; past it administrative acts are refused
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+RESERVE_BYTES: Final = 64 << 10
 
 
 class AuditLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +57,7 @@ class AuditLog:
         self._path = path
         self._options = options
         self._now_ms = now_ms
+        self._reserve = Reserve(path.with_name(path.name + ".reserve"), RESERVE_BYTES)
         self._waiting: deque[bytes] = deque()  # loop appends, thread takes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
         # below: the thread's alone, once open
@@ -66,6 +67,7 @@ class AuditLog:
         try:
             self._open_file()
             self._end_torn_line()
+            self._reserve.hold()
         except OSError as error:
             raise StorageFailed(f"cannot open the audit log {path}: {error}") from error
 
@@ -136,11 +138,12 @@ class AuditLog:
         if not lines:
             return
         try:
-            self._append(b"".join(lines))
+            data = b"".join(lines)
+            self._reserve.write(lambda: self._append(data))
+            self._reserve.hold()
         except OSError as error:
             self._waiting.extendleft(reversed(lines))
-            if error.errno in _NO_SPACE:
-                os.ftruncate(self._file, self._size)
+            if error.errno in NO_SPACE:
                 raise DiskFull("no space for the audit log") from error
             self._failure = StorageFailed(f"cannot write the audit log: {error}")
             raise self._failure from error
@@ -149,9 +152,13 @@ class AuditLog:
         if self._size and self._size + len(data) > self._options.file_bytes_max:
             self._rotate()
         view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
-        os.fdatasync(self._file)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+            os.fdatasync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._size)  # nobody was told of what is behind
+            raise
         self._size += len(data)
 
     def _rotate(self) -> None:

@@ -69,6 +69,18 @@ class Metrics(Collector):
     def __init__(self, *, node: str = "") -> None:
         self._node = node
         self._read: Callable[[], NodeReading] = NodeReading
+        self._make_topic_instruments()
+        self._make_node_instruments()
+        self._instruments = [
+            instrument
+            for instrument in vars(self).values()
+            if isinstance(instrument, Counter | Histogram)
+        ]
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def _make_topic_instruments(self) -> None:
         self._enqueue = Histogram(
             "penstock_enqueue_seconds",
             "From a request's arrival to its durable answer, by message.",
@@ -108,6 +120,8 @@ class Metrics(Collector):
         self._lease_lost = Counter(
             "penstock_lease_lost", "Settlements of a lease that was no longer held.", ["topic"]
         )
+
+    def _make_node_instruments(self) -> None:
         self._log_written = Counter(
             "penstock_log_written_bytes", "Bytes written to the write-ahead log (WAL)."
         )
@@ -129,14 +143,6 @@ class Metrics(Collector):
         self._auth_failures = Counter(
             "penstock_auth_failures", "Connections and calls without a valid API key."
         )
-        self._instruments = [
-            instrument
-            for instrument in vars(self).values()
-            if isinstance(instrument, Counter | Histogram)
-        ]
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
 
     # --- what happens; once per batch, from the event loop's thread ---
 
