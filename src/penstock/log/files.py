@@ -1,0 +1,90 @@
+"""Files as the log needs them: shared handles, whole writes, synced folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from penstock.model.columns import Buffer
+
+IOV_MAX: Final = 1024
+_NO_NOWAIT: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL})
+
+
+class Handle:
+    """An open file that closes when its last user lets go.
+
+    A reader on one thread may still hold the file that another thread has just replaced or
+    deleted; a descriptor closed under it could by then be another file's.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        self.fd = -1
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Up to `length` bytes, fewer only at the end of the file."""
+        data = os.pread(self.fd, length, offset)
+        if len(data) == length or not data:
+            return data
+        return data + self.read(length - len(data), offset + len(data))
+
+    def read_nowait(self, length: int, offset: int) -> Buffer | None:
+        """The bytes if the page cache has them all, else None at once."""
+        data = bytearray(length)
+        try:
+            if os.preadv(self.fd, [data], offset, os.RWF_NOWAIT) == length:
+                return data
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno not in _NO_NOWAIT:
+                raise
+            return self.read(length, offset)  # such a file system (tmpfs) lives in memory
+        return None
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write all of the buffers one after the other; returns the offset behind them."""
+        rest = iter(buffers)
+        while chunk := list(islice(rest, IOV_MAX)):
+            offset = self._write_chunk(chunk, offset)
+        return offset
+
+    def _write_chunk(self, chunk: list[Buffer], offset: int) -> int:
+        total = sum(map(len, chunk))
+        done = os.pwritev(self.fd, chunk, offset)
+        if done < total:  # a signal or a nearly full disk: go on, the next call says which
+            joined = memoryview(b"".join(chunk))
+            while done < total:
+                done += os.pwrite(self.fd, joined[done:], offset + done)
+        return offset + total
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames, creations and deletions in a folder durable."""
+    handle = Handle(path, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(handle.fd)
+
+
+def write_whole(path: Path, buffers: Sequence[Buffer]) -> None:
+    """Create or replace a file in one step that a crash cannot split, and make it durable."""
+    new = path.with_name(path.name + ".tmp")
+    handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    handle.write(buffers, 0)
+    os.fsync(handle.fd)
+    new.rename(path)
+    sync_folder(path.parent)

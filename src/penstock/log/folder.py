@@ -1,0 +1,151 @@
+"""The data folder of one node: its format, its lock, and where things lie in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
+from penstock.log.files import Handle, sync_folder, write_whole
+
+FORMAT: Final = 1
+
+
+class Format(msgspec.Struct):
+    """Content of the `FORMAT` file. Fields may be added; a new `format` means: do not touch."""
+
+    format: int
+    product: str = "penstock"
+
+
+class DataFolder:
+    """An opened and locked data folder. Topics appear in paths by id, never by name."""
+
+    def __init__(self, path: Path, lock: Handle) -> None:
+        self.path = path
+        self._lock: Handle | None = lock
+
+    @classmethod
+    def open(cls, path: Path | str, *, create: bool = True) -> DataFolder:
+        """Lock the folder and check its format; `Unavailable` names the process that has it."""
+        path = Path(path)
+        if not path.is_dir():
+            if not create:
+                raise NotFound(f"no data folder at {path}")
+            path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent)
+        if not create:
+            check_format(path)
+        lock = _lock(path)
+        if create and not (path / "FORMAT").exists():
+            _initialise(path)
+        check_format(path)
+        (path / "topics").mkdir(exist_ok=True)
+        (path / "meta").mkdir(exist_ok=True)
+        for doomed in (path / "topics").glob("*.deleted"):
+            shutil.rmtree(doomed)
+        return cls(path, lock)
+
+    @property
+    def meta(self) -> Path:
+        return self.path / "meta"
+
+    @property
+    def topics(self) -> Path:
+        return self.path / "topics"
+
+    @property
+    def node_file(self) -> Path:
+        return self.path / "node.json"
+
+    @property
+    def audit_file(self) -> Path:
+        return self.path / "audit.jsonl"
+
+    def topic(self, topic: int) -> Path:
+        return self.topics / f"{topic:08x}"
+
+    def partition(self, topic: int, partition: int) -> Path:
+        return self.topic(topic) / f"{partition:04x}"
+
+    def partitions(self) -> Iterator[tuple[int, int, Path]]:
+        """Every (topic id, partition, folder) there is."""
+        return partitions_in(self.path)
+
+    def remove_topic(self, topic: int) -> None:
+        """Delete a topic's files; first out of sight by one rename, so a crash leaves no half."""
+        folder = self.topic(topic)
+        if not folder.exists():
+            return
+        doomed = folder.with_name(folder.name + ".deleted")
+        folder.rename(doomed)
+        sync_folder(self.topics)
+        shutil.rmtree(doomed)
+
+    def close(self) -> None:
+        self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_format(path: Path) -> None:
+    """Raise unless the folder is one that this version may read and write."""
+    try:
+        found = msgspec.json.decode((path / "FORMAT").read_bytes(), type=Format)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} is not a data folder: it has no FORMAT file") from error
+    except msgspec.DecodeError as error:
+        raise Corruption(f"{path / 'FORMAT'} cannot be read: {error}") from error
+    if found.format > FORMAT:
+        raise FailedPrecondition(
+            f"{path} has format {found.format}; this version reads up to {FORMAT}",
+            format=found.format,
+        )
+
+
+def partitions_in(path: Path) -> Iterator[tuple[int, int, Path]]:
+    for topic in sorted((path / "topics").glob("[0-9a-f]" * 8)):
+        for partition in sorted(topic.glob("[0-9a-f]" * 4)):
+            yield int(topic.name, 16), int(partition.name, 16), partition
+
+
+def refuse_if_locked(path: Path) -> Handle | None:
+    """Hold the lock shared while reading offline; None when there is no lock file to hold."""
+    try:
+        handle = Handle(path / "LOCK")
+    except FileNotFoundError:
+        return None
+    _flock(handle, path, fcntl.LOCK_SH)
+    return handle
+
+
+def _lock(path: Path) -> Handle:
+    handle = Handle(path / "LOCK", os.O_RDWR | os.O_CREAT)
+    _flock(handle, path, fcntl.LOCK_EX)
+    os.ftruncate(handle.fd, 0)
+    os.pwrite(handle.fd, b"%d\n" % os.getpid(), 0)
+    return handle
+
+
+def _flock(handle: Handle, path: Path, mode: int) -> None:
+    try:
+        fcntl.flock(handle.fd, mode | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = handle.read(32, 0).decode(errors="replace").strip() or "unknown"
+        raise Unavailable(f"data folder {path} is in use by process {pid}", pid=pid) from error
+
+
+def _initialise(path: Path) -> None:
+    if (path / "topics").exists():
+        raise Corruption(f"{path} holds topics but no FORMAT file")
+    write_whole(path / "FORMAT", [msgspec.json.encode(Format(FORMAT))])

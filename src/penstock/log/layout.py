@@ -1,0 +1,188 @@
+"""The fixed-size records around batches: every byte on disk is under some CRC.
+
+A segment file is
+
+    header (64) | flush mark (32) batch batch … | flush mark (32) batch … | footer (64) once sealed
+
+with each batch padded by zeros to 8 bytes. All numbers are little-endian and every record ends in a
+CRC32C of the bytes before it. `docs/data-format.md` has the byte tables.
+
+A *flush mark* opens each group of batches that became durable by one sync. It says what was
+durable when the group was written, and that is what tells rot from a torn tail: a disk may keep a
+later block of an unsynced group and lose an earlier one, so a valid batch behind a bad one proves
+nothing by itself, but a mark that calls the bad batch durable does.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from crc32c import crc32c
+
+from penstock.errors import Corruption
+from penstock.model.columns import Buffer
+
+SEGMENT_MAGIC: Final = 0x31535350  # "PSS1"
+FOOTER_MAGIC: Final = 0x31465350  # "PSF1"
+MARK_MAGIC: Final = 0x314D5350  # "PSM1"
+FLOOR_MAGIC: Final = 0x314C5350  # "PSL1"
+INDEX_MAGIC: Final = 0x31495350  # "PSI1"
+SNAPSHOT_MAGIC: Final = 0x314E5350  # "PSN1"
+VERSION: Final = 1
+
+_CRC: Final = struct.Struct("<I")
+_SEGMENT: Final = struct.Struct("<IHHIIQQI24x")
+_FOOTER: Final = struct.Struct("<IHHQQQqQII4x")
+_MARK: Final = struct.Struct("<IIQQI")
+_PLACE: Final = struct.Struct("<IIQ")
+_FLOOR: Final = struct.Struct("<IHHQQQQ20x")
+_INDEX: Final = struct.Struct("<IHHQQQII20x")
+_SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq16x")
+
+HEADER_SIZE: Final = _SEGMENT.size + 4
+FOOTER_SIZE: Final = _FOOTER.size + 4
+MARK_SIZE: Final = _MARK.size + 4
+FLOOR_SIZE: Final = _FLOOR.size + 4
+INDEX_SIZE: Final = _INDEX.size + 4
+SNAPSHOT_SIZE: Final = _SNAPSHOT.size + 4
+
+COMPACTED: Final = 1  # flag of a segment that was rewritten: no flush marks in it
+
+
+def padded(size: int) -> int:
+    return (size + 7) & ~7
+
+
+class SegmentHeader(NamedTuple):
+    topic: int
+    partition: int
+    first: int
+    chain_before: int
+    epoch_before: int
+    compacted: bool
+
+    def encode(self) -> bytes:
+        return _sealed(
+            _SEGMENT.pack(
+                SEGMENT_MAGIC, VERSION, self.compacted, self.topic, self.partition,
+                self.first, self.chain_before, self.epoch_before,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def decode(data: Buffer) -> SegmentHeader:
+        flags, topic, partition, first, chain, epoch = _opened(
+            data, _SEGMENT, magic=SEGMENT_MAGIC, what="segment header"
+        )
+        return SegmentHeader(topic, partition, first, chain, epoch, bool(flags & COMPACTED))
+
+
+class Footer(NamedTuple):
+    first: int
+    last: int
+    chain: int
+    time_ms: int
+    end: int  # where the footer begins: the file has `end + FOOTER_SIZE` bytes
+    batches: int
+    epoch: int
+
+    def encode(self) -> bytes:
+        return _sealed(_FOOTER.pack(FOOTER_MAGIC, VERSION, 0, *self))
+
+    @staticmethod
+    def decode(data: Buffer) -> Footer:
+        _, *fields = _opened(data, _FOOTER, magic=FOOTER_MAGIC, what="segment footer")
+        return Footer(*fields)
+
+
+class Mark(NamedTuple):
+    """Its CRC starts from the place it stands at, so a copy of it inside a payload is no mark."""
+
+    length: int  # bytes of the group, this mark included
+    durable: int  # last durable sequence when the group was written
+    first: int  # the group's first sequence
+    batches: int
+
+    def encode(self, place: int) -> bytes:
+        record = _MARK.pack(MARK_MAGIC, *self)
+        return record + _CRC.pack(crc32c(record, place))
+
+    @staticmethod
+    def decode(data: Buffer, at: int, place: int) -> Mark:
+        magic, *fields = _MARK.unpack_from(data, at)
+        (crc,) = _CRC.unpack_from(data, at + _MARK.size)
+        if magic != MARK_MAGIC or crc != crc32c(data[at : at + _MARK.size], place):
+            raise Corruption("CRC mismatch in a flush mark")
+        return Mark(*fields)
+
+    @staticmethod
+    def place(topic: int, partition: int, offset: int) -> int:
+        return crc32c(_PLACE.pack(topic, partition, offset))
+
+
+class FloorSlot(NamedTuple):
+    generation: int  # the slot with the greater one counts
+    sequence: int  # everything up to here was durable: a log that ends below it has lost data
+    first: int  # the oldest sequence held; files before it may be left over from a drop
+    tail: int  # first sequence of the newest segment: every segment before it is sealed
+
+    def encode(self) -> bytes:
+        return _sealed(_FLOOR.pack(FLOOR_MAGIC, VERSION, 0, *self))
+
+    @staticmethod
+    def decode(data: Buffer) -> FloorSlot:
+        _, *fields = _opened(data, _FLOOR, magic=FLOOR_MAGIC, what="floor")
+        return FloorSlot(*fields)
+
+
+class IndexHeader(NamedTuple):
+    first: int
+    last: int
+    end: int  # with `first` and `last` it binds the sidecar to one version of its segment
+    batches: int
+    crc: int  # of the two arrays that follow
+
+    def encode(self) -> bytes:
+        return _sealed(_INDEX.pack(INDEX_MAGIC, VERSION, 0, *self))
+
+    @staticmethod
+    def decode(data: Buffer) -> IndexHeader:
+        _, *fields = _opened(data, _INDEX, magic=INDEX_MAGIC, what="index header")
+        return IndexHeader(*fields)
+
+
+class SnapshotHeader(NamedTuple):
+    topic: int
+    partition: int
+    sequence: int
+    chain: int
+    epoch: int
+    crc: int  # of the data
+    length: int
+    time_ms: int  # wall clock when it was taken
+
+    def encode(self) -> bytes:
+        return _sealed(_SNAPSHOT.pack(SNAPSHOT_MAGIC, VERSION, 0, *self))
+
+    @staticmethod
+    def decode(data: Buffer) -> SnapshotHeader:
+        _, *fields = _opened(data, _SNAPSHOT, magic=SNAPSHOT_MAGIC, what="snapshot header")
+        return SnapshotHeader(*fields)
+
+
+def _sealed(record: bytes) -> bytes:
+    return record + _CRC.pack(crc32c(record))
+
+
+def _opened(data: Buffer, form: struct.Struct, *, magic: int, what: str) -> tuple[int, ...]:
+    """Check size, magic, CRC and version of a record; returns its fields from the flags on."""
+    size = form.size
+    if len(data) != size + 4:
+        raise Corruption(f"a {what} is cut short")
+    found, version, *fields = form.unpack(data[:size])
+    if found != magic or _CRC.unpack(data[size:])[0] != crc32c(data[:size]):
+        raise Corruption(f"CRC mismatch in a {what}")
+    if version != VERSION:
+        raise Corruption(f"version {version} of a {what} is not {VERSION}")
+    return tuple(fields)

@@ -1,0 +1,171 @@
+"""Reading durable batches: by sequence for delivery, by slice for streams, by scan for recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import Corruption
+from penstock.log.cache import BatchCache
+from penstock.log.index import Opened
+from penstock.log.layout import padded
+from penstock.log.segment import Segment
+from penstock.log.table import SegmentTable
+from penstock.log.walk import Walk, damaged
+from penstock.model import batch as batches
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer
+
+
+class Reader:
+    """All reads of one log. Every batch that leaves it has passed its CRC."""
+
+    def __init__(self, table: SegmentTable, cache: BatchCache) -> None:
+        self._table, self._cache = table, cache
+
+    def read(self, sequence: int, *, nowait: bool) -> Batch | None:
+        segment, opened = self._table.locate(sequence, nowait=nowait)
+        if opened is None:
+            return None
+        index = opened.index
+        position = index.find(sequence)
+        batch = self._cache.get(index.firsts[position])
+        if batch is not None and batch.first <= sequence <= batch.last:
+            return batch
+        offset, end = _extent(segment, opened, position, position)
+        data = _fetch(opened, offset, end, nowait=nowait)
+        if data is None:
+            return None
+        batch = _decode(segment, data, at=0, offset=offset, sequence=index.firsts[position])
+        self._cache.put(batch)
+        return batch
+
+    def slice(
+        self, sequence: int, *, through: int, bytes_max: int, nowait: bool
+    ) -> list[Batch] | None:
+        """Whole batches from the one that covers `sequence`, up to `through`: one at least.
+
+        Ends early at a segment's end, and where batches in memory give way to batches on disk.
+        """
+        segment, opened = self._table.locate(sequence, nowait=nowait)
+        if opened is None:
+            return None
+        through = min(through, segment.last)
+        position = opened.index.find(sequence)
+        found = self._cached(opened, position, through=through, bytes_max=bytes_max)
+        if found:
+            return found
+        until = _until(segment, opened, position, through=through, bytes_max=bytes_max)
+        if until < position:
+            return []
+        offset, end = _extent(segment, opened, position, until)
+        data = _fetch(opened, offset, end, nowait=nowait)
+        if data is None:
+            return None
+        index = opened.index
+        return [
+            _decode(
+                segment, data, at=index.offsets[i] - offset, offset=index.offsets[i],
+                sequence=index.firsts[i],
+            )
+            for i in range(position, until + 1)
+        ]  # fmt: skip
+
+    def _cached(
+        self, opened: Opened, position: int, *, through: int, bytes_max: int
+    ) -> list[Batch]:
+        found: list[Batch] = []
+        firsts = opened.index.firsts
+        while position < len(firsts) and firsts[position] <= through:
+            batch = self._cache.get(firsts[position])
+            if batch is None or batch.last > through:
+                break
+            bytes_max -= batch.size
+            if found and (bytes_max < 0 or batch.first != found[-1].last + 1):
+                break
+            found.append(batch)
+            position += 1
+        return found
+
+    def scan(self, sequence: int, through: int) -> Iterator[Batch]:
+        """Every batch from the one that covers `sequence` to the one that ends at `through`."""
+        while sequence <= through:
+            segment, opened = self._table.locate(sequence, nowait=False)
+            assert opened is not None
+            end = segment.end if segment.last <= through else _extent_of(segment, opened, through)
+            walk = Walk(opened.handle, segment.path, header=segment.header, end=end)
+            position = opened.index.find(sequence)
+            if position > 0:
+                offset, _ = _extent(segment, opened, position - 1, position - 1)
+                before = _decode_head(segment, opened, offset)
+                walk.start_at(opened.index.offsets[position], before)
+            for _, batch in walk:
+                yield batch
+            if walk.sequence < sequence:
+                raise damaged(
+                    "the segment ends early", path=segment.path, offset=walk.offset,
+                    header=segment.header, sequence=sequence,
+                )  # fmt: skip
+            sequence = walk.sequence + 1
+
+
+def _extent(segment: Segment, opened: Opened, position: int, until: int) -> tuple[int, int]:
+    """Bytes from a batch to the end of another, perhaps with a flush mark behind it."""
+    offsets = opened.index.offsets
+    end = segment.end  # before the length is looked at: a batch staged meanwhile raises both
+    if until + 1 < len(offsets):
+        end = offsets[until + 1]
+    return offsets[position], end
+
+
+def _extent_of(segment: Segment, opened: Opened, sequence: int) -> int:
+    position = opened.index.find(sequence)
+    offset, _ = _extent(segment, opened, position, position)
+    head, length = batches.decode_header(opened.handle.read(batches.HEADER_SIZE, offset))
+    return offset + padded(head.size + length)
+
+
+def _until(segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int) -> int:
+    """The last batch to read: within `bytes_max`, and ending at or before `through`."""
+    firsts = opened.index.firsts
+    until = opened.index.find(through)
+    last = firsts[until + 1] - 1 if until + 1 < len(firsts) else segment.last
+    if last > through:
+        until -= 1
+    offset = opened.index.offsets[position]
+    while until > position and _extent(segment, opened, position, until)[1] - offset > bytes_max:
+        until = position + (until - position) // 2
+    return until
+
+
+def _fetch(opened: Opened, offset: int, end: int, *, nowait: bool) -> Buffer | None:
+    if nowait:
+        return opened.handle.read_nowait(end - offset, offset)
+    return opened.handle.read(end - offset, offset)
+
+
+def _decode(segment: Segment, data: Buffer, *, at: int, offset: int, sequence: int) -> Batch:
+    try:
+        batch = batches.decode(data, at)
+        if (batch.first, batch.topic, batch.partition) != (
+            sequence, segment.header.topic, segment.header.partition,
+        ):  # fmt: skip
+            raise Corruption(f"the batch of sequence {sequence} is not at its place")
+    except Corruption as error:
+        raise damaged(
+            error.message,
+            path=segment.path,
+            offset=offset,
+            header=segment.header,
+            sequence=sequence,
+        ) from error
+    return batch
+
+
+def _decode_head(segment: Segment, opened: Opened, offset: int) -> Batch:
+    try:
+        head, _ = batches.decode_header(opened.handle.read(batches.HEADER_SIZE, offset))
+    except Corruption as error:
+        raise damaged(
+            error.message, path=segment.path, offset=offset, header=segment.header, sequence=0
+        ) from error
+    return head

@@ -1,0 +1,223 @@
+"""Opening a partition's folder: find the end of the log, and tell a torn tail from rot.
+
+Sealed segments are taken at their footers' word here; whoever replays them verifies every batch.
+The newest segment is walked in full. Where its walk stops, the bytes behind are either zeros (the
+preallocated rest), a *torn tail* (a write that was never acknowledged: zeroed away), or *rot*:
+acknowledged data that is gone, which only an operator may accept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock.errors import Corruption
+from penstock.log.crash import crash_point
+from penstock.log.files import Handle, sync_folder
+from penstock.log.floor import Floor
+from penstock.log.index import Index, Opened, sidecar
+from penstock.log.layout import FloorSlot, Mark, SegmentHeader
+from penstock.log.segment import (
+    Segment,
+    read_footer,
+    read_header,
+    seal,
+    sealed_segment,
+    verify_sealed,
+)
+from penstock.log.walk import Walk, damaged, last_nonzero, proof_of_rot
+
+_log = structlog.get_logger("penstock.log")
+
+
+@dataclass
+class Recovered:
+    segments: list[Segment]
+    floor: Floor
+
+
+class Recovery:
+    """One opening of one partition's folder."""
+
+    def __init__(self, folder: Path, *, topic: int, partition: int, accept_rot: bool) -> None:
+        self.folder, self.topic, self.partition = folder, topic, partition
+        self.accept_rot = accept_rot
+        for stale in folder.glob("*.tmp"):
+            stale.unlink()
+        self.floor = Floor(folder / "floor", accept_rot=accept_rot)
+        self.segments: list[Segment] = []
+
+    def run(self) -> Recovered:
+        paths = self._drop_leftovers(sorted(self.folder.glob("*.seg")))
+        for position, path in enumerate(paths):
+            try:
+                self.segments.append(self._segment(path, newest=position == len(paths) - 1))
+            except Corruption as damage:
+                if not self.accept_rot:
+                    raise
+                self._amputate(damage, paths[position:])
+                break
+        self._check_ends()
+        return Recovered(self.segments, self.floor)
+
+    def _drop_leftovers(self, paths: list[Path]) -> list[Path]:
+        """Finish a drop that a crash cut short: the floor names the oldest segment to keep."""
+        keep = [path for path in paths if int(path.stem, 16) >= self.floor.slot.first]
+        for path in set(paths) - set(keep):
+            path.unlink()
+            sidecar(path).unlink(missing_ok=True)
+        return keep
+
+    def _segment(self, path: Path, *, newest: bool) -> Segment:
+        handle = Handle(path, os.O_RDWR)
+        header = read_header(handle, path, topic=self.topic, partition=self.partition)
+        self._check_follows(path, header)
+        try:
+            segment = sealed_segment(path, header, read_footer(handle, path, header))
+        except Corruption:
+            if not newest or header.first < self.floor.slot.tail:
+                raise
+            return self._newest(path, handle, header)
+        if self.accept_rot:
+            walk = Walk(handle, path, header=header, end=segment.end)
+            for _ in walk:
+                pass
+            verify_sealed(segment, walk)
+        return segment
+
+    def _check_follows(self, path: Path, header: SegmentHeader) -> None:
+        if self.segments:
+            before = self.segments[-1]
+            expected = (before.last + 1, before.chain, before.epoch)
+        else:
+            oldest = self.floor.slot.first or header.first
+            expected = (oldest, header.chain_before, header.epoch_before)
+        if (header.first, header.chain_before, header.epoch_before) != expected:
+            raise damaged(
+                "the segment does not follow the one before it",
+                path=path, offset=0, header=header, sequence=expected[0],
+            )  # fmt: skip
+
+    def _newest(self, path: Path, handle: Handle, header: SegmentHeader) -> Segment:
+        """Walk the newest segment to its end and clear what a torn write left behind."""
+        segment, walk = Segment(path, header), Walk(handle, path, header=header, end=handle.size)
+        index = Index()
+        try:
+            for offset, batch in walk:
+                index.add(batch.first, offset)
+        except Corruption as stop:
+            used = last_nonzero(handle, walk.offset, walk.end)
+            self._refuse_rot(walk, stop, torn=used > walk.offset)
+            if used > walk.offset:
+                _log.warning(
+                    "torn_tail_cleared", file=str(path), offset=walk.offset,
+                    bytes=used - walk.offset, sequence_last=walk.sequence, reason=stop.message,
+                )  # fmt: skip
+        else:
+            used = walk.offset
+        _clear_tail(handle, walk, used)
+        segment.reached(walk)
+        segment.opened, segment.allocated = Opened(handle, index), handle.size
+        return segment
+
+    def _refuse_rot(self, walk: Walk, stop: Corruption, *, torn: bool) -> None:
+        floor = self.floor.slot.sequence
+        if walk.sequence < floor:
+            proof: str | None = f"sequence {floor} was acknowledged"
+        else:
+            proof = proof_of_rot(walk) if torn else None
+        if proof:
+            reason = f"{stop.details.get('reason', stop.message)}; {proof}"
+            raise damaged(
+                reason, path=walk.path, offset=walk.offset, header=walk.header,
+                sequence=walk.sequence + 1,
+            ) from stop  # fmt: skip
+
+    def _check_ends(self) -> None:
+        slot = self.floor.slot
+        last = self.segments[-1].last if self.segments else 0
+        newest = self.segments[-1].first if self.segments else 0
+        if last < slot.sequence or newest < slot.tail:
+            damage = Corruption(
+                f"{self.folder} ends at sequence {last} but {slot.sequence} was acknowledged",
+                topic=self.topic, partition=self.partition, sequence=last + 1,
+                file=str(self.folder), offset=0, reason="segments are missing",
+            )  # fmt: skip
+            if not self.accept_rot:
+                raise damage
+            self._settle_for(damage)
+
+    def _amputate(self, damage: Corruption, paths: list[Path]) -> None:
+        """End the log at the first damage, keep the cut-off files beside it, and say so."""
+        for path in paths:
+            shutil.copy2(path, path.with_name(path.name + ".rot"))
+        for path in paths[1:]:
+            path.unlink()
+        try:
+            self.segments.append(self._cut(paths[0]))
+        except Corruption:
+            paths[0].unlink()  # not even its header can be trusted
+        sync_folder(self.folder)
+        self._settle_for(damage)
+
+    def _cut(self, path: Path) -> Segment:
+        handle = Handle(path, os.O_RDWR)
+        header = read_header(handle, path, topic=self.topic, partition=self.partition)
+        self._check_follows(path, header)
+        walk, index = Walk(handle, path, header=header, end=handle.size), Index()
+        try:
+            for offset, batch in walk:
+                index.add(batch.first, offset)
+        except Corruption as stop:
+            if header.compacted and not walk.batches:
+                raise
+            _clear_tail(handle, walk, handle.size)
+            _log.critical("segment_cut", file=str(path), offset=walk.offset, reason=stop.message)
+        sidecar(path).unlink(missing_ok=True)
+        segment = Segment(path, header)
+        segment.reached(walk)
+        segment.opened, segment.allocated = Opened(handle, index), handle.size
+        if header.compacted:  # nothing may be appended to a rewritten segment
+            seal(segment)
+        return segment
+
+    def _settle_for(self, damage: Corruption) -> None:
+        last = self.segments[-1].last if self.segments else 0
+        first = self.segments[0].first if self.segments else 0
+        lost = self.floor.slot.sequence - last
+        self.floor.write(FloorSlot(0, last, first, self.segments[-1].first if self.segments else 0))
+        for snapshot in self.folder.glob("*.snap"):
+            if int(snapshot.stem, 16) > last:
+                snapshot.rename(snapshot.with_name(snapshot.name + ".rot"))
+        _log.critical(
+            "rot_accepted", sequence_last=last, sequences_lost_at_least=lost, **damage.details
+        )
+
+
+def _clear_tail(handle: Handle, walk: Walk, used: int) -> None:
+    """Zero `[walk.offset, used)`; the last flush mark then covers what is left of its group."""
+    repaired: tuple[int, Mark] | None = None
+    if walk.mark_at is not None and walk.flush_end != walk.offset:
+        at, mark, batches_before = walk.mark_at
+        kept = walk.batches - batches_before
+        if kept == 0:
+            walk.offset = at
+        else:
+            repaired = at, mark._replace(length=walk.offset - at, batches=kept)
+    handle.write(_zeros(used - walk.offset), walk.offset)
+    crash_point("log.recover.zeroed")
+    if repaired is not None:
+        at, mark = repaired
+        place = Mark.place(walk.header.topic, walk.header.partition, at)
+        handle.write([mark.encode(place)], at)
+    os.fdatasync(handle.fd)
+
+
+def _zeros(size: int) -> list[bytes]:
+    block = bytes(min(max(size, 0), 1 << 20))
+    whole = [block] * (size // len(block)) if block else []
+    return [*whole, block[: size % len(block)]] if block else []

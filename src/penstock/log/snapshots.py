@@ -1,0 +1,113 @@
+"""Snapshots of a partition's state: one file each, the last two kept.
+
+A snapshot file is a CRC'd header and the state's bytes. It appears by one rename after it is
+durable, so a half-written one is never seen; two are kept so that a damaged one costs time, not
+data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+from crc32c import crc32c
+
+from penstock.errors import Corruption
+from penstock.log.crash import crash_armed, crash_point
+from penstock.log.files import Handle, sync_folder
+from penstock.log.layout import SNAPSHOT_SIZE, SnapshotHeader
+from penstock.model.columns import Buffer
+
+KEPT: Final = 2
+_log = structlog.get_logger("penstock.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after every batch up to `sequence`, where the log's chain was `chain`."""
+
+    sequence: int
+    chain: int
+    epoch: int
+    data: Buffer
+    time_ms: int
+
+
+class Snapshots:
+    def __init__(self, folder: Path, *, topic: int, partition: int) -> None:
+        self.folder, self.topic, self.partition = folder, topic, partition
+
+    def sequences(self) -> list[int]:
+        """Of the snapshots on disk, oldest first. Keep the log from the oldest one on."""
+        return sorted(int(path.stem, 16) for path in self.folder.glob("*.snap"))
+
+    def save(self, *, sequence: int, chain: int, epoch: int, parts: Sequence[Buffer]) -> int:
+        crc = length = 0
+        for part in parts:
+            crc, length = crc32c(part, crc), length + len(memoryview(part).cast("B"))
+        header = SnapshotHeader(
+            self.topic, self.partition, sequence, chain, epoch, crc, length, time.time_ns() // 10**6
+        )
+        path = self._path(sequence)
+        self._write(path, [header.encode(), *parts])
+        for old in self.sequences()[:-KEPT]:
+            self._path(old).unlink()
+        crash_point("log.snapshot.after")
+        return SNAPSHOT_SIZE + length
+
+    @staticmethod
+    def _write(path: Path, buffers: list[Buffer]) -> None:
+        new = path.with_name(path.name + ".tmp")
+        crash_point("log.snapshot.before")
+        handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        if crash_armed("log.snapshot.torn"):
+            handle.write(buffers[: len(buffers) // 2], 0)
+        crash_point("log.snapshot.torn")
+        handle.write(buffers, 0)
+        os.fsync(handle.fd)
+        crash_point("log.snapshot.synced")
+        new.rename(path)
+        crash_point("log.snapshot.renamed")
+        sync_folder(path.parent)
+
+    def load(self, *, through: int) -> Snapshot | None:
+        """The newest valid one at or below `through`; a damaged one is reported and passed over."""
+        for sequence in reversed(self.sequences()):
+            path = self._path(sequence)
+            try:
+                snapshot = read_snapshot(path, topic=self.topic, partition=self.partition)
+            except Corruption as error:
+                _log.error("snapshot_damaged", file=str(path), reason=error.message)
+                continue
+            if sequence <= through:
+                return snapshot
+            _log.error("snapshot_ahead_of_log", file=str(path), sequence_last=through)
+        return None
+
+    def _path(self, sequence: int) -> Path:
+        return self.folder / f"{sequence:016x}.snap"
+
+
+def read_snapshot(path: Path, *, topic: int, partition: int) -> Snapshot:
+    """Read and verify one snapshot file; raises `Corruption`."""
+    data = memoryview(path.read_bytes())
+    try:
+        header = SnapshotHeader.decode(bytes(data[:SNAPSHOT_SIZE]))
+        body = data[SNAPSHOT_SIZE:]
+        if (header.topic, header.partition, f"{header.sequence:016x}") != (
+            topic, partition, path.stem,
+        ):  # fmt: skip
+            raise Corruption("the snapshot belongs elsewhere")
+        if len(body) != header.length or crc32c(body) != header.crc:
+            raise Corruption("CRC mismatch in a snapshot")
+    except Corruption as error:
+        raise Corruption(
+            f"{path}: {error.message}", topic=topic, partition=partition,
+            sequence=int(path.stem, 16), file=str(path), offset=0, reason=error.message,
+        ) from error  # fmt: skip
+    return Snapshot(header.sequence, header.chain, header.epoch, body, header.time_ms)

@@ -1,0 +1,90 @@
+"""The segments of a log, and which of the sealed ones are open."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+
+from penstock.errors import NotFound
+from penstock.log.files import Handle
+from penstock.log.index import Opened
+from penstock.log.segment import Segment, load_index
+
+
+class SegmentTable:
+    """Segments in order. Changes replace the whole view, so a reader needs no lock.
+
+    Files and indexes of sealed segments are opened on demand and closed least recently used first,
+    within `index_bytes`.
+    """
+
+    def __init__(self, segments: list[Segment], *, index_bytes: int) -> None:
+        self._index_bytes = index_bytes
+        self._lock = Lock()
+        self._view = ([segment.first for segment in segments], segments)
+        self._open: OrderedDict[Segment, None] = OrderedDict()
+
+    def segments(self) -> list[Segment]:
+        return self._view[1]
+
+    @property
+    def first(self) -> int:
+        firsts, _ = self._view
+        return firsts[0] if firsts else 1
+
+    def find(self, sequence: int) -> Segment:
+        """The segment that covers `sequence`; the caller has checked the log's bounds."""
+        firsts, segments = self._view
+        position = bisect_right(firsts, sequence) - 1
+        if position < 0:
+            raise NotFound(f"sequence {sequence} is no longer held", sequence=sequence)
+        return segments[position]
+
+    def append(self, segment: Segment) -> None:
+        with self._lock:
+            self._publish([*self._view[1], segment])
+
+    def replace(self, old: Segment, new: Segment, *, commit: Callable[[], object]) -> None:
+        """Put `new` in the place of `old`; `commit` puts its file there, in one step."""
+        with self._lock:
+            commit()
+            self._publish([new if segment is old else segment for segment in self._view[1]])
+            self._open.pop(old, None)
+
+    def drop(self, gone: list[Segment]) -> None:
+        with self._lock:
+            self._publish([segment for segment in self._view[1] if segment not in gone])
+            for segment in gone:
+                self._open.pop(segment, None)
+
+    def locate(self, sequence: int, *, nowait: bool) -> tuple[Segment, Opened | None]:
+        """The segment of `sequence` and its file and index: None if `nowait` and not at hand."""
+        segment = self.find(sequence)
+        opened = segment.opened
+        while opened is None and not nowait:
+            with self._lock:  # not while a rewrite swaps the file
+                handle = Handle(segment.path) if segment in self._view[1] else None
+            if handle is None:
+                segment = self.find(sequence)
+                opened = segment.opened
+            else:
+                opened = segment.opened = Opened(handle, load_index(segment, handle))
+        if segment.sealed and opened is not None:
+            self._touch(segment)
+        return segment, opened
+
+    def _touch(self, segment: Segment) -> None:
+        with self._lock:
+            self._open[segment] = None
+            self._open.move_to_end(segment)
+            total = sum(s.opened.index.bytes for s in self._open if s.opened is not None)
+            while total > self._index_bytes and len(self._open) > 1:
+                oldest, _ = self._open.popitem(last=False)
+                if oldest.opened is not None:
+                    total -= oldest.opened.index.bytes
+                    oldest.opened = None
+
+    def _publish(self, segments: list[Segment]) -> None:
+        self._view = ([segment.first for segment in segments], segments)

@@ -1,0 +1,77 @@
+"""The writer thread's half of the log: one flush at a time, durable before it returns."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from penstock.log.crash import crash_armed, crash_point
+from penstock.log.files import Handle, sync_folder
+from penstock.log.floor import Floor
+from penstock.log.layout import Mark
+from penstock.log.segment import Segment, seal
+from penstock.log.staging import Piece
+from penstock.model.columns import Buffer
+
+
+class Writer:
+    """Writes pieces in the order in which they were staged.
+
+    A piece that begins a segment first seals the one before. The new file gets its name only
+    after its first batches are durable; a crash before that leaves a spare, which is swept away
+    on opening.
+    """
+
+    def __init__(self, newest: Segment | None, floor: Floor, *, floor_s: float) -> None:
+        self.floor, self.floor_s = floor, floor_s
+        self.tail = newest if newest is not None and not newest.sealed else None
+        self.durable = newest.last if newest is not None else 0
+        self._floor_due = 0.0
+
+    def write(self, piece: Piece) -> None:
+        mark = Mark(piece.size, self.durable, piece.first, piece.batches)
+        header = piece.segment.header
+        piece.buffers[0] = mark.encode(Mark.place(header.topic, header.partition, piece.offset))
+        if piece.spare is not None:
+            self._roll(piece)
+        else:
+            self._sync(piece, piece.buffers, piece.offset)
+        self.durable = piece.last
+
+    def keep_floor(self) -> None:
+        """Persist the floor when it is due; it may lag, for it only sharpens the search for rot."""
+        now = time.monotonic()
+        if now >= self._floor_due:
+            self.floor.raise_to(sequence=self.durable)
+            self._floor_due = now + self.floor_s
+
+    def _roll(self, piece: Piece) -> None:
+        assert piece.spare is not None
+        segment = piece.segment
+        if self.tail is not None:
+            seal(self.tail)
+        self._sync(piece, [segment.header.encode(), *piece.buffers], 0)
+        crash_point("log.roll.synced")
+        piece.spare.rename(segment.path)
+        crash_point("log.roll.renamed")
+        sync_folder(segment.path.parent)
+        self.tail = segment
+        self.floor.raise_to(sequence=piece.last, first=1, tail=segment.first)
+        crash_point("log.roll.after")
+
+    def _sync(self, piece: Piece, buffers: list[Buffer], offset: int) -> None:
+        assert piece.segment.opened is not None
+        handle = piece.segment.opened.handle
+        crash_point("log.write.before")
+        if crash_armed("log.write.torn"):
+            _write_half(handle, buffers, offset)
+        crash_point("log.write.torn")
+        handle.write(buffers, offset)
+        crash_point("log.write.after")
+        os.fdatasync(handle.fd)
+        crash_point("log.sync.after")
+
+
+def _write_half(handle: Handle, buffers: list[Buffer], offset: int) -> None:
+    whole = b"".join(buffers)
+    handle.write([whole[: len(whole) // 2]], offset)

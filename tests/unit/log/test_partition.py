@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import DiskFull, NotFound
+from penstock.log import LogOptions
+from penstock.model.batch import Kind
+
+
+def encoded(batches):
+    return [batch.encode() for batch in batches]
+
+
+def test_an_empty_log_has_nothing(open_log):
+    log = open_log()
+    assert (log.sequence_first, log.sequence_last, log.sequence_durable) == (1, 0, 0)
+    assert (log.epoch_last, log.chain_last, log.take()) == (0, 0, None)
+    assert list(log.scan(1)) == []
+    assert log.read_slice(1, through=10, bytes_max=1000, nowait=False) == []
+    log.close()
+    assert open_log().sequence_last == 0
+
+
+def test_what_was_written_is_read_again_after_reopening(pen, open_log):
+    for count in (1, 3, 10, 2):
+        pen.put(*[b"x" * 90] * count)
+    log = open_log()
+    assert log.sequence_durable == 16
+    assert (log.chain_last, log.epoch_last) == (pen.log.chain_last, 1)
+    assert encoded(log.scan(1)) == encoded(pen.batches)
+
+
+def test_only_durable_batches_are_readable(pen):
+    pen.put(b"one")
+    pen.stage([b"two"])
+    assert pen.log.sequence_last == 2
+    with pytest.raises(NotFound):
+        pen.log.read(2, nowait=False)
+    assert encoded(pen.log.scan(1)) == encoded(pen.batches[:1])
+    pen.flush()
+    assert pen.log.read(2, nowait=True).encode() == pen.batches[1].encode()
+
+
+def test_every_sequence_is_found_across_segments(pen, open_log):
+    pen.fill(4)
+    pen.log.close()
+    log = open_log()
+    for batch in pen.batches:
+        for sequence in range(batch.first, batch.last + 1):
+            assert log.read(sequence, nowait=False).encode() == batch.encode()
+
+
+def test_one_flush_may_cross_segments(pen, open_log):
+    for number in range(40):
+        pen.stage([b"%d" % number * 100])
+    flush = pen.log.take()
+    assert len(flush.pieces) > 2
+    assert pen.log.write(flush) == 40
+    assert encoded(open_log().scan(1)) == encoded(pen.batches)
+
+
+def test_a_batch_over_a_segment_gets_its_own(pen, open_log):
+    pen.put(b"small")
+    pen.put(b"x" * 10_000)
+    pen.put(b"small again")
+    log = open_log()
+    assert [info.first for info in log.segments()] == [1, 2, 3]
+    assert encoded(log.scan(1)) == encoded(pen.batches)
+
+
+def test_a_slice_respects_bytes_and_the_watermark(pen, open_log):
+    pen.fill(2)
+    log = open_log()
+    one = log.read_slice(3, through=log.sequence_durable, bytes_max=1, nowait=False)
+    assert encoded(one) == encoded(pen.batches[1:2])
+    upto = log.read_slice(1, through=6, bytes_max=1 << 20, nowait=False)
+    assert encoded(upto) == encoded(pen.batches[:3])
+    assert log.read_slice(1, through=1, bytes_max=1 << 20, nowait=False) == []
+
+
+def test_slices_tile_the_log(pen, open_log):
+    pen.fill(3)
+    for log in (pen.log, open_log()):
+        at, found = 1, []
+        while piece := log.read_slice(at, through=1 << 40, bytes_max=700, nowait=False):
+            found += piece
+            at = piece[-1].last + 1
+        assert encoded(found) == encoded(pen.batches)
+
+
+def test_a_scan_may_begin_inside_a_batch(pen, open_log):
+    pen.fill(2)
+    log = open_log()
+    for sequence in (2, 5, 6, log.sequence_durable):
+        found = list(log.scan(sequence))
+        assert encoded(found) == encoded(b for b in pen.batches if b.last >= sequence)
+
+
+def test_a_batch_that_does_not_follow_is_refused(pen):
+    batch = pen.put(b"one")
+    with pytest.raises(ValueError, match="does not follow"):
+        pen.log.stage(batch)
+
+
+def test_staging_past_the_room_changes_nothing(pen):
+    batch = pen.batch([b"x" * 50_000])
+    with pytest.raises(DiskFull):
+        pen.log.stage(batch)
+    assert pen.log.sequence_last == 0 and pen.log.take() is None
+    pen.log.grow(batch.size)
+    pen.log.stage(batch)
+
+
+def test_room_is_exact(pen):
+    while pen.log.room(False) > 400:
+        pen.log.stage(pen.batch([b"x" * 100]))
+    payload = pen.log.room(False) - pen.batch([b""]).size
+    with pytest.raises(DiskFull):
+        pen.log.stage(pen.batch([b"x" * (payload + 40)]))
+    pen.log.stage(pen.batch([b"x" * payload]))
+    pen.flush()
+
+
+def test_enqueues_leave_the_reserve(open_log):
+    log = open_log(LogOptions(segment_bytes=1 << 20, allocate_bytes=1 << 16, reserve_bytes=4096))
+    assert log.room(False) - log.room(True) == 4096
+    log.grow(log.room(True) + 1000)
+    assert log.room(False) - log.room(True) == 4096
+
+
+def test_a_view_as_body_is_copied(pen):
+    data = bytearray(pen.batch([b"payload"]).encode())
+    from penstock.model.batch import decode
+
+    pen.log.stage(decode(data))
+    data[:] = bytes(len(data))
+    pen.flush()
+    assert pen.log.read(1, nowait=True).columns().binary("payload")[0] == b"payload"
+
+
+def test_all_kinds_and_epochs_are_kept(pen, open_log):
+    pen.put(b"a")
+    pen.put(b"b", kind=Kind.ACK, epoch=4)
+    log = open_log()
+    assert [batch.kind for batch in log.scan(1)] == [Kind.ENQ, Kind.ACK]
+    assert (log.epoch_last, log.time_ms_last) == (4, pen.time_ms)
+
+
+def test_the_cache_serves_new_batches_without_the_file(pen):
+    batch = pen.put(b"hot")
+    pen.log.folder.joinpath(f"{1:016x}.seg").write_bytes(b"")
+    assert pen.log.read(1, nowait=True).encode() == batch.encode()
+
+
+def test_bytes_total_is_what_the_files_hold(pen, open_log):
+    pen.fill(2)
+    sizes = [path.stat().st_size for path in sorted(pen.log.folder.glob("*.seg"))]
+    infos = pen.log.segments()
+    assert [info.bytes for info in infos[:2]] == sizes[:2]
+    assert pen.log.bytes_total == sum(info.bytes for info in infos) == open_log().bytes_total
+
+
+def test_a_damaged_or_missing_index_is_rebuilt(pen, open_log):
+    pen.fill(3)
+    first, second, third = sorted(pen.log.folder.glob("*.idx"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1] + b"\xff")
+    third.write_bytes(first.read_bytes() if first.exists() else b"")
+    log = open_log()
+    assert encoded(log.read(b.first, nowait=False) for b in pen.batches) == encoded(pen.batches)
+    assert first.exists()
+
+
+def test_cold_reads_do_not_wait(pen, open_log):
+    pen.fill(1)
+    log = open_log()
+    assert log.read(1, nowait=True) is None  # the index is not loaded yet
+    assert log.read(1, nowait=False) is not None
+    assert log.read(1, nowait=True) is not None
