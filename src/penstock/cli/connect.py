@@ -57,6 +57,13 @@ async def _remote(url: str, *, api_key: str | None, ca: Path | None) -> AsyncIte
         await connection.close()
 
 
+async def create_topic(
+    connection: Connection, *, exists_ok: bool = False, **config: Any
+) -> dict[str, Any]:
+    """Create a topic with the given attributes; its whole configuration."""
+    return await connection.call("topic_create", **config, exists_ok=exists_ok)
+
+
 async def confirmation(connection: Connection, method: str, **subject: Any) -> dict[str, Any]:
     """The arguments that let one destructive call through."""
     granted = await connection.call("confirm", method=method, **subject)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.connect import confirmation
+from penstock.cli.connect import confirmation, create_topic
 from penstock.cli.output import cell, duration, size, table
 from penstock.cli.pairs import values_of
 from penstock.errors import InvalidArgument
@@ -40,7 +40,7 @@ async def create(
         **values_of(settings, option="set"),
     }
     async with cli.connection() as connection:
-        config = await connection.call("topic_create", **fields, exists_ok=exists_ok)
+        config = await create_topic(connection, exists_ok=exists_ok, **fields)
     return Answer(document=config, view=lambda: config_table(config))
 
 

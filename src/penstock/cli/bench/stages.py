@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.cli.connect import create_topic
 from penstock.cli.process import ServerProcess, server_process
 
 PAYLOAD_BYTES: Final = 200
@@ -39,14 +40,14 @@ Stage = Callable[[Run], Awaitable[list[Values]]]
 
 
 @asynccontextmanager
-async def fresh_server(run: Run, **topic: Any) -> AsyncIterator[ServerProcess]:
+async def fresh_server(run: Run) -> AsyncIterator[ServerProcess]:
     """A server on an empty folder with the stage's topic in it."""
     from penstock.client.connection import open_connection
 
     with tempfile.TemporaryDirectory(prefix="bench-", dir=run.folder) as folder:
         async with server_process(Path(folder) / "data") as server:
             connection = await open_connection(server.url)
-            await connection.call("topic_create", **{"name": TOPIC, **topic})
+            await create_topic(connection, name=TOPIC)
             await connection.close()
             yield server
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.cli.connect import create_topic
 from penstock.cli.demo.claims import Chapter
 from penstock.cli.demo.ledger import Ledger
 from penstock.cli.process import ServerProcess
@@ -38,7 +39,7 @@ async def survive_kill(server: ServerProcess, chapter: Chapter, say: Callable[[s
 
     ledger = Ledger(visibility_ms=VISIBILITY_MS)
     admin = await open_connection(server.url)
-    await admin.call("topic_create", name=TOPIC, partitions=PARTITIONS, visibility_ms=VISIBILITY_MS)
+    await create_topic(admin, name=TOPIC, partitions=PARTITIONS, visibility_ms=VISIBILITY_MS)
     async with penstock.connect(server.url) as client, asyncio.TaskGroup() as group:
         topic = client.topic(TOPIC, of=bytes)
         producers = group.create_task(_produce(topic, ledger))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.cli.connect import create_topic
 from penstock.cli.demo.claims import Chapter, document_of
 from penstock.cli.demo.crash import survive_kill
 from penstock.cli.demo.proof import verify_folder_at_rest
@@ -84,7 +85,7 @@ async def play(stage: Stage, title: str, act: Callable[[Stage, Chapter], Awaitab
 
 
 async def pop_by_priority(stage: Stage, chapter: Chapter) -> None:
-    await stage.connection.call("topic_create", **SHAPE)
+    await create_topic(stage.connection, **SHAPE)
     for priority, text in CHANGES:
         await enqueue(stage.connection, TOPIC, [text.encode()], Attributes(priority=priority))
     order = []
