@@ -15,20 +15,22 @@ import base64
 import builtins
 import hashlib
 import hmac
+import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
 
 from penstock.cluster.store import MetadataStore, until_won
-from penstock.errors import InvalidArgument, NotFound, Unauthenticated
+from penstock.errors import InvalidArgument, NotFound, RetryableError, Unauthenticated
 
 KEYS: Final = "keys/"
 NAME_LENGTH_MAX: Final = 255
 KEYS_MAX: Final = 100_000
 FLUSH_SECONDS: Final = 30.0
+log: Final = logging.getLogger(__name__)
 _NO_DIGEST: Final = bytes(32)  # compared for an unknown id, so that it takes as long
 
 
@@ -131,19 +133,18 @@ class KeyRing:
         return await self._change(id, revoked_ms=self._now_ms(), last_used_ms=used_ms)
 
     async def flush(self) -> None:
-        """Write times of last use to the store."""
-        used, self._used_ms = self._used_ms, {}
-        for id, last_used_ms in used.items():
-            if id in self._records:
-                await self._change(id, last_used_ms=last_used_ms)
+        """Write times of last use to the store. What fails stays to be written."""
+        for id, last_used_ms in list(self._used_ms.items()):
+            await self._change(id, last_used_ms=last_used_ms)
+            if self._used_ms.get(id) == last_used_ms:  # not used again meanwhile
+                del self._used_ms[id]
 
     async def run(self, flush_seconds: float = FLUSH_SECONDS) -> None:
-        """Keep in step with the store until cancelled."""
+        """Keep in step with the store until cancelled. A store that is full or away for a while
+        is asked again; known keys go on working meanwhile."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow(), name="keys-follow")
-            while True:
-                await asyncio.sleep(flush_seconds)
-                await self.flush()
+            tasks.create_task(_repeat(self._follow, pause_s=1.0), name="keys-follow")
+            tasks.create_task(_repeat(self.flush, pause_s=flush_seconds), name="keys-flush")
 
     async def _follow(self) -> None:
         async with self._store.watch(KEYS) as changes:
@@ -178,6 +179,15 @@ class KeyRing:
             return record
 
         return await until_won(swap)
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:
+    while True:
+        try:
+            await work()
+        except RetryableError as error:
+            log.warning("API keys are not in step with the metadata store: %s", error)
+        await asyncio.sleep(pause_s)
 
 
 def _digest(secret: str) -> bytes:

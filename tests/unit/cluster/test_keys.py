@@ -7,7 +7,7 @@ import pytest
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.image import FILE
 from penstock.cluster.keys import KeyRing
-from penstock.errors import InvalidArgument, NotFound, Unauthenticated
+from penstock.errors import DiskFull, InvalidArgument, NotFound, Unauthenticated
 
 
 class Clock:
@@ -140,6 +140,35 @@ async def test_old_news_does_not_revive_a_key(ring: KeyRing) -> None:
     await ring.revoke(key.record.id)
     ring._keep(key.record, 1)
     assert not ring.live(key.record.id)
+
+
+class RefusingStore(EmbeddedStore):
+    """Refuses the next changes."""
+
+    refusals = 0
+
+    async def put(self, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise DiskFull("full")
+        return await super().put(key, value, expected_revision=expected_revision)
+
+
+async def test_a_full_disk_does_not_end_the_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RefusingStore(tmp_path)
+    ring = KeyRing(store)
+    key = await ring.create("one")
+    ring.verify(key.text)
+    store.refusals = 2
+    running = asyncio.ensure_future(ring.run(flush_seconds=0.001))
+    async with asyncio.timeout(10), store.watch("keys/") as changes:
+        change = await anext(changes)
+    assert change.value is not None and b'"last_used_ms":null' not in change.value
+    assert len(caplog.records) == 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256])
