@@ -3,13 +3,16 @@
 from penstock.log.crash import crash_point
 from penstock.log.folder import DataFolder
 from penstock.log.partition import Flush, LogOptions, PartitionLog, SegmentInfo, Snapshot
+from penstock.log.verify import Report, verify_folder
 
 __all__ = [
     "DataFolder",
     "Flush",
     "LogOptions",
     "PartitionLog",
+    "Report",
     "SegmentInfo",
     "Snapshot",
     "crash_point",
+    "verify_folder",
 ]

@@ -193,6 +193,10 @@ class PartitionLog:
         from_sequence = max(from_sequence, self.sequence_first)
         return self._reader.scan(from_sequence, self.sequence_durable)
 
+    def scrub(self) -> Iterator[int]:
+        """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
+        return self._reader.scrub()
+
     def segments(self) -> list[SegmentInfo]:
         return [segment.info() for segment in self._table.segments()]
 

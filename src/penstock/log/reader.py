@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from penstock.errors import Corruption
 from penstock.log.cache import BatchCache
 from penstock.log.index import Opened
 from penstock.log.layout import padded
-from penstock.log.segment import Segment
+from penstock.log.segment import Segment, verify_ends, verify_sealed
 from penstock.log.table import SegmentTable
 from penstock.log.walk import Walk, damaged
 from penstock.model import batch as batches
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
+
+SCRUB_STEP_BYTES: Final = 1 << 20
 
 
 class Reader:
@@ -85,6 +88,22 @@ class Reader:
             found.append(batch)
             position += 1
         return found
+
+    def scrub(self) -> Iterator[int]:
+        """Verify every sealed segment from the file, yielding bytes done after each chunk."""
+        for segment in self._table.segments():
+            handle = self._table.open_file(segment) if segment.sealed else None
+            if handle is None:
+                continue  # the newest one, or dropped or rewritten since
+            walk = Walk(handle, segment.path, header=segment.header, end=segment.end)
+            done = 0
+            for offset, _ in walk:
+                if offset - done >= SCRUB_STEP_BYTES:
+                    yield offset - done
+                    done = offset
+            verify_sealed(segment, walk)
+            verify_ends(segment, handle)
+            yield segment.bytes - done
 
     def scan(self, sequence: int, through: int) -> Iterator[Batch]:
         """Every batch from the one that covers `sequence` to the one that ends at `through`."""

@@ -75,7 +75,7 @@ class Recovery:
     def _segment(self, path: Path, *, newest: bool) -> Segment:
         handle = Handle(path, os.O_RDWR)
         header = read_header(handle, path, topic=self.topic, partition=self.partition)
-        self._check_follows(path, header)
+        check_follows(path, header, before=self._before, oldest=self.floor.slot.first)
         try:
             segment = sealed_segment(path, header, read_footer(handle, path, header))
         except Corruption:
@@ -89,18 +89,9 @@ class Recovery:
             verify_sealed(segment, walk)
         return segment
 
-    def _check_follows(self, path: Path, header: SegmentHeader) -> None:
-        if self.segments:
-            before = self.segments[-1]
-            expected = (before.last + 1, before.chain, before.epoch)
-        else:
-            oldest = self.floor.slot.first or header.first
-            expected = (oldest, header.chain_before, header.epoch_before)
-        if (header.first, header.chain_before, header.epoch_before) != expected:
-            raise damaged(
-                "the segment does not follow the one before it",
-                path=path, offset=0, header=header, sequence=expected[0],
-            )  # fmt: skip
+    @property
+    def _before(self) -> Segment | None:
+        return self.segments[-1] if self.segments else None
 
     def _newest(self, path: Path, handle: Handle, header: SegmentHeader) -> Segment:
         """Walk the newest segment to its end and clear what a torn write left behind."""
@@ -111,7 +102,7 @@ class Recovery:
                 index.add(batch.first, offset)
         except Corruption as stop:
             used = last_nonzero(handle, walk.offset, walk.end)
-            self._refuse_rot(walk, stop, torn=used > walk.offset)
+            refuse_rot(walk, stop, floor=self.floor.slot.sequence)
             if used > walk.offset:
                 _log.warning(
                     "torn_tail_cleared", file=str(path), offset=walk.offset,
@@ -123,19 +114,6 @@ class Recovery:
         segment.reached(walk)
         segment.opened, segment.allocated = Opened(handle, index), handle.size
         return segment
-
-    def _refuse_rot(self, walk: Walk, stop: Corruption, *, torn: bool) -> None:
-        floor = self.floor.slot.sequence
-        if walk.sequence < floor:
-            proof: str | None = f"sequence {floor} was acknowledged"
-        else:
-            proof = proof_of_rot(walk) if torn else None
-        if proof:
-            reason = f"{stop.details.get('reason', stop.message)}; {proof}"
-            raise damaged(
-                reason, path=walk.path, offset=walk.offset, header=walk.header,
-                sequence=walk.sequence + 1,
-            ) from stop  # fmt: skip
 
     def _check_ends(self) -> None:
         slot = self.floor.slot
@@ -167,7 +145,7 @@ class Recovery:
     def _cut(self, path: Path) -> Segment:
         handle = Handle(path, os.O_RDWR)
         header = read_header(handle, path, topic=self.topic, partition=self.partition)
-        self._check_follows(path, header)
+        check_follows(path, header, before=self._before, oldest=self.floor.slot.first)
         walk, index = Walk(handle, path, header=header, end=handle.size), Index()
         try:
             for offset, batch in walk:
@@ -196,6 +174,34 @@ class Recovery:
         _log.critical(
             "rot_accepted", sequence_last=last, sequences_lost_at_least=lost, **damage.details
         )
+
+
+def check_follows(
+    path: Path, header: SegmentHeader, *, before: Segment | None, oldest: int
+) -> None:
+    """Raise unless the segment continues `before`, or is the `oldest` (0: any) of the log."""
+    if before is not None:
+        expected = (before.last + 1, before.chain, before.epoch)
+    else:
+        expected = (oldest or header.first, header.chain_before, header.epoch_before)
+    if (header.first, header.chain_before, header.epoch_before) != expected:
+        raise damaged(
+            "the segment does not follow the one before it",
+            path=path, offset=0, header=header, sequence=expected[0],
+        )  # fmt: skip
+
+
+def refuse_rot(walk: Walk, stop: Corruption, *, floor: int) -> None:
+    """Raise if what stopped a walk of the newest segment cannot be a torn tail."""
+    if walk.sequence < floor:
+        proof: str | None = f"sequence {floor} was acknowledged"
+    else:
+        proof = proof_of_rot(walk)
+    if proof:
+        raise damaged(
+            f"{stop.details['reason']}; {proof}", path=walk.path, offset=walk.offset,
+            header=walk.header, sequence=walk.sequence + 1,
+        ) from stop  # fmt: skip
 
 
 def _clear_tail(handle: Handle, walk: Walk, used: int) -> None:

@@ -132,6 +132,13 @@ def verify_sealed(segment: Segment, walk: Walk) -> None:
         )  # fmt: skip
 
 
+def verify_ends(segment: Segment, handle: Handle) -> None:
+    """Raise unless header and footer on disk are still what they were when it was opened."""
+    header = segment.header
+    read_header(handle, segment.path, topic=header.topic, partition=header.partition)
+    read_footer(handle, segment.path, header)
+
+
 def load_index(segment: Segment, handle: Handle) -> Index:
     """The index of a sealed segment, rebuilt where its sidecar cannot be used."""
     path = sidecar(segment.path)

@@ -64,8 +64,7 @@ class SegmentTable:
         segment = self.find(sequence)
         opened = segment.opened
         while opened is None and not nowait:
-            with self._lock:  # not while a rewrite swaps the file
-                handle = Handle(segment.path) if segment in self._view[1] else None
+            handle = self.open_file(segment)
             if handle is None:
                 segment = self.find(sequence)
                 opened = segment.opened
@@ -74,6 +73,11 @@ class SegmentTable:
         if segment.sealed and opened is not None:
             self._touch(segment)
         return segment, opened
+
+    def open_file(self, segment: Segment) -> Handle | None:
+        """The file of exactly this segment; None once it was dropped or rewritten."""
+        with self._lock:  # not while a rewrite swaps the file
+            return Handle(segment.path) if segment in self._view[1] else None
 
     def _touch(self, segment: Segment) -> None:
         with self._lock:
