@@ -1,0 +1,244 @@
+"""Records that bring messages: ENQ, PREPARE and DECIDE, and the question which of them are new."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, InvalidArgument, StaleProducer
+from penstock.heap.state import Applied, HeapState
+from penstock.heap.states import State
+from penstock.heap.table import Sequences
+from penstock.heap.transactions import ProducerRun, Share
+from penstock.model.batch import Batch
+from penstock.model.columns import Columns
+
+
+def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    count = columns.count
+    if batch.compacted:
+        return _on_compacted(heap, batch, columns)
+    if count == 1 and "delay_ms" not in columns:
+        _enter_one(heap, batch, columns)
+        woke = 1
+    else:
+        woke = _enter(heap, batch, columns, prepared=False)
+    heap.sequence_enqueued = batch.last
+    if columns.runs:
+        _record(heap, producer_runs(columns), batch)
+    return Applied(count, woke)
+
+
+def _enter_one(heap: HeapState, batch: Batch, columns: Columns) -> None:
+    """One ready message, without array arithmetic."""
+    table, sequence, time_ms = heap.table, batch.first, batch.time_ms
+    key = heap.ordering.key(int(columns.fixed("priority")[0]))
+    at = table.open_one(sequence)
+    table.key[at] = key
+    table.time_ms[at] = time_ms
+    if "max_retries" in columns:
+        table.limit[at] = columns.fixed("max_retries")[0] + 1
+    table.enter_one(at, State.READY)
+    heap.ready_index.push_one(heap.ordering.aged_one(key, time_ms), sequence)
+
+
+def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -> int:
+    """Consecutive messages; returns how many of them are ready."""
+    table, count = heap.table, columns.count
+    keys = heap.ordering.keys(columns.fixed("priority"))
+    until_ms = _until(columns, batch.time_ms)
+    limits = columns.fixed("max_retries") if "max_retries" in columns else None
+    states: State | NDArray[np.uint8] = State.PREPARED if prepared else State.READY
+    if until_ms is not None and not prepared:
+        states = np.where(until_ms > 0, State.DELAYED, State.READY).astype(np.uint8)
+    for at, part in table.open_range(batch.first, count):
+        table.key[at] = keys[part]
+        table.time_ms[at] = batch.time_ms
+        if limits is not None:
+            table.limit[at] = limits[part] + 1
+        if until_ms is not None:
+            table.until_ms[at] = until_ms[part]
+        table.enter(at, states if isinstance(states, State) else states[part])
+    if prepared:
+        return 0
+    sequences = np.arange(batch.first, batch.first + count, dtype=np.uint64)
+    aged = heap.ordering.aged(keys, np.full(count, batch.time_ms, np.int64))
+    return _index(heap, aged, sequences, until_ms)
+
+
+def _index(
+    heap: HeapState,
+    aged: NDArray[np.int64],
+    sequences: Sequences,
+    until_ms: NDArray[np.int64] | None,
+) -> int:
+    if until_ms is None:
+        heap.ready_index.push(aged, sequences)
+        return len(sequences)
+    later = until_ms > 0
+    heap.index_delayed(until_ms[later], sequences[later])
+    if not later.all():
+        heap.ready_index.push(aged[~later], sequences[~later])
+    return len(sequences) - int(np.count_nonzero(later))
+
+
+def _until(columns: Columns, time_ms: int) -> NDArray[np.int64] | None:
+    """When each message may be delivered, 0 for at once; None if that is true of all."""
+    if "delay_ms" not in columns:
+        return None
+    delay_ms = columns.fixed("delay_ms")
+    if not (delay_ms > 0).any():
+        return None
+    return np.where(delay_ms > 0, delay_ms + time_ms, 0)
+
+
+def _on_compacted(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    """What compaction left of a range of the log: the messages that were alive then."""
+    heap.sequence_enqueued = max(heap.sequence_enqueued, batch.last)
+    if not columns.count:
+        return Applied()
+    sequences: Sequences = columns.fixed("sequence")
+    table = heap.table
+    keys = heap.ordering.keys(columns.fixed("priority"))
+    at = table.open_scattered(sequences)
+    table.key[at] = keys
+    table.time_ms[at] = batch.time_ms
+    table.limit[at] = columns.fixed("max_retries") + 1
+    until_ms = _until(columns, batch.time_ms)
+    if until_ms is None:
+        table.enter(at, State.READY)
+    else:
+        table.until_ms[at] = until_ms
+        states = np.where(until_ms > 0, State.DELAYED, State.READY).astype(np.uint8)
+        table.enter(at, states)
+    aged = heap.ordering.aged(keys, table.time_ms[at])
+    return Applied(len(at), _index(heap, aged, sequences, until_ms))
+
+
+# --- atomic batches ---
+
+
+def on_prepare(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    name = columns.binary("transaction")
+    if name is None or not name[0]:
+        raise Corruption("a PREPARE names no transaction")
+    runs = producer_runs(columns) if columns.runs else []
+    share = Share(batch.first, columns.count, tuple(runs))
+    heap.sequence_enqueued = batch.last
+    _enter(heap, batch, columns, prepared=True)
+    _record(heap, runs, batch)
+    outcome = heap.transactions.outcome(name[0])
+    if outcome is not None:  # the decision came first: follow it
+        return _conclude(heap, share, batch.time_ms, commit=outcome)
+    heap.transactions.prepare(
+        name[0], home=int(columns.fixed("home")[0]), time_ms=batch.time_ms, share=share
+    )
+    return Applied()
+
+
+def on_decide(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    total = Applied()
+    names = columns.binary("transaction")
+    if names is None:
+        raise Corruption("a DECIDE names no transaction")
+    for name, commit in zip(names, columns.fixed("commit").tolist(), strict=True):
+        transaction = heap.transactions.decide(name, bool(commit), batch.time_ms)
+        for share in transaction.shares if transaction is not None else ():
+            applied = _conclude(heap, share, batch.time_ms, commit=bool(commit))
+            total.enqueued += applied.enqueued
+            total.woke += applied.woke
+    return total
+
+
+def _conclude(heap: HeapState, share: Share, time_ms: int, *, commit: bool) -> Applied:
+    sequences = np.arange(share.first, share.first + share.size, dtype=np.uint64)
+    at = heap.table.places(sequences)
+    if commit:
+        return Applied(share.size, heap.wait(at, sequences, time_ms))
+    heap.table.move(at, State.DONE)
+    for run in share.runs:
+        heap.dedup.retract(
+            run.producer,
+            run.epoch,
+            first=run.first,
+            count=run.size,
+            message=share.first + run.start,
+        )
+    return Applied()
+
+
+# --- producers ---
+
+
+def producer_runs(columns: Columns) -> list[ProducerRun]:
+    """The stretches of entries that have a producer."""
+    names = columns.binary("run_producer")
+    if names is None:
+        return []
+    runs = []
+    index = 0
+    for name, epoch, first, count in zip(
+        names,
+        columns.fixed("run_epoch").tolist(),
+        columns.fixed("run_sequence").tolist(),
+        columns.fixed("run_count").tolist(),
+        strict=True,
+    ):
+        if name and count:
+            runs.append(ProducerRun(name, epoch, first, count, index))
+        index += count
+    if index > columns.count:
+        raise InvalidArgument(
+            f"runs cover {index} of {columns.count} entries", field="run_count", limit=columns.count
+        )
+    return runs
+
+
+def _record(heap: HeapState, runs: list[ProducerRun], batch: Batch) -> None:
+    for producer, epoch, first, count, index in runs:
+        heap.dedup.record(
+            producer,
+            epoch,
+            first=first,
+            count=count,
+            message=batch.first + index,
+            time_ms=batch.time_ms,
+            dedup_ms=heap.config.dedup_ms,
+        )
+
+
+def admit(heap: HeapState, columns: Columns) -> list[tuple[int, int, int]]:
+    """Which entries of a body are duplicates: (index, message sequence, its time)."""
+    if not columns.runs:
+        return []
+    found: list[tuple[int, int, int]] = []
+    runs = producer_runs(columns)
+    if len(runs) > 1:
+        _reject_twins(runs)
+    for name, epoch, first, count, index in runs:
+        producer = heap.dedup.producers.get(name)
+        if producer is None or epoch > producer.epoch:
+            continue
+        if epoch < producer.epoch:
+            raise StaleProducer(
+                f"producer epoch {epoch} is over, {producer.epoch} is current",
+                epoch=producer.epoch,
+            )
+        if first < producer.next:
+            for i in range(min(count, producer.next - first)):
+                place = producer.find(first + i)
+                if place is not None:
+                    found.append((index + i, *place))
+    return found
+
+
+def _reject_twins(runs: list[ProducerRun]) -> None:
+    """Refuse a body that has one producer's sequence twice: neither came first."""
+    ordered = sorted((r.producer, r.epoch, r.first, r.size) for r in runs)
+    for one, two in pairwise(ordered):
+        if one[:2] == two[:2] and two[2] < one[2] + one[3]:
+            raise InvalidArgument(
+                f"producer sequence {two[2]} is in one request twice", field="run_sequence"
+            )

@@ -1,0 +1,334 @@
+"""The ready index: messages by (key, sequence), best first, in a few sorted runs.
+
+    push ─► fresh ─┬─► front   sorted, small: the best messages; all that a look reads
+                   └─► back    in order of arrival ─► runs   sorted, large, eight to a size
+
+Everything in back and runs is worse than `bound`, and everything not worse than `bound` is in the
+front. So a look (`best`) sorts in only those fresh pairs that beat the bound. The others wait in
+the back, unsorted, until the front runs dry (`_refill`) or the back is large (`SEAL`): then the
+back becomes a run, and the front takes the heads of all runs. When eight runs of about one size
+have gathered they are merged into one, so a pair is merged once per eightfold growth of the
+backlog. Until the first look there is no front, and a push is a copy into a buffer.
+
+Deletion is lazy: nobody tells the index that a message was leased or purged. A pair is *valid*
+while its message is still in the state that this index is about, which `valid` answers in bulk.
+Invalid pairs are cut off when they reach the front's head, left out when a run is made or merged,
+and swept out of everything when they outnumber the valid ones. A message that left and came back
+may be in here twice; both pairs are equal, both fall on the same side of the bound, and sorting
+keeps one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.heap.pairs import (
+    CHUNK,
+    EMPTY,
+    Collector,
+    Keys,
+    Pairs,
+    Sequences,
+    join,
+    rank_in,
+    sorted_pairs,
+)
+
+FRONT: Final = 1024  # what a refill aims at
+FRONT_MAX: Final = 4096  # beyond this the front gives its worse part to the back
+HEAD_MIN: Final = 128  # pairs of each run that a refill compares
+SEAL: Final = 1 << 18  # the back becomes a run at this size
+FAN: Final = 8  # runs of one size that are merged
+TIER_BITS: Final = 3  # sizes within a factor of 8 are one size
+
+Valid = Callable[[Pairs], NDArray[np.bool_]]
+
+
+class RunIndex:
+    """`valid` says which pairs still count, `live` how many messages should be found in here."""
+
+    def __init__(self, valid: Valid, live: Callable[[], int]) -> None:
+        self._valid, self._live = valid, live
+        self.clear()
+
+    def clear(self) -> None:
+        self._looked = False
+        self._fresh = Collector()
+        self._back = Collector()
+        self._runs: list[Pairs] = []
+        self._bound = (0, 0)  # meaningful while anything is behind the front
+        self._front = EMPTY  # the front is [_at, _end) of these columns
+        self._at = self._end = 0
+
+    @property
+    def size(self) -> int:
+        """Pairs held, valid or not."""
+        runs = sum(run.size for run in self._runs)
+        return self._end - self._at + self._fresh.size + self._back.size + runs
+
+    # --- changes ---
+
+    def push(self, keys: Keys, sequences: Sequences) -> None:
+        if self._looked:
+            self._fresh.add(keys, sequences)
+            if self._fresh.size >= CHUNK:
+                self._absorb()
+        else:
+            self._back.add(keys, sequences)
+            self._seal_if_large()
+
+    def push_one(self, key: int, sequence: int) -> None:
+        if self._looked:
+            self._fresh.add_one(key, sequence)
+            if self._fresh.size >= CHUNK:
+                self._absorb()
+        else:
+            self._back.add_one(key, sequence)
+            self._seal_if_large()
+
+    def drop_head(self, sequences: Sequences) -> None:
+        """A hint: if these are the front's head in this order, they are gone."""
+        end = self._at + len(sequences)
+        if end <= self._end:
+            head = self._front.sequences[self._at : end]
+            if head[0] == sequences[0] and (len(sequences) == 1 or (head == sequences).all()):
+                self._at = end
+
+    # --- looks ---
+
+    def best(self, count: int) -> Pairs:
+        """The best `count` valid pairs, in order; fewer if there are no more."""
+        missing = min(count, self._live())
+        if missing <= 0:
+            return EMPTY
+        self._look()
+        if self._end - self._at < missing:
+            self._sweep_if_stale()
+        found: list[Pairs] = []
+        seen, width = 0, missing  # seen: how far behind _at this look has come
+        while missing:
+            if self._at + seen >= self._end and not self._refill(missing):
+                break
+            start = self._at + seen
+            window = self._front.cut(start, min(start + width, self._end))
+            good = self._valid(window)
+            hits = int(np.count_nonzero(good))
+            if hits == window.size:
+                found.append(window.cut(0, missing))
+            else:
+                if not found:  # nothing valid before these: cut them off
+                    gone = int(good.argmax()) if hits else window.size
+                    self._at += gone
+                    seen -= gone
+                if hits:
+                    found.append(window.where(good).cut(0, missing))
+            missing -= min(hits, missing)
+            seen += window.size
+            width = max(missing, 2 * width)
+        pairs = join(found)
+        # The front moves under views of it.
+        return Pairs(pairs.keys.copy(), pairs.sequences.copy()) if len(found) == 1 else pairs
+
+    def head_key(self) -> int | None:
+        head = self.best(1)
+        return int(head.keys[0]) if head.size else None
+
+    def count_below(self, key: int, sequence: int) -> int:
+        """Valid pairs strictly before (key, sequence)."""
+        if not self._live():
+            return 0
+        self._look()
+        bound = (key, sequence)
+        front = self._front_pairs()
+        parts = [front.cut(0, rank_in(front, bound, inclusive=False))]
+        if self._behind() and bound > self._bound:
+            self._seal()
+            parts += [run.cut(0, rank_in(run, bound, inclusive=False)) for run in self._runs]
+        below = join(parts)
+        return sorted_pairs(below.where(self._valid(below))).size
+
+    def _look(self) -> None:
+        """Before anything is read: give the front a bound, or bring it up to date."""
+        if self._looked:
+            self._absorb()
+        else:
+            self._looked = True
+            self._sweep_if_stale()
+            self._refill(FRONT)
+
+    # --- fresh to front and back ---
+
+    def _behind(self) -> bool:
+        return bool(self._back.size or self._runs)
+
+    def _front_pairs(self) -> Pairs:
+        return self._front.cut(self._at, self._end)
+
+    def _absorb(self) -> None:
+        if not self._fresh.size:
+            return
+        pairs = self._fresh.take()
+        if self._behind():
+            key, sequence = self._bound
+            keys, sequences = pairs
+            better = (keys < key) | ((keys == key) & (sequences <= np.uint64(sequence)))
+            count = int(np.count_nonzero(better))
+            if count < pairs.size:
+                behind = pairs.where(~better) if count else pairs
+                self._back.add(behind.keys, behind.sequences)
+                self._seal_if_large()
+                pairs = pairs.where(better)
+        if pairs.size:
+            self._into_front(sorted_pairs(pairs))
+
+    def _into_front(self, pairs: Pairs) -> None:
+        if self._at == self._end or (pairs.keys[0], pairs.sequences[0]) > (
+            self._front.keys[self._end - 1],
+            self._front.sequences[self._end - 1],
+        ):
+            self._append(pairs)
+        else:
+            merged = sorted_pairs(join([self._front_pairs(), pairs]))
+            self._at = self._end = 0
+            self._append(merged)
+        if self._end - self._at > FRONT_MAX:
+            self._spill()
+
+    def _append(self, pairs: Pairs) -> None:
+        """Put pairs that are worse than the whole front behind it."""
+        end = self._end + pairs.size
+        if end > self._front.size:
+            old = self._front_pairs()
+            room = old.size + pairs.size + FRONT
+            self._front = Pairs(np.empty(room, np.int64), np.empty(room, np.uint64))
+            self._front.keys[: old.size], self._front.sequences[: old.size] = old
+            self._at, self._end = 0, old.size
+            end = old.size + pairs.size
+        self._front.keys[self._end : end], self._front.sequences[self._end : end] = pairs
+        self._end = end
+
+    def _spill(self) -> None:
+        pairs = self._front_pairs()
+        pairs = pairs.where(self._valid(pairs))
+        self._at = self._end = 0
+        if pairs.size > FRONT_MAX:
+            worse = pairs.cut(FRONT)
+            pairs = pairs.cut(0, FRONT)
+            self._back.add(worse.keys, worse.sequences)
+            self._bound = pairs.last()
+        self._append(pairs)
+
+    # --- back to runs, runs to front ---
+
+    def _seal_if_large(self) -> None:
+        if self._back.size >= SEAL:
+            self._seal()
+            self._sweep_if_stale()
+
+    def _seal(self) -> None:
+        """Make the back a run."""
+        if self._back.size:
+            self._add_run(self._back.take())
+
+    def _add_run(self, pairs: Pairs) -> None:
+        run = sorted_pairs(pairs.where(self._valid(pairs)))
+        if not run.size:
+            return
+        tier = run.size.bit_length() // TIER_BITS
+        peers = [r for r in self._runs if r.size.bit_length() // TIER_BITS <= tier]
+        if len(peers) + 1 >= FAN:
+            # By identity: comparing arrays for equality is not what is meant.
+            merged = {id(r) for r in peers}
+            self._runs = [r for r in self._runs if id(r) not in merged]
+            self._add_run(join([*peers, run]))
+        else:
+            self._runs.append(run)
+
+    def _refill(self, wanted: int) -> bool:
+        """Bring the best of what is behind into the front; False if nothing valid is left.
+
+        The front only grows here: a look holds positions in it.
+        """
+        self._seal()
+        wanted = max(wanted, FRONT)
+        while self._runs:
+            taken = self._take_heads(wanted)
+            taken = taken.where(self._valid(taken))
+            if taken.size:
+                self._append(taken)
+                return True
+            wanted *= 2
+        return False
+
+    def _take_heads(self, wanted: int) -> Pairs:
+        """Cut all pairs up to a new bound off the runs.
+
+        The bound is the least end of a head that has more behind it: no run can hold a better pair
+        that was not looked at.
+        """
+        width = max(HEAD_MIN, 2 * wanted // len(self._runs))
+        heads = [run.cut(0, width) for run in self._runs]
+        partial = [h.last() for h, run in zip(heads, self._runs, strict=True) if h.size < run.size]
+        if not partial:
+            self._runs = []
+            taken = sorted_pairs(join(heads))
+            self._bound = taken.last()
+            return taken
+        self._bound = bound = min(partial)
+        cuts = [rank_in(head, bound, inclusive=True) for head in heads]
+        rest = [_trim(run.cut(cut)) for run, cut in zip(self._runs, cuts, strict=True)]
+        self._runs = [run for run in rest if run.size]
+        return sorted_pairs(join([h.cut(0, cut) for h, cut in zip(heads, cuts, strict=True)]))
+
+    # --- stale pairs ---
+
+    def _sweep_if_stale(self) -> None:
+        if self.size > 2 * self._live() + SEAL:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop every invalid pair."""
+        front = self._front_pairs()
+        runs, self._runs = self._runs, []
+        self._at = self._end = 0
+        self._append(front.where(self._valid(front)))
+        valid = [run.where(self._valid(run)) for run in runs]
+        self._runs = [run for run in valid if run.size]
+        back = self._back.take()
+        back = back.where(self._valid(back))
+        self._back.add(back.keys, back.sequences)
+
+    # --- checks ---
+
+    def everything(self) -> Pairs:
+        """All pairs held, in no order, for checks."""
+        return join([self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs])
+
+    def validate(self) -> None:
+        for run in (self._front_pairs(), *self._runs):
+            pairs = list(zip(run.keys.tolist(), run.sequences.tolist(), strict=True))
+            assert all(a < b for a, b in pairwise(pairs)), "a run is unsorted"
+        behind = join([*self._back.peek(), *self._runs])
+        if behind.size and self._looked and self._end > self._at:
+            key, sequence = self._bound
+            worse = (behind.keys > key) | (
+                (behind.keys == key) & (behind.sequences > np.uint64(sequence))
+            )
+            assert worse.all(), "something behind the front beats its bound"
+            assert self._front_pairs().last() <= self._bound
+        everything = self.everything()
+        good = everything.where(self._valid(everything))
+        assert len(np.unique(good.sequences)) == self._live(), "a live message is not in the index"
+
+
+def _trim(run: Pairs) -> Pairs:
+    """Let go of a run's memory once more than half of it was consumed."""
+    base = run.keys.base
+    if base is not None and 2 * run.size < len(base):
+        return Pairs(run.keys.copy(), run.sequences.copy())
+    return run

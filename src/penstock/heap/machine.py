@@ -1,0 +1,309 @@
+"""The heap of one partition as a state machine over its log.
+
+`apply` is the only way to change it, and it looks at nothing but the batch: the same batches in
+the same order give the same state on the coordinator, on a follower and in recovery (`digest`
+compares them). Everything else is a question. The coordinator asks, writes the answer into the
+log as a record, and applies that record: which messages to lease (`select`), which tokens are
+held (`resolve`), when a returned message may be tried again (`plan_return`), which leases are
+over (`expired`).
+
+Invariants, checked by `validate`: every message is in exactly one state; a message is LEASED if
+and only if exactly one held token names it; every READY message is in the ready index and every
+DELAYED one in the delayed index; a producer's places are disjoint; counts are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption
+from penstock.heap import entering, settling, snapshot
+from penstock.heap.backoff import backoff_ms
+from penstock.heap.pairs import Keys
+from penstock.heap.state import Applied, HeapState
+from penstock.heap.states import ALIVE, STATES, State
+from penstock.heap.table import Sequences
+from penstock.model.batch import Batch, Kind
+from penstock.model.columns import Buffer, Columns
+from penstock.model.topic import TopicConfig
+
+FORGET_MAX: Final = 10_000  # dead letters proposed for deletion at once
+
+Handler = Callable[[HeapState, Batch, Columns], Applied]
+HANDLERS: Final[dict[Kind, Handler]] = {
+    Kind.BARRIER: settling.on_barrier,
+    Kind.ENQ: entering.on_enqueue,
+    Kind.LEASE: settling.on_lease,
+    Kind.EXTEND: settling.on_extend,
+    Kind.ACK: settling.on_ack,
+    Kind.NACK: settling.on_nack,
+    Kind.EXPIRE: settling.on_expire,
+    Kind.DEAD: settling.on_dead,
+    Kind.REPLAY: settling.on_replay,
+    Kind.PREPARE: entering.on_prepare,
+    Kind.DECIDE: entering.on_decide,
+    Kind.CONFIG: settling.on_config,
+    Kind.SNAPSHOT_MARK: settling.on_mark,
+}
+
+
+class ReturnPlan(NamedTuple):
+    """What becomes of returned leases. Tokens that are not held are in neither list."""
+
+    tokens: Sequences  # to be tried again,
+    not_before_ms: NDArray[np.int64]  # each of them at this time
+    dead: Sequences  # tokens past their retries
+
+
+class DeadLetter(NamedTuple):
+    sequence: int
+    time_ms: int  # when it died
+    reason: int  # model.batch.DeadReason
+    attempts: int
+    detail: bytes
+
+
+class Description(NamedTuple):
+    """Columns about messages, in the order they were asked for."""
+
+    states: NDArray[np.uint8]
+    priorities: NDArray[np.int64]
+    attempts: NDArray[np.uint32]
+    max_retries: NDArray[np.int64]
+    times_ms: NDArray[np.int64]
+
+
+class Heap(HeapState):
+    def apply(self, batch: Batch, columns: Columns, now: int) -> Applied:
+        """Let the next batch of the log take effect. `now` has no say: time is the batch's."""
+        if batch.first != self.sequence_applied + 1:
+            raise Corruption(
+                f"batch {batch.first} does not follow sequence {self.sequence_applied}"
+            )
+        applied = HANDLERS[batch.kind](self, batch, columns)
+        self.sequence_applied = batch.last
+        self.time_ms = max(self.time_ms, batch.time_ms)
+        return applied
+
+    # --- enqueueing ---
+
+    def admit(self, columns: Columns) -> list[tuple[int, int, int]]:
+        """Entries of an ENQ or PREPARE body that are here already: (index, sequence, time_ms).
+
+        Sequence and time are 0 for a duplicate whose message id is no longer kept (see `dedup`).
+        Raises `StaleProducer` for an old epoch, `InvalidArgument` for a body that repeats itself.
+        """
+        return entering.admit(self, columns)
+
+    def decision(self, transaction: bytes) -> bool | None:
+        """How an atomic batch was decided in this partition's log; None: not yet."""
+        return self.transactions.outcome(transaction)
+
+    def is_prepared(self, sequence: int) -> bool:
+        return self.table.state_of(sequence) == State.PREPARED
+
+    # --- delivery ---
+
+    def select(self, n: int, now: int) -> Sequences:
+        """The best `n` messages that are ready (or due) at `now`, best first."""
+        self.promote(now)
+        return self.ready_index.best(n).sequences
+
+    def candidates(self, n: int, now: int) -> tuple[Keys, Sequences]:
+        """`select` with the keys, smaller is better, comparable between partitions of a topic."""
+        self.promote(now)
+        return self.ready_index.best(n)
+
+    def ready_list(self, n: int, now: int) -> Sequences:
+        """What a reader sees who only looks: the same as `select`."""
+        return self.select(n, now)
+
+    def rank(self, key: int, sequence: int, now: int) -> int:
+        """How many ready messages are strictly better than (key, sequence)."""
+        self.promote(now)
+        return self.ready_index.count_below(key, sequence)
+
+    def describe(self, sequences: Sequences) -> Description:
+        at = self.table.places(sequences)
+        limit = self.table.limit[at].astype(np.int64)
+        return Description(
+            self.table.state[at],
+            self.ordering.keys(self.table.key[at]),
+            self.table.attempts[at].astype(np.uint32),
+            np.where(limit > 0, limit - 1, self.config.max_retries),
+            self.table.time_ms[at],
+        )
+
+    def attempts(self, sequences: Sequences) -> NDArray[np.uint32]:
+        return self.table.attempts[self.table.places(sequences)].astype(np.uint32)
+
+    def states(self, sequences: Sequences) -> NDArray[np.uint8]:
+        return self.table.states(sequences)
+
+    # --- leases ---
+
+    def resolve(self, tokens: Sequences) -> tuple[Sequences, NDArray[np.bool_]]:
+        """The message of each token and whether it is held; 0 where it is not.
+
+        A token that is given twice counts as held the first time only.
+        """
+        count = len(tokens)
+        stretches = self.leases.stretches(tokens)
+        if len(stretches) == 1 and stretches[0].size == count and count:
+            run, offsets, _, _ = stretches[0]
+            if isinstance(offsets, slice):
+                return run.messages[offsets], np.ones(count, np.bool_)
+        messages, held = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
+        for run, offsets, at, _ in stretches:
+            messages[at] = run.messages[offsets]
+            held[at] = True
+        return messages, held
+
+    def leases_of(self, consumer: bytes) -> int:
+        return self.leases.by_consumer.get(consumer, 0)
+
+    def plan_return(
+        self, tokens: Sequences, now: int, *, delay_ms: int | None, counted: bool
+    ) -> ReturnPlan:
+        """When each of these may be tried again, or that it may not.
+
+        A `counted` return is a failed try: past `max_retries` of them a message is dead, before
+        that it waits for the backoff, or for `delay_ms` if the caller has a wish. An uncounted
+        one comes back at once unless `delay_ms` says otherwise.
+        """
+        messages, held = self.resolve(tokens)
+        if not held.all():
+            tokens, messages = tokens[held], messages[held]
+        if not counted:
+            wait = np.full(len(tokens), now + (delay_ms or 0), np.int64)
+            return ReturnPlan(tokens, wait, tokens[:0])
+        described = self.describe(messages)
+        tries = described.attempts.astype(np.int64) + 1
+        over = tries > described.max_retries
+        dead = tokens[over]
+        if len(dead):
+            again = ~over
+            tokens, messages, tries = tokens[again], messages[again], tries[again]
+        if delay_ms is not None:
+            return ReturnPlan(tokens, np.full(len(tokens), now + delay_ms, np.int64), dead)
+        delays = backoff_ms(
+            self.config, partition=self.partition, messages=messages, attempts=tries
+        )
+        return ReturnPlan(tokens, delays + now, dead)
+
+    def cap_extend(self, tokens: Sequences, now: int, extend_ms: int) -> NDArray[np.int64]:
+        """How far from now each lease may be extended; 0 for one that is not held.
+
+        A lease lasts at most `visibility_ms_max` from its grant, extensions included.
+        """
+        allowed = np.zeros(len(tokens), np.int64)
+        for run, _, at, _ in self.leases.stretches(tokens):
+            left = run.granted_ms + self.config.visibility_ms_max - now
+            allowed[at] = max(0, min(extend_ms, left))
+        return allowed
+
+    def expired(self, now: int, limit: int) -> Sequences:
+        """Tokens whose deadline has come."""
+        self.promote(now)
+        return self.leases.expired(now, limit)
+
+    def next_wakeup(self) -> int | None:
+        """When the next lease or delay falls due; never later than that."""
+        lease_ms = self.leases.next_ms()
+        if self._due_ms is None:
+            return lease_ms
+        return self._due_ms if lease_ms is None else min(lease_ms, self._due_ms)
+
+    # --- dead letters and upkeep ---
+
+    def dead_list(self, after: int, limit: int) -> list[DeadLetter]:
+        """Dead letters with a sequence past `after`, ascending."""
+        found: list[DeadLetter] = []
+        if not self.dead:
+            return found
+        table = self.table
+        for sequences in table.scan(frozenset({State.DEAD}), after=after):
+            some = sequences[: limit - len(found)]
+            at = table.places(some)
+            rows = zip(
+                some.tolist(),
+                table.until_ms[at].tolist(),
+                table.reason[at].tolist(),
+                table.attempts[at].tolist(),
+                strict=True,
+            )
+            found += [DeadLetter(*row, self.details.get(row[0], b"")) for row in rows]
+            if len(found) >= limit:
+                break
+        return found
+
+    def forget_dead_before(self, time_ms: int) -> Sequences:
+        """Dead letters that died before `time_ms`, some at a time, for an ACK by message."""
+        found: list[Sequences] = []
+        if self.dead:
+            for sequences in self.table.scan(frozenset({State.DEAD})):
+                old = self.table.until_ms[self.table.places(sequences)] < time_ms
+                found.append(sequences[old])
+                if sum(map(len, found)) >= FORGET_MAX:
+                    break
+        return np.concatenate(found)[:FORGET_MAX] if found else np.empty(0, np.uint64)
+
+    def alive(self, first: int, last: int) -> Sequences:
+        """Messages in [first, last] that the log must keep, ascending."""
+        found: list[Sequences] = []
+        for sequences in self.table.scan(ALIVE, after=first - 1):
+            found.append(sequences[: sequences.searchsorted(np.uint64(last), side="right")])
+            if int(sequences[-1]) >= last:
+                break
+        return np.concatenate(found) if found else np.empty(0, np.uint64)
+
+    def oldest_alive(self) -> int | None:
+        return next((int(found[0]) for found in self.table.scan(ALIVE)), None)
+
+    def oldest_ready_ms(self, now: int) -> int | None:
+        """When the oldest ready message was enqueued."""
+        self.promote(now)
+        if not self.ready:
+            return None
+        oldest = next(self.table.scan(frozenset({State.READY})))
+        return int(self.table.time_ms[self.table.place_of(int(oldest[0]))])
+
+    # --- snapshots and checks ---
+
+    def snapshot(self) -> list[Buffer]:
+        return snapshot.dump(self)
+
+    @classmethod
+    def restore(cls, config: TopicConfig, data: Buffer, *, partition: int) -> Heap:
+        """The heap that `snapshot` described. Its own configuration holds, as of that sequence;
+        `config` only tells which topic it must be."""
+        heap = cls(config, partition=partition)
+        snapshot.load(heap, data)
+        return heap
+
+    def digest(self) -> int:
+        """A hash of the state: equal for replicas that have applied the same log."""
+        return snapshot.digest(self)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds. Slow: for tests and simulations."""
+        self.table.validate()
+        self.leases.validate()
+        self.dedup.validate()
+        self.ready_index.validate()
+        self.delayed_index.validate()
+        held = [run.messages[run.mask()] for run in self.leases.runs()]
+        leased = np.sort(np.concatenate(held)) if held else np.empty(0, np.uint64)
+        assert (leased == self.table.all_in(frozenset({State.LEASED}))).all()
+        assert len(np.unique(leased)) == len(leased) == self.leased, "a message has two leases"
+        prepared = sum(t.count for t in self.prepared.values())
+        assert prepared == self.table.counts[State.PREPARED], "a prepared message is orphaned"
+        assert not self.transactions.prepared.keys() & self.transactions.decided.keys()
+        dead = set(self.table.all_in(frozenset({State.DEAD})).tolist())
+        assert self.details.keys() <= dead, "a detail outlived its dead letter"
+        assert len(self.table.counts) == STATES
+        assert self.delayed == 0 or self._due_ms is not None, "a delay is not waited for"

@@ -1,0 +1,298 @@
+"""What is known of each living message, in columns addressed by sequence.
+
+Sequences are cut into pages of 4096. A page that holds a living message owns one row of the pool;
+all columns of the pool are flat arrays in which row *r* is `[r * 4096, (r + 1) * 4096)`. A
+sequence becomes a flat position by one lookup (`page -> row`), so any number of scattered
+messages is read or written in a handful of array operations. A page whose last message is done
+gives its row back: memory follows the living messages, not the history.
+
+Invariants: row 0 belongs to no page and stays all `NONE`, so a sequence outside every page reads
+as `NONE` without a test; a free row is all zero; `living[row]` counts the row's living messages;
+every change of a state goes through `place` or `move`, which keep `counts` and refuse what
+`states.ALLOWED` does not list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption
+from penstock.heap.states import ALIVE, ALLOWED, STATES, State, mask_of, reject_transition
+
+PAGE_BITS: Final = 12
+PAGE: Final = 1 << PAGE_BITS
+OFFSET: Final = PAGE - 1
+ROWS_MIN: Final = 4
+PAGES_MIN: Final = 64
+SCAN_PAGES: Final = 64  # pages looked at in one step of a scan
+_ALIVE: Final = mask_of(ALIVE)
+
+Sequences = NDArray[np.uint64]
+Places = NDArray[np.int64]
+
+
+class MessageTable:
+    """Columns: state; key (priority as it orders, without ageing); attempts; limit (0: the topic's
+    max_retries, else one more than the message's own); time_ms (of enqueue); until_ms (waiting: not
+    before, dead: since); reason (dead)."""
+
+    COLUMNS: Final = {
+        "state": np.uint8,
+        "key": np.int64,
+        "attempts": np.uint16,
+        "limit": np.int16,
+        "time_ms": np.int64,
+        "until_ms": np.int64,
+        "reason": np.uint8,
+    }
+
+    state: NDArray[np.uint8]
+    key: NDArray[np.int64]
+    attempts: NDArray[np.uint16]
+    limit: NDArray[np.int16]
+    time_ms: NDArray[np.int64]
+    until_ms: NDArray[np.int64]
+    reason: NDArray[np.uint8]
+
+    def __init__(self) -> None:
+        self.counts = [0] * STATES  # messages in each state; NONE and DONE are not kept
+        self.living = np.zeros(ROWS_MIN, np.int64)
+        for name, dtype in self.COLUMNS.items():
+            setattr(self, name, np.zeros(ROWS_MIN * PAGE, dtype))
+        self._free = list(range(ROWS_MIN - 1, 0, -1))
+        self._page_by_row = [-1] * ROWS_MIN
+        # _row_of[page - _page_zero]; the first and last cell stay 0, so that a clipped lookup of
+        # a page beyond either end finds row 0.
+        self._row_of = np.zeros(PAGES_MIN + 2, np.int64)
+        self._page_zero = -1
+        self._page_tail = -1  # where messages enter; kept even when nothing in it lives
+        self._refresh_views()
+
+    # --- places ---
+
+    def places(self, sequences: Sequences) -> Places:
+        """Flat positions; a sequence that is not here gets a position of row 0."""
+        signed = sequences.view(np.int64)
+        rows = self._row_of.take((signed >> PAGE_BITS) - self._page_zero, mode="clip")
+        return (rows << PAGE_BITS) | (signed & OFFSET)
+
+    def place_of(self, sequence: int) -> int:
+        page = (sequence >> PAGE_BITS) - self._page_zero
+        if 0 <= page < len(self._row_of):
+            return self._rows[page] << PAGE_BITS | sequence & OFFSET
+        return sequence & OFFSET
+
+    def state_of(self, sequence: int) -> int:
+        return self._states[self.place_of(sequence)]
+
+    def states(self, sequences: Sequences) -> NDArray[np.uint8]:
+        return self.state[self.places(sequences)]
+
+    def open_range(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
+        """Make room for consecutive new messages: (positions in the pool, part of the range)."""
+        done = 0
+        while done < count:
+            at = first + done
+            here = min(count - done, PAGE - (at & OFFSET))
+            row = self._own(at >> PAGE_BITS)
+            start = row << PAGE_BITS | at & OFFSET
+            yield slice(start, start + here), slice(done, done + here)
+            self.living[row] += here
+            done += here
+
+    def open_one(self, sequence: int) -> int:
+        """`open_range` for one message."""
+        row = self._own(sequence >> PAGE_BITS)
+        self.living[row] += 1
+        return row << PAGE_BITS | sequence & OFFSET
+
+    def open_scattered(self, sequences: Sequences) -> Places:
+        """`open_range` for messages in ascending order that do not follow each other."""
+        pages, counts = np.unique(sequences >> np.uint64(PAGE_BITS), return_counts=True)
+        for page, count in zip(pages.tolist(), counts.tolist(), strict=True):
+            row = self._own(page)  # may replace `living`
+            self.living[row] += count
+        return self.places(sequences)
+
+    # --- states ---
+
+    def enter(self, at: slice | Places, to: State | NDArray[np.uint8]) -> None:
+        """New messages take their first state."""
+        if self.state[at].any():
+            raise Corruption("a message enters at a sequence that already is one")
+        self.state[at] = to
+        for state, count in enumerate(np.bincount(self.state[at], minlength=STATES).tolist()):
+            if count and not ALLOWED[state][State.NONE]:
+                raise reject_transition(State.NONE, State(state))
+            self.counts[state] += count
+
+    def enter_one(self, at: int, to: State) -> None:
+        start = self._states[at]
+        if start or not ALLOWED[to][start]:
+            raise reject_transition(start, to)
+        self._states[at] = to
+        self.counts[to] += 1
+
+    def move(self, at: Places, to: State) -> None:
+        """Take distinct messages to another state, or none of them if one may not go there."""
+        if len(at) == 1:
+            self.move_one(int(at[0]), to)
+            return
+        allowed, counts = ALLOWED[to], self.counts
+        found = np.bincount(self.state[at], minlength=STATES).tolist()
+        for start, count in enumerate(found):
+            if count and not (start and allowed[start]):
+                raise reject_transition(start, to)
+        for start, count in enumerate(found):
+            counts[start] -= count
+        self.state[at] = to
+        if to is State.DONE:
+            self._bury(at)
+        else:
+            counts[to] += len(at)
+
+    def move_one(self, at: int, to: State) -> None:
+        start = self._states[at]
+        if not (start and ALLOWED[to][start]):
+            raise reject_transition(start, to)
+        self.counts[start] -= 1
+        self._states[at] = to
+        if to is State.DONE:
+            row = at >> PAGE_BITS
+            self.living[row] -= 1
+            if not self.living[row]:
+                self._close(self._page_by_row[row])
+        else:
+            self.counts[to] += 1
+
+    def recount(self) -> None:
+        """After a snapshot was written into the columns."""
+        self.counts[:] = np.bincount(self.state, minlength=STATES).tolist()
+        self.counts[State.NONE] = self.counts[State.DONE] = 0
+
+    # --- scans ---
+
+    def scan(self, wanted: frozenset[State], *, after: int = 0) -> Iterator[Sequences]:
+        """Sequences past `after` in one of the wanted states, ascending, in chunks."""
+        lookup = mask_of(wanted)
+        pages = self._pages()
+        pages = pages[pages >= after >> PAGE_BITS]
+        for i in range(0, len(pages), SCAN_PAGES):
+            some = pages[i : i + SCAN_PAGES]
+            states = self.state.reshape(-1, PAGE)[self._row_of[some - self._page_zero]]
+            which, offset = np.nonzero(lookup[states])
+            found = (some[which] << PAGE_BITS | offset).view(np.uint64)
+            if len(found) and int(found[0]) <= after:
+                found = found[np.searchsorted(found, np.uint64(after), side="right") :]
+            if len(found):
+                yield found
+
+    def all_in(self, wanted: frozenset[State]) -> Sequences:
+        chunks = list(self.scan(wanted))
+        return np.concatenate(chunks) if chunks else np.empty(0, np.uint64)
+
+    @property
+    def bytes(self) -> int:
+        columns: list[NDArray[Any]] = [getattr(self, name) for name in self.COLUMNS]
+        return sum(column.nbytes for column in columns) + self._row_of.nbytes
+
+    # --- pages ---
+
+    def _pages(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self._row_of) + self._page_zero
+
+    def _own(self, page: int) -> int:
+        """The row of a page that messages enter now; a new one if it had none."""
+        index = page - self._page_zero
+        if not 0 < index < len(self._row_of) - 1:
+            self._reach(page)
+            index = page - self._page_zero
+        row = self._rows[index]
+        if page != self._page_tail:
+            left, self._page_tail = self._page_tail, page
+            if left >= 0:
+                self._close_if_dead(left)
+        if not row:
+            row = self._rows[index] = self._take_row()
+            self._page_by_row[row] = page
+        return row
+
+    def _take_row(self) -> int:
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def _grow(self) -> None:
+        rows = len(self.living)
+        more = max(ROWS_MIN, rows // 4)
+        for name, dtype in self.COLUMNS.items():
+            grown: NDArray[Any] = np.zeros((rows + more) * PAGE, dtype)
+            grown[: rows * PAGE] = getattr(self, name)
+            setattr(self, name, grown)
+        self.living = np.concatenate((self.living, np.zeros(more, np.int64)))
+        self._free = list(range(rows + more - 1, rows - 1, -1))
+        self._page_by_row += [-1] * more
+        self._refresh_views()
+
+    def _reach(self, page: int) -> None:
+        """Move the page map to where it covers `page` and every page that owns a row."""
+        owned = self._pages()
+        low = min(page, int(owned[0])) if len(owned) else page
+        high = max(page, int(owned[-1])) if len(owned) else page
+        rows = np.zeros(max(PAGES_MIN, 2 * (high - low + 1)) + 2, np.int64)
+        rows[owned - low + 1] = self._row_of[owned - self._page_zero]
+        self._row_of, self._page_zero = rows, low - 1
+        self._refresh_views()
+
+    def _refresh_views(self) -> None:
+        # Single items are read and written through memoryviews: several times faster than numpy.
+        self._states = self.state.data
+        self._rows = self._row_of.data
+
+    def _bury(self, at: Places) -> None:
+        rows = at >> PAGE_BITS
+        self.living -= np.bincount(rows, minlength=len(self.living))
+        empty = rows[self.living[rows] == 0]
+        if len(empty):
+            for row in set(empty.tolist()):
+                self._close(self._page_by_row[row])
+
+    def _close_if_dead(self, page: int) -> None:
+        row = self._row_of[page - self._page_zero]
+        if row and not self.living[row]:
+            self._close(page)
+
+    def _close(self, page: int) -> None:
+        """Give a dead page's row back, unless messages still enter there."""
+        if page == self._page_tail:
+            return
+        row = int(self._row_of[page - self._page_zero])
+        self._row_of[page - self._page_zero] = 0
+        for name in self.COLUMNS:
+            getattr(self, name)[row << PAGE_BITS : (row + 1) << PAGE_BITS] = 0
+        self._free.append(row)
+
+    # --- checks ---
+
+    def validate(self) -> None:
+        assert not self.state[:PAGE].any(), "row 0 holds a state"
+        pages = self._pages()
+        rows = self._row_of[pages - self._page_zero]
+        assert len(np.unique(rows)) == len(rows), "two pages share a row"
+        assert not set(rows.tolist()) & set(self._free), "an owned row is free"
+        assert len(rows) + len(self._free) + 1 == len(self.living), "a row is lost"
+        states = self.state.reshape(-1, PAGE)
+        living = _ALIVE[states].sum(axis=1)
+        assert (living == self.living).all(), "a row's count of living messages is off"
+        counts = np.bincount(self.state, minlength=STATES)
+        for state in ALIVE:
+            assert counts[state] == self.counts[state], f"count of {state.name} is off"
+        for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
+            assert self.living[row] or page == self._page_tail, "a dead page is kept"
+        for row in self._free:
+            for name in self.COLUMNS:
+                assert not getattr(self, name)[row * PAGE : (row + 1) * PAGE].any()
