@@ -61,7 +61,7 @@ async def create_topic(
     connection: Connection, *, exists_ok: bool = False, **config: Any
 ) -> dict[str, Any]:
     """Create a topic with the given attributes; its whole configuration."""
-    return await connection.call("topic_create", **config, exists_ok=exists_ok)
+    return await connection.call("topic_create", config=config, exists_ok=exists_ok)
 
 
 async def confirmation(connection: Connection, method: str, **subject: Any) -> dict[str, Any]:

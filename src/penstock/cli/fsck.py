@@ -26,7 +26,7 @@ def fsck(
     if not folder.is_dir():
         raise NotFound(f"no data folder at {folder}", folder=str(folder))
     report = verify(folder)
-    document = document_of(report)
+    document = report.to_dict()
     code = Exit.OK if report.ok else Exit.FAILED
     return Answer(document=document, view=lambda: view_of(document), code=code)
 
@@ -38,24 +38,14 @@ def verify(folder: Path) -> Report:
         return verify_folder(folder, progress=advance)
 
 
-def document_of(report: Report) -> dict[str, Any]:
-    return {
-        "ok": report.ok,
-        "partitions": report.partitions,
-        "messages": report.messages,
-        "batches": report.batches,
-        "bytes": report.bytes,
-        "first_bad": report.first_bad,
-    }
-
-
 def view_of(document: dict[str, Any]) -> str:
     seen = (
         f"{cell(document['partitions'])} partitions, {cell(document['messages'])} messages,"
         f" {cell(document['batches'])} batches, {size(document['bytes'])}"
     )
+    notes = "".join(f"\n  note: {note}" for note in document["notes"])
     bad = document["first_bad"]
     if bad is None:
-        return f"[green]ok[/green]: {seen}"
+        return f"[green]ok[/green]: {seen}{notes}"
     where = ", ".join(f"{name} {value}" for name, value in bad.items() if name != "reason")
-    return f"[red]damaged[/red]: {bad['reason']}\n  {where}\n  read until there: {seen}"
+    return f"[red]damaged[/red]: {bad['reason']}\n  {where}\n  {seen}{notes}"

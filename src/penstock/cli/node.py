@@ -73,16 +73,16 @@ def serve(
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    import uvloop
-
-    uvloop.run(main)
+    asyncio.run(main)
 
 
 async def _serve(cli: Invocation, config: Config) -> None:
     import msgspec
 
+    from penstock.node.logs import configure
     from penstock.server.serve import serve as serve_node
 
+    configure(config.log_level)
     if config.ready_fd is not None:  # somebody else waits for the addresses
         await serve_node(config)
         return

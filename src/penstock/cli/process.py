@@ -24,6 +24,7 @@ START_S_MAX: Final = 60.0
 STOP_S_MAX: Final = 20.0
 POLL_S: Final = 0.01
 STDERR_LINES_SHOWN: Final = 12
+LISTENERS: Final = ("native", "grpc", "http")
 
 
 @dataclass(kw_only=True)
@@ -73,7 +74,7 @@ class ServerProcess:
             return time.perf_counter() - began
 
     def _arguments(self, ready: Path) -> list[str]:
-        port = {name: str(self.ports.get(name, 0)) for name in ("native", "grpc", "http")}
+        port = {name: str(self.ports.get(name, 0)) for name in LISTENERS}
         arguments = [
             sys.executable, "-m", "penstock.cli", "serve", "--data", str(self.data),
             "--host", "127.0.0.1", "--port", port["native"], "--grpc-port", port["grpc"],
@@ -143,7 +144,7 @@ def _read_ports(ready: Path) -> dict[str, int] | None:
         found = json.loads(ready.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    return {name: port for name, port in found.items() if port is not None}
+    return {name: found[name] for name in LISTENERS if name in found}
 
 
 def _clean_environment() -> dict[str, str]:

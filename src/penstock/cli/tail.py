@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -34,19 +33,20 @@ async def tail(
     every_kind: Annotated[bool, typer.Option("--all", help="Also leases, acks, …")] = False,
 ) -> Answer | None:
     """Print committed entries, one per line; with --json one document per line."""
-    printed = 0
+    left = count
+
+    def show(row: Row) -> bool:
+        """Print a row if it is asked for; False when that was the last one."""
+        nonlocal left
+        if every_kind or row["kind"] in ("enq", "prepare"):
+            print(to_json(row, indent=None) if cli.json else line_of(row), flush=True)
+            left = None if left is None else left - 1
+        return left != 0
+
     async with cli.connection() as connection:
         ends = await _ends(connection, topic, partition)
         first = start if start or follow else 1
-        stream = entries(connection, topic, ends, start=first, follow=follow)
-        async with aclosing(stream):
-            async for row in stream:
-                if not every_kind and row["kind"] not in ("enq", "prepare"):
-                    continue
-                print(to_json(row, indent=None) if cli.json else line_of(row), flush=True)
-                printed += 1
-                if printed == count:
-                    break
+        await read_entries(connection, topic, ends, start=first, follow=follow, show=show)
     return None
 
 
@@ -60,10 +60,16 @@ async def _ends(connection: Connection, topic: str, partition: int | None) -> li
     return chosen
 
 
-async def entries(
-    connection: Connection, topic: str, ends: list[Row], *, start: int, follow: bool
-) -> AsyncGenerator[Row, None]:
-    """The rows of the given partitions, in each partition's order; without `follow` up to now."""
+async def read_entries(
+    connection: Connection,
+    topic: str,
+    ends: list[Row],
+    *,
+    start: int,
+    follow: bool,
+    show: Callable[[Row], bool],
+) -> None:
+    """Show the partitions' rows, each in its order, until `show` has enough; else up to now."""
     queue: asyncio.Queue[list[Row] | None] = asyncio.Queue(QUEUE_BATCHES_MAX)
 
     async def read(end: Row) -> None:
@@ -83,19 +89,26 @@ async def entries(
 
     async with asyncio.TaskGroup() as group:
         readers = [group.create_task(read(end)) for end in ends]
-        open_readers = len(readers)
-        try:
-            while open_readers:
-                rows = await queue.get()
-                if rows is None:
-                    open_readers -= 1
-                    continue
-                for row in rows:
-                    if row["sequence"] >= start:
-                        yield row
-        finally:
-            for reader in readers:
-                reader.cancel()
+        await _show_all(queue, len(readers), start=start, show=show)
+        for reader in readers:
+            reader.cancel()
+
+
+async def _show_all(
+    queue: asyncio.Queue[list[Row] | None],
+    readers: int,
+    *,
+    start: int,
+    show: Callable[[Row], bool],
+) -> None:
+    while readers:
+        rows = await queue.get()
+        if rows is None:
+            readers -= 1
+            continue
+        # A slice begins with the whole batch that holds the first sequence asked for.
+        if not all(show(row) for row in rows if row["sequence"] >= start):
+            return
 
 
 def rows_of(batch: Batch) -> Iterator[Row]:

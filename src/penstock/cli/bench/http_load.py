@@ -6,7 +6,7 @@ A general client costs more per request than the server under test and would mea
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from penstock.errors import Unavailable
@@ -35,8 +35,8 @@ class _Caller(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # not isinstance: uvloop's transports only behave like asyncio's
+        self._transport = cast(asyncio.Transport, transport)
         self._send(self._depth)
 
     def _send(self, requests: int) -> None:
