@@ -44,6 +44,7 @@ from penstock.wire.messages import (
 )
 
 GREETING_TIMEOUT_S: Final = 10.0
+SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
 _WANTED: Final = int(FrameFlag.ACK_WANTED)
 
 
@@ -63,7 +64,8 @@ class Connection(asyncio.Protocol):
         self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
         self._lost: PenstockError | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._sent = True  # something, since the last heartbeat tick
+        self._sent = self._received = True  # something, since the last heartbeat tick
+        self._silent = 0  # ticks in a row without a byte from the peer
         self.slow_until = 0.0  # loop time until which producers were asked to hold back
 
     # --- state ---
@@ -185,9 +187,10 @@ class Connection(asyncio.Protocol):
         batch_max: int = 100,
         linger_ms: int = 0,
     ) -> LeaseStream:
-        """Open a stream of leased messages; a refusal is raised by its first iteration."""
+        """Open a stream of leased messages."""
         stream = LeaseStream(self, self._next())
-        self._open(stream, OpenLease(topic, credits, consumer, visibility_ms, batch_max, linger_ms))
+        request = OpenLease(topic, credits, consumer, visibility_ms, batch_max, linger_ms)
+        await self._open(stream, request)
         return stream
 
     async def log_stream(
@@ -199,18 +202,30 @@ class Connection(asyncio.Protocol):
         credit_entries: int = 1000,
         credit_bytes: int = 8 << 20,
     ) -> LogStream:
-        """Open a stream of committed batches; a refusal is raised by its first iteration."""
+        """Open a stream of committed batches."""
         stream = LogStream(self, self._next())
-        self._open(stream, OpenLog(topic, partition, from_sequence, credit_entries, credit_bytes))
+        request = OpenLog(topic, partition, from_sequence, credit_entries, credit_bytes)
+        await self._open(stream, request)
         return stream
 
-    def _open(self, stream: Stream[Any], request: OpenLease | OpenLog) -> None:
-        self._raise_if_lost()
-        self._streams[stream.number] = stream
-        self.send(FrameType.SUBSCRIBE, stream.number, pack(request))
+    async def _open(self, stream: Stream[Any], request: OpenLease | OpenLog) -> None:
+        number = stream.number
+        self._streams[number] = stream
+        try:
+            await self._ask(FrameType.SUBSCRIBE, dict, pack(request), number=number)
+        except BaseException:
+            # A caller that gave up waiting must not leave a stream behind that leases messages.
+            if self._streams.pop(number, None) is not None:
+                self.send(FrameType.UNSUBSCRIBE, number)
+            raise
 
-    def forget(self, number: int) -> None:
-        self._streams.pop(number, None)
+    async def unsubscribe(self, number: int) -> None:
+        """End a stream; what the server sent before it knew still arrives before this returns."""
+        if number in self._streams:
+            try:
+                await self._ask(FrameType.UNSUBSCRIBE, dict, number=number)
+            finally:
+                self._streams.pop(number, None)
 
     async def close(self) -> None:
         """Send what was written, then end; waiting requests fail with `Unavailable`."""
@@ -230,10 +245,12 @@ class Connection(asyncio.Protocol):
         self._number += 1
         return self._number
 
-    def _ask(self, type: FrameType, answer: Any, *payload: Buffer) -> asyncio.Future[Any]:
+    def _ask(
+        self, type: FrameType, answer: Any, *payload: Buffer, number: int | None = None
+    ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         self._raise_if_lost()
-        number = self._next()
+        number = number or self._next()
         self.send(type, number, *payload, flags=_WANTED)
         self._waiting[number] = (future, answer)
         return future
@@ -260,6 +277,7 @@ class Connection(asyncio.Protocol):
         self.send(FrameType.HEARTBEAT, 0, pack(self._hello))
 
     def data_received(self, data: bytes) -> None:
+        self._received = True
         try:
             for item in self._decoder.feed(data):
                 self._on_frame(item)
@@ -293,7 +311,7 @@ class Connection(asyncio.Protocol):
         elif kind is FrameType.NACK:
             self._on_refusal(item)
         elif kind is FrameType.UNSUBSCRIBE:
-            stream = self._streams.get(item.sequence)
+            stream = self._streams.pop(item.sequence, None)
             if stream is not None:
                 stream.on_end(_error(item.payload) if len(item.payload) else None)
         elif kind is FrameType.HEARTBEAT:
@@ -317,21 +335,22 @@ class Connection(asyncio.Protocol):
 
     def _on_refusal(self, item: Frame) -> None:
         error = _error(item.payload)
-        if not self._greeting.done():
-            self._fail(error)
+        if item.sequence == 0 or not self._greeting.done():
+            self._fail(error)  # it refuses all of us, not one request
             return
         found = self._waiting.pop(item.sequence, None)
-        if found is not None:
-            if not found[0].done():
-                found[0].set_exception(error)
-        elif item.sequence in self._streams:
-            self._streams[item.sequence].on_end(error)
+        if found is not None and not found[0].done():
+            found[0].set_exception(error)
 
     def _beat(self, interval: float) -> None:
-        """Every half heartbeat: say that we live, unless something else said it."""
-        if not self._sent:
+        """Every half heartbeat: show that we live, and have the peer show that it does."""
+        self._silent = 0 if self._received else self._silent + 1
+        if self._silent > SILENT_TICKS_MAX:
+            self._fail(Unavailable("the server went silent"))
+            return
+        if not (self._sent and self._received):
             self.send(FrameType.HEARTBEAT, 0)
-        self._sent = False
+        self._sent = self._received = False
         self._heartbeat = self._loop.call_later(interval, self._beat, interval)
 
     # --- ending ---
@@ -350,7 +369,8 @@ class Connection(asyncio.Protocol):
         for future, _ in waiting.values():
             if not future.done():
                 future.set_exception(_copy(error))
-        for stream in list(self._streams.values()):
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
             stream.on_end(error)
         self.resume_writing()
         if abort and self._transport is not None:

@@ -28,7 +28,8 @@ class Sender(Protocol):
 
     def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None: ...
 
-    def forget(self, number: int) -> None: ...
+    async def unsubscribe(self, number: int) -> None:
+        """Returns once nothing more can come for this stream."""
 
 
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
@@ -81,9 +82,9 @@ class Stream(Generic[Item]):
         return self._take(self._arrived.popleft())
 
     async def close(self) -> list[Item]:
-        """End the stream; returns the items that nobody took."""
+        """End the stream; returns the items that nobody took, also those on their way here."""
         if not self._ended:
-            self._sender.send(FrameType.UNSUBSCRIBE, self.number)
+            await self._sender.unsubscribe(self.number)
             self.on_end(None)
         untaken = [self._take(item) for item in self._arrived]
         self._arrived.clear()
@@ -98,7 +99,6 @@ class Stream(Generic[Item]):
     def on_end(self, error: PenstockError | None) -> None:
         if not self._ended:
             self._ended, self._error = True, error
-            self._sender.forget(self.number)
             self._wake()
 
     def _wake(self) -> None:

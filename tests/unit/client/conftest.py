@@ -153,6 +153,7 @@ class Session(asyncio.Protocol):
 
     def on_heartbeat(self, item: Frame) -> None:
         if not item.payload:
+            self.transport.writelines(frame.encode(FrameType.HEARTBEAT, 0))
             return
         if self.broker.greeting is not None:
             self.refuse(item.sequence, self.broker.greeting)
@@ -218,6 +219,7 @@ class Session(asyncio.Protocol):
 
     def on_unsubscribe(self, item: Frame) -> None:
         self.stream = None
+        self.send(FrameType.ACK, item.sequence, {})
 
     def on_subscribe(self, item: Frame) -> None:
         request, _ = unpack(item.payload, OpenLease | OpenLog | Call)  # type: ignore[arg-type]
@@ -229,6 +231,7 @@ class Session(asyncio.Protocol):
             self.refuse(item.sequence, NotFound("no such topic"))
         else:
             self.stream, self.credits = (item.sequence, request), request.credits
+            self.send(FrameType.ACK, item.sequence, {})
             self.deliver()
 
     def on_call(self, number: int, call: Call) -> None:
@@ -247,6 +250,7 @@ class Session(asyncio.Protocol):
 
     def on_log(self, number: int, request: OpenLog) -> None:
         self.broker.logs[number] = []
+        self.send(FrameType.ACK, number, {})
         body = SCHEMAS[Kind.ENQ].encode(2, {"payload": [b"a", b"b"], "priority": [5, 6]})
         batch = seal(
             Kind.ENQ, body, topic=self.broker.topic, partition=request.partition, epoch=1,

@@ -84,16 +84,14 @@ async def test_lost_positions_follow_the_callers_order(connection: Connection, b
     assert broker.returned[0].delay_ms == 5 and not broker.returned[0].counted
 
 
-async def test_a_refused_stream_raises_when_it_is_read(connection: Connection) -> None:
-    stream = await connection.lease_stream("missing", credits=1)
+async def test_a_refused_stream_raises_when_it_is_opened(connection: Connection) -> None:
     with pytest.raises(NotFound):
-        await anext(stream)
+        await connection.lease_stream("missing", credits=1)
 
 
 async def test_closing_a_stream_returns_what_nobody_took(connection: Connection) -> None:
     await connection.enqueue("t", [(0, 1, body(b"a"))])
     stream = await connection.lease_stream("t", credits=1)
-    await connection.call("echo")
     assert [batch.delivery.count for batch in await stream.close()] == [1]
     assert [batch async for batch in stream] == []
 
@@ -148,6 +146,13 @@ async def test_an_idle_connection_sends_heartbeats(connection: Connection, broke
     broker.sessions[0].on_heartbeat = lambda item: beat.set()
     async with asyncio.timeout(5):
         await beat.wait()
+
+
+async def test_a_server_that_goes_silent_is_lost(connection: Connection, broker: Any) -> None:
+    stream = await connection.lease_stream("t", credits=1)
+    broker.sessions[0].data_received = lambda data: None
+    with pytest.raises(Unavailable, match="silent"):
+        await anext(stream)
 
 
 async def test_garbage_from_the_peer_ends_the_connection(

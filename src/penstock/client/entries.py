@@ -1,0 +1,261 @@
+"""Entries on their way to the log: gathered as columns, encoded once, sent as often as needed.
+
+`Entries` is what puts append to. `sealed` turns it into a `Shipment`: the request and its bodies,
+with the producer key (id, epoch, sequence) inside. A shipment never changes; repeating it repeats
+the key, which is what makes a retry safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.client.ids import message_ids
+from penstock.errors import Corruption, InvalidArgument
+from penstock.model.batch import SCHEMAS, Kind
+from penstock.model.partitioning import partitions_of
+from penstock.model.topic import (
+    DELAY_MS_MAX,
+    HEADERS_BYTES_MAX,
+    KEY_BYTES_MAX,
+    RETRIES_MAX,
+    TopicConfig,
+)
+from penstock.wire.messages import Enqueue, Enqueued, Part
+
+PRIORITY_MAX: Final = (1 << 63) - 1
+_ENQ: Final = SCHEMAS[Kind.ENQ]
+_headers: Final = msgspec.msgpack.Encoder()
+
+
+class Item:
+    """A value for `put_many` with what `put` would take beside it."""
+
+    __slots__ = ("delay", "headers", "key", "max_retries", "priority", "value")
+
+    def __init__(
+        self,
+        value: Any,
+        *,
+        priority: int = 0,
+        key: str | bytes | None = None,
+        delay: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        max_retries: int | None = None,
+    ) -> None:
+        self.value, self.priority, self.key = value, priority, key
+        self.delay, self.headers, self.max_retries = delay, headers, max_retries
+
+
+class Entries:
+    """Columns under construction. A column stays None until an entry differs from its default."""
+
+    __slots__ = ("bytes", "delays", "headers", "keys", "payloads", "priorities", "retries")
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.priorities: list[int] = []
+        self.keys: list[bytes] | None = None
+        self.headers: list[bytes] | None = None
+        self.delays: list[int] | None = None
+        self.retries: list[int] | None = None
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.payloads)
+
+    def add(
+        self,
+        payload: bytes,
+        priority: int,
+        *,
+        key: bytes = b"",
+        headers: bytes = b"",
+        delay_ms: int = 0,
+        max_retries: int = -1,
+    ) -> None:
+        """Append one entry that was checked against the topic's limits."""
+        if key or self.keys is not None:
+            self.keys = _put(self.keys, len(self.payloads), key, b"")
+        if headers or self.headers is not None:
+            self.headers = _put(self.headers, len(self.payloads), headers, b"")
+        if delay_ms or self.delays is not None:
+            self.delays = _put(self.delays, len(self.payloads), delay_ms, 0)
+        if max_retries >= 0 or self.retries is not None:
+            self.retries = _put(self.retries, len(self.payloads), max_retries, -1)
+        self.payloads.append(payload)
+        self.priorities.append(priority)
+        self.bytes += len(payload) + len(key) + len(headers) + 16
+
+    def only(self, row: int) -> Entries:
+        """One entry by itself."""
+        alone = Entries()
+        alone.add(
+            self.payloads[row],
+            self.priorities[row],
+            key=self.keys[row] if self.keys else b"",
+            headers=self.headers[row] if self.headers else b"",
+            delay_ms=self.delays[row] if self.delays else 0,
+            max_retries=self.retries[row] if self.retries else -1,
+        )
+        return alone
+
+    def columns(self, rows: Sequence[int] | None) -> dict[str, Any]:
+        """The ENQ columns of all rows, or of the given ones."""
+        priorities = self.priorities if any(self.priorities) else None
+        named = {
+            "priority": priorities,
+            "delay_ms": self.delays,
+            "max_retries": self.retries,
+            "key": self.keys,
+            "headers": self.headers,
+            "payload": self.payloads,
+        }
+        if rows is None:
+            return named
+        return {n: c if c is None else [c[i] for i in rows] for n, c in named.items()}
+
+
+def _put(column: list[Any] | None, length: int, value: Any, default: Any) -> list[Any]:
+    if column is None:
+        column = [default] * length
+    column.append(value)
+    return column
+
+
+class Identity:
+    """A producer's key: one id and epoch, and for each partition its own gapless sequence.
+
+    A partition's id has the partition as suffix, so that no key is used in two partitions.
+    """
+
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name, self.epoch = name, epoch
+        self._next = Counter[int]()
+
+    def take(self, partition: int, count: int) -> int:
+        """Reserve `count` sequences; returns the first. They start at 1."""
+        first = self._next[partition] + 1
+        self._next[partition] += count
+        return first
+
+    def run(self, partition: int, first: int, count: int) -> dict[str, Any]:
+        """The producer columns of a body with one run."""
+        return {
+            "run_count": (count,),
+            "run_epoch": (self.epoch,),
+            "run_sequence": (first,),
+            "run_producer": (b"%s.%d" % (self.name.encode(), partition),),
+        }
+
+
+class Shipment:
+    """A request that may be sent again, byte for byte."""
+
+    __slots__ = ("bodies", "count", "order", "request")
+
+    def __init__(
+        self, request: Enqueue, bodies: list[bytes], *, count: int, order: list[int] | None
+    ) -> None:
+        self.request, self.bodies, self.count = request, bodies, count
+        self.order = order  # request index → the caller's index; None: the same
+
+    def ids(self, answer: Enqueued) -> list[str]:
+        """The message id of each entry, in the caller's order."""
+        found = [""] * self.count
+        for p in answer.placed:
+            sequences = range(p.sequence, p.sequence + p.count)
+            texts = message_ids(p.time_ms, answer.topic, p.partition, sequences)
+            found[p.index : p.index + p.count] = texts
+        for d in answer.duplicates:
+            texts = message_ids(d.time_ms, answer.topic, d.partition, (d.sequence,))
+            found[d.index] = texts[0]
+        if len(found) != self.count or not all(found):
+            raise Corruption("the answer to an enqueue does not name every message")
+        if self.order is None:
+            return found
+        sorted_ids = [""] * self.count
+        for at, index in enumerate(self.order):
+            sorted_ids[index] = found[at]
+        return sorted_ids
+
+
+def sealed(
+    entries: Entries,
+    *,
+    config: TopicConfig,
+    identity: Identity,
+    partition: int,
+    atomic: bool = False,
+    expected_sequence: int | None = None,
+) -> Shipment:
+    """Encode `entries`: those with a key go where it belongs, the others to `partition`."""
+    count = len(entries)
+    parts, bodies = [], []
+    order: list[int] | None = None
+    groups = _groups(entries, config.partitions, partition)
+    if len(groups) > 1:
+        order = [row for rows in groups.values() for row in rows]
+    for target, rows in groups.items():
+        size = len(rows)
+        first = identity.take(target, size)
+        columns = entries.columns(None if order is None else rows)
+        columns.update(identity.run(target, first, size))
+        body = _ENQ.encode(size, columns, runs=1)
+        parts.append(Part(target, size, len(body)))
+        bodies.append(body)
+    request = Enqueue(config.name, parts, atomic, expected_sequence)
+    return Shipment(request, bodies, count=count, order=order)
+
+
+def _groups(entries: Entries, partitions: int, sticky: int) -> dict[int, Sequence[int]]:
+    """The rows of each partition."""
+    if entries.keys is None or partitions == 1:
+        return {sticky: range(len(entries))}
+    targets = partitions_of(entries.keys, partitions)
+    keyless = np.fromiter((not key for key in entries.keys), bool, len(entries.keys))
+    targets[keyless] = sticky
+    return {int(p): np.flatnonzero(targets == p).tolist() for p in np.unique(targets)}
+
+
+def encode_key(key: str | bytes | None) -> bytes:
+    if key is None:
+        return b""
+    raw = key.encode() if isinstance(key, str) else bytes(key)
+    if len(raw) > KEY_BYTES_MAX:
+        raise _over("key", len(raw), KEY_BYTES_MAX)
+    return raw
+
+
+def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
+    if not headers:
+        return b""
+    try:
+        raw = _headers.encode(headers)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"headers cannot be encoded: {error}", field="headers") from error
+    if len(raw) > HEADERS_BYTES_MAX:
+        raise _over("headers", len(raw), HEADERS_BYTES_MAX)
+    return raw
+
+
+def check(payload: bytes, priority: int, *, delay_ms: int, max_retries: int, limit: int) -> None:
+    """Refuse here what the node would refuse, before it shares a request with other puts."""
+    if len(payload) > limit:
+        raise _over("payload", len(payload), limit)
+    if not -PRIORITY_MAX - 1 <= priority <= PRIORITY_MAX:
+        raise InvalidArgument("priority is not a signed 64-bit integer", field="priority")
+    if not 0 <= delay_ms <= DELAY_MS_MAX:
+        raise _over("delay", delay_ms, DELAY_MS_MAX)
+    if not -1 <= max_retries <= RETRIES_MAX:
+        raise _over("max_retries", max_retries, RETRIES_MAX)
+
+
+def _over(field: str, value: int, limit: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field} is {value}, over the limit of {limit}", field=field, limit=limit
+    )

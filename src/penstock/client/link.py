@@ -1,0 +1,138 @@
+"""A client's connection: opened when it is needed, opened again after a loss, retried in bounds.
+
+A retry happens only on errors that say so (`retryable`), waits as long as the error asks, and gives
+up after `Options.retry_s`. Whoever passes an action here makes sure that repeating it is harmless:
+an enqueue carries its producer key, a settlement ends a lease once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import stamina
+import structlog
+
+from penstock.client.connection import Connection
+from penstock.client.options import Options
+from penstock.errors import Backpressure, PenstockError, Unavailable
+
+R = TypeVar("R")
+log = structlog.get_logger("penstock.client")
+
+
+class Source(Protocol):
+    """Where connections come from: a url, or an engine in this process."""
+
+    async def connect(self) -> Connection: ...
+
+    async def close(self) -> None: ...
+
+
+class Link:
+    """One connection at a time, shared by all topics of a client."""
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self.options = options
+        self._source = source
+        self._connection: Connection | None = None
+        self._opening = asyncio.Lock()
+        self._tasks = asyncio.TaskGroup()
+        self._closed = False
+
+    async def open(self) -> None:
+        await self._tasks.__aenter__()
+        try:
+            await self.connection()
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def live(self) -> Connection | None:
+        """The connection, if there is one right now."""
+        found = self._connection
+        return found if found is not None and found.alive else None
+
+    async def connection(self) -> Connection:
+        """The connection; opens one if there is none."""
+        found = self.live
+        if found is not None:
+            return found
+        async with self._opening:
+            if self.live is None:
+                if self._closed:
+                    raise PenstockError("the client is closed")
+                self._connection = await self._source.connect()
+            assert self._connection is not None
+            return self._connection
+
+    async def request(
+        self,
+        action: Callable[[Connection], Awaitable[R]],
+        *,
+        repeatable: bool = True,
+        failed: PenstockError | None = None,
+    ) -> R:
+        """Do `action` until it succeeds or fails for good. `failed`: how a first try ended.
+
+        An action that is not repeatable is tried again only when it surely did not happen.
+        """
+
+        def again(error: Exception) -> bool | float:
+            return _again(error, repeatable=repeatable)
+
+        if failed is not None:
+            wait = again(failed)
+            if wait is False:
+                raise failed
+            await asyncio.sleep(self.options.retry_wait_s if wait is True else wait)
+        options = self.options
+        async for attempt in stamina.retry_context(
+            on=again,
+            attempts=None,
+            timeout=options.retry_s,
+            wait_initial=options.retry_wait_s,
+            wait_max=options.retry_wait_s_max,
+            wait_jitter=options.retry_wait_s,
+        ):
+            with attempt:
+                connection = await self._reached()
+                return await action(connection)
+        raise AssertionError("stamina ends by returning or raising")
+
+    async def _reached(self) -> Connection:
+        try:
+            return await self.connection()
+        except Unavailable as error:
+            error.details["sent"] = False
+            raise
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside everything else until it ends; it must not raise."""
+        self._tasks.create_task(_guarded(work))
+
+    async def close(self) -> None:
+        """Wait for spawned work, then hang up and close the source."""
+        self._closed = True
+        await self._tasks.__aexit__(None, None, None)
+        if self._connection is not None:
+            await self._connection.close()
+        await self._source.close()
+
+
+def _again(error: Exception, *, repeatable: bool) -> bool | float:
+    """Whether to retry after `error`, and after how many seconds if it names them."""
+    if not isinstance(error, PenstockError) or not error.retryable:
+        return False
+    if isinstance(error, Backpressure):
+        return float(error.retry_after_s)
+    return repeatable or error.details.get("sent") is False
+
+
+async def _guarded(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("a background task of the client failed")

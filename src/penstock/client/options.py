@@ -1,0 +1,34 @@
+"""What a client may be told, and its defaults."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+
+from penstock.errors import InvalidArgument
+
+Duration = float | int | timedelta  # seconds unless it says otherwise
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Every bound of a client. The defaults suit a service with some hundred concurrent puts."""
+
+    producer: str | None = None  # a stable name; None: a fresh one for each client
+    requests_max: int = 4  # enqueue requests of one topic that wait for an answer at once
+    batch_entries_max: int = 1000  # puts that share one request
+    batch_bytes_max: int = 1 << 20
+    inflight_entries_max: int = 20_000  # entries put and not yet answered; further puts wait
+    inflight_bytes_max: int = 64 << 20
+    retry_s: float = 60.0  # how long a retryable failure is retried before it is raised
+    retry_wait_s: float = 0.05  # before the first retry; doubles
+    retry_wait_s_max: float = 2.0
+    drain_s: float = 30.0  # how long leaving the client waits for what is in flight
+
+
+def milliseconds(value: Duration, *, field: str) -> int:
+    """A duration of the API as the protocol carries it."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not seconds >= 0:
+        raise InvalidArgument(f"{field} must not be negative", field=field)
+    return round(seconds * 1000)
