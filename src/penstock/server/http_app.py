@@ -1,7 +1,7 @@
 """The HTTP listener's application: authenticate, read within limits, run the call, answer.
 
 It is written against ASGI itself: a router and request objects would cost more than the enqueue
-that they carry. The order is deliberate: without a good key nothing of the body is read.
+that they carry. The order is deliberate: without a good key nothing of the body is looked at.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 log: Final = structlog.get_logger(__name__)
 
 JSON: Final = b"application/json"
+DRAIN_BYTES_MAX: Final = 2 << 20
+DRAIN_S: Final = 0.2
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -167,6 +169,7 @@ class Exchange:
         self.api_key: str | None = None
         self.request_id: bytes | None = None
         self._length = 0
+        self._expects = False  # the caller sends its body only when asked to
         self._read = False  # the whole body is here
         self._read_headers(scope["headers"])
 
@@ -182,6 +185,8 @@ class Exchange:
                 self.request_id = value if _REQUEST_ID.fullmatch(value) else None
             elif name == b"content-length":
                 self._length = int(value)
+            elif name == b"expect":
+                self._expects = True
 
     async def body(self, limit: int) -> bytes:
         """The whole body; more than `limit` bytes are refused before they are read."""
@@ -206,6 +211,22 @@ class Exchange:
                 return b"".join(parts)
             event = await self._receive()
         raise Disconnected
+
+    async def _drained(self) -> bool:
+        """Read what is left of a refused body and forget it, if it is little: closing a connection
+        on unread bytes resets it, and the caller would not see why."""
+        left = DRAIN_BYTES_MAX
+        if self._expects or self._length > DRAIN_BYTES_MAX:
+            return self._read
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while not self._read and left >= 0:
+                    event = await self._receive()
+                    left -= len(event.get("body", b""))
+                    self._read = not event.get("more_body", False)
+        except TimeoutError:
+            pass
+        return self._read
 
     async def disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -233,8 +254,8 @@ class Exchange:
             extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
         if isinstance(error, Unauthenticated):
             extra.append((b"www-authenticate", b"Bearer"))
-        if not self._read and (self._length or self.scope["method"] in ("POST", "PATCH")):
-            extra.append((b"connection", b"close"))  # rather than read what is refused
+        if not await self._drained():
+            extra.append((b"connection", b"close"))
         await self.respond(status, JSON, msgspec.json.encode(fields, enc_hook=str), *extra)
 
 

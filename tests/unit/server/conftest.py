@@ -1,4 +1,4 @@
-"""A node that follows a script: the real connection on one end, answers made up here on the other."""
+"""A node that follows a script: the real connection at one end, made-up answers at the other."""
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ class ScriptedSession(asyncio.Protocol):
             self.answer(item.sequence, self.node.call(control.method, control.arguments))
             return
         self.node.streams.append(control)
+        self.answer(item.sequence, {})
         for i in range(self.node.deliver):
             body = DELIVERY.encode(
                 1,
@@ -172,6 +173,7 @@ class ScriptedSession(asyncio.Protocol):
 
     def on_unsubscribe(self, item: frame.Frame) -> None:
         self.node.unsubscribed += 1
+        self.answer(item.sequence, {})
 
 
 @pytest.fixture

@@ -38,9 +38,7 @@ def test_columns_of_defaults_are_absent() -> None:
         (Entries([b"a"] * 10_001, [0] * 10_001), "messages", 10_000),
     ],
 )
-def test_the_first_value_over_its_limit_is_named(
-    entries: Entries, field: str, limit: int
-) -> None:
+def test_the_first_value_over_its_limit_is_named(entries: Entries, field: str, limit: int) -> None:
     with pytest.raises(InvalidArgument) as refused:
         entries.check(CONFIG)
     assert (refused.value.field, refused.value.limit) == (field, limit)

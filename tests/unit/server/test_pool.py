@@ -29,9 +29,7 @@ async def test_a_wrong_key_is_refused_each_time(node: Any) -> None:
     await links.close()
 
 
-async def test_a_lost_connection_is_opened_anew(
-    node: Any, eventually: Callable[..., Any]
-) -> None:
+async def test_a_lost_connection_is_opened_anew(node: Any, eventually: Callable[..., Any]) -> None:
     links = pool(node)
     first = await links.link(None)
     node.sessions[0].transport.close()

@@ -1,0 +1,68 @@
+"""The proto file, the request types and the model must not drift apart."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.model.topic import TopicConfig
+from penstock.server import requests, responses
+from penstock.server._generated import penstock_pb2 as pb
+from penstock.server.grpc_server import SERVICE
+from penstock.server.http_routes import ENQUEUES, routes
+from penstock.server.operations import OPERATIONS
+
+ROOT = Path(__file__).parents[3]
+HTTP_ONLY = {"payload_base64"}
+METHODS = {m.name: m for m in SERVICE.methods}
+
+
+def fields(message: str) -> set[str]:
+    return set(pb.DESCRIPTOR.message_types_by_name[message].fields_by_name)
+
+
+@pytest.mark.parametrize("name", sorted((OPERATIONS | ENQUEUES).keys()))
+def test_a_call_has_the_same_arguments_on_both_sides(name: str) -> None:
+    request = (OPERATIONS | ENQUEUES)[name].request
+    declared = set(request.__struct_fields__) - HTTP_ONLY
+    assert {f.name for f in METHODS[name].input_type.fields} == declared
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_call_has_the_same_result_on_both_sides(name: str) -> None:
+    declared = set(OPERATIONS[name].response.__struct_fields__)
+    assert {f.name for f in METHODS[name].output_type.fields} == declared
+
+
+def test_both_listeners_offer_every_call() -> None:
+    assert set(METHODS) == set(OPERATIONS | ENQUEUES) | {"PopStream"}
+    assert {r.name for r in routes().all} == set(OPERATIONS | ENQUEUES)
+
+
+def test_a_heap_has_every_attribute_of_a_topic() -> None:
+    attributes = set(TopicConfig.__struct_fields__) - {"name"} | {"topic"}
+    assert fields("Heap") == set(responses.Heap.__struct_fields__) == attributes
+    assert fields("NewMessage") == set(requests.NewMessage.__struct_fields__) - HTTP_ONLY
+    assert fields("PopOpen") == set(requests.PopOpen.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Message", responses.Message),
+        ("PopItem", responses.LeasedMessage),
+        ("DeadMessage", responses.DeadMessage),
+        ("HeapStats", responses.HeapStats),
+        ("PartitionStats", responses.PartitionStats),
+        ("Key", responses.KeyInfo),
+    ],
+)
+def test_results_within_results_agree(message: str, shown: type) -> None:
+    in_json = set(shown.__struct_fields__) - {"payload_base64", "key_base64"}  # type: ignore[attr-defined]
+    assert fields(message) == in_json
+
+
+def test_the_generated_code_is_current() -> None:
+    script = ROOT / "scripts" / "generate_proto.py"
+    subprocess.run([sys.executable, script, "--check"], check=True, timeout=60)
