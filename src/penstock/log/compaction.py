@@ -40,11 +40,22 @@ def compact(segment: Segment, alive: NDArray[np.uint64], target: Path) -> Segmen
     Returns the segment as it is once that file has taken the old one's place, or None, with no file
     left, when there is nothing to gain.
     """
-    source, handle = Handle(segment.path), Handle(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    handle = Handle(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     crash_point("log.rewrite.before")
+    new = None
+    try:
+        new = _copy(segment, alive, handle)
+    finally:
+        if new is None:
+            target.unlink()
+    crash_point("log.rewrite.synced")
+    return new
+
+
+def _copy(segment: Segment, alive: NDArray[np.uint64], handle: Handle) -> Segment | None:
     new = Segment(segment.path, segment.header._replace(compacted=True))
     new.end = handle.write([new.header.encode()], 0)
-    walk = Walk(source, segment.path, header=segment.header, end=segment.end)
+    walk = Walk(Handle(segment.path), segment.path, header=segment.header, end=segment.end)
     index = Index()
     for batch in _compacted(walk, alive):
         index.add(batch.first, new.end)
@@ -52,13 +63,11 @@ def compact(segment: Segment, alive: NDArray[np.uint64], target: Path) -> Segmen
         new.batches += 1
     verify_sealed(segment, walk)
     if new.end >= segment.end:
-        target.unlink()
         return None
     new.last, new.chain, new.epoch = segment.last, segment.chain, segment.epoch
     new.time_ms, new.sealed, new.opened = segment.time_ms, True, Opened(handle, index)
     handle.write([new.footer().encode()], new.end)
     os.fsync(handle.fd)
-    crash_point("log.rewrite.synced")
     return new
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from penstock.errors import DiskFull, StorageFailed
 from penstock.model.columns import Buffer
 
 IOV_MAX: Final = 1024
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_NOWAIT: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -72,6 +75,16 @@ class Handle:
             while done < total:
                 done += os.pwrite(self.fd, joined[done:], offset + done)
         return offset + total
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Speak of failing files in the system's own words."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in FULL else StorageFailed
+        raise kind(f"{folder}: {error}") from error
 
 
 def sync_folder(path: Path) -> None:

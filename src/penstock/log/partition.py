@@ -28,12 +28,12 @@ from penstock.errors import DiskFull, FailedPrecondition, NotFound, StorageFaile
 from penstock.log.cache import BatchCache
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
-from penstock.log.files import sync_folder
+from penstock.log.files import storage_errors, sync_folder
 from penstock.log.index import sidecar
 from penstock.log.layout import SegmentHeader
 from penstock.log.reader import Reader
 from penstock.log.recovery import Recovered, Recovery
-from penstock.log.segment import Segment, SegmentInfo
+from penstock.log.segment import Segment, SegmentInfo, save_index
 from penstock.log.snapshots import Snapshot, Snapshots
 from penstock.log.staging import Flush, LogOptions, Staging
 from penstock.log.table import SegmentTable
@@ -77,15 +77,17 @@ class PartitionLog:
         `accept_rot` verifies everything instead, ends the log at the first damage, keeps what it
         cut off in `.rot` files, and says so in the log at the highest level.
         """
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder.parent)
-            sync_folder(folder.parent.parent)
-        found = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot).run()
-        options = options or LogOptions()
-        log = cls(folder, found, topic=topic, partition=partition, options=options)
-        log._grow_ahead()
-        return log
+        with storage_errors(folder):
+            if not folder.is_dir():
+                folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(folder.parent)
+                sync_folder(folder.parent.parent)
+            recovery = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot)
+            found = recovery.run()
+            options = options or LogOptions()
+            log = cls(folder, found, topic=topic, partition=partition, options=options)
+            log._grow_ahead()
+            return log
 
     @property
     def sequence_first(self) -> int:
@@ -97,7 +99,7 @@ class PartitionLog:
 
     @property
     def bytes_total(self) -> int:
-        return sum(segment.bytes for segment in self._table.segments())
+        return self._table.bytes
 
     # --- the event loop ---
 
@@ -202,7 +204,7 @@ class PartitionLog:
 
     def drop_before(self, sequence: int) -> int:
         """Delete sealed segments at the head that end before `sequence`; returns bytes freed."""
-        with self._upkeep:
+        with self._upkeep, storage_errors(self.folder):
             segments = self._table.segments()
             gone: list[Segment] = []
             for segment in segments[:-1]:
@@ -223,7 +225,7 @@ class PartitionLog:
 
     def rewrite(self, first: int, alive: Callable[[int, int], NDArray[np.uint64]]) -> int:
         """Compact the sealed segment that begins at `first`; returns the bytes saved."""
-        with self._upkeep:
+        with self._upkeep, storage_errors(self.folder):
             old = next((s for s in self._table.segments() if s.first == first), None)
             if old is None:
                 raise NotFound(f"no segment begins at sequence {first}", sequence=first)
@@ -238,7 +240,7 @@ class PartitionLog:
             sync_folder(self.folder)
             self._cache.forget(old.first, old.last)
             assert new.opened is not None
-            new.opened.index.save(sidecar(new.path), last=new.last, end=new.end)
+            save_index(new, new.opened.index)
             crash_point("log.rewrite.after")
             return old.bytes - new.bytes
 
@@ -248,8 +250,9 @@ class PartitionLog:
         """Persist the state after `sequence`, which must be durable; returns the file's size."""
         if sequence > self.sequence_durable:
             raise ValueError(f"a snapshot at {sequence} is ahead of {self.sequence_durable}")
-        self._writer.floor.raise_to(sequence=self.sequence_durable)
-        return self._snapshots.save(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
+        with storage_errors(self.folder):
+            self._writer.floor.raise_to(sequence=self.sequence_durable)
+            return self._snapshots.save(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
 
     def load_snapshot(self) -> Snapshot | None:
         return self._snapshots.load(through=self.sequence_durable)
@@ -260,9 +263,10 @@ class PartitionLog:
 
     def close(self) -> None:
         """Persist the floor. What is staged and not written is lost; write it first."""
-        if self._failure is None:
-            self._writer.floor.raise_to(sequence=self.sequence_durable)
-        self._staging.close()
+        with storage_errors(self.folder):
+            if self._failure is None:
+                self._writer.floor.raise_to(sequence=self.sequence_durable)
+            self._staging.close()
 
     # --- inside ---
 

@@ -15,7 +15,7 @@ import structlog
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle
+from penstock.log.files import FULL, Handle
 from penstock.log.index import Index, Opened, sidecar
 from penstock.log.layout import FOOTER_SIZE, HEADER_SIZE, Footer, SegmentHeader
 from penstock.log.walk import Walk, damaged
@@ -147,8 +147,19 @@ def load_index(segment: Segment, handle: Handle) -> Index:
     except (FileNotFoundError, Corruption) as error:
         _log.info("index_rebuilt", file=str(path), reason=str(error))
     index = rebuild_index(segment, handle)
-    index.save(path, last=segment.last, end=segment.end)
+    save_index(segment, index)
     return index
+
+
+def save_index(segment: Segment, index: Index) -> None:
+    """Write the sidecar, if there is space for it: it saves a walk, nothing depends on it."""
+    path = sidecar(segment.path)
+    try:
+        index.save(path, last=segment.last, end=segment.end)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _log.warning("index_not_saved", file=str(path), reason=str(error))
 
 
 def rebuild_index(segment: Segment, handle: Handle) -> Index:
@@ -171,5 +182,5 @@ def seal(segment: Segment) -> None:
     crash_point("log.seal.trimmed")
     os.fsync(handle.fd)
     crash_point("log.seal.synced")
-    segment.opened.index.save(sidecar(segment.path), last=segment.last, end=segment.end)
+    save_index(segment, segment.opened.index)
     segment.sealed = True

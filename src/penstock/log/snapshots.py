@@ -54,15 +54,21 @@ class Snapshots:
             self.topic, self.partition, sequence, chain, epoch, crc, length, time.time_ns() // 10**6
         )
         path = self._path(sequence)
-        self._write(path, [header.encode(), *parts])
+        new = path.with_name(path.name + ".tmp")
+        try:
+            self._write(new, [header.encode(), *parts])
+            new.rename(path)
+        finally:
+            new.unlink(missing_ok=True)
+        crash_point("log.snapshot.renamed")
+        sync_folder(self.folder)
         for old in self.sequences()[:-KEPT]:
             self._path(old).unlink()
         crash_point("log.snapshot.after")
         return SNAPSHOT_SIZE + length
 
     @staticmethod
-    def _write(path: Path, buffers: list[Buffer]) -> None:
-        new = path.with_name(path.name + ".tmp")
+    def _write(new: Path, buffers: list[Buffer]) -> None:
         crash_point("log.snapshot.before")
         handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if crash_armed("log.snapshot.torn"):
@@ -71,9 +77,6 @@ class Snapshots:
         handle.write(buffers, 0)
         os.fsync(handle.fd)
         crash_point("log.snapshot.synced")
-        new.rename(path)
-        crash_point("log.snapshot.renamed")
-        sync_folder(path.parent)
 
     def load(self, *, through: int) -> Snapshot | None:
         """The newest valid one at or below `through`; a damaged one is reported and passed over."""

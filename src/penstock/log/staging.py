@@ -10,7 +10,6 @@ smaller promise.
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,13 @@ from typing import Final
 
 from penstock.errors import DiskFull
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle
+from penstock.log.files import FULL, Handle
 from penstock.log.index import Index, Opened
 from penstock.log.layout import FOOTER_SIZE, HEADER_SIZE, MARK_SIZE, SegmentHeader, padded
 from penstock.log.segment import Segment, segment_path
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PADDING: Final = tuple(bytes(n) for n in range(8))
 
 
@@ -211,7 +209,7 @@ def _allocate(handle: Handle, *, have: int, wanted: int, least: int) -> int:
                 os.posix_fallocate(handle.fd, have, target - have)
             return max(target, have)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             os.ftruncate(handle.fd, have)  # give back what a half-done allocation took
     raise DiskFull("the disk is full", bytes=least - have)

@@ -10,6 +10,7 @@ from threading import Lock
 from penstock.errors import NotFound
 from penstock.log.files import Handle
 from penstock.log.index import Opened
+from penstock.log.layout import FOOTER_SIZE
 from penstock.log.segment import Segment, load_index
 
 
@@ -23,7 +24,7 @@ class SegmentTable:
     def __init__(self, segments: list[Segment], *, index_bytes: int) -> None:
         self._index_bytes = index_bytes
         self._lock = Lock()
-        self._view = ([segment.first for segment in segments], segments)
+        self._publish(segments)
         self._open: OrderedDict[Segment, None] = OrderedDict()
 
     def segments(self) -> list[Segment]:
@@ -33,6 +34,11 @@ class SegmentTable:
     def first(self) -> int:
         firsts, _ = self._view
         return firsts[0] if firsts else 1
+
+    @property
+    def bytes(self) -> int:
+        _, segments = self._view
+        return self._bytes_before + segments[-1].bytes if segments else 0
 
     def find(self, sequence: int) -> Segment:
         """The segment that covers `sequence`; the caller has checked the log's bounds."""
@@ -92,3 +98,5 @@ class SegmentTable:
 
     def _publish(self, segments: list[Segment]) -> None:
         self._view = ([segment.first for segment in segments], segments)
+        # All but the newest are sealed, or will be as soon as the writer gets there.
+        self._bytes_before = sum(segment.end + FOOTER_SIZE for segment in segments[:-1])
