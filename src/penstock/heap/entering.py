@@ -60,12 +60,14 @@ def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -
             table.limit[at] = limits[part] + 1
         if until_ms is not None:
             table.until_ms[at] = until_ms[part]
-        table.enter(at, states if isinstance(states, State) else states[part])
+        if isinstance(states, State):
+            table.enter_range(at, states)
+        else:
+            table.enter(at, states[part])
     if prepared:
         return 0
     sequences = np.arange(batch.first, batch.first + count, dtype=np.uint64)
-    aged = heap.ordering.aged(keys, np.full(count, batch.time_ms, np.int64))
-    return _index(heap, aged, sequences, until_ms)
+    return _index(heap, heap.ordering.aged(keys, batch.time_ms), sequences, until_ms)
 
 
 def _index(
@@ -75,12 +77,12 @@ def _index(
     until_ms: NDArray[np.int64] | None,
 ) -> int:
     if until_ms is None:
-        heap.ready_index.push(aged, sequences)
+        heap.ready_index.push(aged, sequences, ascending=True)
         return len(sequences)
     later = until_ms > 0
     heap.index_delayed(until_ms[later], sequences[later])
     if not later.all():
-        heap.ready_index.push(aged[~later], sequences[~later])
+        heap.ready_index.push(aged[~later], sequences[~later], ascending=True)
     return len(sequences) - int(np.count_nonzero(later))
 
 
@@ -177,6 +179,8 @@ def producer_runs(columns: Columns) -> list[ProducerRun]:
     names = columns.binary("run_producer")
     if names is None:
         return []
+    if columns.runs == 1:
+        return _only_run(names[0], columns)
     runs = []
     index = 0
     for name, epoch, first, count in zip(
@@ -190,10 +194,22 @@ def producer_runs(columns: Columns) -> list[ProducerRun]:
             runs.append(ProducerRun(name, epoch, first, count, index))
         index += count
     if index > columns.count:
-        raise InvalidArgument(
-            f"runs cover {index} of {columns.count} entries", field="run_count", limit=columns.count
-        )
+        raise _too_long(index, columns)
     return runs
+
+
+def _only_run(name: bytes, columns: Columns) -> list[ProducerRun]:
+    size = int(columns.fixed("run_count")[0])
+    if size > columns.count:
+        raise _too_long(size, columns)
+    epoch, first = int(columns.fixed("run_epoch")[0]), int(columns.fixed("run_sequence")[0])
+    return [ProducerRun(name, epoch, first, size, 0)] if name and size else []
+
+
+def _too_long(covered: int, columns: Columns) -> InvalidArgument:
+    return InvalidArgument(
+        f"runs cover {covered} of {columns.count} entries", field="run_count", limit=columns.count
+    )
 
 
 def _record(heap: HeapState, runs: list[ProducerRun], batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """The ready index: messages by (key, sequence), best first, in a few sorted runs.
 
     push ─► fresh ─┬─► front   sorted, small: the best messages; all that a look reads
-                   └─► back    in order of arrival ─► runs   sorted, large, eight to a size
+                   └─► back    in order of arrival ─► runs   sorted, large, some to a size
 
 Everything in back and runs is worse than `bound`, and everything not worse than `bound` is in the
 front. So a look (`best`) sorts in only those fresh pairs that beat the bound. The others wait in
@@ -35,25 +35,34 @@ from penstock.heap.pairs import (
     Pairs,
     Sequences,
     join,
+    merged_pairs,
     rank_in,
     sorted_pairs,
 )
 
-FRONT: Final = 1024  # what a refill aims at
-FRONT_MAX: Final = 4096  # beyond this the front gives its worse part to the back
-HEAD_MIN: Final = 128  # pairs of each run that a refill compares
+FRONT: Final = 2048  # what a refill aims at
+FRONT_MAX: Final = 8192  # beyond this the front gives its worse part to the back
+HEAD_MIN: Final = 64  # pairs of each run that a refill looks at first
+SCALAR_STEPS: Final = 16  # stale pairs that a look for one message passes before it looks in bulk
 SEAL: Final = 1 << 18  # the back becomes a run at this size
-FAN: Final = 8  # runs of one size that are merged
+FAN: Final = 12  # runs of one size that are merged
 TIER_BITS: Final = 3  # sizes within a factor of 8 are one size
 
 Valid = Callable[[Pairs], NDArray[np.bool_]]
 
 
 class RunIndex:
-    """`valid` says which pairs still count, `live` how many messages should be found in here."""
+    """`valid` says which pairs still count, `valid_one` the same of one (key, sequence), and `live`
+    how many messages should be found in here."""
 
-    def __init__(self, valid: Valid, live: Callable[[], int]) -> None:
-        self._valid, self._live = valid, live
+    _front: Pairs
+    _at: int
+    _end: int
+
+    def __init__(
+        self, valid: Valid, valid_one: Callable[[int, int], bool], live: Callable[[], int]
+    ) -> None:
+        self._valid, self._valid_one, self._live = valid, valid_one, live
         self.clear()
 
     def clear(self) -> None:
@@ -62,8 +71,7 @@ class RunIndex:
         self._back = Collector()
         self._runs: list[Pairs] = []
         self._bound = (0, 0)  # meaningful while anything is behind the front
-        self._front = EMPTY  # the front is [_at, _end) of these columns
-        self._at = self._end = 0
+        self._set_front(0)
 
     @property
     def size(self) -> int:
@@ -73,13 +81,14 @@ class RunIndex:
 
     # --- changes ---
 
-    def push(self, keys: Keys, sequences: Sequences) -> None:
+    def push(self, keys: Keys, sequences: Sequences, *, ascending: bool = False) -> None:
+        """Add pairs; `ascending` promises that the sequences are, which saves work."""
         if self._looked:
-            self._fresh.add(keys, sequences)
+            self._fresh.add(keys, sequences, ascending=ascending)
             if self._fresh.size >= CHUNK:
                 self._absorb()
         else:
-            self._back.add(keys, sequences)
+            self._back.add(keys, sequences, ascending=ascending)
             self._seal_if_large()
 
     def push_one(self, key: int, sequence: int) -> None:
@@ -103,10 +112,18 @@ class RunIndex:
 
     def best(self, count: int) -> Pairs:
         """The best `count` valid pairs, in order; fewer if there are no more."""
-        missing = min(count, self._live())
+        live = self._live()
+        missing = min(count, live)
         if missing <= 0:
+            if not live and self.size > CHUNK:
+                self.clear()  # all of it is stale
             return EMPTY
         self._look()
+        if count == 1 and self._find_one():
+            at = self._at
+            return Pairs(
+                self._front.keys[at : at + 1].copy(), self._front.sequences[at : at + 1].copy()
+            )
         if self._end - self._at < missing:
             self._sweep_if_stale()
         found: list[Pairs] = []
@@ -133,6 +150,15 @@ class RunIndex:
         pairs = join(found)
         # The front moves under views of it.
         return Pairs(pairs.keys.copy(), pairs.sequences.copy()) if len(found) == 1 else pairs
+
+    def _find_one(self) -> bool:
+        """Whether the front holds a valid pair, which is its first then."""
+        keys, sequences, valid_one = self._key_view, self._sequence_view, self._valid_one
+        for at in range(self._at, min(self._end, self._at + SCALAR_STEPS)):
+            if valid_one(keys[at], sequences[at]):
+                self._at = at
+                return True
+        return False
 
     def head_key(self) -> int | None:
         head = self.best(1)
@@ -172,19 +198,37 @@ class RunIndex:
     def _absorb(self) -> None:
         if not self._fresh.size:
             return
-        pairs = self._fresh.take()
+        if self._fresh.single and self._absorb_one():
+            return
+        pairs = self._fresh.take_sorted()
+        better = pairs.size
         if self._behind():
-            key, sequence = self._bound
-            keys, sequences = pairs
-            better = (keys < key) | ((keys == key) & (sequences <= np.uint64(sequence)))
-            count = int(np.count_nonzero(better))
-            if count < pairs.size:
-                behind = pairs.where(~better) if count else pairs
-                self._back.add(behind.keys, behind.sequences)
-                self._seal_if_large()
-                pairs = pairs.where(better)
-        if pairs.size:
-            self._into_front(sorted_pairs(pairs))
+            better = rank_in(pairs, self._bound, inclusive=True)
+        if better < pairs.size:
+            behind = pairs.cut(better)
+            self._back.add(behind.keys, behind.sequences, ascending=False)
+            self._seal_if_large()
+        if better:
+            self._into_front(pairs.cut(0, better))
+
+    def _absorb_one(self) -> bool:
+        """Absorb a single pair if it goes to either end, which most do."""
+        pair = self._fresh.peek_one()
+        end = self._end
+        if self._behind() and pair > self._bound:
+            self._back.add_one(*pair)
+            self._seal_if_large()
+        elif end < self._front.size and (
+            self._at == end or pair > (self._key_view[end - 1], self._sequence_view[end - 1])
+        ):
+            self._key_view[end], self._sequence_view[end] = pair
+            self._end = end + 1
+            if self._end - self._at > FRONT_MAX:
+                self._spill()
+        else:
+            return False
+        self._fresh.drop_one()
+        return True
 
     def _into_front(self, pairs: Pairs) -> None:
         if self._at == self._end or (pairs.keys[0], pairs.sequences[0]) > (
@@ -193,7 +237,7 @@ class RunIndex:
         ):
             self._append(pairs)
         else:
-            merged = sorted_pairs(join([self._front_pairs(), pairs]))
+            merged = merged_pairs(self._front_pairs(), pairs)
             self._at = self._end = 0
             self._append(merged)
         if self._end - self._at > FRONT_MAX:
@@ -204,13 +248,19 @@ class RunIndex:
         end = self._end + pairs.size
         if end > self._front.size:
             old = self._front_pairs()
-            room = old.size + pairs.size + FRONT
-            self._front = Pairs(np.empty(room, np.int64), np.empty(room, np.uint64))
+            self._set_front(old.size + pairs.size + FRONT)
             self._front.keys[: old.size], self._front.sequences[: old.size] = old
-            self._at, self._end = 0, old.size
+            self._end = old.size
             end = old.size + pairs.size
         self._front.keys[self._end : end], self._front.sequences[self._end : end] = pairs
         self._end = end
+
+    def _set_front(self, room: int) -> None:
+        """An empty front with this much room."""
+        # The front is [_at, _end) of these columns; the views are for single pairs.
+        self._front = Pairs(np.empty(room, np.int64), np.empty(room, np.uint64))
+        self._key_view, self._sequence_view = self._front.keys.data, self._front.sequences.data
+        self._at = self._end = 0
 
     def _spill(self) -> None:
         pairs = self._front_pairs()
@@ -219,7 +269,7 @@ class RunIndex:
         if pairs.size > FRONT_MAX:
             worse = pairs.cut(FRONT)
             pairs = pairs.cut(0, FRONT)
-            self._back.add(worse.keys, worse.sequences)
+            self._back.add(worse.keys, worse.sequences, ascending=False)
             self._bound = pairs.last()
         self._append(pairs)
 
@@ -266,24 +316,29 @@ class RunIndex:
         return False
 
     def _take_heads(self, wanted: int) -> Pairs:
-        """Cut all pairs up to a new bound off the runs.
-
-        The bound is the least end of a head that has more behind it: no run can hold a better pair
-        that was not looked at.
-        """
-        width = max(HEAD_MIN, 2 * wanted // len(self._runs))
-        heads = [run.cut(0, width) for run in self._runs]
-        partial = [h.last() for h, run in zip(heads, self._runs, strict=True) if h.size < run.size]
-        if not partial:
-            self._runs = []
-            taken = sorted_pairs(join(heads))
-            self._bound = taken.last()
-            return taken
-        self._bound = bound = min(partial)
-        cuts = [rank_in(head, bound, inclusive=True) for head in heads]
-        rest = [_trim(run.cut(cut)) for run, cut in zip(self._runs, cuts, strict=True)]
+        """Cut all pairs up to a new bound off the runs: `wanted` or somewhat more."""
+        runs = self._runs
+        width = max(HEAD_MIN, 2 * wanted // len(runs))
+        while True:
+            # The bound is the least end of a head that has more behind it: no run can hold a
+            # better pair that was not looked at. Runs made one after the other in time hardly
+            # overlap when priorities are alike; then the heads must be longer.
+            partial = [run.at(width - 1) for run in runs if width < run.size]
+            if not partial:
+                self._runs = []
+                taken = sorted_pairs(join(runs))
+                self._bound = taken.last()
+                return taken
+            bound = min(partial)
+            cuts = [rank_in(run, bound, inclusive=True) for run in runs]
+            if width >= wanted or 2 * sum(cuts) >= wanted:
+                break
+            width *= 2
+        self._bound = bound
+        heads = [run.cut(0, cut) for run, cut in zip(runs, cuts, strict=True) if cut]
+        rest = [_trim(run.cut(cut)) if cut else run for run, cut in zip(runs, cuts, strict=True)]
         self._runs = [run for run in rest if run.size]
-        return sorted_pairs(join([h.cut(0, cut) for h, cut in zip(heads, cuts, strict=True)]))
+        return sorted_pairs(join(heads))
 
     # --- stale pairs ---
 
@@ -301,7 +356,7 @@ class RunIndex:
         self._runs = [run for run in valid if run.size]
         back = self._back.take()
         back = back.where(self._valid(back))
-        self._back.add(back.keys, back.sequences)
+        self._back.add(back.keys, back.sequences, ascending=False)
 
     # --- checks ---
 

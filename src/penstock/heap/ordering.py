@@ -32,7 +32,7 @@ class Ordering:
     def key(self, priority: int) -> int:
         return ~priority if self._reversed else priority
 
-    def aged(self, keys: NDArray[np.int64], times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
+    def aged(self, keys: NDArray[np.int64], times_ms: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """Keys as the index orders them; saturating at the worst key."""
         if not self._ageing_per_s:
             return keys

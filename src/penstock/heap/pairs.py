@@ -27,8 +27,11 @@ class Pairs(NamedTuple):
     def where(self, mask: NDArray[np.bool_]) -> Pairs:
         return Pairs(self.keys[mask], self.sequences[mask])
 
+    def at(self, index: int) -> tuple[int, int]:
+        return int(self.keys[index]), int(self.sequences[index])
+
     def last(self) -> tuple[int, int]:
-        return int(self.keys[-1]), int(self.sequences[-1])
+        return self.at(-1)
 
 
 EMPTY: Final = Pairs(np.empty(0, np.int64), np.empty(0, np.uint64))
@@ -90,8 +93,27 @@ def _sorted_wide(pairs: Pairs) -> Pairs:
     return found.where(np.concatenate(([True], ~same))) if same.any() else found
 
 
+def merged_pairs(old: Pairs, new: Pairs) -> Pairs:
+    """Two sorted columns as one; quick when `new` is small and its ties came later."""
+    right = old.keys.searchsorted(new.keys, side="right")
+    before = np.maximum(right, 1) - 1  # the last pair of `old` not after each new one, by key
+    tied = (old.keys[before] == new.keys) & (old.sequences[before] >= new.sequences)
+    if tied.any():
+        return sorted_pairs(join([old, new]))
+    at = right + np.arange(new.size)
+    kept = np.ones(old.size + new.size, np.bool_)
+    kept[at] = False
+    merged = Pairs(np.empty(len(kept), np.int64), np.empty(len(kept), np.uint64))
+    for column, olds, news in zip(merged, old, new, strict=True):
+        column[at] = news
+        column[kept] = olds
+    return merged
+
+
 def rank_in(pairs: Pairs, bound: tuple[int, int], *, inclusive: bool) -> int:
     """How many of the sorted pairs come before `bound` (or are equal to it)."""
+    if not pairs.size or pairs.at(0) > bound:
+        return 0
     key, sequence = np.int64(bound[0]), np.uint64(bound[1])
     left = int(pairs.keys.searchsorted(key))
     right = int(pairs.keys.searchsorted(key, side="right"))
@@ -105,11 +127,16 @@ class Collector:
     A push copies into the buffer, so that a million pushes of one cost no million small arrays.
     """
 
-    __slots__ = ("_full", "_key_view", "_keys", "_sequence_view", "_sequences", "_used", "size")
+    __slots__ = (
+        "_full", "_key_view", "_keys", "_last", "_sequence_view", "_sequences", "_used",
+        "ascending", "size",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._full: list[Pairs] = []
         self.size = 0
+        self.ascending = True  # whether sequences came in strictly ascending order
+        self._last = -1
         self._renew()
 
     def _renew(self) -> None:
@@ -124,13 +151,22 @@ class Collector:
         if used == CHUNK:
             self._retire()
             used = 0
+        if sequence <= self._last:
+            self.ascending = False
+        self._last = sequence
         self._key_view[used] = key
         self._sequence_view[used] = sequence
         self._used = used + 1
         self.size += 1
 
-    def add(self, keys: Keys, sequences: Sequences) -> None:
+    def add(self, keys: Keys, sequences: Sequences, *, ascending: bool) -> None:
+        """Push many; `ascending` says that the sequences among themselves are."""
         count = len(keys)
+        if not count:
+            return
+        if not ascending or int(sequences[0]) <= self._last:
+            self.ascending = False
+        self._last = int(sequences[-1])
         if self._used + count > CHUNK:
             self._retire()
             if count > CHUNK // 2:
@@ -148,11 +184,34 @@ class Collector:
             return list(self._full)
         return [*self._full, Pairs(self._keys[: self._used], self._sequences[: self._used])]
 
+    @property
+    def single(self) -> bool:
+        return self.size == self._used == 1
+
+    def peek_one(self) -> tuple[int, int]:
+        """The pair, when there is a single one."""
+        return self._key_view[0], self._sequence_view[0]
+
+    def drop_one(self) -> None:
+        self._used = self.size = 0
+        self.ascending, self._last = True, -1
+
     def take(self) -> Pairs:
         """Everything collected; the collector is empty then."""
         self._retire()
         taken, self._full, self.size = self._full, [], 0
+        self.ascending, self._last = True, -1
         return join(taken)
+
+    def take_sorted(self) -> Pairs:
+        """`take` in order, each pair once."""
+        if not self.ascending or self.size > CHUNK:
+            return sorted_pairs(self.take())
+        keys, sequences = self.take()
+        if len(keys) == 1:
+            return Pairs(keys, sequences)
+        order = keys.argsort(kind="stable")  # arrival order breaks ties, and is by sequence
+        return Pairs(keys[order], sequences[order])
 
     def _retire(self) -> None:
         if not self._used:

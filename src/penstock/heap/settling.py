@@ -88,7 +88,10 @@ def on_ack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     table = heap.table
     if "token" in columns:
         messages = _release(heap, columns.fixed("token"), applied.released)
-        if len(messages):
+        if len(messages) == 1:
+            table.move_one(table.place_of(int(messages[0])), State.DONE)
+            applied.acked = 1
+        elif len(messages):
             table.move(table.places(messages), State.DONE)
             applied.acked = len(messages)
     if "message" in columns:

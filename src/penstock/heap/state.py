@@ -55,8 +55,10 @@ class HeapState:
         self.transactions = Transactions()
         self.details: dict[int, bytes] = {}  # explanations of dead letters that have one
         counts = self.table.counts
-        self.ready_index = RunIndex(self._is_ready, lambda: counts[State.READY])
-        self.delayed_index = RunIndex(self._is_delayed, lambda: counts[State.DELAYED])
+        self.ready_index = RunIndex(self._are_ready, self._is_ready, lambda: counts[State.READY])
+        self.delayed_index = RunIndex(
+            self._are_delayed, self._is_delayed, lambda: counts[State.DELAYED]
+        )
         self._due_ms: int | None = None  # no delayed message falls due before this
 
     @property
@@ -82,10 +84,17 @@ class HeapState:
 
     # --- which pairs of an index still count ---
 
-    def _is_ready(self, pairs: Pairs) -> NDArray[np.bool_]:
+    def _is_ready(self, _: int, sequence: int) -> bool:
+        return self.table.state_of(sequence) == State.READY
+
+    def _is_delayed(self, key: int, sequence: int) -> bool:
+        at = self.table.place_of(sequence)
+        return bool(self.table.state[at] == State.DELAYED and self.table.until_ms[at] == key)
+
+    def _are_ready(self, pairs: Pairs) -> NDArray[np.bool_]:
         return np.equal(self.table.states(pairs.sequences), State.READY)
 
-    def _is_delayed(self, pairs: Pairs) -> NDArray[np.bool_]:
+    def _are_delayed(self, pairs: Pairs) -> NDArray[np.bool_]:
         at = self.table.places(pairs.sequences)
         current: NDArray[np.bool_] = np.equal(self.table.until_ms[at], pairs.keys)
         current &= self.table.state[at] == State.DELAYED

@@ -77,8 +77,12 @@ class MessageTable:
     def places(self, sequences: Sequences) -> Places:
         """Flat positions; a sequence that is not here gets a position of row 0."""
         signed = sequences.view(np.int64)
-        rows = self._row_of.take((signed >> PAGE_BITS) - self._page_zero, mode="clip")
-        return (rows << PAGE_BITS) | (signed & OFFSET)
+        pages = signed >> PAGE_BITS
+        pages -= self._page_zero
+        at = self._row_of.take(pages, mode="clip")
+        at <<= PAGE_BITS
+        at += signed & OFFSET
+        return at
 
     def place_of(self, sequence: int) -> int:
         page = (sequence >> PAGE_BITS) - self._page_zero
@@ -113,12 +117,21 @@ class MessageTable:
     def open_scattered(self, sequences: Sequences) -> Places:
         """`open_range` for messages in ascending order that do not follow each other."""
         pages, counts = np.unique(sequences >> np.uint64(PAGE_BITS), return_counts=True)
+        self.reserve(len(pages))
         for page, count in zip(pages.tolist(), counts.tolist(), strict=True):
             row = self._own(page)  # may replace `living`
             self.living[row] += count
         return self.places(sequences)
 
     # --- states ---
+
+    def enter_range(self, at: slice, to: State) -> None:
+        """`enter` for consecutive messages of one state."""
+        count = at.stop - at.start
+        if not ALLOWED[to][State.NONE] or self._states[at].tobytes().count(0) != count:
+            raise Corruption("a message enters at a sequence that already is one")
+        self.state[at] = to
+        self.counts[to] += count
 
     def enter(self, at: slice | Places, to: State | NDArray[np.uint8]) -> None:
         """New messages take their first state."""
@@ -223,18 +236,22 @@ class MessageTable:
 
     def _take_row(self) -> int:
         if not self._free:
-            self._grow()
+            self._grow(max(ROWS_MIN, len(self.living) // 4))
         return self._free.pop()
 
-    def _grow(self) -> None:
+    def reserve(self, rows: int) -> None:
+        """Have at least this many free rows."""
+        if rows > len(self._free):
+            self._grow(rows - len(self._free))
+
+    def _grow(self, more: int) -> None:
         rows = len(self.living)
-        more = max(ROWS_MIN, rows // 4)
         for name, dtype in self.COLUMNS.items():
             grown: NDArray[Any] = np.zeros((rows + more) * PAGE, dtype)
             grown[: rows * PAGE] = getattr(self, name)
             setattr(self, name, grown)
         self.living = np.concatenate((self.living, np.zeros(more, np.int64)))
-        self._free = list(range(rows + more - 1, rows - 1, -1))
+        self._free = [*range(rows + more - 1, rows - 1, -1), *self._free]
         self._page_by_row += [-1] * more
         self._refresh_views()
 
