@@ -7,11 +7,11 @@ implements fails when the gateway starts, not when somebody makes it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
-import structlog
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.errors import STATUS_TABLE, Backpressure, PenstockError, Unavailable
+from penstock.node.logs import get_logger, new_request_id, request_id
 from penstock.node.tls import read_pem
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server.fields import request_of
@@ -31,10 +32,11 @@ from penstock.server.pool import Link, Pool
 
 Run = Callable[[Link, Any], Awaitable[Message]]
 Context = grpc.aio.ServicerContext[Any, Any]
-log: Final = structlog.get_logger(__name__)
+log: Final = get_logger(__name__)
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Penstock"]
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FAST: Final[dict[str, Run]] = {"Enqueue": enqueue, "EnqueueBatch": enqueue_batch}
 
 
@@ -115,34 +117,33 @@ class GrpcServer:
 
     def _unary(self, run: Run) -> Any:
         async def answer(request: Any, context: Context) -> Any:
-            api_key, request_id = identity(context)
+            api_key = identify(context)
             try:
                 link = await self._pool.link(api_key)
                 with link.held():
                     response = await run(link, request)
             except PenstockError as error:
-                return await refuse(context, error, request_id)
+                return await refuse(context, error)
             except Exception:
-                log.exception("call failed", request_id=request_id)
-                return await refuse(context, _failed(), request_id)
-            if request_id:
-                context.set_trailing_metadata((("x-request-id", request_id),))
+                log.exception("call failed")
+                return await refuse(context, _failed())
+            context.set_trailing_metadata((("x-request-id", request_id.get()),))
             return response
 
         return answer
 
     def _stream(self) -> Any:
         async def answer(requests: Any, context: Context) -> None:
-            api_key, request_id = identity(context)
+            api_key = identify(context)
             try:
                 link = await self._pool.link(api_key)
                 with link.held():
                     await PopStream(link, context.write).run(requests)
             except PenstockError as error:
-                await refuse(context, error, request_id)
+                await refuse(context, error)
             except Exception:
-                log.exception("stream failed", request_id=request_id)
-                await refuse(context, _failed(), request_id)
+                log.exception("stream failed")
+                await refuse(context, _failed())
 
         return answer
 
@@ -159,9 +160,9 @@ def _failed() -> Unavailable:
     return Unavailable("the gateway failed; its log says why")
 
 
-def identity(context: Context) -> tuple[str | None, str]:
-    """The call's API key and request id."""
-    api_key, request_id = None, ""
+def identify(context: Context) -> str | None:
+    """The call's API key. Its request id, or a new one, is set for the task that serves it."""
+    api_key, found = None, ""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
             scheme, _, key = str(value).partition(" ")
@@ -170,14 +171,15 @@ def identity(context: Context) -> tuple[str | None, str]:
         elif name == "x-api-key":
             api_key = str(value) or None
         elif name == "x-request-id":
-            request_id = str(value)[:128]
-    return api_key, request_id
+            found = str(value)
+    request_id.set(found if _REQUEST_ID.fullmatch(found) else new_request_id())
+    return api_key
 
 
-async def refuse(context: Context, error: PenstockError, request_id: str) -> Any:
+async def refuse(context: Context, error: PenstockError) -> Any:
     """End the call with the error's status; what else it says goes into the trailing metadata."""
     code, _ = STATUS_TABLE[error.status]
-    trailing = [("penstock-code", error.code)]
+    trailing = [("penstock-code", error.code), ("x-request-id", request_id.get())]
     trailing += [
         (f"penstock-{name}", str(error.details[name]))
         for name in ("field", "limit")
@@ -185,6 +187,4 @@ async def refuse(context: Context, error: PenstockError, request_id: str) -> Any
     ]
     if isinstance(error, Backpressure):
         trailing.append(("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
-    if request_id:
-        trailing.append(("x-request-id", request_id))
     await context.abort(_CODES[code], error.message, tuple(trailing))

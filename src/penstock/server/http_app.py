@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any, Final
 
 import msgspec
-import structlog
 
 from penstock.errors import (
     STATUS_TABLE,
@@ -27,6 +26,7 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
+from penstock.node.logs import get_logger, request_id
 from penstock.server.http_routes import Match, Route, routes
 from penstock.server.openapi import document
 from penstock.server.options import GatewayOptions
@@ -35,14 +35,14 @@ from penstock.server.pool import Link, Pool
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-log: Final = structlog.get_logger(__name__)
+log: Final = get_logger(__name__)
 
 JSON: Final = b"application/json"
 DRAIN_BYTES_MAX: Final = 2 << 20
 DRAIN_S: Final = 0.2
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
-_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Disconnected(Exception):
@@ -70,6 +70,9 @@ class HttpApp:
         exchange = Exchange(scope, receive, send)
         if exchange.request_id is None:
             exchange.request_id = f"{self._id_prefix}-{next(self._ids):x}".encode()
+        request_id.set(
+            exchange.request_id.decode()
+        )  # a request has a task, and a context, of its own
         if self._active >= self._options.requests_max:
             busy = LimitExceeded(
                 f"{self._options.requests_max} requests are in progress",
@@ -85,7 +88,7 @@ class HttpApp:
         except PenstockError as error:
             await exchange.refuse(error)
         except Exception:
-            log.exception("request failed", request_id=exchange.request_id.decode())
+            log.exception("request failed", path=scope["path"])
             await exchange.refuse(Unavailable("the gateway failed; its log says why"))
         finally:
             self._active -= 1

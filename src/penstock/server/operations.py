@@ -12,15 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import structlog
 
 from penstock.errors import InvalidArgument, LeaseLost, PenstockError
 from penstock.model.ids import LeaseToken, MessageId
+from penstock.node.logs import get_logger
 from penstock.server import requests as ask
 from penstock.server import responses as tell
 from penstock.server.pool import Link
 
-log: Final = structlog.get_logger(__name__)
+log: Final = get_logger(__name__)
 Result = dict[str, Any]
 
 
@@ -42,18 +42,17 @@ def heap(config: Result) -> Result:
 
 
 async def make_heap(link: Link, request: Any) -> Result:
-    fields = given(request, "topic")
-    return heap(
-        await _naming_topic(link.connection.call("topic_create", name=request.topic, **fields))
-    )
+    config = {"name": request.topic, **given(request, "topic", "exists_ok")}
+    call = link.call("topic_create", config=config, exists_ok=request.exists_ok)
+    return heap(await _naming_topic(call))
 
 
 async def get_heap(link: Link, request: ask.OfTopic) -> Result:
-    return heap(await link.connection.call("topic_get", topic=request.topic))
+    return heap(await link.call("topic_get", topic=request.topic))
 
 
 async def list_heaps(link: Link, request: ask.Nothing) -> Result:
-    found = await link.connection.call("topic_list")
+    found = await link.call("topic_list")
     return {"heaps": [heap(config) for config in found["topics"]]}
 
 
@@ -62,30 +61,30 @@ async def update_heap(link: Link, request: Any) -> Result:
     if not changes:
         raise InvalidArgument("no attribute to change is given", field="body")
     link.forget(request.topic)
-    config = await link.connection.call("topic_update", topic=request.topic, changes=changes)
+    config = await link.call("topic_update", topic=request.topic, changes=changes)
     link.forget(request.topic)
     return heap(config)
 
 
 async def delete_heap(link: Link, request: ask.DeleteHeap) -> Result:
-    result = await link.connection.call("topic_delete", **_confirmed(request))
+    result = await link.call("topic_delete", **_confirmed(request))
     link.forget(request.topic)
     return result
 
 
 async def stats(link: Link, request: ask.Stats) -> Result:
-    found = await link.connection.call("stats", **given(request))
+    found = await link.call("stats", **given(request))
     return {"topics": [heap(topic) for topic in found["topics"]]}
 
 
 async def purge(link: Link, request: ask.Purge) -> Result:
-    return await link.connection.call("purge", **_confirmed(request))
+    return await link.call("purge", **_confirmed(request))
 
 
 async def pop(link: Link, request: ask.Pop) -> Result:
     """Wait for messages. A caller that goes away meanwhile gets none: they are given back unused,
     because a lease that nobody knows of would hide its message until it expires."""
-    call = asyncio.ensure_future(link.connection.call("pop", **given(request)))
+    call = asyncio.ensure_future(link.call("pop", **given(request)))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
@@ -113,7 +112,7 @@ def _log_failed_return(done: asyncio.Future[list[int]]) -> None:
 
 
 async def peek(link: Link, request: ask.Peek) -> Result:
-    return await link.connection.call("peek", **given(request))
+    return await link.call("peek", **given(request))
 
 
 async def ack(link: Link, request: ask.Ack) -> Result:
@@ -148,19 +147,19 @@ async def extend(link: Link, request: ask.Extend) -> Result:
 
 
 async def move_to_dlq(link: Link, request: ask.MoveToDLQ) -> Result:
-    return await link.connection.call("move_to_dlq", **given(request))
+    return await link.call("move_to_dlq", **given(request))
 
 
 async def dlq_list(link: Link, request: ask.DlqList) -> Result:
-    return await link.connection.call("dlq_list", **given(request))
+    return await link.call("dlq_list", **given(request))
 
 
 async def dlq_replay(link: Link, request: ask.DlqReplay) -> Result:
-    return await link.connection.call("dlq_replay", **given(request))
+    return await link.call("dlq_replay", **given(request))
 
 
 async def dlq_delete(link: Link, request: ask.DlqDelete) -> Result:
-    return await link.connection.call("dlq_delete", **_confirmed(request))
+    return await link.call("dlq_delete", **_confirmed(request))
 
 
 async def confirm(link: Link, request: ask.Confirm) -> Result:
@@ -170,23 +169,23 @@ async def confirm(link: Link, request: ask.Confirm) -> Result:
         raise InvalidArgument(f"{request.method} is confirmed for a {subject}", field=subject)
     if getattr(request, other) is not None:
         raise InvalidArgument(f"{request.method} is not confirmed for a {other}", field=other)
-    return await link.connection.call("confirm", **given(request))
+    return await link.call("confirm", **given(request))
 
 
 async def create_key(link: Link, request: ask.CreateKey) -> Result:
-    return await link.connection.call("key_create", name=request.name)
+    return await link.call("key_create", name=request.name)
 
 
 async def list_keys(link: Link, request: ask.Nothing) -> Result:
-    return await link.connection.call("key_list")
+    return await link.call("key_list")
 
 
 async def revoke_key(link: Link, request: ask.RevokeKey) -> Result:
-    return await link.connection.call("key_revoke", **_confirmed(request))
+    return await link.call("key_revoke", **_confirmed(request))
 
 
 async def status(link: Link, request: ask.Nothing) -> Result:
-    return await link.connection.call("node_status")
+    return await link.call("node_status")
 
 
 def _confirmed(request: ask.Destructive) -> Result:

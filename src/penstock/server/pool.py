@@ -12,12 +12,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from penstock.client.connection import Connection
 from penstock.errors import LimitExceeded, Unavailable
 from penstock.model.topic import TopicConfig
+from penstock.node.logs import request_id
 from penstock.server.coalesce import FLIGHT_BYTES_MAX, Desk
 from penstock.server.entries import FRAME_SLACK
 
@@ -43,12 +45,16 @@ class Link:
         found = self._configs.get(topic)
         if found is not None and self._loop.time() < found[1]:
             return found[0]
-        fields = await self.connection.call("topic_get", topic=topic)
+        fields = await self.call("topic_get", topic=topic)
         config = msgspec.convert(fields, TopicConfig)
         if len(self._configs) >= CONFIGS_MAX:
             self._configs.clear()
         self._configs[topic] = (config, self._loop.time() + self._config_s)
         return config
+
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """An administrative call that carries the id of the request it serves."""
+        return await self.connection.call(method, request_id=request_id.get(), **arguments)
 
     def forget(self, topic: str) -> None:
         """Ask again next time: the topic is not what it was believed to be."""

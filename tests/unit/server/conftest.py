@@ -50,6 +50,7 @@ class ScriptedNode:
         self.topics = {"jobs": TopicConfig(name="jobs", id=7)}
         self.answers: dict[str, dict[str, Any] | PenstockError] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.request_ids: list[str] = []  # of the calls
         self.enqueues: list[tuple[Enqueue, Any]] = []
         self.refuse_enqueue: Callable[[Enqueue, Any], PenstockError | None] = lambda *_: None
         self.settlements: list[Any] = []
@@ -70,6 +71,7 @@ class ScriptedNode:
         return connection
 
     def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any] | PenstockError:
+        self.request_ids.append(arguments.pop("request_id"))
         self.calls.append((method, arguments))
         if method in self.answers:
             return self.answers[method]

@@ -97,7 +97,10 @@ async def test_enums_and_optional_fields_are_what_was_set(stub: Any, node: Any) 
     heap = await stub.MakeHeap(pb.MakeHeapRequest(topic="jobs", mode=pb.MAX, dlq=False))
     assert heap.mode == pb.MAX and heap.topic == "jobs" and heap.k == 100
     assert node.calls == [
-        ("topic_create", {"name": "jobs", "mode": "max", "dlq": False, "exists_ok": False})
+        (
+            "topic_create",
+            {"config": {"name": "jobs", "mode": "max", "dlq": False}, "exists_ok": False},
+        )
     ]
 
 

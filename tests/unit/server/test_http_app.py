@@ -161,6 +161,7 @@ async def test_errors_keep_their_form_and_status(
     assert answer.status_code == status
     assert answer.json() == {**error.to_wire(), "request_id": "r1"}
     assert headers.items() <= dict(answer.headers).items()
+    assert node.request_ids == ["r1"]
 
 
 async def test_a_lost_lease_is_a_failed_precondition(http: httpx.AsyncClient, node: Any) -> None:
@@ -229,7 +230,7 @@ async def test_a_heap_is_made_and_changed_with_what_was_given(
     assert answer.json()["topic"] == "jobs" and "name" not in answer.json()
     await http.patch("/v1/heaps/jobs", json={"paused": True})
     assert node.calls == [
-        ("topic_create", {"name": "jobs", "mode": "max", "k": 5, "exists_ok": False}),
+        ("topic_create", {"config": {"name": "jobs", "mode": "max", "k": 5}, "exists_ok": False}),
         ("topic_update", {"topic": "jobs", "changes": {"paused": True}}),
     ]
     assert (await http.patch("/v1/heaps/jobs", json={})).status_code == 400
