@@ -38,7 +38,7 @@ _MARK: Final = struct.Struct("<IIQQI")
 _PLACE: Final = struct.Struct("<IIQ")
 _FLOOR: Final = struct.Struct("<IHHQQQQ20x")
 _INDEX: Final = struct.Struct("<IHHQQQII20x")
-_SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq16x")
+_SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
 
 HEADER_SIZE: Final = _SEGMENT.size + 4
 FOOTER_SIZE: Final = _FOOTER.size + 4

@@ -70,6 +70,8 @@ def verify_folder(path: Path | str, progress: Progress | None = None) -> Report:
             report.ok = False
             report.bad += 1
             report.first_bad = report.first_bad or _described(damage, topic, partition, folder)
+    if progress is not None:
+        progress(total, total)
     del lock
     return report
 
@@ -161,7 +163,6 @@ class _Partition:
             torn = last_nonzero(handle, walk.offset, walk.end) - walk.offset
             if torn:
                 self.report.notes.append(f"{path}: {torn} bytes of a torn write at the end")
-            self.advance(walk.end - walk.offset)
         segment = Segment(path, header)
         segment.reached(walk)
         return segment
