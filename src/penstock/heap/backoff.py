@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from penstock.model.topic import TopicConfig
 
 DOUBLINGS_MAX: Final = 40  # beyond every cap; keeps the shift within 64 bits
-_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+_STEP: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 
@@ -31,14 +32,14 @@ def backoff_ms(
     doublings = np.minimum(attempts - 1, DOUBLINGS_MAX)
     # In floats: exact far beyond the cap, and nothing can overflow.
     ceiling = np.minimum(config.backoff_ms_base * np.exp2(doublings), config.backoff_ms_cap)
-    draw = _hash(messages * _STEP + (attempts.view(np.uint64) << np.uint64(32)), partition)
+    draw = _hash(messages * np.uint64(_STEP) + (attempts.view(np.uint64) << np.uint64(32)), partition)
     delays: NDArray[np.int64] = (draw * (ceiling + 1)).astype(np.int64)
     return delays
 
 
 def _hash(values: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
     """Numbers spread evenly over [0, 1): the finaliser of splitmix64."""
-    mixed = values + np.uint64(seed + 1) * _STEP
+    mixed = values + np.uint64((seed + 1) * _STEP & _WORD)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
     mixed ^= mixed >> np.uint64(31)
