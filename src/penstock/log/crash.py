@@ -42,12 +42,17 @@ LOG_POINTS: Final = (
 )
 
 
-def _parse(text: str) -> tuple[str, int]:
-    name, _, nth = text.partition(":")
-    return name, int(nth or 1)
+_name, _left = "", 0
 
 
-_name, _left = _parse(os.environ.get("PENSTOCK_CRASH", ""))
+def arm(text: str) -> None:
+    """Arm the point that `name:nth` names; the environment does so when this is imported."""
+    global _name, _left
+    _name, _, nth = text.partition(":")
+    _left = int(nth or 1)
+
+
+arm(os.environ.get("PENSTOCK_CRASH", ""))
 
 
 def crash_point(name: str) -> None:

@@ -14,14 +14,15 @@ the list of segments is replaced, never changed, so a reader's view of it stays 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from penstock.errors import DiskFull, FailedPrecondition, NotFound, StorageFailed
@@ -43,7 +44,8 @@ from penstock.model.columns import Buffer
 
 __all__ = ["Flush", "LogOptions", "PartitionLog", "SegmentInfo", "Snapshot"]
 
-_log = structlog.get_logger("penstock.log")
+FULL_RETRY_S: Final = 1.0
+_log = logging.getLogger(__name__)
 
 
 class PartitionLog:
@@ -62,6 +64,7 @@ class PartitionLog:
         self._snapshots = Snapshots(folder, topic=topic, partition=partition)
         self._upkeep = Lock()  # one drop or rewrite at a time
         self._failure: OSError | None = None
+        self._ahead_due = 0.0  # a full disk is not asked again before
         self.sequence_last = newest.last if newest else 0  # staged
         self.epoch_last = newest.epoch if newest else 0
         self.chain_last = newest.chain if newest else 0
@@ -275,10 +278,13 @@ class PartitionLog:
         ahead = min(self.options.allocate_bytes, self.options.segment_bytes) // 2
         if self._staging.room(enqueue=True) >= ahead - self.options.reserve_bytes:
             return
+        if time.monotonic() < self._ahead_due:
+            return
         try:
             self._staging.grow(max(ahead - self.options.reserve_bytes, 8))
         except DiskFull as error:
-            _log.warning("no_space_ahead", folder=str(self.folder), reason=error.message)
+            self._ahead_due = time.monotonic() + FULL_RETRY_S
+            _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
 
     def _check_held(self, sequence: int) -> None:
         if not self._table.first <= sequence <= self._writer.durable:
@@ -291,7 +297,7 @@ class PartitionLog:
 
     def _fail(self, error: OSError) -> NoReturn:
         self._failure = error
-        _log.critical("storage_failed", folder=str(self.folder), error=str(error))
+        _log.critical("%s: storage failed: %s", self.folder, error)
         raise StorageFailed(
             f"{self.folder}: {error}", topic=self.topic, partition=self.partition
         ) from error

@@ -8,12 +8,11 @@ acknowledged data that is gone, which only an operator may accept.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-
-import structlog
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
@@ -31,7 +30,7 @@ from penstock.log.segment import (
 )
 from penstock.log.walk import Walk, damaged, last_nonzero, proof_of_rot
 
-_log = structlog.get_logger("penstock.log")
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -104,10 +103,8 @@ class Recovery:
             used = last_nonzero(handle, walk.offset, walk.end)
             refuse_rot(walk, stop, floor=self.floor.slot.sequence)
             if used > walk.offset:
-                _log.warning(
-                    "torn_tail_cleared", file=str(path), offset=walk.offset,
-                    bytes=used - walk.offset, sequence_last=walk.sequence, reason=stop.message,
-                )  # fmt: skip
+                torn = used - walk.offset
+                _log.warning("cleared a torn tail of %d bytes: %s", torn, stop.message)
         else:
             used = walk.offset
         _clear_tail(handle, walk, used)
@@ -154,7 +151,7 @@ class Recovery:
             if header.compacted and not walk.batches:
                 raise
             _clear_tail(handle, walk, handle.size)
-            _log.critical("segment_cut", file=str(path), offset=walk.offset, reason=stop.message)
+            _log.critical("cut off the rest of a segment: %s", stop.message)
         sidecar(path).unlink(missing_ok=True)
         segment = Segment(path, header)
         segment.reached(walk)
@@ -172,7 +169,11 @@ class Recovery:
             if int(snapshot.stem, 16) > last:
                 snapshot.rename(snapshot.with_name(snapshot.name + ".rot"))
         _log.critical(
-            "rot_accepted", sequence_last=last, sequences_lost_at_least=lost, **damage.details
+            "ROT ACCEPTED: the log ends at sequence %d now, at least %d acknowledged sequences are"
+            " lost: %s",
+            last,
+            lost,
+            damage.message,
         )
 
 

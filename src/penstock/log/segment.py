@@ -7,11 +7,10 @@ segment but the newest has a valid footer.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import structlog
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
@@ -20,7 +19,7 @@ from penstock.log.index import Index, Opened, sidecar
 from penstock.log.layout import FOOTER_SIZE, HEADER_SIZE, Footer, SegmentHeader
 from penstock.log.walk import Walk, damaged
 
-_log = structlog.get_logger("penstock.log")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ def load_index(segment: Segment, handle: Handle) -> Index:
     try:
         return Index.load(path, first=segment.first, last=segment.last, end=segment.end)
     except (FileNotFoundError, Corruption) as error:
-        _log.info("index_rebuilt", file=str(path), reason=str(error))
+        _log.info("%s: rebuilt: %s", path, error)
     index = rebuild_index(segment, handle)
     save_index(segment, index)
     return index
@@ -159,7 +158,7 @@ def save_index(segment: Segment, index: Index) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        _log.warning("index_not_saved", file=str(path), reason=str(error))
+        _log.warning("%s: not saved: %s", path, error)
 
 
 def rebuild_index(segment: Segment, handle: Handle) -> Index:

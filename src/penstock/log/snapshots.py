@@ -7,6 +7,7 @@ data.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import structlog
 from crc32c import crc32c
 
 from penstock.errors import Corruption
@@ -24,7 +24,7 @@ from penstock.log.layout import SNAPSHOT_SIZE, SnapshotHeader
 from penstock.model.columns import Buffer
 
 KEPT: Final = 2
-_log = structlog.get_logger("penstock.log")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Snapshots:
             try:
                 snapshot = read_snapshot(path, topic=self.topic, partition=self.partition)
             except Corruption as error:
-                _log.error("snapshot_damaged", file=str(path), reason=error.message)
+                _log.error("a damaged snapshot is passed over: %s", error.message)
                 continue
             if sequence <= through:
                 return snapshot
-            _log.error("snapshot_ahead_of_log", file=str(path), sequence_last=through)
+            _log.error("%s is ahead of the log, which ends at %d", path, through)
         return None
 
     def _path(self, sequence: int) -> Path:
