@@ -1,3 +1,192 @@
-"""Penstock: a replicated priority log."""
+"""Penstock: a replicated priority log.
+
+async with penstock.connect() as client:
+    jobs = client.topic("jobs", of=dict)
+    await jobs.put({"resize": "cat.png"}, priority=5)
+    async for message in jobs.consume():
+        async with message:
+            print(message.value)
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.client.address import Tls
+    from penstock.client.client import Client
+    from penstock.client.connection import Connection
+    from penstock.client.consumer import BatchConsumer, MessageConsumer
+    from penstock.client.deadletters import DeadLetters
+    from penstock.client.entries import Item
+    from penstock.client.leases import LeasedMessage, MessageBatch
+    from penstock.client.logreader import LogReader
+    from penstock.client.messages import DeadMessage, Message
+    from penstock.client.options import Options
+    from penstock.client.stats import PartitionStats, TopicStats
+    from penstock.client.topic import Topic
+    from penstock.errors import (
+        AlreadyExists,
+        Backpressure,
+        BatchAborted,
+        CallerError,
+        Corruption,
+        DiskFull,
+        FailedPrecondition,
+        Fatal,
+        InvalidArgument,
+        LeaseLost,
+        LimitExceeded,
+        NotFound,
+        PenstockError,
+        QuorumUnavailable,
+        RetryableError,
+        SequenceConflict,
+        StaleProducer,
+        StorageFailed,
+        Unauthenticated,
+        Unavailable,
+        WorldMoved,
+        WrongEpoch,
+    )
+    from penstock.model.topic import Compression, Mode, TopicConfig
+    from penstock.server.embedded import EmbeddedNode
 
 __version__ = "0.1.0"
+
+DATA_FOLDER = "penstock-data"
+
+_ERRORS = (
+    "AlreadyExists", "Backpressure", "BatchAborted", "CallerError", "Corruption", "DiskFull",
+    "FailedPrecondition", "Fatal", "InvalidArgument", "LeaseLost", "LimitExceeded", "NotFound",
+    "PenstockError", "QuorumUnavailable", "RetryableError", "SequenceConflict", "StaleProducer",
+    "StorageFailed", "Unauthenticated", "Unavailable", "WorldMoved", "WrongEpoch",
+)  # fmt: skip
+
+# Where each public name lives; imported when it is first asked for.
+_HOMES = {
+    "BatchConsumer": "penstock.client.consumer",
+    "Client": "penstock.client.client",
+    "Compression": "penstock.model.topic",
+    "Connection": "penstock.client.connection",
+    "DeadLetters": "penstock.client.deadletters",
+    "DeadMessage": "penstock.client.messages",
+    "Item": "penstock.client.entries",
+    "LeasedMessage": "penstock.client.leases",
+    "LogReader": "penstock.client.logreader",
+    "Message": "penstock.client.messages",
+    "MessageBatch": "penstock.client.leases",
+    "MessageConsumer": "penstock.client.consumer",
+    "Mode": "penstock.model.topic",
+    "Options": "penstock.client.options",
+    "PartitionStats": "penstock.client.stats",
+    "Topic": "penstock.client.topic",
+    "TopicConfig": "penstock.model.topic",
+    "TopicStats": "penstock.client.stats",
+    **dict.fromkeys(_ERRORS, "penstock.errors"),
+}
+
+__all__ = [
+    "AlreadyExists",
+    "Backpressure",
+    "BatchAborted",
+    "BatchConsumer",
+    "CallerError",
+    "Client",
+    "Compression",
+    "Connection",
+    "Corruption",
+    "DeadLetters",
+    "DeadMessage",
+    "DiskFull",
+    "FailedPrecondition",
+    "Fatal",
+    "InvalidArgument",
+    "Item",
+    "LeaseLost",
+    "LeasedMessage",
+    "LimitExceeded",
+    "LogReader",
+    "Message",
+    "MessageBatch",
+    "MessageConsumer",
+    "Mode",
+    "NotFound",
+    "Options",
+    "PartitionStats",
+    "PenstockError",
+    "QuorumUnavailable",
+    "RetryableError",
+    "SequenceConflict",
+    "StaleProducer",
+    "StorageFailed",
+    "Topic",
+    "TopicConfig",
+    "TopicStats",
+    "Unauthenticated",
+    "Unavailable",
+    "WorldMoved",
+    "WrongEpoch",
+    "__version__",
+    "connect",
+]
+
+
+def connect(
+    url: str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+    tls: Tls = None,
+    *,
+    options: Options | None = None,
+) -> Client:
+    """A client, to be entered with `async with`.
+
+    `url` is `penstock://host:port`, `penstocks://host:port` (TLS), or the path of a folder: then
+    the engine runs inside this process, on that folder. Without it PENSTOCK_URL counts, and else
+    the folder `./penstock-data`. `api_key` defaults to PENSTOCK_API_KEY.
+    """
+    from penstock.client.address import Address
+    from penstock.client.client import Client, Remote
+    from penstock.client.options import Options
+
+    where = os.fspath(url) if url is not None else os.environ.get("PENSTOCK_URL") or DATA_FOLDER
+    key = api_key if api_key is not None else os.environ.get("PENSTOCK_API_KEY") or None
+    if Address.looks_like(where):
+        name = f"penstock-python/{__version__}"
+        return Client(Remote(where, api_key=key, tls=tls, client=name), options or Options())
+    return Client(_Embedded(where, api_key=key), options or Options())
+
+
+class _Embedded:
+    """The engine inside this process, on one folder, as long as its client is open."""
+
+    def __init__(self, folder: str, *, api_key: str | None) -> None:
+        self._folder, self._api_key = folder, api_key
+        self._node: EmbeddedNode | None = None
+
+    async def connect(self) -> Connection:
+        if self._node is None:
+            from penstock.server.embedded import open_embedded
+
+            self._node = await open_embedded(self._folder)
+        return await self._node.connect(self._api_key)
+
+    async def close(self) -> None:
+        node, self._node = self._node, None
+        if node is not None:
+            await node.close()
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
 
     # --- requests ---
 
-    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+    async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """One administrative call; the result map, or the error it was refused with."""
         result: dict[str, Any] = await self._request(
             FrameType.SUBSCRIBE, dict, pack(Call(method, arguments))

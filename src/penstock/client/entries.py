@@ -8,17 +8,20 @@ the key, which is what makes a retry safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from penstock.client.content import Content
 from penstock.client.ids import message_ids
+from penstock.client.options import milliseconds
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.partitioning import partitions_of
 from penstock.model.topic import (
+    BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,
     HEADERS_BYTES_MAX,
     KEY_BYTES_MAX,
@@ -28,6 +31,7 @@ from penstock.model.topic import (
 from penstock.wire.messages import Enqueue, Enqueued, Part
 
 PRIORITY_MAX: Final = (1 << 63) - 1
+REQUEST_BYTES_MAX: Final = 32 << 20  # payload of one request; a frame may be larger
 _ENQ: Final = SCHEMAS[Kind.ENQ]
 _headers: Final = msgspec.msgpack.Encoder()
 
@@ -253,6 +257,55 @@ def check(payload: bytes, priority: int, *, delay_ms: int, max_retries: int, lim
         raise _over("delay", delay_ms, DELAY_MS_MAX)
     if not -1 <= max_retries <= RETRIES_MAX:
         raise _over("max_retries", max_retries, RETRIES_MAX)
+
+
+def chunked(
+    items: Iterable[Any],
+    content: Content[Any],
+    config: TopicConfig,
+    *,
+    context: bytes,
+    atomic: bool,
+) -> list[Entries]:
+    """The items as columns, in as many requests as the limits ask for; in one if atomic.
+
+    `context` are the headers of items that have none.
+    """
+    limit = config.payload_bytes_max
+    encode = content.encode
+    chunks = [entries := Entries()]
+    for item in items:
+        if len(entries) >= BATCH_ENTRIES_MAX or entries.bytes >= REQUEST_BYTES_MAX:
+            if atomic:
+                raise InvalidArgument(
+                    f"an atomic batch has at most {BATCH_ENTRIES_MAX} entries"
+                    f" and {REQUEST_BYTES_MAX} bytes",
+                    field="items",
+                    limit=BATCH_ENTRIES_MAX,
+                )
+            chunks.append(entries := Entries())
+        if isinstance(item, Item):
+            _add_item(entries, item, encode(item.value), context=context, limit=limit)
+            continue
+        payload = encode(item)
+        if len(payload) > limit:
+            raise _over("payload", len(payload), limit)
+        entries.add(payload, 0, headers=context)
+    return [entries for entries in chunks if len(entries)]
+
+
+def _add_item(entries: Entries, item: Item, payload: bytes, *, context: bytes, limit: int) -> None:
+    delay_ms = 0 if item.delay is None else milliseconds(item.delay, field="delay")
+    retries = -1 if item.max_retries is None else item.max_retries
+    check(payload, item.priority, delay_ms=delay_ms, max_retries=retries, limit=limit)
+    entries.add(
+        payload,
+        item.priority,
+        key=encode_key(item.key),
+        headers=encode_headers(item.headers) or context,
+        delay_ms=delay_ms,
+        max_retries=retries,
+    )
 
 
 def _over(field: str, value: int, limit: int) -> InvalidArgument:

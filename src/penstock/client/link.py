@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import stamina
 import structlog
@@ -19,6 +19,12 @@ from penstock.client.options import Options
 from penstock.errors import Backpressure, PenstockError, Unavailable
 
 R = TypeVar("R")
+
+# Calls that may be made twice without harm when the first answer was lost.
+REPEATABLE: Final = frozenset(
+    {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
+     "log_status", "node_status", "confirm", "key_list", "verify"}
+)  # fmt: skip
 log = structlog.get_logger("penstock.client")
 
 
@@ -78,17 +84,22 @@ class Link:
         """Do `action` until it succeeds or fails for good. `failed`: how a first try ended.
 
         An action that is not repeatable is tried again only when it surely did not happen.
+        The first try is made without any of the machinery of the retries.
         """
 
         def again(error: Exception) -> bool | float:
             return _again(error, repeatable=repeatable)
 
-        if failed is not None:
-            wait = again(failed)
-            if wait is False:
-                raise failed
-            await asyncio.sleep(self.options.retry_wait_s if wait is True else wait)
         options = self.options
+        if failed is None:
+            try:
+                return await action(await self._reached())
+            except PenstockError as error:
+                failed = error
+        wait = again(failed)
+        if wait is False:
+            raise failed
+        await asyncio.sleep(options.retry_wait_s if wait is True else wait)
         async for attempt in stamina.retry_context(
             on=again,
             attempts=None,
@@ -102,6 +113,13 @@ class Link:
                 return await action(connection)
         raise AssertionError("stamina ends by returning or raising")
 
+    async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
+        """An administrative call, repeated if that does no harm."""
+        return await self.request(
+            lambda connection: connection.call(method, **arguments),
+            repeatable=method in REPEATABLE,
+        )
+
     async def _reached(self) -> Connection:
         try:
             return await self.connection()
@@ -113,13 +131,18 @@ class Link:
         """Run `work` beside everything else until it ends; it must not raise."""
         self._tasks.create_task(_guarded(work))
 
-    async def close(self) -> None:
-        """Wait for spawned work, then hang up and close the source."""
+    async def close(self, within_s: float = 0.0) -> None:
+        """Let spawned work end `within_s`, then hang up and close the source."""
         self._closed = True
-        await self._tasks.__aexit__(None, None, None)
-        if self._connection is not None:
-            await self._connection.close()
-        await self._source.close()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._tasks.__aexit__(None, None, None)
+        except TimeoutError:
+            log.warning("the client closed with work under way", seconds=within_s)
+        finally:
+            if self._connection is not None:
+                await self._connection.close()
+            await self._source.close()
 
 
 def _again(error: Exception, *, repeatable: bool) -> bool | float:

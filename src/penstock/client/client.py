@@ -1,0 +1,124 @@
+"""The client: one link to a node, and its topics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import structlog
+
+from penstock.client.address import Address, Tls
+from penstock.client.connection import Connection, open_connection
+from penstock.client.link import Link, Source
+from penstock.client.options import Options
+from penstock.client.topic import Topic
+from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
+
+T = TypeVar("T")
+log = structlog.get_logger("penstock.client")
+
+
+class Remote:
+    """Connections to a node at a url."""
+
+    def __init__(self, url: str, *, api_key: str | None, tls: Tls, client: str) -> None:
+        Address.parse(url)
+        self._url, self._api_key, self._tls, self._client = url, api_key, tls, client
+
+    async def connect(self) -> Connection:
+        return await open_connection(
+            self._url, api_key=self._api_key, tls=self._tls, client=self._client
+        )
+
+    async def close(self) -> None:
+        """A url holds nothing open."""
+
+
+class Client:
+    """Use it as an async context manager; leaving it drains what is under way."""
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self.link = Link(source, options)
+        self.identity_name = options.producer or f"{os.getpid():x}-{secrets.token_hex(8)}"
+        if len(self.identity_name.encode()) > PRODUCER_ID_BYTES_MAX - 5:
+            raise ValueError(f"a producer's name has at most {PRODUCER_ID_BYTES_MAX - 5} bytes")
+        # A later client of the same producer name fences off an earlier one.
+        self.epoch = time.time_ns() // 1_000_000
+        self._options = options
+        self._topics: list[Topic[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        await self.link.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @overload
+    def topic(
+        self,
+        name: str,
+        of: type[T],
+        *,
+        mode: Mode | str | None = None,
+        partitions: int | None = None,
+        create: bool = True,
+        **config: Any,
+    ) -> Topic[T]: ...
+    @overload
+    def topic(
+        self,
+        name: str,
+        of: Any = bytes,
+        *,
+        mode: Mode | str | None = None,
+        partitions: int | None = None,
+        create: bool = True,
+        **config: Any,
+    ) -> Topic[Any]: ...
+    def topic(
+        self, name: str, of: Any = bytes, *, mode: Mode | str | None = None,
+        partitions: int | None = None, create: bool = True, **config: Any,
+    ) -> Topic[Any]:  # fmt: skip
+        """A topic whose messages are `of` a type. Await it to create or look it up right now;
+        otherwise its first use does. `config` are attributes for its creation."""
+        given = {"mode": None if mode is None else str(mode), "partitions": partitions, **config}
+        wanted = {field: value for field, value in given.items() if value is not None}
+        topic: Topic[Any] = Topic(self, name, of=of, create=create, config=wanted)
+        self._topics.append(topic)
+        return topic
+
+    async def topics(self) -> list[dict[str, Any]]:
+        """The configuration of every topic."""
+        found: list[dict[str, Any]] = (await self.call("topic_list"))["topics"]
+        return found
+
+    async def stats(self) -> dict[str, Any]:
+        """The node's and every topic's numbers."""
+        return await self.call("stats")
+
+    async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
+        """Any administrative call of the protocol."""
+        return await self.link.call(method, **arguments)
+
+    async def close(self) -> None:
+        """Stop consumers, drain puts and acknowledgements, hang up."""
+        deadline = asyncio.get_running_loop().time() + self._options.drain_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                for topic in self._topics:
+                    await topic.close()
+        except TimeoutError:
+            log.warning("the client closed before everything was drained")
+        finally:
+            left = deadline - asyncio.get_running_loop().time()
+            await self.link.close(max(0.1, left))

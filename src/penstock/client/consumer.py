@@ -1,0 +1,272 @@
+"""Consumers: leased messages one by one, or in the batches in which they arrive.
+
+A consumer opens one lease stream whose credit is what it may hold: its concurrency (or batches) and
+a small prefetch. The node leases the best messages first, so whatever is prefetched is order that
+was decided early; that is why prefetch is small unless asked for.
+
+When the connection is lost, what is being worked on stays held, what merely waited is given back,
+and a new stream is opened. Stopping gives back what waited, and counts no attempt for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import structlog
+
+from penstock.client.connection import Connection
+from penstock.client.keeping import Keeper
+from penstock.client.leases import LeasedMessage, MessageBatch, Origin
+from penstock.client.link import Link
+from penstock.client.streams import DeliveredBatch, LeaseStream
+from penstock.errors import PenstockError, Unavailable
+from penstock.model.ids import LeaseToken
+from penstock.model.topic import Mode, TopicConfig
+
+T = TypeVar("T")
+Out = TypeVar("Out")
+log = structlog.get_logger("penstock.client")
+
+
+class Source(Origin, Protocol):
+    """What a consumer needs of its topic."""
+
+    link: Link
+
+    @property
+    def config(self) -> TopicConfig: ...
+
+    async def opened(self) -> Any: ...
+
+    def forget(self, consumer: Consumer[Any, Any]) -> None: ...
+
+
+class Consumer(Generic[T, Out]):
+    """An async iterator over leases. Leave its loop, its `async with`, or call `aclose` to stop."""
+
+    def __init__(
+        self,
+        topic: Source,
+        *,
+        credits: int,
+        batch_max: int,
+        held_max: int,
+        visibility_ms: int | None,
+        name: str,
+    ) -> None:
+        self._topic, self._link = topic, topic.link
+        self._credits, self._batch_max, self._name = credits, batch_max, name
+        self._visibility_ms = visibility_ms
+        self._held_max = held_max  # units (messages or batches) handed out at once
+        self._handed = 0
+        self._slot: asyncio.Future[None] | None = None
+        self._stream: LeaseStream | None = None
+        self._waiting: deque[Out] = deque()  # prefetched and not handed out
+        self._stopping = False
+        self._closing: asyncio.Future[None] | None = None
+        self._keeper: Keeper | None = None
+
+    # --- iteration ---
+
+    def __aiter__(self) -> AsyncIterator[Out]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncGenerator[Out, None]:
+        try:
+            while (found := await self._next()) is not None:
+                yield found
+        finally:
+            await self.aclose()
+
+    async def _next(self) -> Out | None:
+        while not self._stopping:
+            while self._handed >= self._held_max and not self._stopping:
+                self._slot = asyncio.get_running_loop().create_future()
+                await self._slot
+            self._absorb()
+            while (found := self._best()) is not None:
+                if self._hand_out(found):
+                    self._handed += 1
+                    return found
+            await self._receive()
+        return None
+
+    def _best(self) -> Out | None:
+        """The next of what waits."""
+        return self._waiting.popleft() if self._waiting else None
+
+    async def _receive(self) -> None:
+        """Wait for a delivery; open the stream if there is none, or if it was lost."""
+        if self._stream is None:
+            await self._subscribe()
+        if self._stream is None:
+            return
+        try:
+            self._admit(await anext(self._stream))
+        except StopAsyncIteration:
+            self._stream = None
+        except Unavailable as error:
+            log.warning("a consumer lost its stream", topic=self._topic.name, error=str(error))
+            self._stream = None
+            await self._return_waiting()
+
+    async def _subscribe(self) -> None:
+        await self._topic.opened()
+        self._stream = await self._link.request(self._open)
+        if self._keeper is None:
+            self._keeper = Keeper(
+                self._link,
+                self._topic.settler,
+                self._visibility_ms or self._topic.config.visibility_ms,
+                absorb=self._absorb,
+            )
+        self._keeper.start()
+
+    async def _open(self, connection: Connection) -> LeaseStream:
+        return await connection.lease_stream(
+            self._topic.name,
+            credits=self._credits,
+            consumer=self._name,
+            visibility_ms=self._visibility_ms,
+            batch_max=self._batch_max,
+        )
+
+    def _absorb(self) -> None:
+        """Take in what has arrived, so that its leases are kept."""
+        while self._stream is not None and (delivered := self._stream.take_nowait()) is not None:
+            self._admit(delivered)
+
+    def _admit(self, delivered: DeliveredBatch) -> None:
+        batch: MessageBatch[T] = MessageBatch(self._topic, delivered, self._released)
+        if self._keeper is not None:
+            self._keeper.keep(batch)
+        self._waiting.extend(self._units(batch))
+
+    def _units(self, batch: MessageBatch[T]) -> list[Out]:
+        raise NotImplementedError
+
+    def _hand_out(self, unit: Out) -> bool:
+        """False if its lease was lost while it waited."""
+        raise NotImplementedError
+
+    def _released(self, batch: MessageBatch[Any], leases: int) -> None:
+        """So many leases of `batch` that were out have ended."""
+        raise NotImplementedError
+
+    def _ended(self, units: int) -> None:
+        """So many units that were handed out need no slot any longer."""
+        self._handed -= units
+        if self._handed < 0:
+            raise RuntimeError(f"a consumer of {self._topic.name} holds {self._handed} units")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._slot is not None and not self._slot.done():
+            self._slot.set_result(None)
+
+    # --- stopping ---
+
+    async def aclose(self) -> None:
+        """Stop: messages handed out stay yours to settle, the prefetched ones go back."""
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = asyncio.get_running_loop().create_future()
+        self._stopping = True
+        self._wake()
+        try:
+            await self._close()
+        finally:
+            self._closing.set_result(None)
+            self._topic.forget(self)
+
+    async def _close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            try:
+                for delivered in await stream.close():
+                    self._admit(delivered)
+            except PenstockError as error:
+                log.warning("a stream was not closed", topic=self._topic.name, error=str(error))
+        await self._return_waiting()
+        if self._keeper is not None:
+            self._keeper.finish()
+
+    async def _return_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        tokens = [token for unit in waiting for token in self._take(unit)]
+        if not tokens:
+            return
+        try:
+            await self._topic.settler.give_back(tokens, counted=False, delay_ms=0)
+        except PenstockError as error:
+            # They come back by themselves when their leases run out.
+            log.warning("leases were not given back", leases=len(tokens), error=str(error))
+
+    def _take(self, unit: Out) -> list[LeaseToken]:
+        """Mark a unit that waited as settled; the leases that end with it."""
+        raise NotImplementedError
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """What keeps this consumer's leases, once it has a stream."""
+        return self._keeper
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class MessageConsumer(Consumer[T, LeasedMessage[T]]):
+    """One message at a time; at most `held_max` of them are with handlers."""
+
+    def _units(self, batch: MessageBatch[T]) -> list[LeasedMessage[T]]:
+        return list(batch)
+
+    def _best(self) -> LeasedMessage[T] | None:
+        # Deliveries of several partitions arrive in the order of their commits, not of priority.
+        if len(self._waiting) < 2:
+            return super()._best()
+        sign = -1 if self._topic.config.mode is Mode.MAX else 1
+        best = min(self._waiting, key=lambda m: (sign * m.priority, m.time_ms, m.sequence))
+        self._waiting.remove(best)
+        return best
+
+    def _hand_out(self, unit: LeasedMessage[T]) -> bool:
+        unit.hand_out()
+        return unit.held
+
+    def _released(self, batch: MessageBatch[Any], leases: int) -> None:
+        self._ended(leases)
+
+    def _take(self, unit: LeasedMessage[T]) -> list[LeaseToken]:
+        return [unit.take()] if unit.held else []
+
+
+class BatchConsumer(Consumer[T, MessageBatch[T]]):
+    """One delivery at a time; at most `held_max` of them are with handlers."""
+
+    def _units(self, batch: MessageBatch[T]) -> list[MessageBatch[T]]:
+        return [batch]
+
+    def _hand_out(self, unit: MessageBatch[T]) -> bool:
+        unit.hand_out()
+        return unit.held > 0
+
+    def _released(self, batch: MessageBatch[Any], leases: int) -> None:
+        if not batch.held:
+            self._ended(1)
+
+    def _take(self, unit: MessageBatch[T]) -> list[LeaseToken]:
+        return [unit.token(row) for row in unit.take().tolist()]

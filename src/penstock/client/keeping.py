@@ -1,0 +1,96 @@
+"""Keeping leases alive while messages are worked on, or wait for their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from penstock.client.leases import MessageBatch, State
+from penstock.client.link import Link
+from penstock.client.settling import Settler
+from penstock.errors import PenstockError
+
+log = structlog.get_logger("penstock.client")
+
+
+class Keeper:
+    """Extends all leases of its batches every third of the visibility, in one request.
+
+    It runs while something is held, and from `start` to `finish` in any case: `absorb` then brings
+    in what has arrived meanwhile.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settler: Settler,
+        visibility_ms: int,
+        *,
+        absorb: Callable[[], None] | None = None,
+    ) -> None:
+        self._link, self._settler, self._visibility_ms = link, settler, visibility_ms
+        self._absorb = absorb
+        self._batches: set[MessageBatch[Any]] = set()
+        self._started = self._running = False
+        self._stop = asyncio.Event()
+
+    @property
+    def held(self) -> int:
+        return sum(batch.held for batch in self._batches)
+
+    def start(self) -> None:
+        self._started = True
+        self._run_once()
+
+    def keep(self, batch: MessageBatch[Any]) -> None:
+        """Extend the leases of `batch` until none is held."""
+        self._batches.add(batch)
+        self._run_once()
+
+    def finish(self) -> None:
+        """Nothing new will come; what is held is still kept."""
+        self._started = False
+        if not self.held:
+            self._stop.set()
+
+    def stop(self) -> None:
+        """Keep nothing any longer."""
+        self._started = False
+        self._batches.clear()
+        self._stop.set()
+
+    def _run_once(self) -> None:
+        if not self._running and not self._stop.is_set():
+            self._running = True
+            self._link.spawn(self._run())
+
+    async def _run(self) -> None:
+        interval = self._visibility_ms / 3000
+        while self._started or self._batches:
+            try:
+                async with asyncio.timeout(interval):
+                    await self._stop.wait()
+                break
+            except TimeoutError:
+                await self._extend()
+        self._running = False
+
+    async def _extend(self) -> None:
+        if self._absorb is not None:
+            self._absorb()
+        self._batches = {batch for batch in self._batches if batch.held}
+        held = [(batch, row) for batch in self._batches for row in batch.held_rows().tolist()]
+        if not held:
+            return
+        try:
+            tokens = [batch.token(row) for batch, row in held]
+            lost = await self._settler.extend(tokens, self._visibility_ms)
+        except PenstockError as error:
+            log.warning("leases were not extended", leases=len(held), error=str(error))
+            return
+        for position in lost:
+            batch, row = held[position]
+            batch.mark((row,), State.LOST)

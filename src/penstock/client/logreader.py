@@ -1,0 +1,148 @@
+"""The committed log of one partition, as messages or as the batches that hold them.
+
+Messages of an atomic batch are in the log from its PREPARE on but exist only if its DECIDE says so;
+the reader holds them back until then and yields them where the decision stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from penstock.client.connection import Connection
+from penstock.client.content import Content
+from penstock.client.link import Link
+from penstock.client.messages import Message
+from penstock.client.streams import LogStream
+from penstock.errors import LimitExceeded, Unavailable
+from penstock.model.batch import Batch, Kind
+
+T = TypeVar("T")
+UNDECIDED_MAX: Final = 1000  # batches held back for open transactions
+
+
+class Source(Protocol):
+    """What a reader needs of its topic."""
+
+    name: str
+    content: Content[Any]
+    link: Link
+
+    async def opened(self) -> Any: ...
+
+
+class LogReader(Generic[T]):
+    """Iterate over it for messages in log order; over `batches()` for everything there is.
+
+    It follows the log: at the end it waits for more. A lost connection is opened again, and the
+    reader goes on where it was.
+    """
+
+    def __init__(
+        self,
+        topic: Source,
+        *,
+        partition: int,
+        from_sequence: int,
+        credit_entries: int,
+        credit_bytes: int,
+    ) -> None:
+        self._topic, self._partition = topic, partition
+        self._next = from_sequence
+        self._credit = (credit_entries, credit_bytes)
+        self._undecided: dict[bytes, list[Batch]] = {}
+        self.sequence_committed = 0  # the partition's watermark as of the last batch
+
+    async def batches(self) -> AsyncGenerator[Batch, None]:
+        """Every committed batch, of every kind."""
+        await self._topic.opened()
+        while True:
+            stream = await self._topic.link.request(self._open)
+            try:
+                async for found in stream:
+                    self.sequence_committed = stream.sequence_committed
+                    for batch in found:
+                        self._next = batch.last + 1
+                        yield batch
+                return
+            except Unavailable:
+                continue  # the next request waits for a connection, within the retry bound
+            finally:
+                await _close(stream)
+
+    async def _open(self, connection: Connection) -> LogStream:
+        entries, size = self._credit
+        return await connection.log_stream(
+            self._topic.name,
+            partition=self._partition,
+            from_sequence=self._next,
+            credit_entries=entries,
+            credit_bytes=size,
+        )
+
+    def __aiter__(self) -> AsyncIterator[Message[T]]:
+        return self._messages()
+
+    async def _messages(self) -> AsyncGenerator[Message[T], None]:
+        batches = self.batches()
+        try:
+            async for batch in batches:
+                for ready in self._decided(batch):
+                    for message in self._decode(ready):
+                        yield message
+        finally:
+            await batches.aclose()
+
+    def _decided(self, batch: Batch) -> Iterator[Batch]:
+        """The batches whose messages exist now that `batch` is in the log."""
+        if batch.kind is Kind.ENQ:
+            yield batch
+        elif batch.kind is Kind.PREPARE:
+            transaction = _first(batch, "transaction")
+            self._undecided.setdefault(transaction, []).append(batch)
+            if sum(map(len, self._undecided.values())) > UNDECIDED_MAX:
+                raise LimitExceeded("too many atomic batches are undecided", limit=UNDECIDED_MAX)
+        elif batch.kind is Kind.DECIDE:
+            columns = batch.columns()
+            commits = columns.fixed("commit").tolist()
+            for transaction, commit in zip(
+                columns.binary("transaction") or (), commits, strict=True
+            ):
+                prepared = self._undecided.pop(transaction, [])
+                if commit:
+                    yield from prepared
+
+    def _decode(self, batch: Batch) -> Iterator[Message[T]]:
+        columns = batch.columns()
+        count = batch.entries
+        sequences: Any = range(batch.first, batch.first + count)
+        if batch.compacted:
+            sequences = columns.fixed("sequence").tolist()
+        priorities = columns.fixed("priority").tolist()
+        cells = [columns.binary(name) for name in ("key", "headers", "payload")]
+        keys, headers, payloads = ([b""] * count if c is None else list(c) for c in cells)
+        for row, sequence in enumerate(sequences):
+            yield Message(
+                self._topic.content,
+                topic=batch.topic,
+                partition=batch.partition,
+                sequence=sequence,
+                priority=priorities[row],
+                attempts=0,
+                time_ms=batch.time_ms,
+                key=keys[row],
+                headers=headers[row],
+                payload=payloads[row],
+            )
+
+
+def _first(batch: Batch, name: str) -> bytes:
+    column = batch.columns().binary(name)
+    return b"" if column is None else column[0]
+
+
+async def _close(stream: LogStream) -> None:
+    try:
+        await stream.close()
+    except Unavailable:
+        pass  # nothing to close on a connection that is gone

@@ -1,0 +1,117 @@
+"""Settlements: acks of one turn of the loop share a request; all of them survive a reconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.client.connection import Connection
+from penstock.client.link import Link
+from penstock.errors import LeaseLost, PenstockError
+from penstock.model.ids import LeaseToken
+
+
+class Settler:
+    """Ends and extends the leases of one topic."""
+
+    def __init__(self, link: Link, topic: str) -> None:
+        self._link, self._topic = link, topic
+        self._loop = asyncio.get_running_loop()
+        self._tokens: list[LeaseToken] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._under_way = 0
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+
+    async def ack(self, token: LeaseToken) -> None:
+        """Acknowledge one lease, together with all others of this turn."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        if not self._tokens:
+            self._loop.call_soon(self._flush)
+            self._idle.clear()
+        self._tokens.append(token)
+        self._waiters.append(waiter)
+        await waiter
+
+    def _flush(self) -> None:
+        tokens, waiters = self._tokens, self._waiters
+        self._tokens, self._waiters = [], []
+        self._under_way += 1
+        self._link.spawn(self._settle(tokens, waiters))
+
+    async def _settle(self, tokens: list[LeaseToken], waiters: list[asyncio.Future[None]]) -> None:
+        try:
+            lost = frozenset(await self._link.request(lambda c: c.settle(self._topic, tokens)))
+            for position, waiter in enumerate(waiters):
+                if waiter.done():
+                    continue
+                if position in lost:
+                    waiter.set_exception(LeaseLost("the lease ran out before the message was done"))
+                else:
+                    waiter.set_result(None)
+        except PenstockError as error:
+            _fail(waiters, error)
+        except BaseException as error:
+            _fail(waiters, PenstockError(f"the acknowledgement was given up: {error!r}"))
+            raise
+        finally:
+            self._under_way -= 1
+            if not self._under_way and not self._tokens:
+                self._idle.set()
+
+    async def ack_range(
+        self, *, partition: int, epoch: int, tokens: NDArray[np.uint64]
+    ) -> list[int]:
+        """Acknowledge leases of one partition; positions of lost ones."""
+
+        async def settle(connection: Connection) -> list[int]:
+            return await connection.settle_range(
+                self._topic, partition=partition, epoch=epoch, tokens=tokens
+            )
+
+        connection = self._link.live
+        if connection is None:
+            return await self._link.request(settle)
+        try:
+            return await settle(connection)
+        except PenstockError as error:
+            return await self._link.request(settle, failed=error)
+
+    async def give_back(
+        self,
+        tokens: Sequence[LeaseToken],
+        *,
+        delay_ms: int | None = None,
+        reject: bool = False,
+        counted: bool = True,
+        reason: str = "",
+    ) -> list[int]:
+        """End leases unfinished; positions of lost ones."""
+
+        async def act(connection: Connection) -> list[int]:
+            return await connection.give_back(
+                self._topic,
+                tokens,
+                delay_ms=delay_ms,
+                reject=reject,
+                counted=counted,
+                reason=reason,
+            )
+
+        return await self._link.request(act)
+
+    async def extend(self, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
+        return await self._link.request(lambda c: c.extend(self._topic, tokens, extend_ms))
+
+    async def drain(self) -> None:
+        """Wait until every acknowledgement is answered."""
+        await self._idle.wait()
+
+
+def _fail(waiters: list[asyncio.Future[None]], error: PenstockError) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(error)
