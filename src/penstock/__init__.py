@@ -14,6 +14,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.model.version import __version__
+
 if TYPE_CHECKING:
     from penstock.client.address import Tls
     from penstock.client.client import Client
@@ -53,8 +55,6 @@ if TYPE_CHECKING:
     )
     from penstock.model.topic import Compression, Mode, TopicConfig
     from penstock.server.embedded import EmbeddedNode
-
-__version__ = "0.1.0"
 
 DATA_FOLDER = "penstock-data"
 

@@ -191,7 +191,7 @@ class Columns:
                 length = self.schema._length(column, self.count, self.runs)
                 found = np.full(length, column.default, column.dtype)
             self._cache[name] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def binary(self, name: str) -> Binary | None:
         """The binary column, or None where it is absent (every value is empty)."""
@@ -204,7 +204,7 @@ class Columns:
             start = at + _padded(4 * (length + 1))
             found = Binary(offsets, memoryview(self.body)[start : start + int(offsets[-1])])
             self._cache[name] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def validate(self) -> None:
         """Check what `decode` leaves lazy: offsets start at 0 and never step back."""

@@ -38,14 +38,14 @@ async def enqueue_atomically(topic: Topic, parts: Sequence[tuple[Partition, Enqu
             known = await _known(topic, partition, part)
             batch = _prepare(partition, part, transaction, home.index, known)
             prepared.append((partition, part, batch, known))
-        crash_point("atomic-prepared-in-memory")
+        crash_point("node.atomic.staged")
         topic.wake()
         await asyncio.gather(*(committed(p, b.last) for p, _, b, _ in prepared if b is not None))
-        crash_point("atomic-prepared")
+        crash_point("node.atomic.prepared")
         written = [p for p, _, batch, _ in prepared if batch is not None]
         if written:
             await _decide(topic, home, transaction, commit=True)
-            crash_point("atomic-decided")
+            crash_point("node.atomic.decided")
             for partition in written:
                 if partition is not home:
                     _append_decision(partition, transaction, commit=True)

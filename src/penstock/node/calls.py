@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock import __version__
 from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.log.folder import FORMAT
+from penstock.model.version import __version__
 from penstock.node import logs
 from penstock.node.confirmations import NEED_CONFIRMATION
 from penstock.node.engine import Engine, partition_reading

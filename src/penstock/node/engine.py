@@ -15,6 +15,7 @@ from penstock.cluster.keys import KeyRing
 from penstock.config import Config
 from penstock.errors import Unavailable
 from penstock.heap import Heap
+from penstock.log.crash import crash_point
 from penstock.log.folder import DataFolder
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Kind
@@ -187,6 +188,7 @@ class Engine:
             barriers.append(
                 (partition, partition.journal.append_record(Kind.BARRIER, 1, values).last)
             )
+            crash_point("node.barrier.staged")
             partition.journal.flush()
         await asyncio.gather(*(committed(p, sequence) for p, sequence in barriers))
         if any(p.heap.config != topic.config for p in topic.partitions):

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from penstock.errors import PenstockError, SequenceConflict
+from penstock.log.crash import crash_point
 from penstock.model.batch import Batch, Codec, Kind, compress
 from penstock.model.columns import Buffer, Columns
 from penstock.model.topic import Compression
@@ -117,6 +118,8 @@ class Enqueueing:
             body = merge([part.columns for part in group])
             count = sum(part.count for part in group)
             batch = self._append_enqueue(body, ENQ.decode(body, count))
+
+        crash_point("node.enqueue.staged")
 
         def answer() -> None:
             first = batch.first

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from penstock.errors import DiskFull, PenstockError, StorageFailed, Unavailable
 from penstock.heap import Applied, Heap
+from penstock.log.crash import crash_point
 from penstock.log.partition import PartitionLog
-from penstock.model.batch import HEADER_SIZE, SCHEMAS, Batch, Codec, Kind, seal
+from penstock.model.batch import HEADER_SIZE, SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.node.clock import Clock
 from penstock.replication.coordinator import Coordinator
@@ -41,7 +42,7 @@ class Journal:
         clock: Clock,
         submit: Submit,
         wake: Callable[[], None],
-        observe: Callable[[Applied], None],
+        observe: Callable[[Applied, str], None],
         on_write: Callable[[int, float], None],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -85,8 +86,12 @@ class Journal:
         )
         log.stage(batch)
         self.coordinator.on_append(batch.last)
-        applied = self.heap.apply(batch, columns or batch.columns(), now_ms)
-        self.when_committed(batch.last, lambda: self._observe(applied))
+        columns = columns or batch.columns()
+        applied = self.heap.apply(batch, columns, now_ms)
+        reason = ""
+        if kind is Kind.DEAD:  # a batch of them has one reason
+            reason = DeadReason(int(columns.fixed("reason")[0])).name.lower()
+        self.when_committed(batch.last, lambda: self._observe(applied, reason))
         return batch
 
     def append_record(self, kind: Kind, count: int, values: dict[str, Value | None]) -> Batch:
@@ -132,6 +137,7 @@ class Journal:
             return
         committed = self.coordinator.on_durable(self._node, sequence)
         if committed is not None:
+            crash_point("node.commit.unanswered")
             waiting = self._waiting
             while waiting and waiting[0][0] <= committed.sequence:
                 waiting.popleft()[1]()

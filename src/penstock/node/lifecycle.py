@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from penstock import __version__
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.keys import KeyRing
@@ -17,6 +16,7 @@ from penstock.config import Config
 from penstock.errors import PenstockError, Unavailable
 from penstock.log.files import write_whole
 from penstock.log.folder import DataFolder
+from penstock.model.version import __version__
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock, SystemClock
 from penstock.node.confirmations import Confirmations
@@ -61,7 +61,7 @@ async def _start(
         identity=identity,
         catalog=Catalog(store),
         keys=KeyRing(store, now_ms=clock.now_ms),
-        audit=await asyncio.to_thread(AuditLog.open, folder.audit_file, config.audit),
+        audit=await asyncio.to_thread(AuditLog, folder.audit_file, config.audit),
         confirmations=Confirmations(clock),
         clock=clock,
         metrics=Metrics(node=identity.node),

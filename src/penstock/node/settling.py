@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import PenstockError
 from penstock.heap import ReturnPlan
+from penstock.log.crash import crash_point
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Value
 from penstock.node.journal import Journal
@@ -87,6 +88,7 @@ class Settling:
                     request.reply(self._journal.disk_full())
                 return
             sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
+            crash_point("node.ack.staged")
         self._answer_tokens(requests, held, sequence)
 
     def _held(self, tokens: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound
 from penstock.heap import Applied, Spine
+from penstock.log.crash import crash_point
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Clock, Timer
@@ -98,15 +99,15 @@ class Topic:
             self._turn_due = True
             self._loop.call_soon(self._turn)
 
-    def observe(self, applied: Applied) -> None:
+    def observe(self, applied: Applied, reason: str) -> None:
         """A batch is committed: return credits, count what happened."""
         for consumer, count in applied.released.items():
             stream = self._streams.get(consumer)
             if stream is not None:
                 stream.on_released(count)
-        self.count(applied)
+        self._count(applied, reason)
 
-    def count(self, applied: Applied) -> None:
+    def _count(self, applied: Applied, reason: str) -> None:
         name, metrics, totals = self.config.name, self.metrics, self.totals
         totals["enqueued"] += applied.enqueued
         if applied.acked:
@@ -120,9 +121,9 @@ class Topic:
             metrics.leases_expired(name, applied.expired)
         if applied.replayed:
             metrics.replayed(name, applied.replayed)
-        for reason, count in applied.dead.items():
-            totals["dead"] += count
-            metrics.dead_lettered(name, count, reason=reason.name.lower())
+        if applied.dead:
+            totals["dead"] += applied.dead
+            metrics.dead_lettered(name, applied.dead, reason=reason)
 
     @property
     def leased(self) -> int:
@@ -246,6 +247,7 @@ class Topic:
             tokens = np.arange(batch.first, batch.last + 1, dtype=np.uint64)
             partition.settling.give_back(ReturnRequest(tokens, _ignore, delay_ms=0, counted=False))
             return
+        crash_point("node.lease.undelivered")
         sequences: list[int] = messages.tolist()
         rows = partition.reader.gather(sequences, nowait=True)
         if rows is None:

@@ -26,7 +26,7 @@ async def take_snapshot(topic: Topic, partition: Partition, now_ms: int) -> Snap
     parts = heap.snapshot()
     topic.wake()
     await committed(partition, sequence)
-    crash_point("snapshot-committed")
+    crash_point("node.snapshot.committed")
     size = await asyncio.to_thread(
         log.save_snapshot, sequence=sequence, chain=chain, epoch=epoch, parts=parts
     )
