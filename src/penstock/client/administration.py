@@ -46,7 +46,7 @@ class Administration(Generic[T]):
         answer = await self.ask("stats")
         return msgspec.convert(answer["topics"][0], TopicStats)
 
-    async def update(self, **changes: Any) -> TopicConfig:
+    async def update(self, /, **changes: Any) -> TopicConfig:
         """Change the topic's attributes while it runs."""
         config = msgspec.convert(await self.ask("topic_update", changes=changes), TopicConfig)
         self._configure(config)

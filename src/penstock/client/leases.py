@@ -293,10 +293,29 @@ class LeasedMessage(Message[T]):
         if await self._batch.origin.settler.give_back([self.take()], **how):
             raise LeaseLost("the lease ran out before the message was given back")
 
-    async def __aenter__(self) -> LeasedMessage[T]:
+    def begin(self) -> None:
+        """A handler has begun."""
         if self._batch.entered is not None:
             self._batch.entered(self._batch)
-        self._span = tracing.begin_process(self._batch.origin.name, self)
+
+    async def finish(self, error: BaseException | None) -> None:
+        """The handler ended, with `error` or without; settle accordingly unless it did."""
+        if self._batch.state(self._row) is State.SETTLED:
+            return
+        if error is None:
+            await self.ack()
+        elif isinstance(error, Exception):
+            await _quietly(self.nack(reason=describe(error)), self._batch.origin.name)
+        else:
+            await _quietly(self.give_back(), self._batch.origin.name)
+
+    def trace(self) -> tracing.Span | None:
+        """A span for handling it, if the application traces."""
+        return tracing.begin_process(self._batch.origin.name, self)
+
+    async def __aenter__(self) -> LeasedMessage[T]:
+        self.begin()
+        self._span = self.trace()
         return self
 
     async def __aexit__(
@@ -306,14 +325,7 @@ class LeasedMessage(Message[T]):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self._batch.state(self._row) is State.SETTLED:
-                return
-            if error is None:
-                await self.ack()
-            elif isinstance(error, Exception):
-                await _quietly(self.nack(reason=describe(error)), self._batch.origin.name)
-            else:
-                await _quietly(self.give_back(), self._batch.origin.name)
+            await self.finish(error)
         finally:
             if self._span is not None:
                 self._span.end(error)

@@ -1,0 +1,312 @@
+"""The SDK without async: the same client, on a loop in a thread of its own.
+
+    with penstock.sync.connect() as client:
+        jobs = client.topic("jobs", of=dict)
+        jobs.put({"resize": "cat.png"}, priority=5)
+        for message in jobs.consume():
+            with message:
+                print(message.value)
+
+Every method here runs its async twin on that loop and waits for it. Nothing is implemented twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from penstock import connect as connect_async
+from penstock.client import client, consumer, deadletters, leases, logreader, topic
+from penstock.client.address import Tls
+from penstock.client.options import Options
+from penstock.client.tracing import Span
+from penstock.model.batch import Batch
+from penstock.model.topic import TopicConfig
+
+A = TypeVar("A")
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Portal:
+    """A loop in a thread, and the way to run something on it."""
+
+    def __init__(self) -> None:
+        self._loop = _new_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run `work` to its end; an interrupted caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def do(self, action: Callable[[], R]) -> R:
+        """Run a plain function on the loop."""
+
+        async def act() -> R:
+            return action()
+
+        return self.run(act())
+
+    def close(self) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Twin(Generic[A]):
+    """An object whose async original lives on the portal's loop."""
+
+    def __init__(self, portal: Portal, original: A) -> None:
+        self._portal, self._original = portal, original
+
+
+def blocking(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Twin[A], P], R]:
+    """The twin of an async method: same arguments, same result, but it waits."""
+
+    def wait(self: Twin[A], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._portal.run(method(self._original, *args, **kwargs))
+
+    wait.__doc__, wait.__name__ = method.__doc__, method.__name__
+    return wait
+
+
+class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
+    """`with message:` acknowledges it at the end, or gives it back on an error."""
+
+    _span: Span | None = None
+    ack = blocking(leases.LeasedMessage.ack)
+    nack = blocking(leases.LeasedMessage.nack)
+    reject = blocking(leases.LeasedMessage.reject)
+    extend = blocking(leases.LeasedMessage.extend)
+    give_back = blocking(leases.LeasedMessage.give_back)
+
+    @property
+    def value(self) -> T:
+        return self._original.value
+
+    def __getattr__(self, name: str) -> Any:
+        """What needs no waiting (id, key, headers, payload, priority, …) is read directly."""
+        return getattr(self._original, name)
+
+    def __enter__(self) -> Self:
+        self._portal.do(self._original.begin)
+        self._span = self._original.trace()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._portal.run(self._original.finish(error))
+        finally:
+            if self._span is not None:
+                self._span.end(error)
+
+    def __repr__(self) -> str:
+        return repr(self._original)
+
+
+class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
+    ack = blocking(leases.MessageBatch.ack)
+    nack = blocking(leases.MessageBatch.nack)
+    reject = blocking(leases.MessageBatch.reject)
+    give_back = blocking(leases.MessageBatch.give_back)
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return self._original.payloads
+
+    @property
+    def values(self) -> list[T]:
+        return self._original.values
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __getitem__(self, index: int) -> LeasedMessage[T]:
+        return LeasedMessage(self._portal, self._original[index])
+
+    def __iter__(self) -> Iterator[LeasedMessage[T]]:
+        return (LeasedMessage(self._portal, message) for message in self._original)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._portal.run(self._original.__aexit__(kind, error, traceback))
+
+
+class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):
+    """Iterate over it; leave the loop or its `with` to stop."""
+
+    close = blocking(consumer.Consumer.aclose)
+
+    def __init__(
+        self, portal: Portal, original: consumer.Consumer[T, Any], wrap: Callable[[Portal, Any], R]
+    ) -> None:
+        super().__init__(portal, original)
+        self._wrap = wrap
+
+    def __iter__(self) -> Iterator[R]:
+        for unit in _iterate(self._portal, self._original.__aiter__()):
+            yield self._wrap(self._portal, unit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exited: object) -> None:
+        self.close()
+
+
+class DeadLetters(Twin[deadletters.DeadLetters[T]], Generic[T]):
+    peek = blocking(deadletters.DeadLetters.peek)
+    list = blocking(deadletters.DeadLetters.list)
+    replay = blocking(deadletters.DeadLetters.replay)
+    delete = blocking(deadletters.DeadLetters.delete)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _iterate(self._portal, self._original.__aiter__())
+
+
+class LogReader(Twin[logreader.LogReader[T]], Generic[T]):
+    def __iter__(self) -> Iterator[Any]:
+        return _iterate(self._portal, self._original.__aiter__())
+
+    def batches(self) -> Iterator[Batch]:
+        return _iterate(self._portal, self._original.batches())
+
+
+class Topic(Twin[topic.Topic[T]], Generic[T]):
+    open = blocking(topic.Topic.opened)
+    put = blocking(topic.Topic.put)
+    put_many = blocking(topic.Topic.put_many)
+    peek = blocking(topic.Topic.peek)
+    stats = blocking(topic.Topic.stats)
+    update = blocking(topic.Topic.update)
+    pause = blocking(topic.Topic.pause)
+    resume = blocking(topic.Topic.resume)
+    move_to_dlq = blocking(topic.Topic.move_to_dlq)
+    purge = blocking(topic.Topic.purge)
+    delete = blocking(topic.Topic.delete)
+
+    @property
+    def name(self) -> str:
+        return self._original.name
+
+    @property
+    def config(self) -> TopicConfig:
+        return self._original.config
+
+    @property
+    def dlq(self) -> DeadLetters[T]:
+        return DeadLetters(self._portal, self._original.dlq)
+
+    def pop(self, *args: Any, **kwargs: Any) -> list[LeasedMessage[T]]:
+        found = self._portal.run(self._original.pop(*args, **kwargs))
+        return [LeasedMessage(self._portal, message) for message in found]
+
+    def consume(self, **kwargs: Any) -> Consumer[T, LeasedMessage[T]]:
+        made = self._portal.do(lambda: self._original.consume(**kwargs))
+        return Consumer(self._portal, made, LeasedMessage)
+
+    def consume_batches(self, *args: Any, **kwargs: Any) -> Consumer[T, MessageBatch[T]]:
+        made = self._portal.do(lambda: self._original.consume_batches(*args, **kwargs))
+        return Consumer(self._portal, made, MessageBatch)
+
+    def log(self, *args: Any, **kwargs: Any) -> LogReader[T]:
+        return LogReader(self._portal, self._original.log(*args, **kwargs))
+
+
+class Client(Twin[client.Client]):
+    """Use it as a context manager; leaving it drains what is under way."""
+
+    topics = blocking(client.Client.topics)
+    stats = blocking(client.Client.stats)
+    call = blocking(client.Client.call)
+
+    def __init__(self, make: Callable[[], client.Client]) -> None:
+        portal = Portal()
+        try:
+            super().__init__(portal, portal.do(make))
+        except BaseException:
+            portal.close()
+            raise
+
+    def topic(self, name: str, of: Any = bytes, **kwargs: Any) -> Topic[Any]:
+        """A topic, opened: it exists when this returns."""
+        made = self._portal.do(lambda: self._original.topic(name, of, **kwargs))
+        return Topic(self._portal, self._portal.run(made.opened()))
+
+    def __enter__(self) -> Self:
+        try:
+            self._portal.run(self._original.__aenter__())
+        except BaseException:
+            self._portal.close()
+            raise
+        return self
+
+    def __exit__(self, *exited: object) -> None:
+        try:
+            self._portal.run(self._original.close())
+        finally:
+            self._portal.close()
+
+
+def connect(
+    url: str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+    tls: Tls = None,
+    *,
+    options: Options | None = None,
+) -> Client:
+    """As `penstock.connect`, for `with`."""
+    return Client(lambda: connect_async(url, api_key, tls, options=options))
+
+
+def _iterate(portal: Portal, source: AsyncIterator[R]) -> Iterator[R]:
+    """An async iterator, step by step; leaving it early closes it there."""
+
+    async def step() -> R:
+        return await anext(source)
+
+    try:
+        while True:
+            try:
+                yield portal.run(step())
+            except StopAsyncIteration:
+                return
+    finally:
+        close = getattr(source, "aclose", None)
+        if close is not None:
+            portal.run(close())
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
