@@ -44,7 +44,7 @@ async def enqueue_batch(link: Link, request: pb.EnqueueBatchRequest) -> pb.Enque
 
 
 def entries_of(request: pb.EnqueueBatchRequest) -> Entries:
-    messages = request.messages
+    messages = list(request.messages)  # holds the wrappers, which each pass would make again
     if not messages:
         raise InvalidArgument("a batch needs a message", field="messages")
     run = producer_run(

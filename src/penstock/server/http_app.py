@@ -105,7 +105,8 @@ class HttpApp:
             await self._pool.link(exchange.api_key)  # what exists is told to those with a key
             raise
         link = await self._pool.link(exchange.api_key)
-        with link.held():
+        link.users += 1
+        try:
             body = await self._body(match.route, exchange)
             request = match.route.parse(
                 parameters=match.parameters, query=scope["query_string"], body=body
@@ -114,6 +115,8 @@ class HttpApp:
                 content = await self._while_connected(link, match, request, exchange)
             else:
                 content = await match.route.answer(link, request)
+        finally:
+            link.users -= 1
         await exchange.respond(200, JSON, content)
 
     async def _answer_plain(self, path: str, exchange: Exchange) -> None:
@@ -138,14 +141,9 @@ class HttpApp:
             pass
 
     async def _body(self, route: Route, exchange: Exchange) -> bytes:
-        limit = route.body_bytes_max or self._options.body_bytes_max
         if not route.in_body:
-            limit = 0
-        try:
-            async with asyncio.timeout(self._options.body_s):
-                return await exchange.body(limit)
-        except TimeoutError as error:
-            raise InvalidArgument("the body did not arrive in time", field="body") from error
+            return await exchange.body(0)
+        return await exchange.body(route.body_bytes_max or self._options.body_bytes_max)
 
     async def _while_connected(
         self, link: Link, match: Match, request: msgspec.Struct, exchange: Exchange

@@ -2,51 +2,52 @@
 
 uvicorn parses quickly but accepts headers of any size, sent as slowly as one likes, on any number
 of connections. Its server object would also take the process's signals, which belong to the node.
+
+A connection always has a deadline: for the head of a request, for its body, or for the next
+request. One sweep looks at all of them now and then; a timer per request would cost more than
+parsing it. While the application works on a whole request there is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
 from penstock.node.tls import server_context
 from penstock.server.options import GatewayOptions
 
+SWEEP_S: Final = 1.0
+
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Headers are counted while they arrive and must be there in time."""
+    """One connection. Headers are counted while they arrive."""
 
     def __init__(self, *arguments: Any, options: GatewayOptions, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self.access_log = False
         self._options = options
         self._in_head = True
         self._head_bytes = 0
         self._begun = 0  # requests
-        self._deadline: asyncio.TimerHandle | None = None
+        self.deadline = math.inf  # loop time
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.deadline = self.loop.time() + self._options.head_s
         if len(self.connections) > self._options.connections_max:
             self._refuse(LimitExceeded("too many connections", limit=self._options.connections_max))
-            return
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._in_head and self._deadline is None and self._between_requests():
-            self._expect_head()
         begun = self._begun
         super().data_received(data)
         if self._in_head and self._begun == begun:
@@ -58,41 +59,36 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         self._begun += 1
+        self.deadline = self.loop.time() + self._options.head_s
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._forget_deadline()
-        self._head_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
+        self._head_bytes = len(self.url) + sum([len(n) + len(v) for n, v in self.headers])
         if self._check_head():
+            self.deadline = self.loop.time() + self._options.body_s
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self.cycle is not None:
+        if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.cycle is not None:
+        self.deadline = math.inf
+        if not self.transport.is_closing():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but the sweep ends idle connections."""
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self.deadline = self.loop.time() + self._options.idle_s
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidArgument("this is not HTTP/1.1", field="request"))
-
-    def _between_requests(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle
-        return cycle is not None and cycle.response_complete
-
-    def _expect_head(self) -> None:
-        self._in_head = True
-        self._deadline = self.loop.call_later(self._options.head_s, self._head_late)
-
-    def _head_late(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
-
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
     def _check_head(self) -> bool:
         limit = self._options.header_bytes_max
@@ -111,7 +107,6 @@ class BoundedHttp(HttpToolsProtocol):
             f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         )
-        self._forget_deadline()
         if not self.transport.is_closing():
             self.transport.write(head.encode() + content)
             self.transport.close()
@@ -129,12 +124,13 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
-            timeout_keep_alive=max(1, round(options.idle_s)),
         )
         self._state = ServerState()
         self._server: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -148,6 +144,7 @@ class HttpServer:
             backlog=1024,
         )
         self.port = self._server.sockets[0].getsockname()[1]
+        self._sweep()
 
     async def stop(self) -> None:
         """Take nothing new, finish what is in progress within bounds, then close."""
@@ -165,9 +162,20 @@ class HttpServer:
                 task.cancel()
         for connection in list(self._state.connections):
             connection.transport.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         self._server = None
 
     def _protocol(self) -> BoundedHttp:
-        protocol = BoundedHttp(self._config, self._state, {}, options=self._options)
-        protocol.access_log = False
-        return protocol
+        return BoundedHttp(self._config, self._state, {}, options=self._options)
+
+    def _sweep(self) -> None:
+        """Close the connections whose deadline has passed."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self._state.connections):
+            if isinstance(connection, BoundedHttp) and connection.deadline < now:
+                connection.transport.close()
+        options = self._options
+        interval = min(SWEEP_S, options.head_s / 2, options.body_s / 2, options.idle_s / 2)
+        self._sweeping = loop.call_later(interval, self._sweep)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from penstock.errors import CallerError, InvalidArgument
+from penstock.model.topic import TopicConfig
 from penstock.server.coalesce import Entry
 from penstock.server.entries import Entries
 from penstock.server.ids import Written, written_ids
 from penstock.server.pool import Link
 
+_DEFAULTS: Final = (b"", b"", 0, -1)  # key, headers, delay, retries: nothing to check
+
 
 async def put(link: Link, topic: str, entry: Entry) -> Written:
     """Enqueue one message, together with what else is on its way to the topic."""
     config = await link.config(topic)
-    _columns(entry).check(config, names="{1}")
-    if len(entry.payload) > link.body_bytes_max:
-        raise InvalidArgument(
-            f"payload has {len(entry.payload)} bytes, at most {link.body_bytes_max}",
-            field="payload",
-            limit=link.body_bytes_max,
-        )
+    _check(entry, config, link.body_bytes_max)
     try:
         return await link.desk.put(topic, entry)
     except CallerError:
@@ -52,6 +51,18 @@ async def put_batch(
         link.forget(topic)
         raise
     return written_ids(enqueued, count)
+
+
+def _check(entry: Entry, config: TopicConfig, body_bytes_max: int) -> None:
+    payload_bytes_max = min(config.payload_bytes_max, body_bytes_max)
+    if len(entry.payload) > payload_bytes_max:
+        raise InvalidArgument(
+            f"payload has {len(entry.payload)} bytes, at most {payload_bytes_max}",
+            field="payload",
+            limit=payload_bytes_max,
+        )
+    if entry[2:6] != _DEFAULTS:
+        _columns(entry).check(config, names="{1}")
 
 
 def _columns(entry: Entry) -> Entries:

@@ -69,7 +69,8 @@ async def test_what_is_not_http_gets_an_error(gateway: Gateway) -> None:
     ("changes", "request_bytes", "answer"),
     [
         ({"head_s": 0.05}, b"GET /healthz HTTP/1.1\r\nhost", b""),
-        ({"body_s": 0.05}, HEAD + b"content-length: 9\r\n\r\n{", b"HTTP/1.1 400"),
+        ({"body_s": 0.05}, HEAD + b"content-length: 9\r\n\r\n{", b""),
+        ({"idle_s": 0.05}, b"GET /healthz HTTP/1.1\r\n\r\n", b"HTTP/1.1 200"),
         ({"requests_max": 0, "grpc_port": None}, b"GET /healthz HTTP/1.1\r\n\r\n", b"HTTP/1.1 429"),
         ({"connections_max": 0}, b"GET /healthz HTTP/1.1\r\n\r\n", b"HTTP/1.1 429"),
     ],
@@ -77,7 +78,7 @@ async def test_what_is_not_http_gets_an_error(gateway: Gateway) -> None:
 async def test_slow_and_many_callers_are_bounded(
     node: Any, options: GatewayOptions, changes: Any, request_bytes: bytes, answer: bytes
 ) -> None:
-    bounded = msgspec.structs.replace(options, idle_s=1.0, **changes)
+    bounded = msgspec.structs.replace(options, **{"idle_s": 0.2, **changes})
     gateway = Gateway(node.connect, bounded)
     await gateway.start()
     try:
