@@ -34,11 +34,13 @@ _FIXED: Final = ("priority", "delay_ms", "max_retries")
 _BINARY: Final = ("key", "headers", "payload")
 
 
-def compact(segment: Segment, alive: NDArray[np.uint64], target: Path) -> Segment | None:
+def compact(
+    segment: Segment, alive: NDArray[np.uint64], target: Path
+) -> tuple[Segment, Index] | None:
     """Write the segment with only the messages in `alive` to the file `target`, durably.
 
-    Returns the segment as it is once that file has taken the old one's place, or None, with no file
-    left, when there is nothing to gain.
+    Returns the segment as it is once that file has taken the old one's place, with its index, or
+    None, with no file left, when there is nothing to gain.
     """
     handle = Handle(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     crash_point("log.rewrite.before")
@@ -52,7 +54,9 @@ def compact(segment: Segment, alive: NDArray[np.uint64], target: Path) -> Segmen
     return new
 
 
-def _copy(segment: Segment, alive: NDArray[np.uint64], handle: Handle) -> Segment | None:
+def _copy(
+    segment: Segment, alive: NDArray[np.uint64], handle: Handle
+) -> tuple[Segment, Index] | None:
     new = Segment(segment.path, segment.header._replace(compacted=True))
     new.end = handle.write([new.header.encode()], 0)
     walk = Walk(Handle(segment.path), segment.path, header=segment.header, end=segment.end)
@@ -68,7 +72,7 @@ def _copy(segment: Segment, alive: NDArray[np.uint64], handle: Handle) -> Segmen
     new.time_ms, new.sealed, new.opened = segment.time_ms, True, Opened(handle, index)
     handle.write([new.footer().encode()], new.end)
     os.fsync(handle.fd)
-    return new
+    return new, index
 
 
 class _Run:

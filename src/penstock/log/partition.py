@@ -63,7 +63,7 @@ class PartitionLog:
         self._writer = Writer(newest, found.floor, floor_s=options.floor_s)
         self._snapshots = Snapshots(folder, topic=topic, partition=partition)
         self._upkeep = Lock()  # one drop or rewrite at a time
-        self._failure: OSError | None = None
+        self._failure = ""  # why nothing may be acknowledged any more
         self._ahead_due = 0.0  # a full disk is not asked again before
         self.sequence_last = newest.last if newest else 0  # staged
         self.epoch_last = newest.epoch if newest else 0
@@ -165,7 +165,9 @@ class PartitionLog:
         self._check_health()
         try:
             for piece in flush.pieces:
-                self._writer.write(piece)
+                sealed = self._writer.write(piece)
+                if sealed is not None:
+                    self._table.touch(sealed)
             self._writer.keep_floor()
             self._grow_ahead()
         except OSError as error:
@@ -235,15 +237,15 @@ class PartitionLog:
             if not old.sealed:
                 raise FailedPrecondition(f"the segment at sequence {first} is not sealed")
             target = old.path.with_name(old.path.name + ".tmp")
-            new = compact(old, alive(old.first, old.last), target)
-            if new is None:
+            compacted = compact(old, alive(old.first, old.last), target)
+            if compacted is None:
                 return 0
+            new, index = compacted
             self._table.replace(old, new, commit=lambda: target.rename(old.path))
             crash_point("log.rewrite.renamed")
             sync_folder(self.folder)
             self._cache.forget(old.first, old.last)
-            assert new.opened is not None
-            save_index(new, new.opened.index)
+            save_index(new, index)
             crash_point("log.rewrite.after")
             return old.bytes - new.bytes
 
@@ -265,11 +267,12 @@ class PartitionLog:
         return self._snapshots.sequences()
 
     def close(self) -> None:
-        """Persist the floor. What is staged and not written is lost; write it first."""
+        """Persist the floor and let go of the files; what is staged and not written is lost."""
         with storage_errors(self.folder):
-            if self._failure is None:
+            if not self._failure:
                 self._writer.floor.raise_to(sequence=self.sequence_durable)
             self._staging.close()
+        self._table.close()
 
     # --- inside ---
 
@@ -292,12 +295,12 @@ class PartitionLog:
             raise NotFound(f"sequence {sequence} is not held, only {held}", sequence=sequence)
 
     def _check_health(self) -> None:
-        if self._failure is not None:
-            raise StorageFailed(f"an earlier write failed: {self._failure}") from self._failure
+        if self._failure:
+            raise StorageFailed(f"an earlier write failed: {self._failure}")
 
     def _fail(self, error: OSError) -> NoReturn:
-        self._failure = error
-        _log.critical("%s: storage failed: %s", self.folder, error)
+        self._failure = str(error)
+        _log.critical("%s: storage failed: %s", self.folder, self._failure)
         raise StorageFailed(
             f"{self.folder}: {error}", topic=self.topic, partition=self.partition
         ) from error

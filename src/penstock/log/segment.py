@@ -144,7 +144,7 @@ def load_index(segment: Segment, handle: Handle) -> Index:
     try:
         return Index.load(path, first=segment.first, last=segment.last, end=segment.end)
     except (FileNotFoundError, Corruption) as error:
-        _log.info("%s: rebuilt: %s", path, error)
+        _log.info("%s: rebuilt: %s", path, str(error))
     index = rebuild_index(segment, handle)
     save_index(segment, index)
     return index
@@ -158,7 +158,7 @@ def save_index(segment: Segment, index: Index) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        _log.warning("%s: not saved: %s", path, error)
+        _log.warning("%s: not saved: %s", path, str(error))
 
 
 def rebuild_index(segment: Segment, handle: Handle) -> Index:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
+from typing import Final
 
 from penstock.errors import NotFound
 from penstock.log.files import Handle
@@ -13,12 +14,14 @@ from penstock.log.index import Opened
 from penstock.log.layout import FOOTER_SIZE
 from penstock.log.segment import Segment, load_index
 
+OPEN_MAX: Final = 16  # sealed segments of one log whose files are open
+
 
 class SegmentTable:
     """Segments in order. Changes replace the whole view, so a reader needs no lock.
 
     Files and indexes of sealed segments are opened on demand and closed least recently used first,
-    within `index_bytes`.
+    within `index_bytes` and `OPEN_MAX`.
     """
 
     def __init__(self, segments: list[Segment], *, index_bytes: int) -> None:
@@ -26,6 +29,7 @@ class SegmentTable:
         self._lock = Lock()
         self._publish(segments)
         self._open: OrderedDict[Segment, None] = OrderedDict()
+        self._latest: Segment | None = None  # the last of `_open`
 
     def segments(self) -> list[Segment]:
         return self._view[1]
@@ -58,12 +62,14 @@ class SegmentTable:
             commit()
             self._publish([new if segment is old else segment for segment in self._view[1]])
             self._open.pop(old, None)
+            self._admit(new)
 
     def drop(self, gone: list[Segment]) -> None:
         with self._lock:
             self._publish([segment for segment in self._view[1] if segment not in gone])
             for segment in gone:
                 self._open.pop(segment, None)
+            self._latest = None
 
     def locate(self, sequence: int, *, nowait: bool) -> tuple[Segment, Opened | None]:
         """The segment of `sequence` and its file and index: None if `nowait` and not at hand."""
@@ -77,7 +83,7 @@ class SegmentTable:
             else:
                 opened = segment.opened = Opened(handle, load_index(segment, handle))
         if segment.sealed and opened is not None:
-            self._touch(segment)
+            self.touch(segment)
         return segment, opened
 
     def open_file(self, segment: Segment) -> Handle | None:
@@ -85,16 +91,26 @@ class SegmentTable:
         with self._lock:  # not while a rewrite swaps the file
             return Handle(segment.path) if segment in self._view[1] else None
 
-    def _touch(self, segment: Segment) -> None:
-        with self._lock:
-            self._open[segment] = None
-            self._open.move_to_end(segment)
-            total = sum(s.opened.index.bytes for s in self._open if s.opened is not None)
-            while total > self._index_bytes and len(self._open) > 1:
-                oldest, _ = self._open.popitem(last=False)
-                if oldest.opened is not None:
-                    total -= oldest.opened.index.bytes
-                    oldest.opened = None
+    def close(self) -> None:
+        for segment in self.segments():
+            segment.opened = None
+
+    def touch(self, segment: Segment) -> None:
+        """Note that an open, sealed segment was just used; it may close others."""
+        if segment is not self._latest:
+            with self._lock:
+                self._admit(segment)
+
+    def _admit(self, segment: Segment) -> None:
+        self._latest = segment
+        self._open[segment] = None
+        self._open.move_to_end(segment)
+        total = sum(s.opened.index.bytes for s in self._open if s.opened is not None)
+        while len(self._open) > 1 and (total > self._index_bytes or len(self._open) > OPEN_MAX):
+            oldest, _ = self._open.popitem(last=False)
+            if oldest.opened is not None:
+                total -= oldest.opened.index.bytes
+                oldest.opened = None
 
     def _publish(self, segments: list[Segment]) -> None:
         self._view = ([segment.first for segment in segments], segments)

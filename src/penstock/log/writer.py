@@ -28,7 +28,9 @@ class Writer:
         self.durable = newest.last if newest is not None else 0
         self._floor_due = 0.0
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: Piece) -> Segment | None:
+        """Make one piece durable; returns the segment that it sealed, if it began a new one."""
+        before = self.tail
         mark = Mark(piece.size, self.durable, piece.first, piece.batches)
         header = piece.segment.header
         piece.buffers[0] = mark.encode(Mark.place(header.topic, header.partition, piece.offset))
@@ -37,6 +39,7 @@ class Writer:
         else:
             self._sync(piece, piece.buffers, piece.offset)
         self.durable = piece.last
+        return before if before is not self.tail else None
 
     def keep_floor(self) -> None:
         """Persist the floor when it is due; it may lag, for it only sharpens the search for rot."""
