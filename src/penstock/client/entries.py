@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from penstock.client.content import Content
-from penstock.client.ids import message_ids
+from penstock.client.ids import message_id, message_ids
 from penstock.client.options import milliseconds
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
@@ -94,6 +94,18 @@ class Entries:
         self.payloads.append(payload)
         self.priorities.append(priority)
         self.bytes += len(payload) + len(key) + len(headers) + 16
+
+    def extend(self, payloads: list[bytes], headers: bytes, *, limit: int) -> bool:
+        """Take many plain payloads at once, unless they are too large for that."""
+        sizes = list(map(len, payloads))
+        total = sum(sizes) + len(payloads) * (len(headers) + 16)
+        if total > REQUEST_BYTES_MAX or max(sizes, default=0) > limit:
+            return False
+        self.payloads = payloads
+        self.priorities = [0] * len(payloads)
+        self.headers = [headers] * len(payloads) if headers else None
+        self.bytes = total
+        return True
 
     def only(self, row: int) -> Entries:
         """One entry by itself."""
@@ -176,8 +188,7 @@ class Shipment:
             texts = message_ids(p.time_ms, answer.topic, p.partition, sequences)
             found[p.index : p.index + p.count] = texts
         for d in answer.duplicates:
-            texts = message_ids(d.time_ms, answer.topic, d.partition, (d.sequence,))
-            found[d.index] = texts[0]
+            found[d.index] = message_id(d.time_ms, answer.topic, d.partition, d.sequence)
         if len(found) != self.count or not all(found):
             raise Corruption("the answer to an enqueue does not name every message")
         if self.order is None:
@@ -271,9 +282,13 @@ def chunked(
 
     `context` are the headers of items that have none.
     """
-    limit = config.payload_bytes_max
-    encode = content.encode
+    encode, limit = content.encode, config.payload_bytes_max
+    items = list(items)
     chunks = [entries := Entries()]
+    if len(items) <= BATCH_ENTRIES_MAX and Item not in set(map(type, items)):
+        payloads = list(map(encode, items))
+        if entries.extend(payloads, context, limit=limit):
+            return chunks if items else []
     for item in items:
         if len(entries) >= BATCH_ENTRIES_MAX or entries.bytes >= REQUEST_BYTES_MAX:
             if atomic:
@@ -284,13 +299,8 @@ def chunked(
                     limit=BATCH_ENTRIES_MAX,
                 )
             chunks.append(entries := Entries())
-        if isinstance(item, Item):
-            _add_item(entries, item, encode(item.value), context=context, limit=limit)
-            continue
-        payload = encode(item)
-        if len(payload) > limit:
-            raise _over("payload", len(payload), limit)
-        entries.add(payload, 0, headers=context)
+        found = item if isinstance(item, Item) else Item(item)
+        _add_item(entries, found, encode(found.value), context=context, limit=limit)
     return [entries for entries in chunks if len(entries)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from penstock.client.content import Content
-from penstock.client.ids import message_ids
+from penstock.client.ids import message_id
 
 T = TypeVar("T")
 _UNSET: Any = object()
@@ -48,7 +48,7 @@ class Message(Generic[T]):
 
     @property
     def id(self) -> str:
-        return message_ids(self.time_ms, self._topic, self.partition, (self.sequence,))[0]
+        return message_id(self.time_ms, self._topic, self.partition, self.sequence)
 
     @property
     def value(self) -> T:

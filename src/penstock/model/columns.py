@@ -15,11 +15,12 @@ Decoding is lazy: `Columns` computes where buffers lie and builds an array when 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,11 @@ Buffer = bytes | bytearray | memoryview
 HEADER: Final = struct.Struct("<HHI")
 RUNS_MAX: Final = 65535
 _PADDING: Final = tuple(bytes(n) for n in range(8))
+_LENGTH: Final = struct.Struct("<i")
+_OFFSET: Final = np.dtype(np.int32)
+_ONE: Final = struct.Struct("<ii")  # the offsets of a binary column with one value
+# The codes with which `array` lays out a list of Python integers, several times faster than numpy.
+_CODES: Final = {"uint8": "B", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q"}
 
 
 class Domain(Enum):
@@ -88,51 +94,89 @@ class Binary:
 Value = NDArray[Any] | Binary | Sequence[int] | Sequence[Buffer]
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A column as encode and decode need it, worked out once per schema."""
+
+    name: str
+    binary: bool
+    domain: Domain
+    bit: int
+    code: str
+    dtype: np.dtype[Any]
+    default: int
+
+    @staticmethod
+    def of(column: Column, index: int) -> _Plan:
+        dtype = _OFFSET if column.binary else np.dtype(column.dtype)
+        code = "" if column.binary else _CODES[column.dtype]
+        return _Plan(
+            column.name, column.binary, column.domain, 1 << index, code, dtype, column.default
+        )
+
+    def length(self, count: int, runs: int) -> int:
+        if self.domain is Domain.ENTRY:
+            return count
+        return runs if self.domain is Domain.RUN else 1
+
+
 @dataclass(frozen=True)
 class Schema:
     """A versioned list of columns; a column is only ever appended, together with a new version."""
 
     version: int
     columns: tuple[Column, ...]
-    _index: dict[str, int] = field(init=False, repr=False, compare=False)
+    _plans: tuple[_Plan, ...] = field(init=False, repr=False, compare=False)
+    _named: dict[str, _Plan] = field(init=False, repr=False, compare=False)
+    # Columns in the order of their buffers, by the `present` mask: as many as masks can be.
+    _layouts: dict[int, tuple[_Plan, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_index", {c.name: i for i, c in enumerate(self.columns)})
+        plans = tuple(_Plan.of(column, i) for i, column in enumerate(self.columns))
+        object.__setattr__(self, "_plans", plans)
+        object.__setattr__(self, "_named", {plan.name: plan for plan in plans})
+        object.__setattr__(self, "_layouts", {})
 
     def encode(self, count: int, values: Mapping[str, Value | None], *, runs: int = 0) -> bytes:
         """Lay the given columns out; a column that is missing or None is absent."""
-        present = 0
-        fixed: list[bytes] = []
+        present = known = 0
+        fixed: list[bytes] = [b""]
         binary: list[bytes] = []
-        for i, column in enumerate(self.columns):
-            value = values.get(column.name)
+        for plan in self._plans:
+            value = values.get(plan.name)
             if value is None:
+                known += plan.name in values
                 continue
-            present |= 1 << i
-            length = self._length(column, count, runs)
-            if column.binary:
-                cell = value if isinstance(value, Binary) else Binary.of(value)  # type: ignore[arg-type]
-                _expect(column, len(cell), length)
-                _append(binary, cell.offsets.tobytes())
-                _append(binary, bytes(cell.blob))
+            known += 1
+            present |= plan.bit
+            length = plan.length(count, runs)
+            if len(value) != length:
+                raise ValueError(f"column {plan.name} has {len(value)} values, expected {length}")
+            if plan.binary:
+                _append_binary(binary, value)
+            elif isinstance(value, np.ndarray):
+                _append(fixed, value.astype(plan.dtype, copy=False).tobytes())
             else:
-                array = np.ascontiguousarray(value, dtype=column.dtype)
-                _expect(column, len(array), length)
-                _append(fixed, array.tobytes())
-        unknown = values.keys() - self._index.keys()
-        if unknown:
-            raise ValueError(f"no such column: {sorted(unknown)}")
-        return b"".join((HEADER.pack(self.version, runs, present), *fixed, *binary))
+                _append(fixed, array(plan.code, cast(Sequence[int], value)).tobytes())
+        if known != len(values):
+            raise ValueError(f"no such column: {sorted(values.keys() - self._named.keys())}")
+        fixed[0] = HEADER.pack(self.version, runs, present)
+        return b"".join(fixed + binary)
 
     def decode(self, body: Buffer, count: int) -> Columns:
         """Find the columns in `body`; raises `Corruption` when they do not fit into it."""
         return Columns(self, body, count)
 
-    @staticmethod
-    def _length(column: Column, count: int, runs: int) -> int:
-        if column.domain is Domain.ENTRY:
-            return count
-        return runs if column.domain is Domain.RUN else 1
+    def layout(self, present: int) -> tuple[_Plan, ...]:
+        """The columns that `present` names, as they follow each other in a body."""
+        found = self._layouts.get(present)
+        if found is None:
+            if present >> len(self.columns):
+                raise Corruption("a batch body names columns that its schema does not have")
+            plans = [plan for plan in self._plans if present & plan.bit]
+            found = tuple(sorted(plans, key=lambda plan: plan.binary))
+            self._layouts[present] = found
+        return found
 
 
 class Columns:
@@ -146,24 +190,19 @@ class Columns:
         size = len(body)
         if size < HEADER.size:
             raise Corruption("a batch body is shorter than its own header")
-        version, self.runs, present = HEADER.unpack_from(body)
+        version, runs, present = HEADER.unpack_from(body)
+        self.runs: int = runs
         if version > schema.version:
             raise Corruption(f"body schema version {version} is newer than {schema.version}")
         self._at: dict[str, tuple[int, int]] = {}
         at = HEADER.size
-        columns = [c for i, c in enumerate(schema.columns) if present >> i & 1]
-        if present >> len(schema.columns):
-            raise Corruption("a batch body names columns that its schema does not have")
-        for column in columns:
-            if not column.binary:
-                length = schema._length(column, count, self.runs)
-                self._at[column.name] = (at, length)
-                at += _padded(length * np.dtype(column.dtype).itemsize)
-        for column in columns:
-            if column.binary:
-                length = schema._length(column, count, self.runs)
-                self._at[column.name] = (at, length)
+        for plan in schema.layout(present):
+            length = plan.length(count, runs)
+            self._at[plan.name] = (at, length)
+            if plan.binary:
                 at = self._skip_binary(at, length, size)
+            else:
+                at += (length * plan.dtype.itemsize + 7) & ~7
         if at != size:
             raise Corruption(f"a batch body has {size} bytes where its columns need {at}")
 
@@ -171,10 +210,10 @@ class Columns:
         last = at + 4 * length
         if last + 4 > size:
             raise Corruption("a binary column's offsets exceed the body")
-        blob = int.from_bytes(self.body[last : last + 4], "little", signed=True)
+        (blob,) = _LENGTH.unpack_from(self.body, last)
         if blob < 0:
             raise Corruption("a binary column has a negative length")
-        return at + _padded(4 * (length + 1)) + _padded(blob)
+        return at + ((4 * length + 11) & ~7) + ((int(blob) + 7) & ~7)
 
     def __contains__(self, name: str) -> bool:
         return name in self._at
@@ -183,13 +222,12 @@ class Columns:
         """The column as an array, filled with its default where it is absent."""
         found = self._cache.get(name)
         if found is None:
-            column = self.schema.columns[self.schema._index[name]]
+            plan = self.schema._named[name]
             if name in self._at:
                 at, length = self._at[name]
-                found = np.frombuffer(self.body, column.dtype, length, at)
+                found = np.frombuffer(self.body, plan.dtype, length, at)
             else:
-                length = self.schema._length(column, self.count, self.runs)
-                found = np.full(length, column.default, column.dtype)
+                found = np.full(plan.length(self.count, self.runs), plan.default, plan.dtype)
             self._cache[name] = found
         return found
 
@@ -200,8 +238,8 @@ class Columns:
         found = self._cache.get(name)
         if found is None:
             at, length = self._at[name]
-            offsets = np.frombuffer(self.body, np.int32, length + 1, at)
-            start = at + _padded(4 * (length + 1))
+            offsets = np.frombuffer(self.body, _OFFSET, length + 1, at)
+            start = at + ((4 * length + 11) & ~7)
             found = Binary(offsets, memoryview(self.body)[start : start + int(offsets[-1])])
             self._cache[name] = found
         return found
@@ -214,16 +252,26 @@ class Columns:
                 raise Corruption(f"offsets of column {column.name} are not ascending from 0")
 
 
-def _padded(size: int) -> int:
-    return (size + 7) & ~7
-
-
 def _append(parts: list[bytes], data: bytes) -> None:
     parts.append(data)
     if len(data) & 7:
         parts.append(_PADDING[-len(data) & 7])
 
 
-def _expect(column: Column, have: int, want: int) -> None:
-    if have != want:
-        raise ValueError(f"column {column.name} has {have} values, expected {want}")
+def _append_binary(parts: list[bytes], value: Any) -> None:
+    """Offsets and blob of a binary column, each padded."""
+    if isinstance(value, Binary):
+        _append(parts, value.offsets.tobytes())
+        _append(parts, bytes(value.blob))
+        return
+    if len(value) == 1:
+        blob = bytes(value[0])
+        parts.append(_ONE.pack(0, len(blob)))
+    else:
+        blob = b"".join(value)
+        try:
+            offsets = array("i", list(accumulate(map(len, value), initial=0)))
+        except OverflowError as error:
+            raise ValueError("a binary column holds at most 2 GiB") from error
+        _append(parts, offsets.tobytes())
+    _append(parts, blob)
