@@ -1,0 +1,84 @@
+import time
+
+import numpy as np
+import pytest
+
+from penstock.heap.machine import HANDLERS
+from penstock.model.batch import Kind
+
+
+def test_every_kind_of_record_has_a_handler() -> None:
+    assert HANDLERS.keys() == set(Kind)
+
+
+def test_candidates_have_keys_and_ranks(log_of) -> None:
+    log = log_of(mode="max")
+    log.put(5, 9, 7)
+    keys, sequences = log.heap.candidates(2, log.now)
+    assert sequences.tolist() == [2, 3]
+    assert keys.tolist() == [~9, ~7]
+    assert [log.heap.rank(k, 0, log.now) for k in (~9, ~8, ~5)] == [0, 1, 2]
+
+
+def test_a_message_is_described_in_the_callers_words(log_of) -> None:
+    log = log_of(mode="max", max_retries=4)
+    log.put(5, -9, max_retries=[-1, 0])
+    described = log.heap.describe(np.array([2, 1], np.uint64))
+    assert described.priorities.tolist() == [-9, 5]
+    assert described.max_retries.tolist() == [0, 4]
+    assert described.times_ms.tolist() == [log.now, log.now]
+
+
+def test_alive_is_what_compaction_must_keep(log) -> None:
+    log.put(*range(6))
+    log.ack(*log.lease(2))
+    log.die(*log.lease(1))
+    assert log.heap.alive(1, 5).tolist() == [3, 4, 5]
+    assert log.heap.alive(4, 4).tolist() == [4]
+    assert log.heap.oldest_alive() == 3
+
+
+def test_the_oldest_ready_message_has_a_time(log) -> None:
+    assert log.heap.oldest_ready_ms(log.now) is None
+    born = log.now
+    log.put(9, delay_ms=[500])
+    log.now += 100
+    log.put(1)
+    assert log.heap.oldest_ready_ms(log.now) == born + 100
+    assert log.heap.oldest_ready_ms(log.now + 500) == born
+
+
+def test_a_look_does_not_take(log) -> None:
+    log.put(3, 1, 2)
+    assert log.heap.ready_list(2, log.now).tolist() == [2, 3]
+    assert log.select(2) == log.select(2) == [2, 3]
+    assert log.select(1) == [2]
+
+
+def test_a_sequence_number_far_out_is_nobody(log) -> None:
+    log.put(1)
+    messages, held = log.heap.resolve(np.array([1 << 47, 1], np.uint64))
+    assert messages.tolist() == [0, 0]
+    assert held.tolist() == [False, False]
+
+
+def replay_cost(log, batches: int) -> float:
+    started = time.process_time()
+    heap = type(log.heap)(log.config, partition=0)
+    for batch in log.batches[:batches]:
+        heap.apply(batch, batch.columns(), 0)
+    heap.select(1, log.now)
+    assert heap.digest() is not None
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("n", [1, 100])
+def test_recovery_of_settled_messages_costs_no_more_the_longer_the_log(log, n: int) -> None:
+    """Stale pairs of the index are dropped in bulk, pages are freed: linear, and little memory."""
+    for _ in range(300):
+        log.put(*range(n))
+        log.ack(*log.lease(n))
+    replay_cost(log, 60)
+    short, long = replay_cost(log, 180), replay_cost(log, 900)
+    assert long < 20 * short
+    assert log.heap.table.bytes < 4 << 20
