@@ -14,11 +14,19 @@ if TYPE_CHECKING:
     from penstock.client.connection import Connection
 
 
+def quiet_logs() -> None:
+    """Errors alone, and to stderr: stdout is for the command's own answer."""
+    from penstock.node.logs import configure
+
+    configure("error")
+
+
 @asynccontextmanager
 async def connected(
     url: str, *, api_key: str | None = None, ca: Path | None = None
 ) -> AsyncIterator[Connection]:
     """Connect to the node at `url`; a folder's path runs the engine inside this process."""
+    quiet_logs()
     folder = folder_of(url)
     if folder is None:
         async with _remote(url, api_key=api_key, ca=ca) as connection:
@@ -64,7 +72,7 @@ async def create_topic(
     return await connection.call("topic_create", config=config, exists_ok=exists_ok)
 
 
-async def confirmation(connection: Connection, method: str, **subject: Any) -> dict[str, Any]:
+async def confirmation(connection: Connection, method: str, subject: str) -> dict[str, Any]:
     """The arguments that let one destructive call through."""
-    granted = await connection.call("confirm", method=method, **subject)
+    granted = await connection.call("confirm", method=method, subject=subject)
     return {"force": True, "confirm": granted["confirm"]}

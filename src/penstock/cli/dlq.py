@@ -63,7 +63,7 @@ async def delete(
     async with cli.connection() as connection:
         await connection.call("topic_get", topic=topic)
         cli.confirm(f"Delete {which} of {topic}?", force=force)
-        granted = await confirmation(connection, "dlq_delete", topic=topic)
+        granted = await confirmation(connection, "dlq_delete", topic)
         result = await connection.call("dlq_delete", topic=topic, **asked, **granted)
     return Answer(document=result, view=f"{cell(result['deleted'])} dead letters are gone")
 

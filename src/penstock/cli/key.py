@@ -40,7 +40,7 @@ async def revoke(
     """Revoke a key; who uses it is refused from then on."""
     cli.confirm(f"Revoke key {id}?", force=force)
     async with cli.connection() as connection:
-        granted = await confirmation(connection, "key_revoke", key_id=id)
+        granted = await confirmation(connection, "key_revoke", id)
         await connection.call("key_revoke", id=id, **granted)
     return Answer(document={"revoked": id}, view=f"key {id} is revoked")
 

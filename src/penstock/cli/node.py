@@ -73,7 +73,9 @@ def serve(
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(main)
+    import uvloop
+
+    uvloop.run(main)
 
 
 async def _serve(cli: Invocation, config: Config) -> None:

@@ -88,7 +88,7 @@ async def delete(
     async with cli.connection() as connection:
         await connection.call("topic_get", topic=name)
         cli.confirm(f"Delete topic {name} with all its messages?", force=force)
-        granted = await confirmation(connection, "topic_delete", topic=name)
+        granted = await confirmation(connection, "topic_delete", name)
         await connection.call("topic_delete", topic=name, **granted)
     return Answer(document={"deleted": name}, view=f"topic {name} is deleted")
 
@@ -103,7 +103,7 @@ async def purge(
     async with cli.connection() as connection:
         await connection.call("topic_get", topic=name)
         cli.confirm(f"Drop every ready and delayed message of {name}?", force=force)
-        granted = await confirmation(connection, "purge", topic=name)
+        granted = await confirmation(connection, "purge", name)
         result = await connection.call("purge", topic=name, **granted)
     return Answer(document=result, view=f"{cell(result['purged'])} messages are gone")
 

@@ -35,12 +35,14 @@ def queue(
     from penstock.cli.bench.report import view_of
     from penstock.cli.bench.runner import measure
     from penstock.cli.bench.targets import STAGES
+    from penstock.cli.connect import quiet_logs
 
     unknown = set(only or ()) - set(STAGES)
     if unknown:
         raise InvalidArgument(
             f"no stage {min(unknown)}; there are {', '.join(STAGES)}", field="only"
         )
+    quiet_logs()
     chosen = [stage for stage in STAGES if not only or stage in only]
     document = uvloop.run(measure(chosen, runs=runs, quick=quick, folder=folder))
     if save is not None:

@@ -30,9 +30,11 @@ async def demo(
     ] = False,
 ) -> Answer | None:
     """Enqueue, pop by priority, retry, dead-letter, crash, recover; exit 1 if a claim fails."""
+    from penstock.cli.connect import quiet_logs
     from penstock.cli.demo.story import tell
     from penstock.cli.demo.view import Screen
 
+    quiet_logs()
     with ExitStack() as stack:
         if data is None:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-demo-"))

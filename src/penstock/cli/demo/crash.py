@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.connect import create_topic
 from penstock.cli.demo.claims import Chapter
-from penstock.cli.demo.ledger import Ledger
+from penstock.cli.demo.ledger import Lease, Ledger
 from penstock.cli.process import ServerProcess
 from penstock.errors import RetryableError
 from penstock.model.ids import LeaseToken
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 TOPIC: Final = "changes"
 PARTITIONS: Final = 2
-MESSAGES: Final = 20_000
+MESSAGES: Final = 6_000
 PRODUCERS: Final = 128
 KILL_AT: Final = MESSAGES // 2  # acknowledged puts
 HOLD: Final = 25  # messages whose consumer is still at work when the server dies
@@ -97,31 +98,32 @@ async def _consume(connection: Connection, ledger: Ledger) -> None:
 
 
 async def _take(connection: Connection, batch: DeliveredBatch, ledger: Ledger) -> None:
-    leased = _leases_of(batch)
-    ledger.delivered(leased)
-    lost = await connection.settle(TOPIC, list(leased.values()))
-    ledger.settled(key for i, key in enumerate(leased) if i not in lost)
+    leases = _leases_of(batch)
+    ledger.delivered(leases)
+    lost = await connection.settle(TOPIC, [lease.token for _, lease in leases])
+    ledger.settled(key for i, (key, _) in enumerate(leases) if i not in lost)
 
 
-def _leases_of(batch: DeliveredBatch) -> dict[int, LeaseToken]:
-    delivery = batch.delivery
-    first = delivery.token_first
-    return {
-        int(payload): LeaseToken(delivery.partition, delivery.epoch, first + i)
+def _leases_of(batch: DeliveredBatch) -> list[tuple[int, Lease]]:
+    partition, epoch = batch.delivery.partition, batch.delivery.epoch
+    first = batch.delivery.token_first
+    sequences = batch.columns.fixed("message").tolist()
+    return [
+        (int(payload), Lease(LeaseToken(partition, epoch, first + i), (partition, sequences[i])))
         for i, payload in enumerate(batch.columns.binary("payload") or ())
-    }
+    ]
 
 
-async def _hold(connection: Connection) -> dict[int, LeaseToken]:
+async def _hold(connection: Connection) -> list[tuple[int, Lease]]:
     """Lease some messages for long, as a slow consumer does."""
-    held: dict[int, LeaseToken] = {}
+    held: list[tuple[int, Lease]] = []
     while len(held) < HOLD:
         found = await connection.call(
             "pop", topic=TOPIC, limit=HOLD - len(held), wait_ms=1000, visibility_ms=HOLD_MS
         )
-        held.update(
-            (int(m["payload"]), LeaseToken.parse(m["lease_token"])) for m in found["messages"]
-        )
+        for m in found["messages"]:
+            token = LeaseToken.parse(m["lease_token"])
+            held.append((int(m["payload"]), Lease(token, (m["partition"], m["sequence"]))))
     return held
 
 
@@ -144,8 +146,11 @@ async def _drain(connection: Connection, ledger: Ledger, producers: asyncio.Task
         if open_messages == len(ledger.held):
             break
         await asyncio.sleep(IDLE_S)
+        if consumer.done():
+            break
     consumer.cancel()
-    await asyncio.wait([consumer])
+    with suppress(asyncio.CancelledError):
+        await consumer  # an error of its own must be seen
 
 
 def _state_claims(chapter: Chapter, ledger: Ledger, *, under_way: int, lost: int) -> None:

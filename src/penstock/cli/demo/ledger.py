@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.model.ids import LeaseToken
+
+Place = tuple[int, int]  # partition and sequence: what a message is to the server
+
+
+class Lease(NamedTuple):
+    token: LeaseToken
+    place: Place
 
 
 @dataclass
@@ -25,7 +33,7 @@ class Ledger:
     held: dict[int, LeaseToken] = field(default_factory=dict)
     unsure: dict[int, LeaseToken] = field(default_factory=dict)
     leased_at: dict[int, float] = field(default_factory=dict)
-    message_of: dict[int, tuple[int, int]] = field(default_factory=dict)
+    message_of: dict[int, Place] = field(default_factory=dict)
     deliveries: int = 0
     resettled_lost: int = 0
     # what must stay empty
@@ -50,10 +58,12 @@ class Ledger:
         self._waiting.append((puts, event))
         await event.wait()
 
-    def delivered(self, leases: Mapping[int, LeaseToken]) -> None:
+    def delivered(self, leases: Iterable[tuple[int, Lease]]) -> None:
         now = time.monotonic()
-        for key, token in leases.items():
+        for key, lease in leases:
             self.deliveries += 1
+            if self.message_of.setdefault(key, lease.place) != lease.place:
+                self.doubled.add(key)
             if key not in self.started:
                 self.phantoms.add(key)
             if key in self.done:
@@ -63,17 +73,17 @@ class Ledger:
             elif key in self.leased_at:
                 self.redelivered.add(key)
             self.leased_at[key] = now
-            self.unsure[key] = token
+            self.unsure[key] = lease.token
 
     def _lease_end(self, key: int) -> float:
         """The earliest moment at which an unconfirmed lease of `key` may have run out."""
         return self.leased_at.get(key, float("-inf")) + self.visibility_ms / 1000
 
-    def hold(self, leases: Mapping[int, LeaseToken]) -> None:
+    def hold(self, leases: Sequence[tuple[int, Lease]]) -> None:
         self.delivered(leases)
-        for key in leases:
+        for key, lease in leases:
             del self.unsure[key]
-        self.held.update(leases)
+            self.held[key] = lease.token
 
     def settled(self, keys: Iterable[int]) -> None:
         """The server confirmed that these are done."""
