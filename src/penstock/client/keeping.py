@@ -48,6 +48,7 @@ class Keeper:
     def keep(self, batch: MessageBatch[Any]) -> None:
         """Extend the leases of `batch` until none is held."""
         self._batches.add(batch)
+        batch.kept = self._batches.discard
         self._run_once()
 
     def finish(self) -> None:
@@ -81,7 +82,6 @@ class Keeper:
     async def _extend(self) -> None:
         if self._absorb is not None:
             self._absorb()
-        self._batches = {batch for batch in self._batches if batch.held}
         held = [(batch, row) for batch in self._batches for row in batch.held_rows().tolist()]
         if not held:
             return

@@ -41,6 +41,9 @@ class State(IntEnum):
     LOST = 3
 
 
+_WAITING, _OUT, _SETTLED = (bytes((s,)) for s in (State.WAITING, State.OUT, State.SETTLED))
+
+
 class Origin(Protocol):
     """What a batch needs of its topic."""
 
@@ -68,6 +71,7 @@ class MessageBatch(Generic[T]):
         self._released = released  # told how many of the leases that were out have ended
         self._rows: dict[str, list[Any]] | None = None
         self.entered: Callable[[MessageBatch[Any]], None] | None = None  # a handler has begun
+        self.kept: Callable[[MessageBatch[Any]], None] | None = None  # told when none is held
         self.held = self._delivery.count
 
     def __len__(self) -> int:
@@ -85,7 +89,7 @@ class MessageBatch(Generic[T]):
     def payloads(self) -> list[bytes]:
         """Every payload, without making messages of them."""
         column = self._columns.binary("payload")
-        return [b""] * len(self) if column is None else list(column)
+        return [b""] * len(self) if column is None else column.tolist()
 
     @property
     def values(self) -> list[T]:
@@ -123,7 +127,7 @@ class MessageBatch(Generic[T]):
         }
         for name in ("key", "headers", "payload"):
             column = columns.binary(name)
-            rows[name] = [b""] * len(self) if column is None else list(column)
+            rows[name] = [b""] * len(self) if column is None else column.tolist()
         return rows
 
     # --- settling ---
@@ -193,20 +197,26 @@ class MessageBatch(Generic[T]):
         return self._states[row] <= State.OUT
 
     def held_rows(self) -> NDArray[np.int64]:
+        if self.held == len(self):
+            return np.arange(len(self))
         return np.flatnonzero(np.frombuffer(self._states, np.uint8) <= State.OUT)
 
     def hand_out(self, row: int | None = None) -> None:
         """A handler has the row now, or all of them."""
         if row is None:
-            states = np.frombuffer(self._states, np.uint8)
-            states[states == State.WAITING] = State.OUT
+            self._states = self._states.replace(_WAITING, _OUT)
         elif self._states[row] == State.WAITING:
             self._states[row] = State.OUT
 
     def take(self) -> NDArray[np.int64]:
         """Mark every held row as settled; returns them."""
         rows = self.held_rows()
-        self.mark(rows.tolist(), State.SETTLED)
+        if len(rows) < len(self):
+            self.mark(rows.tolist(), State.SETTLED)
+        else:
+            out = self._states.count(State.OUT)
+            self._states = bytearray(_SETTLED * len(self))
+            self._end(len(rows), out)
         return rows
 
     def take_row(self, row: int) -> None:
@@ -227,9 +237,14 @@ class MessageBatch(Generic[T]):
                 out += states[row]
                 ended += 1
                 states[row] = state
+        self._end(ended, out)
+
+    def _end(self, ended: int, out: int) -> None:
         self.held -= ended
         if out and self._released is not None:
             self._released(self, out)
+        if not self.held and self.kept is not None:
+            self.kept(self)
 
     def _tokens(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         return (rows + self._delivery.token_first).astype(np.uint64)

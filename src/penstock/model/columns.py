@@ -72,8 +72,11 @@ class Binary:
         return bytes(self.blob[self.offsets[index] : self.offsets[index + 1]])
 
     def __iter__(self) -> Iterator[bytes]:
+        return iter(self.tolist())
+
+    def tolist(self) -> list[bytes]:
         blob, ends = bytes(self.blob), self.offsets.tolist()
-        return (blob[a:b] for a, b in pairwise(ends))
+        return [blob[a:b] for a, b in pairwise(ends)]
 
     def take(self, indices: NDArray[np.int64]) -> list[bytes]:
         blob = self.blob
@@ -230,6 +233,28 @@ class Columns:
                 found = np.full(plan.length(self.count, self.runs), plan.default, plan.dtype)
             self._cache[name] = found
         return found
+
+    def view(self, name: str) -> memoryview | None:
+        """A fixed column, or a binary column's offsets, as a view whose items are plain ints.
+
+        For picking a few values: making an array costs more than reading ten items of a view.
+        """
+        if name not in self._at:
+            return None
+        plan = self.schema._named[name]
+        at, length = self._at[name]
+        if plan.binary:
+            length += 1
+        size = length * plan.dtype.itemsize
+        view = memoryview(self.body)[at : at + size]
+        return view.cast(plan.code or "i")  # type: ignore[call-overload, no-any-return]
+
+    def blob(self, name: str) -> memoryview:
+        """A binary column's bytes, which its offsets point into."""
+        at, length = self._at[name]
+        start = at + ((4 * length + 11) & ~7)
+        (size,) = _LENGTH.unpack_from(self.body, at + 4 * length)
+        return memoryview(self.body)[start : start + size]
 
     def binary(self, name: str) -> Binary | None:
         """The binary column, or None where it is absent (every value is empty)."""
