@@ -109,6 +109,10 @@ class Entries(NamedTuple):
 
 def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -> Run | None:
     """The run of a request that carries a producer key; None when it carries none."""
+    if seq is not None and seq > SEQUENCE_MAX - count:
+        raise InvalidArgument("seq is too large", field="seq", limit=SEQUENCE_MAX - count)
+    if epoch > SEQUENCE_MAX:
+        raise InvalidArgument("epoch is too large", field="epoch", limit=SEQUENCE_MAX)
     if not producer_id:
         if seq is not None:
             raise InvalidArgument("seq needs a producer_id", field="producer_id")
@@ -122,10 +126,6 @@ def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -
         )
     if seq is None:
         raise InvalidArgument("producer_id needs a seq", field="seq")
-    if seq > SEQUENCE_MAX - count:
-        raise InvalidArgument("seq is too large", field="seq", limit=SEQUENCE_MAX - count)
-    if epoch > SEQUENCE_MAX:
-        raise InvalidArgument("epoch is too large", field="epoch", limit=SEQUENCE_MAX)
     return Run(count, epoch, seq, producer)
 
 

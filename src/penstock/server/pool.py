@@ -52,7 +52,7 @@ class Link:
         self._configs[topic] = (config, self._loop.time() + self._config_s)
         return config
 
-    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+    async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """An administrative call that carries the id of the request it serves."""
         return await self.connection.call(method, request_id=request_id.get(), **arguments)
 

@@ -78,8 +78,9 @@ class Destructive(Request, frozen=True, kw_only=True):
 def _attribute(name: str) -> Any:
     """A topic attribute's type with the bounds that the model gives it."""
     annotation = msgspec.structs.fields(TopicConfig)[TopicConfig.__struct_fields__.index(name)].type
-    if name in BOUNDS:
-        low, high = BOUNDS[name]
+    bounds = BOUNDS.get(name, (1, 5) if name == "replication_factor" else None)
+    if bounds is not None:
+        low, high = bounds
         annotation = Annotated[annotation, Meta(ge=low, le=high)]
     return annotation | UnsetType
 
