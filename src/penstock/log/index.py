@@ -11,6 +11,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from pathlib import Path
+from threading import get_ident
 
 from crc32c import crc32c
 
@@ -45,7 +46,8 @@ class Index:
         """Write the sidecar; it is not synced, because it can be rebuilt."""
         body = _little(self.firsts).tobytes() + _little(self.offsets).tobytes()
         header = IndexHeader(self.firsts[0], last, end, len(self.firsts), crc32c(body))
-        new = path.with_name(path.name + ".tmp")
+        # Two readers may rebuild the same index at once.
+        new = path.with_name(f"{path.name}.{get_ident()}.tmp")
         new.write_bytes(header.encode() + body)
         new.rename(path)
 

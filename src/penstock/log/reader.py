@@ -54,7 +54,7 @@ class Reader:
             return None
         through = min(through, segment.last)
         position = opened.index.find(sequence)
-        found = self._cached(opened, position, through=through, bytes_max=bytes_max)
+        found = self._cached(segment, opened, position, through=through, bytes_max=bytes_max)
         if found:
             return found
         until = _until(segment, opened, position, through=through, bytes_max=bytes_max)
@@ -74,16 +74,19 @@ class Reader:
         ]  # fmt: skip
 
     def _cached(
-        self, opened: Opened, position: int, *, through: int, bytes_max: int
+        self, segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int
     ) -> list[Batch]:
+        """Batches in memory from `position` on, as far as there is no gap."""
         found: list[Batch] = []
         firsts = opened.index.firsts
         while position < len(firsts) and firsts[position] <= through:
             batch = self._cache.get(firsts[position])
-            if batch is None or batch.last > through:
+            last = _last_of(segment, opened, position)
+            # One of another range is from before a rewrite, or from after it.
+            if batch is None or batch.last != last or last > through:
                 break
             bytes_max -= batch.size
-            if found and (bytes_max < 0 or batch.first != found[-1].last + 1):
+            if found and bytes_max < 0:
                 break
             found.append(batch)
             position += 1
@@ -136,6 +139,13 @@ def _extent(segment: Segment, opened: Opened, position: int, until: int) -> tupl
     return offsets[position], end
 
 
+def _last_of(segment: Segment, opened: Opened, position: int) -> int:
+    """The last sequence of a batch, as the index has it."""
+    last = segment.last  # before the length is looked at, as in `_extent`
+    firsts = opened.index.firsts
+    return firsts[position + 1] - 1 if position + 1 < len(firsts) else last
+
+
 def _extent_of(segment: Segment, opened: Opened, sequence: int) -> int:
     position = opened.index.find(sequence)
     offset, _ = _extent(segment, opened, position, position)
@@ -145,10 +155,8 @@ def _extent_of(segment: Segment, opened: Opened, sequence: int) -> int:
 
 def _until(segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int) -> int:
     """The last batch to read: within `bytes_max`, and ending at or before `through`."""
-    firsts = opened.index.firsts
     until = opened.index.find(through)
-    last = firsts[until + 1] - 1 if until + 1 < len(firsts) else segment.last
-    if last > through:
+    if _last_of(segment, opened, until) > through:
         until -= 1
     offset = opened.index.offsets[position]
     while until > position and _extent(segment, opened, position, until)[1] - offset > bytes_max:

@@ -45,7 +45,8 @@ class Recovery:
     def __init__(self, folder: Path, *, topic: int, partition: int, accept_rot: bool) -> None:
         self.folder, self.topic, self.partition = folder, topic, partition
         self.accept_rot = accept_rot
-        for stale in folder.glob("*.tmp"):
+        orphans = [p for p in folder.glob("*.idx") if not p.with_suffix(".seg").exists()]
+        for stale in (*folder.glob("*.tmp"), *orphans):
             stale.unlink()
         self.floor = Floor(folder / "floor", accept_rot=accept_rot)
         self.segments: list[Segment] = []

@@ -55,7 +55,7 @@ def test_readers_and_upkeep_do_not_disturb_the_writer(open_log, pen_on):
     with ThreadPoolExecutor(4) as pool:
         upkept = pool.submit(upkeep, pen.log, done)
         readers = [pool.submit(read, pen.log, done) for _ in range(2)]
-        for number in range(400):
+        for number in range(150):
             for _ in range(number % 4 + 1):
                 pen.stage([b"%d" % number * 40] * 3)
             pool.submit(pen.log.write, pen.log.take()).result()
