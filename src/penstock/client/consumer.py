@@ -42,6 +42,8 @@ class Source(Origin, Protocol):
 
     async def opened(self) -> Any: ...
 
+    def adopt(self, keeper: Keeper) -> None: ...
+
     def forget(self, consumer: Consumer[Any, Any]) -> None: ...
 
 
@@ -66,14 +68,21 @@ class Consumer(Generic[T, Out]):
         self._slot: asyncio.Future[None] | None = None
         self._stream: LeaseStream | None = None
         self._waiting: deque[Out] = deque()  # prefetched and not handed out
-        self._stopping = False
+        self._entered = self._stopping = False
         self._closing: asyncio.Future[None] | None = None
         self._keeper: Keeper | None = None
 
     # --- iteration ---
 
     def __aiter__(self) -> AsyncIterator[Out]:
-        return self._iterate()
+        # A generator closes itself when its loop is left; inside `async with` that would be early.
+        return self if self._entered else self._iterate()
+
+    async def __anext__(self) -> Out:
+        found = await self._next()
+        if found is None:
+            raise StopAsyncIteration
+        return found
 
     async def _iterate(self) -> AsyncGenerator[Out, None]:
         try:
@@ -124,6 +133,7 @@ class Consumer(Generic[T, Out]):
                 self._visibility_ms or self._topic.config.visibility_ms,
                 absorb=self._absorb,
             )
+            self._topic.adopt(self._keeper)
         self._keeper.start()
 
     async def _open(self, connection: Connection) -> LeaseStream:
@@ -211,12 +221,8 @@ class Consumer(Generic[T, Out]):
         """Mark a unit that waited as settled; the leases that end with it."""
         raise NotImplementedError
 
-    @property
-    def keeper(self) -> Keeper | None:
-        """What keeps this consumer's leases, once it has a stream."""
-        return self._keeper
-
     async def __aenter__(self) -> Self:
+        self._entered = True
         return self
 
     async def __aexit__(

@@ -34,47 +34,50 @@ class Keeper:
         self._link, self._settler, self._visibility_ms = link, settler, visibility_ms
         self._absorb = absorb
         self._batches: set[MessageBatch[Any]] = set()
-        self._started = self._running = False
-        self._stop = asyncio.Event()
-
-    @property
-    def held(self) -> int:
-        return sum(batch.held for batch in self._batches)
+        self._started = self._running = self._stopped = False
+        self._look = asyncio.Event()  # something ended: is there still anything to keep?
 
     def start(self) -> None:
         self._started = True
-        self._run_once()
+        self._ensure()
 
     def keep(self, batch: MessageBatch[Any]) -> None:
         """Extend the leases of `batch` until none is held."""
         self._batches.add(batch)
-        batch.kept = self._batches.discard
-        self._run_once()
+        batch.kept = self._let_go
+        self._ensure()
 
     def finish(self) -> None:
         """Nothing new will come; what is held is still kept."""
         self._started = False
-        if not self.held:
-            self._stop.set()
+        self._look.set()
 
     def stop(self) -> None:
         """Keep nothing any longer."""
-        self._started = False
-        self._batches.clear()
-        self._stop.set()
+        self._stopped = True
+        self._look.set()
 
-    def _run_once(self) -> None:
-        if not self._running and not self._stop.is_set():
+    def _let_go(self, batch: MessageBatch[Any]) -> None:
+        self._batches.discard(batch)
+        if not self._batches and not self._started:
+            self._look.set()
+
+    @property
+    def _needed(self) -> bool:
+        return not self._stopped and (self._started or bool(self._batches))
+
+    def _ensure(self) -> None:
+        if not self._running and self._needed:
             self._running = True
             self._link.spawn(self._run())
 
     async def _run(self) -> None:
         interval = self._visibility_ms / 3000
-        while self._started or self._batches:
+        while self._needed:
+            self._look.clear()
             try:
                 async with asyncio.timeout(interval):
-                    await self._stop.wait()
-                break
+                    await self._look.wait()
             except TimeoutError:
                 await self._extend()
         self._running = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -51,6 +52,7 @@ class Topic(Administration[T]):
         self._producer: Producer | None = None
         self._consumers: set[Consumer[Any, Any]] = set()
         self._keepers: dict[int, Keeper] = {}  # of popped messages, by visibility
+        self._adopted: WeakSet[Keeper] = WeakSet()  # those that may have work to stop
 
     # --- opening ---
 
@@ -269,19 +271,22 @@ class Topic(Administration[T]):
         if keeper is None:
             keeper = Keeper(self.link, self.settler, batch.visibility_ms)
             self._keepers[batch.visibility_ms] = keeper
+            self.adopt(keeper)
         keeper.keep(batch)
+
+    def adopt(self, keeper: Keeper) -> None:
+        """Stop `keeper` when the client ends."""
+        self._adopted.add(keeper)
 
     async def close(self) -> None:
         """Stop consuming, then wait for every put and acknowledgement under way."""
-        consumers = list(self._consumers)
-        for consumer in consumers:
+        for consumer in list(self._consumers):
             await consumer.aclose()
         if self._producer is not None:
             await self._producer.drain()
         await self.settler.drain()
-        for keeper in (*self._keepers.values(), *(c.keeper for c in consumers)):
-            if keeper is not None:
-                keeper.stop()
+        for keeper in self._adopted:
+            keeper.stop()
 
 
 def _at_least_one(value: int, field: str) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.client.client import Client
 from penstock.client.connection import Connection, open_connection
 from penstock.client.memory import memory_pair
+from penstock.client.options import Options
 from penstock.errors import NotFound, PenstockError
 from penstock.model.batch import SCHEMAS, Kind, seal
 from penstock.model.delivery import DELIVERY
@@ -242,7 +244,8 @@ class Session(asyncio.Protocol):
         elif found is not None:
             self.send(FrameType.ACK, number, found)
         elif call.method in ("topic_create", "topic_get"):
-            name = call.arguments.get("name") or call.arguments["topic"]
+            asked = call.arguments.get("config", call.arguments)
+            name = asked.get("name") or asked["topic"]
             config = {"name": name, "id": self.broker.topic, "partitions": self.broker.partitions}
             self.send(FrameType.ACK, number, config | {"visibility_ms": self.broker.visibility_ms})
         else:
@@ -319,3 +322,37 @@ async def wired(url: str) -> AsyncIterator[Connection]:
     connection = await open_connection(url)
     yield connection
     await connection.close()
+
+
+class InMemory:
+    """Connections of a client to the peer."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.closed = False
+
+    async def connect(self) -> Connection:
+        connection = Connection()
+        memory_pair(connection, Session(self.broker))
+        await connection.greeted()
+        return connection
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def quick(**changes: Any) -> Options:
+    return Options(**{"retry_wait_s": 0.001, "retry_wait_s_max": 0.01, "retry_s": 5.0, **changes})
+
+
+@pytest.fixture
+async def client(broker: Broker) -> AsyncIterator[Client]:
+    """A client of the peer that retries without waiting long."""
+    async with Client(InMemory(broker), quick()) as client:
+        yield client
+
+
+@pytest.fixture
+def make_client(broker: Broker) -> Any:
+    """Make a client with other options; enter it yourself."""
+    return lambda **changes: Client(InMemory(broker), quick(**changes))
