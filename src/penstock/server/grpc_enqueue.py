@@ -33,14 +33,14 @@ async def enqueue(link: Link, request: pb.EnqueueRequest) -> pb.EnqueueResponse:
 
 async def enqueue_batch(link: Link, request: pb.EnqueueBatchRequest) -> pb.EnqueueBatchResponse:
     topic = topic_of(request.topic)
-    ids, duplicates = await put_batch(
+    written = await put_batch(
         link,
         topic,
         entries_of(request),
         atomic=request.atomic if request.HasField("atomic") else True,
         expected_sequence=expected_of(request),
     )
-    return pb.EnqueueBatchResponse(message_ids=ids, duplicates=duplicates)
+    return pb.EnqueueBatchResponse(**written._asdict())
 
 
 def entries_of(request: pb.EnqueueBatchRequest) -> Entries:

@@ -176,14 +176,18 @@ def identify(context: Context) -> str | None:
     return api_key
 
 
+def _printable(value: object) -> str:
+    """Metadata is printable ASCII."""
+    return ascii(str(value))[1:-1]
+
+
 async def refuse(context: Context, error: PenstockError) -> Any:
     """End the call with the error's status; what else it says goes into the trailing metadata."""
     code, _ = STATUS_TABLE[error.status]
     trailing = [("penstock-code", error.code), ("x-request-id", request_id.get())]
     trailing += [
-        (f"penstock-{name}", str(error.details[name]))
-        for name in ("field", "limit")
-        if name in error.details
+        (f"penstock-{name.replace('_', '-')}", _printable(value))
+        for name, value in error.details.items()
     ]
     if isinstance(error, Backpressure):
         trailing.append(("retry-after", str(max(1, math.ceil(error.retry_after_s)))))

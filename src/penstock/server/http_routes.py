@@ -33,14 +33,14 @@ async def enqueue(link: Link, request: ask.Enqueue) -> Result:
 
 
 async def enqueue_batch(link: Link, request: ask.EnqueueBatch) -> Result:
-    ids, duplicates = await put_batch(
+    written = await put_batch(
         link,
         request.topic,
         entries_of(request),
         atomic=request.atomic,
         expected_sequence=request.expected_sequence,
     )
-    return {"message_ids": ids, "duplicates": duplicates}
+    return written._asdict()
 
 
 ENQUEUES: Final = {

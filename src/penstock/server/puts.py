@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock.errors import CallerError, InvalidArgument
 from penstock.model.topic import TopicConfig
@@ -10,6 +10,16 @@ from penstock.server.coalesce import Entry
 from penstock.server.entries import Entries
 from penstock.server.ids import Written, written_ids
 from penstock.server.pool import Link
+from penstock.wire.messages import Enqueued
+
+
+class BatchWritten(NamedTuple):
+    """A batch's message ids in its order, and the positions of duplicates."""
+
+    message_ids: list[str]
+    duplicates: list[int]
+    sequence_last: int | None
+
 
 _DEFAULTS: Final = (b"", b"", 0, -1)  # key, headers, delay, retries: nothing to check
 
@@ -27,8 +37,8 @@ async def put(link: Link, topic: str, entry: Entry) -> Written:
 
 async def put_batch(
     link: Link, topic: str, entries: Entries, *, atomic: bool, expected_sequence: int | None = None
-) -> tuple[list[str], list[int]]:
-    """Enqueue a batch; the ids in its order, and the positions of duplicates."""
+) -> BatchWritten:
+    """Enqueue a batch."""
     config = await link.config(topic)
     entries.check(config)
     if entries.size > link.body_bytes_max:
@@ -50,7 +60,15 @@ async def put_batch(
     except CallerError:
         link.forget(topic)
         raise
-    return written_ids(enqueued, count)
+    return BatchWritten(*written_ids(enqueued, count), _sequence_last(enqueued))
+
+
+def _sequence_last(enqueued: Enqueued) -> int | None:
+    """What the next call of a writer that is alone in its partition expects."""
+    placed = enqueued.placed
+    if len({run.partition for run in placed}) != 1:
+        return None
+    return max(run.sequence + run.count - 1 for run in placed)
 
 
 def _check(entry: Entry, config: TopicConfig, body_bytes_max: int) -> None:

@@ -162,7 +162,10 @@ class EnqueueBatch(Request, frozen=True, kw_only=True):
         Annotated[Sequence, Meta(description="Of the first message; the others follow.")] | None
     ) = None
     expected_sequence: (
-        Annotated[Sequence, Meta(description="The last sequence of the one partition concerned.")]
+        Annotated[
+            Sequence,
+            Meta(description="Of the last message in the one partition concerned; 0: none yet."),
+        ]
         | None
     ) = None
 

@@ -89,6 +89,10 @@ class Enqueued(Response, frozen=True, kw_only=True):
 class BatchEnqueued(Response, frozen=True, kw_only=True):
     message_ids: Annotated[list[str], Meta(description="In the order of the request.")]
     duplicates: Annotated[list[int], Meta(description="Positions that were written before.")] = []
+    sequence_last: (
+        Annotated[int, Meta(description="Of the last message, when all went to one partition.")]
+        | None
+    ) = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -364,12 +364,14 @@ class EnqueueBatchRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[NewMessage, _Mapping]]] = ..., atomic: _Optional[bool] = ..., producer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., expected_sequence: _Optional[int] = ...) -> None: ...
 
 class EnqueueBatchResponse(_message.Message):
-    __slots__ = ("message_ids", "duplicates")
+    __slots__ = ("message_ids", "duplicates", "sequence_last")
     MESSAGE_IDS_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_LAST_FIELD_NUMBER: _ClassVar[int]
     message_ids: _containers.RepeatedScalarFieldContainer[str]
     duplicates: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, message_ids: _Optional[_Iterable[str]] = ..., duplicates: _Optional[_Iterable[int]] = ...) -> None: ...
+    sequence_last: int
+    def __init__(self, message_ids: _Optional[_Iterable[str]] = ..., duplicates: _Optional[_Iterable[int]] = ..., sequence_last: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("message_id", "partition", "sequence", "priority", "attempts", "time_ms", "key", "headers", "payload")
