@@ -145,12 +145,13 @@ def execute(body: Body, invocation: Invocation, arguments: dict[str, Any]) -> Ex
         return answer.code
     except PenstockError as error:
         return report(error, as_json=invocation.json)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; a second complaint at exit would be noise
         return Exit.OK
-    except Exception:  # noqa: BLE001 - the process's last boundary
+    # The process's last boundary. Nobody cancels a command but the command itself: a bug too.
+    except (Exception, asyncio.CancelledError):  # noqa: BLE001
         say(traceback.format_exc())
         return Exit.INTERNAL
 

@@ -89,7 +89,8 @@ class ServerProcess:
         deadline = time.monotonic() + START_S_MAX
         while True:
             if self._process.returncode is not None:
-                raise Unavailable(f"the server did not start:\n{self._last_words()}")
+                code = self._process.returncode
+                raise Unavailable(f"the server ended with {code}:\n{self._last_words()}")
             ports = _read_ports(ready)
             if ports is not None:
                 self.ports = ports

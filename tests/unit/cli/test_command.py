@@ -1,5 +1,6 @@
 """The one way in and out of every command."""
 
+import asyncio
 import json
 from typing import Annotated, Any
 
@@ -53,6 +54,15 @@ def test_a_bug_is_told_apart_from_a_failed_check() -> None:
     shown = run(body)
     assert shown.exit_code == 70
     assert "ZeroDivisionError" in shown.stderr
+
+
+def test_a_command_that_cancels_itself_does_not_end_in_silence() -> None:
+    async def body(cli: Invocation) -> Answer:
+        raise asyncio.CancelledError
+
+    shown = run(body)
+    assert shown.exit_code == 70
+    assert "CancelledError" in shown.stderr
 
 
 def test_a_command_s_own_options_reach_it() -> None:

@@ -12,6 +12,7 @@ from penstock.cli.connect import create_topic
 from penstock.cli.demo.claims import Chapter
 from penstock.cli.demo.ledger import Lease, Ledger
 from penstock.cli.process import ServerProcess
+from penstock.cli.tail import read_entries
 from penstock.errors import RetryableError
 from penstock.model.ids import LeaseToken
 
@@ -128,11 +129,32 @@ async def _hold(connection: Connection) -> list[tuple[int, Lease]]:
 
 
 async def _settle_unsure(connection: Connection, ledger: Ledger) -> None:
-    """Repeat the acknowledgements whose answer the crash swallowed; either outcome is final."""
-    unsure = ledger.unsure
-    lost = await connection.settle(TOPIC, list(unsure.values()))
-    ledger.resettled_lost = len(lost)
-    ledger.settled(list(unsure))
+    """Repeat the acknowledgements whose answer the crash swallowed.
+
+    A lost token proves nothing by itself; it counts only if the log holds its acknowledgement.
+    """
+    unsure = list(ledger.unsure.items())
+    lost = set(await connection.settle(TOPIC, [token for _, token in unsure]))
+    logged = await _acknowledged_in_log(connection) if lost else set()
+    ledger.settled(
+        key
+        for i, (key, token) in enumerate(unsure)
+        if i not in lost or (token.partition, token.sequence) in logged
+    )
+
+
+async def _acknowledged_in_log(connection: Connection) -> set[tuple[int, int]]:
+    """Partition and sequence of every lease that a committed entry acknowledges."""
+    found: set[tuple[int, int]] = set()
+
+    def collect(row: dict[str, Any]) -> bool:
+        if row["kind"] == "ack" and "token" in row:
+            found.add((row["partition"], row["token"]))
+        return True
+
+    ends = (await connection.call("log_status", topic=TOPIC))["partitions"]
+    await read_entries(connection, TOPIC, ends, start=1, follow=False, show=collect)
+    return found
 
 
 async def _drain(connection: Connection, ledger: Ledger, producers: asyncio.Task[None]) -> None:

@@ -35,7 +35,6 @@ class Ledger:
     leased_at: dict[int, float] = field(default_factory=dict)
     message_of: dict[int, Place] = field(default_factory=dict)
     deliveries: int = 0
-    resettled_lost: int = 0
     # what must stay empty
     phantoms: set[int] = field(default_factory=set)  # delivered, never put
     doubled: set[int] = field(default_factory=set)  # one put, two messages
