@@ -1,0 +1,34 @@
+import ssl
+from pathlib import Path
+
+import pytest
+import trustme
+
+from penstock.client.address import Address
+from penstock.errors import InvalidArgument
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("penstock://", Address("127.0.0.1", 7440, False)),
+        ("penstock://db:9", Address("db", 9, False)),
+        ("penstocks://[::1]:9", Address("::1", 9, True)),
+    ],
+)
+def test_a_url_names_host_port_and_tls(url: str, expected: Address) -> None:
+    assert Address.parse(url) == expected
+    assert Address.parse(str(expected)) == expected
+
+
+def test_tls_belongs_to_penstocks(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(authority))
+    plain, secure = Address("a", 1, False), Address("a", 1, True)
+    own = ssl.create_default_context()
+    assert plain.context(None) is None
+    assert secure.context(own) is own
+    assert secure.context(authority) is not None and secure.context(True) is not None
+    for address, tls in ((plain, True), (secure, False)):
+        with pytest.raises(InvalidArgument):
+            address.context(tls)
