@@ -86,6 +86,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     upkeep: UpkeepOptions = UpkeepOptions()
     audit: AuditOptions = AuditOptions()
     writer_threads: int = 4
+    cache_bytes: int = 128 << 20  # of messages that are kept in memory to be delivered
     drain_s: float = 10.0  # for requests under way when the node is told to stop
     log_level: LogLevel = "info"
     accept_rot: bool = False  # start on damaged data by cutting it off there
@@ -204,6 +205,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "upkeep.scrub_s": _SECONDS,
     "audit.file_bytes_max": (1 << 10, 1 << 40),
     "audit.files_max": (0, 10_000),
+    "cache_bytes": (0, 1 << 40),
     "writer_threads": (1, PARTITIONS_MAX),
     "drain_s": (0, 3600.0),
     "ready_fd": (0, 1 << 20),

@@ -134,6 +134,12 @@ class PartitionLog:
         """What is staged and not handed out yet. Write every flush, in the order taken."""
         return self._staging.take()
 
+    def first_of(self, sequence: int) -> int | None:
+        """Where the batch that covers `sequence` begins; None when the disk is needed to tell."""
+        self._check_held(sequence)
+        _, opened = self._table.locate(sequence, nowait=True)
+        return None if opened is None else opened.index.firsts[opened.index.find(sequence)]
+
     def read(self, sequence: int, *, nowait: bool) -> Batch | None:
         """The durable batch that covers `sequence`; None when `nowait` and the disk is needed."""
         self._check_held(sequence)

@@ -32,7 +32,7 @@ class LogOptions:
     segment_bytes: int = 64 << 20  # a segment is sealed when the next batch would exceed this
     allocate_bytes: int = 4 << 20  # preallocation grows by this much
     reserve_bytes: int = 256 << 10  # kept free of enqueues, so that a full disk can be settled
-    cache_bytes: int = 32 << 20  # batches kept in memory
+    cache_bytes: int = 8 << 20  # batches kept in memory
     index_bytes: int = 16 << 20  # indexes of sealed segments kept in memory
     floor_s: float = 1.0  # how often the acknowledged floor is persisted under load
 

@@ -137,6 +137,12 @@ SCHEMAS: Final[dict[Kind, Schema]] = {
 }
 
 
+# By value: making an enum member from its number costs more than the rest of a header.
+_KINDS: Final = tuple(Kind)
+_CODECS: Final = tuple(Codec)
+_FLAGS: Final = (BatchFlag.NONE, BatchFlag.COMPACTED)
+
+
 class DeadReason(IntEnum):
     RETRIES = 1  # nacked or expired past max_retries
     REJECTED = 2  # by the consumer
@@ -172,7 +178,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def compacted(self) -> bool:
-        return bool(self.flags & BatchFlag.COMPACTED)
+        return self.flags is not BatchFlag.NONE
 
     def header(self) -> bytes:
         return HEADER.pack(
@@ -260,12 +266,12 @@ def decode_header(data: Buffer, at: int = 0) -> tuple[Batch, int]:
         raise Corruption("not a batch header")
     if version != VERSION:
         raise Corruption(f"batch version {version} is not {VERSION}")
-    if kind not in SCHEMAS or codec > Codec.LZ4 or flags > BatchFlag.COMPACTED:
+    if kind >= len(_KINDS) or codec >= len(_CODECS) or flags >= len(_FLAGS):
         raise Corruption("a batch header has an unknown kind, codec or flag")
     if length > BODY_BYTES_MAX or count == 0 or entries > count or first == 0:
         raise Corruption("a batch header has an impossible length or range")
     batch = Batch(
-        Kind(kind), Codec(codec), BatchFlag(flags), topic, partition, epoch, epoch_previous, first,
+        _KINDS[kind], _CODECS[codec], _FLAGS[flags], topic, partition, epoch, epoch_previous, first,
         count, entries, time_ms, raw_length, chain, crc, b"",
     )  # fmt: skip
     return batch, length
@@ -277,8 +283,9 @@ def decode(data: Buffer, at: int = 0, *, verify: bool = True) -> Batch:
     end = at + HEADER_SIZE + length
     if len(data) < end:
         raise Corruption("a batch body is cut short")
-    body = memoryview(data)[at + HEADER_SIZE : end]
-    if verify and head.crc != crc32c(body, crc32c(bytes(data[at : at + _CRC_AT]))):
+    view = memoryview(data)
+    body = view[at + HEADER_SIZE : end]
+    if verify and head.crc != crc32c(body, crc32c(view[at : at + _CRC_AT])):
         raise Corruption(f"CRC mismatch in the batch at sequence {head.first}")
     return msgspec.structs.replace(head, body=body)
 

@@ -28,6 +28,7 @@ from penstock.node.journal import Journal
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.reading import ReadCache
 from penstock.node.topic import Topic, topic_not_found
 from penstock.node.upkeep import Pacer, retain, take_snapshot
 from penstock.node.writer import WriterPool
@@ -66,6 +67,7 @@ class Engine:
     clock: Clock
     metrics: Metrics
     writers: WriterPool
+    cache: ReadCache
     tasks: asyncio.TaskGroup
     topics: dict[str, Topic] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
@@ -175,7 +177,7 @@ class Engine:
             on_write=self.metrics.log_written,
             on_fatal=self._on_fatal,
         )
-        partition = Partition(journal, index)
+        partition = Partition(journal, index, self.cache)
         partition.snapshot = parts.snapshot
         return partition
 

@@ -23,6 +23,7 @@ from penstock.node.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
+from penstock.node.reading import ReadCache
 from penstock.node.writer import WriterPool
 
 log = get_logger(__name__)
@@ -66,6 +67,7 @@ async def _start(
         clock=clock,
         metrics=Metrics(node=identity.node),
         writers=WriterPool(config.writer_threads),
+        cache=ReadCache(config.cache_bytes),
         tasks=tasks,
         started_ms=clock.now_ms(),
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
 from penstock.node.journal import Journal
-from penstock.node.reading import MessageReader
+from penstock.node.reading import MessageReader, ReadCache
 from penstock.node.settling import Settling
 
 
@@ -28,13 +28,13 @@ class SnapshotFacts:
 
 
 class Partition:
-    def __init__(self, journal: Journal, index: int) -> None:
+    def __init__(self, journal: Journal, index: int, cache: ReadCache) -> None:
         self.index = index
         self.journal = journal
         self.heap, self.log, self.coordinator = journal.heap, journal.log, journal.coordinator
         self.enqueueing = Enqueueing(journal, index)
         self.settling = Settling(journal)
-        self.reader = MessageReader(journal.log)
+        self.reader = MessageReader(journal.log, cache)
         self.snapshot = SnapshotFacts()
 
     @property

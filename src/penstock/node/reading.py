@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -11,104 +12,153 @@ from numpy.typing import NDArray
 from penstock.errors import NotFound
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
-from penstock.model.columns import Binary, Buffer
+from penstock.model.columns import Buffer, Columns
 from penstock.model.delivery import DELIVERY
 
-_DECODED_MAX: Final = 512  # decoded batches kept; they are views into the log's own cache
+_OVERHEAD: Final = 2048  # bytes of the objects round an opened batch
 
 
 class _Decoded:
     """A batch opened for picking single messages out of it."""
 
-    __slots__ = ("first", "headers", "keys", "last", "payloads", "places", "priority", "time_ms")
+    __slots__ = ("first", "headers", "keys", "last", "payloads", "places", "priority", "size",
+                 "time_ms")  # fmt: skip
 
     def __init__(self, batch: Batch) -> None:
         columns = batch.columns()
+        self.size = len(columns.body) + _OVERHEAD
         self.first, self.last, self.time_ms = batch.first, batch.last, batch.time_ms
-        self.priority: list[int] = columns.fixed("priority").tolist()
-        self.payloads = _slices(columns.binary("payload"))
-        self.keys = _slices(columns.binary("key"))
-        self.headers = _slices(columns.binary("headers"))
+        self.priority = columns.view("priority")
+        self.payloads = _slices(columns, "payload")
+        self.keys = _slices(columns, "key")
+        self.headers = _slices(columns, "headers")
         self.places: dict[int, int] | None = None
         if batch.compacted:
             sequences = columns.fixed("sequence").tolist()
             self.places = {sequence: i for i, sequence in enumerate(sequences)}
 
     def place(self, sequence: int) -> int:
-        if self.places is None:
-            return sequence - self.first
-        if sequence not in self.places:
+        place = (self.places or {}).get(sequence)
+        if place is None:
             raise NotFound(f"message {sequence} was compacted away")
-        return self.places[sequence]
+        return place
 
 
-class _Slices:
-    __slots__ = ("blob", "ends")
-
-    def __init__(self, cell: Binary) -> None:
-        self.blob: Buffer = cell.blob
-        self.ends: list[int] = cell.offsets.tolist()
-
-    def __getitem__(self, i: int) -> Buffer:
-        return self.blob[self.ends[i] : self.ends[i + 1]]
+_Slices = tuple[memoryview, memoryview] | None  # offsets and blob; None: all values are empty
+_Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of each
 
 
-def _slices(cell: Binary | None) -> _Slices | None:
-    return None if cell is None else _Slices(cell)
+def _slices(columns: Columns, name: str) -> _Slices:
+    ends = columns.view(name)
+    return None if ends is None else (ends, columns.blob(name))
+
+
+def _values(cells: list[tuple[_Slices, list[int]]]) -> list[Buffer] | None:
+    """The picked values of a binary column; None if no batch has it."""
+    values: list[Buffer] = []
+    found = False
+    for slices, places in cells:
+        if slices is None:
+            values += [b""] * len(places)
+        else:
+            ends, blob = slices
+            values += [blob[ends[place] : ends[place + 1]] for place in places]
+            found = True
+    return values if found else None
 
 
 class Rows:
     """Messages gathered from the log, as columns."""
 
-    __slots__ = ("headers", "keys", "payloads", "priorities", "sequences", "times_ms")
+    __slots__ = ("picks", "sequences")
 
-    def __init__(self, sequences: list[int]) -> None:
-        self.sequences = sequences
-        self.times_ms: list[int] = []
-        self.priorities: list[int] = []
-        self.payloads: list[Buffer] = []
-        self.keys: list[Buffer] = []
-        self.headers: list[Buffer] = []
+    def __init__(self, sequences: list[int], picks: _Picks) -> None:
+        self.sequences, self.picks = sequences, picks
 
     def encode(self, attempts: NDArray[np.uint32]) -> bytes:
         """The rows as a DELIVERY body."""
+        times: list[int] = []
+        priorities: list[int] = []
+        for batch, places in self.picks:
+            times += [batch.time_ms] * len(places)
+            if batch.priority is None:
+                priorities += [0] * len(places)
+            else:
+                priorities += map(batch.priority.__getitem__, places)
         return DELIVERY.encode(
             len(self.sequences),
             {
-                "message": np.array(self.sequences, np.uint64),
-                "time_ms": np.array(self.times_ms, np.int64),
-                "priority": np.array(self.priorities, np.int64),
+                "message": self.sequences,
+                "time_ms": times,
+                "priority": priorities,
                 "attempts": attempts if attempts.any() else None,
-                "key": self.keys if any(self.keys) else None,
-                "headers": self.headers if any(self.headers) else None,
-                "payload": self.payloads,
+                "key": _values([(batch.keys, places) for batch, places in self.picks]),
+                "headers": _values([(batch.headers, places) for batch, places in self.picks]),
+                "payload": _values([(batch.payloads, places) for batch, places in self.picks]),
             },
         )
 
 
+class ReadCache:
+    """Opened batches of all partitions of a node, bounded by bytes, least recently used first out.
+
+    Messages leave in the order of priority, so a batch is visited many times before it is done.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._held: OrderedDict[tuple[int, int], _Decoded] = OrderedDict()
+
+    def get(self, owner: int, first: int) -> _Decoded | None:
+        found = self._held.get((owner, first))
+        if found is not None:
+            self._held.move_to_end((owner, first))
+        return found
+
+    def put(self, owner: int, decoded: _Decoded) -> None:
+        self.drop(owner, decoded.first)
+        self._held[owner, decoded.first] = decoded
+        self._bytes += decoded.size
+        while self._bytes > self._bytes_max:
+            _, out = self._held.popitem(last=False)
+            self._bytes -= out.size
+
+    def drop(self, owner: int, first: int) -> None:
+        old = self._held.pop((owner, first), None)
+        if old is not None:
+            self._bytes -= old.size
+
+    def drop_all(self, owner: int) -> None:
+        for held, first in list(self._held):
+            if held == owner:
+                self.drop(held, first)
+
+
 class MessageReader:
-    def __init__(self, log: PartitionLog) -> None:
-        self._log = log
-        self._decoded: OrderedDict[int, _Decoded] = OrderedDict()
+    """Messages of one partition."""
+
+    _owners = count()
+
+    def __init__(self, log: PartitionLog, cache: ReadCache) -> None:
+        self._log, self._cache = log, cache
+        self._owner = next(self._owners)
 
     def gather(self, sequences: list[int], *, nowait: bool) -> Rows | None:
         """The messages in the order asked for; None if `nowait` and one is not in memory."""
-        rows = Rows(sequences)
-        priorities, times = rows.priorities.append, rows.times_ms.append
-        payloads, keys, headers = rows.payloads.append, rows.keys.append, rows.headers.append
-        batch: _Decoded | None = None
+        picks: _Picks = []
+        places: list[int] = []
+        batch, first, last = None, 1, 0
         for sequence in sequences:
-            if batch is None or not batch.first <= sequence <= batch.last:
+            if batch is None or not first <= sequence <= last:
                 batch = self._batch(sequence, nowait)
                 if batch is None:
                     return None
-            place = batch.place(sequence)
-            priorities(batch.priority[place])
-            times(batch.time_ms)
-            payloads(b"" if batch.payloads is None else batch.payloads[place])
-            keys(b"" if batch.keys is None else batch.keys[place])
-            headers(b"" if batch.headers is None else batch.headers[place])
-        return rows
+                first, last = batch.first, batch.last
+                places = []
+                picks.append((batch, places))
+            places.append(sequence - first if batch.places is None else batch.place(sequence))
+        return Rows(sequences, picks)
 
     def warm(self, sequences: list[int]) -> None:
         """Bring the messages' batches into memory; blocks, so it runs in a thread."""
@@ -116,16 +166,16 @@ class MessageReader:
             self._log.read(sequence, nowait=False)
 
     def forget(self) -> None:
-        """The log's files changed under the cache (compaction)."""
-        self._decoded.clear()
+        """The log's files changed (compaction), or the partition is closed."""
+        self._cache.drop_all(self._owner)
 
     def _batch(self, sequence: int, nowait: bool) -> _Decoded | None:
-        batch = self._log.read(sequence, nowait=nowait)
-        if batch is None:
-            return None
-        found = self._decoded.get(batch.first)
+        first = self._log.first_of(sequence)
+        found = None if first is None else self._cache.get(self._owner, first)
         if found is None:
-            found = self._decoded[batch.first] = _Decoded(batch)
-            if len(self._decoded) > _DECODED_MAX:
-                self._decoded.popitem(last=False)
+            batch = self._log.read(sequence, nowait=nowait)
+            if batch is None:
+                return None
+            found = _Decoded(batch)
+            self._cache.put(self._owner, found)
         return found

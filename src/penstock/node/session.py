@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +84,7 @@ class Session(asyncio.Protocol):
     # --- transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         if len(self._engine.connections) >= self._engine.config.limits.connections_max:
             self._refuse(LimitExceeded("too many connections", retry_after_s=1.0))
             return
