@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log import DataFolder, LogOptions, PartitionLog, verify_folder
-from penstock.model.batch import Kind
+from penstock.model.batch import SCHEMAS, Codec, Kind, compress, seal
 
 TINY = LogOptions(segment_bytes=1024, allocate_bytes=1024, reserve_bytes=0)
 
@@ -50,6 +50,28 @@ def test_a_flipped_bit_anywhere_in_a_sealed_segment_is_found(data):
         assert report.first_bad["file"] == str(path)
         assert (report.first_bad["topic"], report.first_bad["partition"]) == (5, 1)
         assert report.first_bad["offset"] <= offset
+
+
+def test_a_bit_in_the_padding_behind_a_compressed_body_is_found(data, pen_on):
+    pen = pen_on(open_partition(data, 0))
+    raw = SCHEMAS[Kind.ENQ].encode(1, {"payload": [b"z" * 300]})
+    body = compress(Codec.LZ4, raw)
+    body += bytes(1 - len(body) % 2)  # an odd length, whatever the compressor does
+    batch = seal(
+        Kind.ENQ, body, topic=5, partition=0, epoch=1, epoch_previous=1,
+        first=pen.log.sequence_last + 1, count=1, time_ms=1, chain_previous=pen.log.chain_last,
+        codec=Codec.LZ4, raw_length=len(raw),
+    )  # fmt: skip
+    pen.log.grow(batch.size)
+    pen.log.stage(batch)
+    pen.flush()
+    pen.log.close()
+    assert verify_folder(data.path).ok
+    path = max(data.partition(5, 0).glob("*.seg"))
+    whole = bytearray(path.read_bytes())
+    whole[pen.log.segments()[-1].bytes - 1] ^= 1
+    path.write_bytes(whole)
+    assert "padding" in verify_folder(data.path).first_bad["reason"]
 
 
 def test_sampled_bits_of_every_other_file_are_found(data):
