@@ -42,6 +42,10 @@ DRAIN_BYTES_MAX: Final = 2 << 20
 DRAIN_S: Final = 0.2
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_HEAD: Final = b"content-type: %b\r\ncontent-length: %d\r\nx-request-id: %b\r\n" + b"".join(
+    b"%b: %b\r\n" % header for header in _STATIC
+)
+WHOLE: Final = "penstock.send_whole"  # in the scope, where the server can send a response at once
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -236,6 +240,11 @@ class Exchange:
     async def respond(
         self, status: int, content_type: bytes, content: bytes, *extra: tuple[bytes, bytes]
     ) -> None:
+        whole = self.scope.get(WHOLE)
+        if whole is not None and not extra:
+            head = _HEAD % (content_type, len(content), self.request_id or b"")
+            if whole(status, head, content):
+                return
         headers = [
             (b"content-type", content_type),
             (b"content-length", b"%d" % len(content)),

@@ -13,18 +13,42 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
 from penstock.node.tls import server_context
+from penstock.server.http_app import WHOLE
 from penstock.server.options import GatewayOptions
 
 SWEEP_S: Final = 1.0
+
+
+def send_whole(cycle: RequestResponseCycle, status: int, headers: bytes, content: bytes) -> bool:
+    """Send a whole response in one write. False, and nothing sent, if it has to go the long way:
+    the general interface sends it in pieces and looks each header over, which costs as much as
+    all the rest of a small request."""
+    if cycle.flow.write_paused or cycle.scope["method"] == "HEAD" or cycle.response_started:
+        return False
+    if cycle.disconnected:
+        return True
+    cycle.response_started = cycle.response_complete = True
+    end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+    cycle.transport.write(b"".join((STATUS_LINE[status], headers, end, content)))
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+    return True
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -67,6 +91,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._check_head():
             self.deadline = self.loop.time() + self._options.body_s
             super().on_headers_complete()
+            self.scope[WHOLE] = partial(send_whole, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():
