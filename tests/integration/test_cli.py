@@ -243,7 +243,7 @@ def test_the_demo_holds_what_it_claims(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_measures_a_real_server(tmp_path: Path) -> None:
-    stages = [word for stage in ("enqueue", "pop", "http") for word in ("--only", stage)]
+    stages = [word for stage in ("enqueue", "pop") for word in ("--only", stage)]
     arguments = ["--quick", "--runs", "1", "--folder", str(tmp_path), "--save", str(tmp_path)]
     command = [*PENSTOCK, "bench", "queue", "--json", *arguments, *stages]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENV)
@@ -251,7 +251,6 @@ def test_the_benchmark_measures_a_real_server(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document["enqueue_batch100_per_s"] > 1000
     assert document["server_cpu_us_per_pop_ack"] > 0
-    assert document["http_put_single_per_s"] > 100
     assert document["machine"]["cores"] >= 1
     (saved,) = tmp_path.glob("queue-*.json")
     assert json.loads(saved.read_text()) == document
