@@ -29,7 +29,7 @@ class Floor:
         self._lock = Lock()
         self.slot = _load(path, accept_rot=accept_rot)
         self._handle = Handle(path, os.O_RDWR | os.O_CREAT)
-        if self._handle.size != FILE_BYTES:
+        if self.slot.generation == 0:
             os.ftruncate(self._handle.fd, FILE_BYTES)
             self.write(self.slot)
             sync_folder(path.parent)

@@ -11,6 +11,13 @@ def test_the_floor_only_rises(tmp_path):
     assert (slot.sequence, slot.first, slot.tail) == (10, 3, 5)
 
 
+def test_a_floor_that_a_crash_left_empty_is_written_anew(tmp_path):
+    (tmp_path / "floor").write_bytes(bytes(2 * SLOT_STRIDE))
+    Floor(tmp_path / "floor")
+    (tmp_path / "0000000000000001.seg").touch()
+    assert Floor(tmp_path / "floor").slot.generation == 1
+
+
 def test_an_unchanged_floor_is_not_written(tmp_path):
     floor = Floor(tmp_path / "floor")
     floor.raise_to(sequence=10)
