@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
-
-import structlog
 
 from penstock.client.address import Address, Tls
 from penstock.client.connection import Connection, open_connection
@@ -19,7 +18,7 @@ from penstock.client.topic import Topic
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
 
 T = TypeVar("T")
-log = structlog.get_logger("penstock.client")
+log = logging.getLogger("penstock.client")
 
 
 class Remote:

@@ -11,12 +11,11 @@ and a new stream is opened. Stopping gives back what waited, and counts no attem
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
-
-import structlog
 
 from penstock.client.connection import Connection
 from penstock.client.keeping import Keeper
@@ -29,7 +28,7 @@ from penstock.model.topic import Mode, TopicConfig
 
 T = TypeVar("T")
 Out = TypeVar("Out")
-log = structlog.get_logger("penstock.client")
+log = logging.getLogger("penstock.client")
 
 
 class Source(Origin, Protocol):
@@ -119,7 +118,7 @@ class Consumer(Generic[T, Out]):
         except StopAsyncIteration:
             self._stream = None
         except Unavailable as error:
-            log.warning("a consumer lost its stream", topic=self._topic.name, error=str(error))
+            log.warning("a consumer of %s lost its stream: %s", self._topic.name, error)
             self._stream = None
             await self._return_waiting()
 
@@ -201,7 +200,7 @@ class Consumer(Generic[T, Out]):
                 for delivered in await stream.close():
                     self._admit(delivered)
             except PenstockError as error:
-                log.warning("a stream was not closed", topic=self._topic.name, error=str(error))
+                log.warning("a stream of %s was not closed: %s", self._topic.name, error)
         await self._return_waiting()
         if self._keeper is not None:
             self._keeper.finish()
@@ -215,7 +214,7 @@ class Consumer(Generic[T, Out]):
             await self._topic.settler.give_back(tokens, counted=False, delay_ms=0)
         except PenstockError as error:
             # They come back by themselves when their leases run out.
-            log.warning("leases were not given back", leases=len(tokens), error=str(error))
+            log.warning("%d leases were not given back: %s", len(tokens), error)
 
     def _take(self, unit: Out) -> list[LeaseToken]:
         """Mark a unit that waited as settled; the leases that end with it."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
-
-import structlog
 
 from penstock.client.leases import MessageBatch, State
 from penstock.client.link import Link
 from penstock.client.settling import Settler
 from penstock.errors import PenstockError
 
-log = structlog.get_logger("penstock.client")
+log = logging.getLogger("penstock.client")
 
 
 class Keeper:
@@ -92,7 +91,7 @@ class Keeper:
             tokens = [batch.token(row) for batch, row in held]
             lost = await self._settler.extend(tokens, self._visibility_ms)
         except PenstockError as error:
-            log.warning("leases were not extended", leases=len(held), error=str(error))
+            log.warning("%d leases were not extended: %s", len(held), error)
             return
         for position in lost:
             batch, row = held[position]

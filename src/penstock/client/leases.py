@@ -8,13 +8,13 @@ turn.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from penstock.client import tracing
@@ -27,7 +27,7 @@ from penstock.errors import LeaseLost, PenstockError
 from penstock.model.ids import LeaseToken
 
 T = TypeVar("T")
-log = structlog.get_logger("penstock.client")
+log = logging.getLogger("penstock.client")
 REASON_CHARS_MAX = 500
 
 
@@ -355,4 +355,4 @@ async def _quietly(settling: Any, topic: str) -> None:
     try:
         await settling
     except PenstockError as error:
-        log.warning("a message was not given back", topic=topic, error=str(error))
+        log.warning("a message of %s was not given back: %s", topic, error)

@@ -8,11 +8,9 @@ an enqueue carries its producer key, a settlement ends a lease once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
-
-import stamina
-import structlog
 
 from penstock.client.connection import Connection
 from penstock.client.options import Options
@@ -25,7 +23,7 @@ REPEATABLE: Final = frozenset(
     {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
      "log_status", "node_status", "confirm", "key_list", "verify"}
 )  # fmt: skip
-log = structlog.get_logger("penstock.client")
+log = logging.getLogger("penstock.client")
 
 
 class Source(Protocol):
@@ -100,6 +98,8 @@ class Link:
         if wait is False:
             raise failed
         await asyncio.sleep(options.retry_wait_s if wait is True else wait)
+        import stamina  # only now: most clients never need it
+
         async for attempt in stamina.retry_context(
             on=again,
             attempts=None,
@@ -138,7 +138,7 @@ class Link:
             async with asyncio.timeout(within_s):
                 await self._tasks.__aexit__(None, None, None)
         except TimeoutError:
-            log.warning("the client closed with work under way", seconds=within_s)
+            log.warning("the client closed with work under way")
         finally:
             if self._connection is not None:
                 await self._connection.close()
