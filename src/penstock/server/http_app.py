@@ -86,6 +86,8 @@ class HttpApp:
             return
         self._active += 1
         try:
+            if exchange.foreign:
+                raise Unauthenticated("requests of other sites' pages are refused")
             await self._answer(exchange)
         except Disconnected:
             pass
@@ -179,6 +181,7 @@ class Exchange:
         self._read_headers(scope["headers"])
 
     def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        host = origin = None
         for name, value in headers:
             if name == b"authorization":
                 scheme, _, key = value.partition(b" ")
@@ -192,6 +195,13 @@ class Exchange:
                 self._length = int(value)
             elif name == b"expect":
                 self._expects = True
+            elif name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+        # A browser says which page a request comes from. A foreign page must not reach a gateway
+        # that trusts its loopback.
+        self.foreign = origin is not None and origin.partition(b"://")[2] != host
 
     async def body(self, limit: int) -> bytes:
         """The whole body; more than `limit` bytes are refused before they are read."""

@@ -205,6 +205,17 @@ async def gateway(node: ScriptedNode, options: GatewayOptions) -> AsyncIterator[
 
 
 @pytest.fixture
+def unused(gateway: Gateway, eventually: Callable[..., Any]) -> Callable[[], Awaitable[None]]:
+    """Waits until the gateway serves nobody."""
+
+    async def wait() -> None:
+        links = gateway._pool._links.values()
+        await eventually(lambda: not any(link.users for link in links))
+
+    return wait
+
+
+@pytest.fixture
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}") as client:
         yield client

@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -182,7 +181,7 @@ async def test_a_wrong_request_ends_an_open_stream(stub: Any, node: Any) -> None
 
 
 async def test_a_cancelled_pop_gives_its_messages_back(
-    stub: Any, node: Any, eventually: Callable[..., Any]
+    stub: Any, node: Any, eventually: Callable[..., Any], unused: Callable[[], Any]
 ) -> None:
     await stub.Peek(pb.PeekRequest(topic="jobs"))
     session = node.sessions[0]
@@ -191,7 +190,7 @@ async def test_a_cancelled_pop_gives_its_messages_back(
     call = stub.Pop(pb.PopRequest(topic="jobs", wait_ms=60_000))
     await eventually(lambda: bool(held))
     call.cancel()
-    await asyncio.sleep(0.05)
+    await unused()
     session.answer = answer
     answer(held[0][0], {"messages": [{"lease_token": "0.1.5"}]})
     await eventually(lambda: bool(node.settlements))

@@ -95,7 +95,7 @@ async def test_a_popped_payload_is_json_or_base64(
 
 
 async def test_a_pop_whose_caller_left_gives_its_messages_back(
-    gateway: Gateway, node: Any, eventually: Callable[..., Any]
+    gateway: Gateway, node: Any, eventually: Callable[..., Any], unused: Callable[[], Any]
 ) -> None:
     answered = asyncio.Event()
     session_call = node.call
@@ -108,13 +108,18 @@ async def test_a_pop_whose_caller_left_gives_its_messages_back(
     node.answers["pop"] = {"messages": [MESSAGE]}
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.ports["http"])
     body = b'{"topic":"jobs","wait_ms":5000}'
-    await send_and_leave(writer, body, node, answered)
+    await send_and_leave(writer, body, node, asked=answered, forgotten=unused)
     await eventually(lambda: bool(node.settlements))
     assert node.settlements[0].counted is False
 
 
 async def send_and_leave(
-    writer: asyncio.StreamWriter, body: bytes, node: Any, asked: asyncio.Event
+    writer: asyncio.StreamWriter,
+    body: bytes,
+    node: Any,
+    *,
+    asked: asyncio.Event,
+    forgotten: Callable[[], Any],
 ) -> None:
     """Ask for a pop whose answer the node holds back until the caller is gone."""
     held: list[Callable[[], None]] = []
@@ -130,7 +135,7 @@ async def send_and_leave(
     await asked.wait()
     writer.close()
     await writer.wait_closed()
-    await asyncio.sleep(0.05)
+    await forgotten()
     session.answer = answer
     for release in held:
         release()
@@ -194,6 +199,15 @@ async def test_public_routes_need_no_key(http: httpx.AsyncClient, node: Any) -> 
     key = {"x-api-key": "pk_good_secret"}
     assert (await http.get("/metrics", headers=key)).text == "penstock_up 1\n"
     assert (await http.get("/v1/nowhere", headers=key)).status_code == 404
+
+
+async def test_a_foreign_web_page_is_refused(http: httpx.AsyncClient, node: Any) -> None:
+    put = {"topic": "jobs", "payload": 1}
+    for origin in ("https://elsewhere.example", "null"):
+        answer = await http.post("/v1/enqueue", json=put, headers={"origin": origin})
+        assert answer.status_code == 401 and not node.enqueues
+    own = {"origin": str(http.base_url).rstrip("/")}
+    assert (await http.post("/v1/enqueue", json=put, headers=own)).status_code == 200
 
 
 async def test_a_request_id_is_kept_or_made(http: httpx.AsyncClient) -> None:
