@@ -32,6 +32,7 @@ class PopStream:
         self._link = link
         self._write = write
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
+        self._unsent: list[DeliveredBatch] = []  # taken from the node, not known to be sent
 
     async def run(self, requests: AsyncIterator[pb.PopStreamRequest]) -> None:
         first = await anext(aiter(requests), None)
@@ -56,7 +57,7 @@ class PopStream:
         finally:
             hearing.cancel()
             sending.cancel()
-            await self._give_back(opening.topic, await stream.close())
+            await self._give_back(opening.topic, self._unsent + await stream.close())
 
     async def _hear(
         self, topic: str, stream: LeaseStream, requests: AsyncIterator[pb.PopStreamRequest]
@@ -76,9 +77,11 @@ class PopStream:
 
     async def _deliver(self, stream: LeaseStream, topic: int) -> None:
         async for batch in stream:
+            self._unsent = [batch]
             response = pb.PopStreamResponse(items=items_of(batch, topic=topic))
             async with self._writing:
                 await self._write(response)
+            self._unsent = []
         raise Unavailable("the node ended the stream")
 
     async def _tell_lost(self, lost: list[str]) -> None:
