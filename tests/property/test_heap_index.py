@@ -20,9 +20,11 @@ steps = st.lists(st.one_of(push, push, pop, peek, back, gone), max_size=60)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"FRONT": 3, "FRONT_MAX": 5, "SEAL": 7, "FAN": 3, "HEAD_MIN": 1, "CHUNK": 4}
-    for name, value in {**sizes, "SCALAR_STEPS": 2}.items():
+    sizes = {"FRONT": 3, "FRONT_MAX": 5, "SEAL": 7, "CHUNK": 4, "SCALAR_STEPS": 2}
+    for name, value in sizes.items():
         monkeypatch.setattr(f"penstock.heap.index.{name}", value)
+    monkeypatch.setattr("penstock.heap.runs.FAN", 3)
+    monkeypatch.setattr("penstock.heap.runs.HEAD_MIN", 1)
 
 
 class Tracked:

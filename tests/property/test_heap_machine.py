@@ -469,6 +469,12 @@ class HeapMachine(RuleBasedStateMachine):
         assert (heap.leased, heap.dead) == (model.count("leased"), model.count("dead"))
         assert heap.alive(1, heap.sequence_applied).tolist() == sorted(model.messages)
         assert heap.oldest_alive() == min(model.messages, default=None)
+        known = np.array(sorted(model.messages), np.uint64)
+        tries = [model.messages[s].attempts for s in known.tolist()]
+        waiting = [m for _, m in sorted(model.messages.items()) if m.state == "waiting"]
+        at = heap.table.places(np.array([m.sequence for m in waiting], np.uint64))
+        assert heap.table.until_ms[at].tolist() == [m.not_before_ms for m in waiting]
+        assert heap.attempts(known).tolist() == tries
         for consumer in (b"c0", b"c1", b"c2"):
             held = sum(lease.consumer == consumer for lease in model.leases.values())
             assert heap.leases_of(consumer) == held
@@ -487,8 +493,9 @@ class HeapMachine(RuleBasedStateMachine):
     @invariant()
     def wakes_in_time(self) -> None:
         model = self.model
-        due = [lease.deadline_ms for lease in model.leases.values()]
-        due += [
+        deadlines = [lease.deadline_ms for lease in model.leases.values()]
+        assert self.heap.leases.next_ms() == min(deadlines, default=None)
+        due = deadlines + [
             m.not_before_ms
             for m in model.messages.values()
             if m.state == "waiting" and m.not_before_ms > self.now
@@ -518,9 +525,10 @@ def test_heap_agrees_with_the_model_when_its_index_has_tiny_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refills, spills, seals and merges at every turn instead of every few thousand messages."""
-    for name, value in {"FRONT": 2, "FRONT_MAX": 4, "SEAL": 8, "FAN": 3, "HEAD_MIN": 1}.items():
+    for name, value in {"FRONT": 2, "FRONT_MAX": 4, "SEAL": 8, "CHUNK": 3}.items():
         monkeypatch.setattr(f"penstock.heap.index.{name}", value)
-    monkeypatch.setattr("penstock.heap.index.CHUNK", 3)
+    monkeypatch.setattr("penstock.heap.runs.FAN", 3)
+    monkeypatch.setattr("penstock.heap.runs.HEAD_MIN", 1)
     monkeypatch.setattr("penstock.heap.state.PROMOTE", 2)
     run_state_machine_as_test(
         HeapMachine, settings=settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

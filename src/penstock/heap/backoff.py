@@ -32,7 +32,9 @@ def backoff_ms(
     doublings = np.minimum(attempts - 1, DOUBLINGS_MAX)
     # In floats: exact far beyond the cap, and nothing can overflow.
     ceiling = np.minimum(config.backoff_ms_base * np.exp2(doublings), config.backoff_ms_cap)
-    draw = _hash(messages * np.uint64(_STEP) + (attempts.view(np.uint64) << np.uint64(32)), partition)
+    draw = _hash(
+        messages * np.uint64(_STEP) + (attempts.view(np.uint64) << np.uint64(32)), partition
+    )
     delays: NDArray[np.int64] = (draw * (ceiling + 1)).astype(np.int64)
     return delays
 

@@ -97,7 +97,11 @@ def _until(columns: Columns, time_ms: int) -> NDArray[np.int64] | None:
 
 
 def _on_compacted(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
-    """What compaction left of a range of the log: the messages that were alive then."""
+    """What compaction left of a range of the log: the messages that were alive then.
+
+    Their producers, leases and retries are not in it. So it stands in for the range only where
+    nothing of that is asked any more; a heap that needs it starts from a snapshot past the range.
+    """
     heap.sequence_enqueued = max(heap.sequence_enqueued, batch.last)
     if not columns.count:
         return Applied()

@@ -6,9 +6,8 @@
 Everything in back and runs is worse than `bound`, and everything not worse than `bound` is in the
 front. So a look (`best`) sorts in only those fresh pairs that beat the bound. The others wait in
 the back, unsorted, until the front runs dry (`_refill`) or the back is large (`SEAL`): then the
-back becomes a run, and the front takes the heads of all runs. When eight runs of about one size
-have gathered they are merged into one, so a pair is merged once per eightfold growth of the
-backlog. Until the first look there is no front, and a push is a copy into a buffer.
+back becomes a run, and the front takes the heads of all runs (see `runs`). Until the first look
+there is no front, and a push is a copy into a buffer.
 
 Deletion is lazy: nobody tells the index that a message was leased or purged. A pair is *valid*
 while its message is still in the state that this index is about, which `valid` answers in bulk.
@@ -25,7 +24,6 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.heap.pairs import (
     CHUNK,
@@ -39,16 +37,12 @@ from penstock.heap.pairs import (
     rank_in,
     sorted_pairs,
 )
+from penstock.heap.runs import Runs, Valid
 
 FRONT: Final = 2048  # what a refill aims at
 FRONT_MAX: Final = 8192  # beyond this the front gives its worse part to the back
-HEAD_MIN: Final = 64  # pairs of each run that a refill looks at first
 SCALAR_STEPS: Final = 16  # stale pairs that a look for one message passes before it looks in bulk
 SEAL: Final = 1 << 18  # the back becomes a run at this size
-FAN: Final = 12  # runs of one size that are merged
-TIER_BITS: Final = 3  # sizes within a factor of 8 are one size
-
-Valid = Callable[[Pairs], NDArray[np.bool_]]
 
 
 class RunIndex:
@@ -69,15 +63,14 @@ class RunIndex:
         self._looked = False
         self._fresh = Collector()
         self._back = Collector()
-        self._runs: list[Pairs] = []
+        self._runs = Runs(self._valid)
         self._bound = (0, 0)  # meaningful while anything is behind the front
         self._set_front(0)
 
     @property
     def size(self) -> int:
         """Pairs held, valid or not."""
-        runs = sum(run.size for run in self._runs)
-        return self._end - self._at + self._fresh.size + self._back.size + runs
+        return self._end - self._at + self._fresh.size + self._back.size + self._runs.size
 
     # --- changes ---
 
@@ -174,7 +167,7 @@ class RunIndex:
         parts = [front.cut(0, rank_in(front, bound, inclusive=False))]
         if self._behind() and bound > self._bound:
             self._seal()
-            parts += [run.cut(0, rank_in(run, bound, inclusive=False)) for run in self._runs]
+            parts += self._runs.below(bound)
         below = join(parts)
         return sorted_pairs(below.where(self._valid(below))).size
 
@@ -190,7 +183,7 @@ class RunIndex:
     # --- fresh to front and back ---
 
     def _behind(self) -> bool:
-        return bool(self._back.size or self._runs)
+        return bool(self._back.size or self._runs.items)
 
     def _front_pairs(self) -> Pairs:
         return self._front.cut(self._at, self._end)
@@ -283,21 +276,7 @@ class RunIndex:
     def _seal(self) -> None:
         """Make the back a run."""
         if self._back.size:
-            self._add_run(self._back.take())
-
-    def _add_run(self, pairs: Pairs) -> None:
-        run = sorted_pairs(pairs.where(self._valid(pairs)))
-        if not run.size:
-            return
-        tier = run.size.bit_length() // TIER_BITS
-        peers = [r for r in self._runs if r.size.bit_length() // TIER_BITS <= tier]
-        if len(peers) + 1 >= FAN:
-            # By identity: comparing arrays for equality is not what is meant.
-            merged = {id(r) for r in peers}
-            self._runs = [r for r in self._runs if id(r) not in merged]
-            self._add_run(join([*peers, run]))
-        else:
-            self._runs.append(run)
+            self._runs.add(self._back.take())
 
     def _refill(self, wanted: int) -> bool:
         """Bring the best of what is behind into the front; False if nothing valid is left.
@@ -306,39 +285,14 @@ class RunIndex:
         """
         self._seal()
         wanted = max(wanted, FRONT)
-        while self._runs:
-            taken = self._take_heads(wanted)
+        while self._runs.items:
+            taken, self._bound = self._runs.take_heads(wanted)
             taken = taken.where(self._valid(taken))
             if taken.size:
                 self._append(taken)
                 return True
             wanted *= 2
         return False
-
-    def _take_heads(self, wanted: int) -> Pairs:
-        """Cut all pairs up to a new bound off the runs: `wanted` or somewhat more."""
-        runs = self._runs
-        width = max(HEAD_MIN, 2 * wanted // len(runs))
-        while True:
-            # The bound is the least end of a head that has more behind it: no run can hold a
-            # better pair that was not looked at. Runs made one after the other in time hardly
-            # overlap when priorities are alike; then the heads must be longer.
-            partial = [run.at(width - 1) for run in runs if width < run.size]
-            if not partial:
-                self._runs = []
-                taken = sorted_pairs(join(runs))
-                self._bound = taken.last()
-                return taken
-            bound = min(partial)
-            cuts = [rank_in(run, bound, inclusive=True) for run in runs]
-            if width >= wanted or 2 * sum(cuts) >= wanted:
-                break
-            width *= 2
-        self._bound = bound
-        heads = [run.cut(0, cut) for run, cut in zip(runs, cuts, strict=True) if cut]
-        rest = [_trim(run.cut(cut)) if cut else run for run, cut in zip(runs, cuts, strict=True)]
-        self._runs = [run for run in rest if run.size]
-        return sorted_pairs(join(heads))
 
     # --- stale pairs ---
 
@@ -349,11 +303,9 @@ class RunIndex:
     def _sweep(self) -> None:
         """Drop every invalid pair."""
         front = self._front_pairs()
-        runs, self._runs = self._runs, []
         self._at = self._end = 0
         self._append(front.where(self._valid(front)))
-        valid = [run.where(self._valid(run)) for run in runs]
-        self._runs = [run for run in valid if run.size]
+        self._runs.sweep()
         back = self._back.take()
         back = back.where(self._valid(back))
         self._back.add(back.keys, back.sequences, ascending=False)
@@ -362,13 +314,15 @@ class RunIndex:
 
     def everything(self) -> Pairs:
         """All pairs held, in no order, for checks."""
-        return join([self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs])
+        return join(
+            [self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs.items]
+        )
 
     def validate(self) -> None:
-        for run in (self._front_pairs(), *self._runs):
+        for run in (self._front_pairs(), *self._runs.items):
             pairs = list(zip(run.keys.tolist(), run.sequences.tolist(), strict=True))
             assert all(a < b for a, b in pairwise(pairs)), "a run is unsorted"
-        behind = join([*self._back.peek(), *self._runs])
+        behind = join([*self._back.peek(), *self._runs.items])
         if behind.size and self._looked and self._end > self._at:
             key, sequence = self._bound
             worse = (behind.keys > key) | (
@@ -379,11 +333,3 @@ class RunIndex:
         everything = self.everything()
         good = everything.where(self._valid(everything))
         assert len(np.unique(good.sequences)) == self._live(), "a live message is not in the index"
-
-
-def _trim(run: Pairs) -> Pairs:
-    """Let go of a run's memory once more than half of it was consumed."""
-    base = run.keys.base
-    if base is not None and 2 * run.size < len(base):
-        return Pairs(run.keys.copy(), run.sequences.copy())
-    return run
