@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ulid import ULID
 
-from penstock.errors import BatchAborted, DiskFull, PenstockError
+from penstock.errors import BatchAborted, PenstockError
 from penstock.log.crash import crash_point
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.model.columns import Columns, Value
@@ -35,6 +35,7 @@ async def enqueue_atomically(topic: Topic, parts: Sequence[tuple[Partition, Enqu
     prepared: list[tuple[Partition, EnqueuePart, Batch | None, list[Duplicate]]] = []
     try:
         for partition, part in parts:
+            await partition.journal.make_room(len(part.columns.body) + 64)
             known = await _known(topic, partition, part)
             batch = _prepare(partition, part, transaction, home.index, known)
             prepared.append((partition, part, batch, known))
@@ -120,8 +121,6 @@ def _prepare(
         if not len(fresh):
             return None
         columns = ENQ.decode(subset(columns, fresh), len(fresh))
-    if not partition.journal.has_room(len(columns.body) + 64, enqueue=True):
-        raise DiskFull(f"no room in partition {partition.index} for an atomic batch")
     values = _values(columns) | {"transaction": [transaction], "home": [home]}
     body = PREPARE.encode(columns.count, values, runs=columns.runs)
     return partition.journal.append(Kind.PREPARE, body, columns.count)

@@ -13,7 +13,7 @@ import msgspec
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
 from penstock.config import Config
-from penstock.errors import Unavailable
+from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.heap import Heap
 from penstock.log.crash import crash_point
 from penstock.log.folder import DataFolder
@@ -30,11 +30,13 @@ from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.reading import ReadCache
 from penstock.node.topic import Topic, topic_not_found
-from penstock.node.upkeep import Pacer, retain, take_snapshot
+from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
 from penstock.node.writer import WriterPool
 from penstock.replication.coordinator import Coordinator
 
 UPKEEP_TICK_S: Final = 0.5
+SCRUB_DELAY_S: Final = 60.0  # after the start
+SCRUB_BYTES_PER_S: Final = 16 << 20  # at least
 log = get_logger(__name__)
 
 
@@ -76,7 +78,10 @@ class Engine:
     damage: str | None = None  # what verification found, for status and health
     started_ms: int = 0
     stopping: bool = False
-    background: list[asyncio.Task[None]] = field(default_factory=list)
+    spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
+    background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
+    inflight_bytes: int = 0  # of enqueues that are not answered yet, over all connections
+    _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
 
     # --- topics ---
 
@@ -87,20 +92,26 @@ class Engine:
         return found
 
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
-        config = await self.catalog.create(fields, exists_ok=exists_ok)
-        if config.name not in self.topics:
-            await self.open_topic(config)
-        return self.topics[config.name].config
+        async with self._administering:
+            config = await self.catalog.create(fields, exists_ok=exists_ok)
+            if config.name not in self.topics:
+                await self.open_topic(config)
+            return self.topics[config.name].config
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
         """Change the catalogue first, then tell each partition's log."""
-        topic = self.topic(name)
-        topic.config = await self.catalog.update(name, changes)
-        await self._write_config(topic)
-        return topic.config
+        async with self._administering:
+            topic = self.topic(name)
+            topic.reconfigure(await self.catalog.update(name, changes))
+            await self._write_config(topic)
+            return topic.config
 
     async def delete_topic(self, name: str) -> None:
-        topic = self.topic(name)
+        async with self._administering:
+            await self._delete_topic(self.topic(name))
+
+    async def _delete_topic(self, topic: Topic) -> None:
+        name = topic.config.name
         await self.catalog.delete(name)
         del self.topics[name]
         await self.drain([topic])
@@ -114,7 +125,10 @@ class Engine:
 
     async def open_topic(self, config: TopicConfig) -> None:
         """Recover a topic's partitions, enter a new epoch in each, and serve."""
-        topic = Topic(config, clock=self.clock, metrics=self.metrics)
+        topic = Topic(
+            config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
+            on_fatal=self.on_fatal,
+        )  # fmt: skip
         indices = range(config.partitions)
         started = time.perf_counter()
         recovered = await asyncio.gather(
@@ -172,10 +186,11 @@ class Engine:
             node=self.identity.node,
             clock=self.clock,
             submit=self.writers.pin(),
+            reserve_bytes=self.config.log.reserve_bytes,
             wake=topic.wake,
             observe=topic.observe,
             on_write=self.metrics.log_written,
-            on_fatal=self._on_fatal,
+            on_fatal=self.on_fatal,
         )
         partition = Partition(journal, index, self.cache)
         partition.snapshot = parts.snapshot
@@ -218,21 +233,55 @@ class Engine:
             except Exception:
                 log.exception("task failed", task=name)
 
-        self.tasks.create_task(guarded(), name=name)
+        task = self.tasks.create_task(guarded(), name=name)
+        self.spawned.add(task)
+        task.add_done_callback(self.spawned.discard)
 
     async def run_upkeep(self) -> None:
-        """Snapshots, retention and verification, until cancelled."""
-        options = self.config.upkeep
-        retention = Pacer(options.retention_s)
+        """Snapshots and retention, until cancelled."""
+        retention = Pacer(self.config.upkeep.retention_s)
         while True:
             await asyncio.sleep(UPKEEP_TICK_S)
             retention_due = retention.due()
             for topic in list(self.topics.values()):
                 for partition in topic.partitions:
-                    if self._snapshot_due(partition):
-                        await self.snapshot(topic, partition)
-                    if retention_due:
-                        await retain(topic, partition, self.clock.now_ms())
+                    await self._look_after(topic, partition, retention_due)
+
+    async def _look_after(self, topic: Topic, partition: Partition, retention_due: bool) -> None:
+        try:
+            if partition.idle and partition.floor_persisted < partition.log.sequence_durable:
+                partition.floor_persisted = partition.log.sequence_durable
+                partition.journal.persist_floor()
+            if self._snapshot_due(partition):
+                await self.snapshot(topic, partition)
+            if retention_due:
+                await retain(topic, partition, self.clock.now_ms())
+        except Corruption as error:
+            self.on_damage(error)
+        except PenstockError as error:  # a full disk, mostly: the next round tries again
+            log.warning("upkeep failed", topic=topic.config.name, error=error.message)
+
+    async def run_scrub(self) -> None:
+        """Read and verify everything once in the configured time, until cancelled."""
+        every_s = self.config.upkeep.scrub_s
+        while True:
+            await asyncio.sleep(min(every_s, SCRUB_DELAY_S))
+            started = time.monotonic()
+            await self.verify(every_s)
+            await asyncio.sleep(max(0, every_s - (time.monotonic() - started)))
+
+    async def verify(self, within_s: float = 0.0) -> int:
+        """Verify all sealed segments; damage is reported, not raised. Returns bytes read."""
+        total = sum(p.log.bytes_total for t in self.topics.values() for p in t.partitions)
+        bytes_per_s = max(SCRUB_BYTES_PER_S, total / within_s) if within_s else float("inf")
+        done = 0
+        for topic in list(self.topics.values()):
+            for partition in topic.partitions:
+                try:
+                    done += await scrub(partition, bytes_per_s)
+                except Corruption as error:
+                    self.on_damage(error)
+        return done
 
     async def snapshot(self, topic: Topic, partition: Partition) -> SnapshotFacts:
         started = time.perf_counter()
@@ -248,10 +297,15 @@ class Engine:
         grown = partition.log.bytes_total - facts.log_bytes
         return age_s >= options.snapshot_s or grown >= options.snapshot_bytes
 
-    def _on_fatal(self, error: BaseException) -> None:
+    def on_damage(self, error: PenstockError) -> None:
+        """Stored bytes are not what was written. The rest of the node goes on; health says so."""
+        self.damage = error.message
+        log.critical("stored data is damaged", error=error.message, **error.details)
+
+    def on_fatal(self, error: BaseException) -> None:
         if self.fatal_error is None:
             self.fatal_error = error
-            log.critical("storage failed, stopping", error=str(error))
+            log.critical("cannot go on, stopping", error=str(error), exc_info=error)
             self.fatal.set()
 
     async def drain(self, topics: Iterable[Topic]) -> None:

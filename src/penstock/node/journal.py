@@ -8,6 +8,7 @@ what is staged meanwhile shares the next one.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from penstock.replication.coordinator import Coordinator
 
 GROW_AHEAD_BYTES: Final = 1 << 20
 DISK_RETRY_MS: Final = 1000
+LEASE_BYTES: Final = 512  # of a LEASE batch besides its messages, consumer included
 _BATCH_OVERHEAD: Final = HEADER_SIZE + 64  # header, body header, padding
 
 Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
@@ -41,6 +43,7 @@ class Journal:
         node: str,
         clock: Clock,
         submit: Submit,
+        reserve_bytes: int,
         wake: Callable[[], None],
         observe: Callable[[Applied, str], None],
         on_write: Callable[[int, float], None],
@@ -49,11 +52,13 @@ class Journal:
         self.heap, self.log, self.coordinator = heap, log, coordinator
         self.clock, self.wake = clock, wake
         self._topic, self._partition, self._node = topic, partition, node
+        self._reserve_bytes = reserve_bytes
         self._submit, self._observe = submit, observe
         self._on_write, self._on_fatal = on_write, on_fatal
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # ascending sequences
         self.writing = False
         self._growing = False
+        self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
         self.failed: Unavailable | None = None  # nothing is acknowledged any more
 
@@ -119,12 +124,11 @@ class Journal:
             return
         self.writing = True
         started = time.perf_counter()
-        bytes_before = self.log.bytes_total
 
         def done(sequence: Any, error: BaseException | None) -> None:
             self.writing = False
             if error is None:
-                self._on_write(self.log.bytes_total - bytes_before, time.perf_counter() - started)
+                self._on_write(flush.bytes, time.perf_counter() - started)
             self._on_written(sequence, error)
 
         log = self.log
@@ -140,7 +144,11 @@ class Journal:
             crash_point("node.commit.unanswered")
             waiting = self._waiting
             while waiting and waiting[0][0] <= committed.sequence:
-                waiting.popleft()[1]()
+                _, callback = waiting.popleft()
+                try:
+                    callback()
+                except Exception as failure:  # noqa: BLE001 - the others must still be answered
+                    self._on_fatal(failure)
         self.wake()
 
     def _fail(self, error: BaseException) -> None:
@@ -150,6 +158,13 @@ class Journal:
         self._waiting.clear()
         self._on_fatal(error)
         self.wake()
+
+    def persist_floor(self) -> None:
+        """The log fell idle: remember on disk how far it was acknowledged."""
+        if self.failed is None and not self.writing:
+            self._submit(
+                self.log.persist_floor, lambda _, error: self._fail(error) if error else None
+            )
 
     # --- room on disk ---
 
@@ -165,6 +180,24 @@ class Journal:
         """Whether a batch fits that is an enqueue, or may use the reserve."""
         return self.log.room(enqueue) >= body_bytes + _BATCH_OVERHEAD
 
+    def has_room_to_lease(self, count: int) -> bool:
+        """As `has_room`, but what is leased must also find room to be settled."""
+        body_bytes = count * 8 + LEASE_BYTES
+        settling = self._reserve_bytes // 2
+        return self.log.room(False) >= body_bytes + settling + _BATCH_OVERHEAD
+
+    async def make_room(self, body_bytes: int) -> None:
+        """Wait until an enqueue of so many bytes fits; raises `DiskFull` if it will not."""
+        while not self.has_room(body_bytes, enqueue=True):
+            if self.failed is not None:
+                raise self.failed
+            if self.disk_is_full:
+                raise self.disk_full()
+            self.grow(body_bytes)
+            grown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._growth_waiters.append(grown)
+            await grown
+
     def grow(self, body_bytes: int) -> None:
         """Make room in the writer thread, then take another turn."""
         if self._growing or self.failed:
@@ -174,6 +207,10 @@ class Journal:
 
         def done(_: Any, error: BaseException | None) -> None:
             self._growing = False
+            waiters, self._growth_waiters = self._growth_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
             if isinstance(error, DiskFull):
                 self._disk_full_until_ms = self.clock.now_ms() + DISK_RETRY_MS
             elif error is not None:

@@ -81,6 +81,7 @@ async def _start(
         raise
     engine.background = [
         tasks.create_task(engine.run_upkeep(), name="upkeep"),
+        tasks.create_task(engine.run_scrub(), name="scrub"),
         tasks.create_task(engine.keys.run(), name="keys"),
     ]
     log.info("engine started", version=__version__, node=identity.node, data=str(config.data))
@@ -92,7 +93,7 @@ async def _stop(engine: Engine) -> None:
     await engine.drain(engine.topics.values())
     for connection in list(engine.connections):
         connection.shut("the node is stopping")
-    for task in engine.background:
+    for task in (*engine.background, *engine.spawned):
         task.cancel()
     for topic in engine.topics.values():
         topic.close()

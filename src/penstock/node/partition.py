@@ -36,6 +36,7 @@ class Partition:
         self.settling = Settling(journal)
         self.reader = MessageReader(journal.log, cache)
         self.snapshot = SnapshotFacts()
+        self.floor_persisted = 0  # how far the log is known on disk to be acknowledged
 
     @property
     def idle(self) -> bool:

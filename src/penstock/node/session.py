@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import (
+    Backpressure,
     Corruption,
     InvalidArgument,
     LimitExceeded,
@@ -55,6 +56,7 @@ from penstock.wire.messages import (
 
 GREETING_S: Final = 10.0
 INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, reading pauses
+NODE_INFLIGHT_BYTES_MAX: Final = 512 << 20  # of all; past it, enqueues are refused for a while
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
 TOKENS_MAX: Final = 100_000
 _HELLO_BYTES_MAX: Final = 64 << 10
@@ -198,6 +200,8 @@ class Session(asyncio.Protocol):
 
     def _on_batch(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Enqueue)
+        if self._engine.inflight_bytes > NODE_INFLIGHT_BYTES_MAX:
+            raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
         enqueue(self._engine, control, data, self._reply(frame, len(data)))
 
     def _on_ack(self, frame: Frame) -> None:
@@ -287,6 +291,7 @@ class Session(asyncio.Protocol):
         number = frame.sequence
         self.pending += 1
         self._inflight_bytes += size
+        self._engine.inflight_bytes += size
         if self._inflight_bytes > INFLIGHT_BYTES_MAX and self._transport is not None:
             self._transport.pause_reading()
 
@@ -294,6 +299,7 @@ class Session(asyncio.Protocol):
             self.pending -= 1
             paused = self._inflight_bytes > INFLIGHT_BYTES_MAX
             self._inflight_bytes -= size
+            self._engine.inflight_bytes -= size
             if self._transport is None:
                 return
             if paused and self._inflight_bytes <= INFLIGHT_BYTES_MAX:
@@ -325,7 +331,13 @@ class Session(asyncio.Protocol):
             raise InvalidArgument("a part's count is negative", field="parts")
         partitions = [topic.partition(part.partition) for part in parts]
         tokens = np.frombuffer(data, "<u8")
-        whole = self._reply(frame, len(data))
+        answer = self._reply(frame, len(data))
+
+        def whole(result: object) -> None:
+            if isinstance(result, Settled) and result.lost:
+                self._engine.metrics.leases_lost(topic.config.name, len(result.lost))
+            answer(result)
+
         if len(parts) == 1:
             act(partitions[0], tokens, lambda result: whole(_settled(result)))
             return

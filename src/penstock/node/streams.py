@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, PenstockError
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
@@ -110,9 +110,13 @@ class LogStream:
         """Send what is committed and fits the credit."""
         while self._may_send(sequence_committed):
             room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
-            batches = self._log.read_slice(
-                self.cursor, through=sequence_committed, bytes_max=room, nowait=True
-            )
+            try:
+                batches = self._log.read_slice(
+                    self.cursor, through=sequence_committed, bytes_max=room, nowait=True
+                )
+            except PenstockError as error:  # dropped by retention, or damaged
+                self._fail(error)
+                return
             if batches is None:
                 self._read_cold(sequence_committed, room)
                 return

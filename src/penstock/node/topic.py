@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, NotFound
+from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.heap import Applied, Spine
 from penstock.log.crash import crash_point
 from penstock.model.batch import Batch
@@ -33,13 +33,22 @@ RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exact
 
 
 class Topic:
-    def __init__(self, config: TopicConfig, *, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: TopicConfig,
+        *,
+        clock: Clock,
+        metrics: Metrics,
+        on_damage: Callable[[PenstockError], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
         self.config = config
         self.partitions: list[Partition] = []
         self.metrics = metrics
         self.totals = dict.fromkeys(("enqueued", "acked", "retried", "dead", "expired"), 0)
         self.rank_error_max = 0
         self._clock = clock
+        self._on_damage, self._on_fatal = on_damage, on_fatal
         self._streams: dict[bytes, LeaseStream] = {}
         self._log_streams: dict[LogStream, Partition] = {}
         self._loop = asyncio.get_running_loop()
@@ -51,6 +60,10 @@ class Topic:
         self._picks = 0
         self.rotation = 0  # the partition that keyless messages go to next
         self.closed = False
+
+    def reconfigure(self, config: TopicConfig) -> None:
+        self.config = config
+        self._spine = Spine(config.k, config.partitions)
 
     # --- for sessions ---
 
@@ -135,6 +148,12 @@ class Topic:
         self._turn_due = False
         if self.closed:
             return
+        try:
+            self._take_turn()
+        except Exception as error:  # noqa: BLE001 - state and log may differ now: stop the node
+            self._on_fatal(error)
+
+    def _take_turn(self) -> None:
         for partition in self.partitions:
             partition.process()
         self._dispatch()
@@ -212,7 +231,7 @@ class Topic:
         self._picks += 1
         if picked and self._picks % RANK_SAMPLE == 0:
             self._sample_rank(picked, now_ms)
-        return [(p, m) for p, m in picked if p.journal.has_room(len(m) * 8 + 512)]
+        return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]
 
     def _sample_rank(self, picked: list[tuple[Partition, NDArray[np.uint64]]], now_ms: int) -> None:
         heaps = [p.heap for p in self.partitions]
@@ -249,7 +268,11 @@ class Topic:
             return
         crash_point("node.lease.undelivered")
         sequences: list[int] = messages.tolist()
-        rows = partition.reader.gather(sequences, nowait=True)
+        try:
+            rows = partition.reader.gather(sequences, nowait=True)
+        except PenstockError as error:
+            self._on_damage(error)  # the leases stay and expire
+            return
         if rows is None:
             warm = self._loop.run_in_executor(None, partition.reader.warm, sequences)
             warm.add_done_callback(
@@ -269,11 +292,10 @@ class Topic:
         error = done.exception()
         if error is None:
             again()
+        elif isinstance(error, PenstockError):
+            self._on_damage(error)
         else:
-            # The leases stay and expire; the damage is reported where an operator sees it.
-            self._loop.call_exception_handler(
-                {"message": f"reading messages of topic {self.config.name}", "exception": error}
-            )
+            self._on_fatal(error)
 
     # --- time ---
 
@@ -301,6 +323,11 @@ class Topic:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        for waiter in self._dispatch_waiters:
+            if not waiter.done():
+                waiter.set_exception(topic_not_found(self.config.name))
+        for partition in self.partitions:
+            partition.reader.forget()
 
 
 def _ignore(_: Any) -> None:

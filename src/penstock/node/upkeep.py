@@ -7,6 +7,7 @@ import time
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.log.crash import crash_point
 from penstock.log.partition import SegmentInfo
@@ -16,6 +17,7 @@ from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.topic import Topic
 
 FORGET_MAX: Final = 10_000  # dead letters dropped by one record
+REWRITE_BYTES_MIN: Final = 4096
 REWRITE_BELOW: Final = 0.5  # a segment is rewritten when fewer of its entries than this live
 
 
@@ -41,25 +43,35 @@ async def retain(topic: Topic, partition: Partition, now_ms: int) -> int:
     cutoff_ms = now_ms - topic.config.retention_ms
     _forget_dead(partition, cutoff_ms)
     topic.wake()
-    old = [
-        segment
-        for segment in partition.log.segments()
-        if segment.sealed
-        and segment.time_ms_last < cutoff_ms
-        and segment.last <= partition.snapshot.sequence
-    ]
+    old = _older(partition, cutoff_ms)
     if not old:
         return 0
     oldest = partition.heap.oldest_alive()
-    dead_prefix = [s for s in old if oldest is None or s.last < oldest]
+    alive = {s.first: partition.heap.alive(s.first, s.last) for s in old}
+    # What is settled in memory must be settled on disk before its payload may go.
+    await committed(partition, partition.heap.sequence_applied)
+    done = [segment for segment in old if oldest is None or segment.last < oldest]
     freed = 0
-    if dead_prefix:
-        freed += await asyncio.to_thread(partition.log.drop_before, dead_prefix[-1].last + 1)
-    for segment in old[len(dead_prefix) :]:
-        freed += await _rewrite(partition, segment)
+    if done:
+        freed += await asyncio.to_thread(partition.log.drop_before, done[-1].last + 1)
+    for segment in old[len(done) :]:
+        if _worth_rewriting(segment, len(alive[segment.first])):
+            freed += await _rewrite(partition, segment.first, alive[segment.first])
     if freed:
         partition.reader.forget()
     return freed
+
+
+def _older(partition: Partition, cutoff_ms: int) -> list[SegmentInfo]:
+    """Sealed segments past retention that no snapshot needs for its replay, oldest first."""
+    snapshots = partition.log.snapshot_sequences()
+    if not snapshots:
+        return []
+    return [
+        segment
+        for segment in partition.log.segments()
+        if segment.sealed and segment.time_ms_last < cutoff_ms and segment.last <= snapshots[0]
+    ]
 
 
 def _forget_dead(partition: Partition, cutoff_ms: int) -> None:
@@ -70,12 +82,25 @@ def _forget_dead(partition: Partition, cutoff_ms: int) -> None:
         )
 
 
-async def _rewrite(partition: Partition, segment: SegmentInfo) -> int:
-    alive = partition.heap.alive(segment.first, segment.last)
-    share = len(alive) / (segment.last - segment.first + 1)
-    if share >= REWRITE_BELOW or (segment.compacted and share > 0):
-        return 0
-    return await asyncio.to_thread(partition.log.rewrite, segment.first, lambda *_: alive)
+def _worth_rewriting(segment: SegmentInfo, alive: int) -> bool:
+    share = alive / (segment.last - segment.first + 1)
+    if segment.compacted:  # once more only when nothing in it lives any longer
+        return not alive and segment.bytes > REWRITE_BYTES_MIN
+    return share < REWRITE_BELOW
+
+
+async def _rewrite(partition: Partition, first: int, alive: NDArray[np.uint64]) -> int:
+    return await asyncio.to_thread(partition.log.rewrite, first, lambda *_: alive)
+
+
+async def scrub(partition: Partition, bytes_per_s: float) -> int:
+    """Verify every sealed byte of a partition, no faster than told; raises `Corruption`."""
+    steps = partition.log.scrub()
+    total = 0
+    while (step := await asyncio.to_thread(next, steps, None)) is not None:
+        total += step
+        await asyncio.sleep(step / bytes_per_s)
+    return total
 
 
 class Pacer:
