@@ -12,9 +12,11 @@ from typing import Any, Self, TypeVar, overload
 
 from penstock.client.address import Address, Tls
 from penstock.client.connection import Connection, open_connection
+from penstock.client.entries import Identity
 from penstock.client.link import Link, Source
 from penstock.client.options import Options
 from penstock.client.topic import Topic
+from penstock.errors import InvalidArgument
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
 
 T = TypeVar("T")
@@ -42,13 +44,17 @@ class Client:
 
     def __init__(self, source: Source, options: Options) -> None:
         self.link = Link(source, options)
-        self.identity_name = options.producer or f"{os.getpid():x}-{secrets.token_hex(8)}"
-        if len(self.identity_name.encode()) > PRODUCER_ID_BYTES_MAX - 5:
-            raise ValueError(f"a producer's name has at most {PRODUCER_ID_BYTES_MAX - 5} bytes")
+        self._name = options.producer or f"{os.getpid():x}-{secrets.token_hex(8)}"
+        limit = PRODUCER_ID_BYTES_MAX - len(".1023")
+        if len(self._name.encode()) > limit:
+            raise InvalidArgument(
+                f"producer has at most {limit} bytes", field="producer", limit=limit
+            )
         # A later client of the same producer name fences off an earlier one.
-        self.epoch = time.time_ns() // 1_000_000
+        self._epoch = time.time_ns()
+        self._identities: dict[str, Identity] = {}
         self._options = options
-        self._topics: list[Topic[Any]] = []
+        self._topics: dict[Any, Topic[Any]] = {}
 
     async def __aenter__(self) -> Self:
         await self.link.open()
@@ -92,9 +98,19 @@ class Client:
         otherwise its first use does. `config` are attributes for its creation."""
         given = {"mode": None if mode is None else str(mode), "partitions": partitions, **config}
         wanted = {field: value for field, value in given.items() if value is not None}
-        topic: Topic[Any] = Topic(self, name, of=of, create=create, config=wanted)
-        self._topics.append(topic)
-        return topic
+        # The same question gets the same object: its puts share requests wherever it is asked.
+        key = (name, of, create, repr(sorted(wanted.items())))
+        found = self._topics.get(key)
+        if found is None:
+            found = self._topics[key] = Topic(self, name, of=of, create=create, config=wanted)
+        return found
+
+    def identity(self, topic: str) -> Identity:
+        """The producer key of a topic: one per client, or two objects would reuse sequences."""
+        found = self._identities.get(topic)
+        if found is None:
+            found = self._identities[topic] = Identity(self._name, self._epoch)
+        return found
 
     async def topics(self) -> list[dict[str, Any]]:
         """The configuration of every topic."""
@@ -114,7 +130,7 @@ class Client:
         deadline = asyncio.get_running_loop().time() + self._options.drain_s
         try:
             async with asyncio.timeout_at(deadline):
-                for topic in self._topics:
+                for topic in self._topics.values():
                     await topic.close()
         except TimeoutError:
             log.warning("the client closed before everything was drained")

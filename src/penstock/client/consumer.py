@@ -64,6 +64,7 @@ class Consumer(Generic[T, Out]):
         self._visibility_ms = visibility_ms
         self._held_max = held_max  # units (messages or batches) handed out at once
         self._handed = 0
+        self._turn = asyncio.Lock()
         self._slot: asyncio.Future[None] | None = None
         self._stream: LeaseStream | None = None
         self._waiting: deque[Out] = deque()  # prefetched and not handed out
@@ -91,17 +92,19 @@ class Consumer(Generic[T, Out]):
             await self.aclose()
 
     async def _next(self) -> Out | None:
-        while not self._stopping:
-            while self._handed >= self._held_max and not self._stopping:
-                self._slot = asyncio.get_running_loop().create_future()
-                await self._slot
-            self._absorb()
-            while (found := self._best()) is not None:
-                if self._hand_out(found):
-                    self._handed += 1
-                    return found
-            await self._receive()
-        return None
+        async with self._turn:  # several workers may share one consumer
+            while not self._stopping:
+                while self._handed >= self._held_max and not self._stopping:
+                    self._slot = asyncio.get_running_loop().create_future()
+                    await self._slot
+                self._absorb()
+                while (found := self._best()) is not None:
+                    if self._hand_out(found):
+                        self._handed += 1
+                        return found
+                if not self._stopping:
+                    await self._receive()
+            return None
 
     def _best(self) -> Out | None:
         """The next of what waits."""
@@ -134,6 +137,8 @@ class Consumer(Generic[T, Out]):
             )
             self._topic.adopt(self._keeper)
         self._keeper.start()
+        if self._stopping:  # while it was being opened
+            await self._close()
 
     async def _open(self, connection: Connection) -> LeaseStream:
         return await connection.lease_stream(
@@ -146,7 +151,10 @@ class Consumer(Generic[T, Out]):
 
     def _absorb(self) -> None:
         """Take in what has arrived, so that its leases are kept."""
-        while self._stream is not None and (delivered := self._stream.take_nowait()) is not None:
+        stream = self._stream
+        if stream is None or stream.awaited:
+            return
+        while (delivered := stream.take_nowait()) is not None:
             self._admit(delivered)
 
     def _admit(self, delivered: DeliveredBatch) -> None:

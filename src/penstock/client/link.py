@@ -43,7 +43,7 @@ class Link:
         self._connection: Connection | None = None
         self._opening = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
-        self._closed = False
+        self.closed = False
 
     async def open(self) -> None:
         await self._tasks.__aenter__()
@@ -66,11 +66,14 @@ class Link:
             return found
         async with self._opening:
             if self.live is None:
-                if self._closed:
-                    raise PenstockError("the client is closed")
+                self.raise_if_closed()
                 self._connection = await self._source.connect()
             assert self._connection is not None
             return self._connection
+
+    def raise_if_closed(self) -> None:
+        if self.closed:
+            raise PenstockError("the client is closed")
 
     async def request(
         self,
@@ -133,7 +136,7 @@ class Link:
 
     async def close(self, within_s: float = 0.0) -> None:
         """Let spawned work end `within_s`, then hang up and close the source."""
-        self._closed = True
+        self.closed = True
         try:
             async with asyncio.timeout(within_s):
                 await self._tasks.__aexit__(None, None, None)

@@ -56,6 +56,11 @@ class Producer:
     # --- one by one ---
 
     @property
+    def ready(self) -> bool:
+        """Whether an entry may be added right now."""
+        return not (self.full or self._link.closed)
+
+    @property
     def full(self) -> bool:
         options = self._options
         return (
@@ -65,6 +70,7 @@ class Producer:
 
     async def room(self) -> None:
         """Wait until another put is within the bounds."""
+        self._link.raise_if_closed()
         while self.full:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._room.append(waiter)

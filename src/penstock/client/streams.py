@@ -56,6 +56,11 @@ class Stream(Generic[Item]):
         return len(self._arrived)
 
     @property
+    def awaited(self) -> bool:
+        """Somebody waits for the next item right now, and must be the one who gets it."""
+        return self._waiter is not None
+
+    @property
     def ended(self) -> bool:
         return self._ended
 

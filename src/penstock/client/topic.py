@@ -33,8 +33,8 @@ class Owner(Protocol):
     """What a topic needs of its client."""
 
     link: Link
-    identity_name: str
-    epoch: int
+
+    def identity(self, topic: str) -> Identity: ...
 
 
 class Topic(Administration[T]):
@@ -65,8 +65,7 @@ class Topic(Administration[T]):
             async with self._opening:
                 if self._producer is None:
                     config = await self._configured()
-                    identity = Identity(self._client.identity_name, self._client.epoch)
-                    self._producer = Producer(self.link, config, identity)
+                    self._producer = Producer(self.link, config, self._client.identity(self.name))
         return self
 
     async def _configured(self) -> TopicConfig:
@@ -107,7 +106,7 @@ class Topic(Administration[T]):
         Concurrent puts share requests. A retry never enqueues twice.
         """
         producer = self._producer
-        if producer is None or producer.full:
+        if producer is None or not producer.ready:
             producer = await self._admitted()
         span = None
         if tracing.active():

@@ -222,3 +222,31 @@ async def test_the_credit_is_never_exceeded(client: Client, broker: Any) -> None
         if seen == 60:
             break
     assert peak <= 3
+
+
+async def test_workers_may_share_a_consumer(client: Client, broker: Any) -> None:
+    topic = await filled(client, 40)
+    seen: list[bytes] = []
+
+    async def work(messages: Any) -> None:
+        async for message in messages:
+            async with message:
+                seen.append(message.value)
+            if len(seen) == 40:
+                await messages.aclose()
+
+    async with topic.consume(concurrency=4) as messages:
+        await asyncio.gather(*(work(messages) for _ in range(4)))
+    assert sorted(seen, key=int) == [b"%d" % i for i in range(40)]
+
+
+async def test_a_tick_takes_nothing_from_one_who_waits(client: Client, broker: Any) -> None:
+    topic = await client.topic("t")
+    async with topic.consume() as messages:
+        waiting = asyncio.ensure_future(anext(messages))
+        while not broker.sessions[0].stream:
+            await asyncio.sleep(0)
+        await topic.put(b"x")
+        messages._absorb()  # as a keeper does, between arrival and the waiter's turn
+        async with asyncio.timeout(5), await waiting as message:
+            assert message.value == b"x"

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock.client.client import Client
-from penstock.errors import AlreadyExists, NotFound, Unavailable
+from penstock.errors import AlreadyExists, NotFound, PenstockError, Unavailable
 
 MESSAGE = {
     "message_id": "", "partition": 0, "sequence": 5, "priority": 3, "attempts": 1,
@@ -31,6 +31,22 @@ async def test_a_topic_is_opened_once_by_its_first_uses(client: Client, broker: 
         _ = topic.config
     await asyncio.gather(*(topic.put(b"x") for _ in range(10)))
     assert [method for method, _ in calls(broker)] == ["topic_create"]
+
+
+async def test_topics_of_one_name_never_share_a_producer_key(client: Client, broker: Any) -> None:
+    text, raw = client.topic("jobs", of=str), client.topic("jobs")
+    assert client.topic("jobs", of=str) is text and text is not raw
+    await asyncio.gather(text.put("a"), raw.put(b"b"), text.put("c"))
+    await raw.put_many([b"d"])
+    assert len(broker.written) == len(broker.ready) == 4
+
+
+async def test_a_closed_client_refuses_instead_of_hanging(make_client: Any) -> None:
+    async with make_client() as client:
+        topic = await client.topic("jobs")
+    for use in (topic.put(b"x"), topic.put_many([b"x"]), topic.stats(), anext(topic.consume())):
+        with pytest.raises(PenstockError, match="closed"):
+            await use
 
 
 async def test_without_create_a_topic_must_exist(client: Client, broker: Any) -> None:
