@@ -45,6 +45,25 @@ async def test_one_message_with_everything(stub: Any, node: Any) -> None:
     assert columns.fixed("run_epoch").tolist() == [2]
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"payload": b"x" * ((1 << 20) + 1)}, "payload"),
+        ({"key": b"k" * 1025}, "key"),
+        ({"headers": {"h": "x" * 20_000}}, "headers"),
+        ({"delay_ms": -1}, "delay_ms"),
+        ({"max_retries": 1001}, "max_retries"),
+        ({"topic": "a/b"}, "topic"),
+    ],
+)
+async def test_a_message_over_a_limit_is_not_sent(
+    stub: Any, node: Any, fields: dict[str, Any], field: str
+) -> None:
+    code, trailing = await refusal(stub.Enqueue(pb.EnqueueRequest(**{"topic": "jobs", **fields})))
+    assert (code, trailing["penstock-field"]) == ("INVALID_ARGUMENT", field)
+    assert not node.enqueues
+
+
 async def test_a_batch_answers_in_its_order(stub: Any, node: Any) -> None:
     messages = [pb.NewMessage(payload=b"%d" % i, priority=i) for i in range(100)]
     answer = await stub.EnqueueBatch(pb.EnqueueBatchRequest(topic="jobs", messages=messages))
