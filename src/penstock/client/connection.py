@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -81,11 +81,18 @@ class Connection(Exchange):
 
     async def settle(self, topic: str, tokens: Sequence[LeaseToken]) -> list[int]:
         """Acknowledge leases; returns the positions of those that were no longer held."""
+        if self._resume is not None:
+            await self._resumed()
+        answer, lost = self.settle_nowait(topic, tokens)
+        return lost(await answer)
+
+    def settle_nowait(
+        self, topic: str, tokens: Sequence[LeaseToken]
+    ) -> tuple[asyncio.Future[Settled], Callable[[Settled], list[int]]]:
+        """`settle` for a caller with a callback; the function reads lost positions out of it."""
         parts, data, order = _grouped(tokens)
-        settled: Settled = await self._request(
-            FrameType.ACK, Settled, pack(Settle(topic, parts)), data
-        )
-        return _positions(settled, order)
+        answer = self._ask(FrameType.ACK, Settled, pack(Settle(topic, parts)), data)
+        return answer, lambda settled: _positions(settled, order)
 
     async def settle_range(
         self, topic: str, *, partition: int, epoch: int, tokens: NDArray[np.uint64]

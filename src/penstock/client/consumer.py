@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from heapq import heappop, heappush
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -67,7 +68,6 @@ class Consumer(Generic[T, Out]):
         self._turn = asyncio.Lock()
         self._slot: asyncio.Future[None] | None = None
         self._stream: LeaseStream | None = None
-        self._waiting: deque[Out] = deque()  # prefetched and not handed out
         self._entered = self._stopping = False
         self._closing: asyncio.Future[None] | None = None
         self._keeper: Keeper | None = None
@@ -108,7 +108,7 @@ class Consumer(Generic[T, Out]):
 
     def _best(self) -> Out | None:
         """The next of what waits."""
-        return self._waiting.popleft() if self._waiting else None
+        raise NotImplementedError
 
     async def _receive(self) -> None:
         """Wait for a delivery; open the stream if there is none, or if it was lost."""
@@ -161,9 +161,10 @@ class Consumer(Generic[T, Out]):
         batch: MessageBatch[T] = MessageBatch(self._topic, delivered, self._released)
         if self._keeper is not None:
             self._keeper.keep(batch)
-        self._waiting.extend(self._units(batch))
+        self._store(batch)
 
-    def _units(self, batch: MessageBatch[T]) -> list[Out]:
+    def _store(self, batch: MessageBatch[T]) -> None:
+        """Let the units of a delivery wait for their turn."""
         raise NotImplementedError
 
     def _hand_out(self, unit: Out) -> bool:
@@ -214,8 +215,9 @@ class Consumer(Generic[T, Out]):
             self._keeper.finish()
 
     async def _return_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        tokens = [token for unit in waiting for token in self._take(unit)]
+        tokens: list[LeaseToken] = []
+        while (unit := self._best()) is not None:
+            tokens += self._take(unit)
         if not tokens:
             return
         try:
@@ -244,17 +246,20 @@ class Consumer(Generic[T, Out]):
 class MessageConsumer(Consumer[T, LeasedMessage[T]]):
     """One message at a time; at most `held_max` of them are with handlers."""
 
-    def _units(self, batch: MessageBatch[T]) -> list[LeasedMessage[T]]:
-        return list(batch)
+    def __init__(self, topic: Source, **how: Any) -> None:
+        super().__init__(topic, **how)
+        # A heap by priority: deliveries arrive in the order of their commits, which differs from
+        # that of priority between partitions, and for what was prefetched early.
+        self._waiting: list[tuple[int, int, int, int, LeasedMessage[T]]] = []
+
+    def _store(self, batch: MessageBatch[T]) -> None:
+        sign = -1 if self._topic.config.mode is Mode.MAX else 1
+        for m in batch:
+            rank = (sign * m.priority, m.time_ms, m.sequence, m.partition, m)
+            heappush(self._waiting, rank)
 
     def _best(self) -> LeasedMessage[T] | None:
-        # Deliveries of several partitions arrive in the order of their commits, not of priority.
-        if len(self._waiting) < 2:
-            return super()._best()
-        sign = -1 if self._topic.config.mode is Mode.MAX else 1
-        best = min(self._waiting, key=lambda m: (sign * m.priority, m.time_ms, m.sequence))
-        self._waiting.remove(best)
-        return best
+        return heappop(self._waiting)[-1] if self._waiting else None
 
     def _hand_out(self, unit: LeasedMessage[T]) -> bool:
         unit.hand_out()
@@ -270,8 +275,15 @@ class MessageConsumer(Consumer[T, LeasedMessage[T]]):
 class BatchConsumer(Consumer[T, MessageBatch[T]]):
     """One delivery at a time; at most `held_max` of them are with handlers."""
 
-    def _units(self, batch: MessageBatch[T]) -> list[MessageBatch[T]]:
-        return [batch]
+    def __init__(self, topic: Source, **how: Any) -> None:
+        super().__init__(topic, **how)
+        self._waiting: deque[MessageBatch[T]] = deque()
+
+    def _store(self, batch: MessageBatch[T]) -> None:
+        self._waiting.append(batch)
+
+    def _best(self) -> MessageBatch[T] | None:
+        return self._waiting.popleft() if self._waiting else None
 
     def _hand_out(self, unit: MessageBatch[T]) -> bool:
         unit.hand_out()

@@ -124,6 +124,10 @@ class Producer:
             return
         while self._gathered and self._requests < self._options.requests_max:
             gathering = self._gathered.popleft()
+            if self._link.closed:
+                self._requests += 1
+                self._fail(gathering, PenstockError("the client closed before the put was sent"))
+                continue
             shipment = self._seal(gathering.entries)
             self._requests += 1
             if connection is None or not connection.alive:
@@ -146,7 +150,7 @@ class Producer:
         error = answer.exception()
         if error is None:
             self._resolve(gathering, shipment, answer.result())
-        elif isinstance(error, PenstockError) and error.retryable:
+        elif isinstance(error, PenstockError) and error.retryable and not self._link.closed:
             self._link.spawn(self._deliver(gathering, shipment, error))
         else:
             self._refused(gathering, error)

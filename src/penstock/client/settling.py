@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from penstock.client.connection import Connection
 from penstock.client.link import Link
 from penstock.errors import LeaseLost, PenstockError
 from penstock.model.ids import LeaseToken
+from penstock.wire.messages import Settled
 
 
 class Settler:
@@ -28,6 +30,7 @@ class Settler:
 
     async def ack(self, token: LeaseToken) -> None:
         """Acknowledge one lease, together with all others of this turn."""
+        self._link.raise_if_closed()
         waiter: asyncio.Future[None] = self._loop.create_future()
         if not self._tokens:
             self._loop.call_soon(self._flush)
@@ -37,30 +40,52 @@ class Settler:
         await waiter
 
     def _flush(self) -> None:
-        tokens, waiters = self._tokens, self._waiters
+        acks = _Acks(self._tokens, self._waiters)
         self._tokens, self._waiters = [], []
         self._under_way += 1
-        self._link.spawn(self._settle(tokens, waiters))
+        connection = self._link.live
+        if connection is None:
+            self._link.spawn(self._settle(acks, None))
+            return
+        answer, lost = connection.settle_nowait(self._topic, acks.tokens)
+        answer.add_done_callback(partial(self._on_answer, acks, lost))
 
-    async def _settle(self, tokens: list[LeaseToken], waiters: list[asyncio.Future[None]]) -> None:
+    def _on_answer(
+        self,
+        acks: _Acks,
+        lost: Callable[[Settled], list[int]],
+        answer: asyncio.Future[Settled],
+    ) -> None:
+        error = answer.exception()
+        if error is None:
+            acks.resolve(lost(answer.result()))
+        elif isinstance(error, PenstockError) and error.retryable and not self._link.closed:
+            self._link.spawn(self._settle(acks, error))
+            return
+        else:
+            acks.fail(error)
+        self._ended()
+
+    async def _settle(self, acks: _Acks, failed: PenstockError | None) -> None:
+        """The slow way: after a first try that failed, or without a connection."""
         try:
-            lost = frozenset(await self._link.request(lambda c: c.settle(self._topic, tokens)))
-            for position, waiter in enumerate(waiters):
-                if waiter.done():
-                    continue
-                if position in lost:
-                    waiter.set_exception(LeaseLost("the lease ran out before the message was done"))
-                else:
-                    waiter.set_result(None)
+            acks.resolve(
+                await self._link.request(
+                    lambda c: c.settle(self._topic, acks.tokens), failed=failed
+                )
+            )
         except PenstockError as error:
-            _fail(waiters, error)
+            acks.fail(error)
         except BaseException as error:
-            _fail(waiters, PenstockError(f"the acknowledgement was given up: {error!r}"))
+            acks.fail(PenstockError(f"the acknowledgement was given up: {error!r}"))
             raise
         finally:
-            self._under_way -= 1
-            if not self._under_way and not self._tokens:
-                self._idle.set()
+            self._ended()
+
+    def _ended(self) -> None:
+        self._under_way -= 1
+        if not self._under_way and not self._tokens:
+            self._idle.set()
 
     async def ack_range(
         self, *, partition: int, epoch: int, tokens: NDArray[np.uint64]
@@ -111,7 +136,24 @@ class Settler:
         await self._idle.wait()
 
 
-def _fail(waiters: list[asyncio.Future[None]], error: PenstockError) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_exception(error)
+class _Acks:
+    """Acknowledgements that share a request, and who waits for each."""
+
+    __slots__ = ("tokens", "waiters")
+
+    def __init__(self, tokens: list[LeaseToken], waiters: list[asyncio.Future[None]]) -> None:
+        self.tokens, self.waiters = tokens, waiters
+
+    def resolve(self, lost: list[int]) -> None:
+        for position in lost:
+            if not self.waiters[position].done():
+                error = LeaseLost("the lease ran out before the message was done")
+                self.waiters[position].set_exception(error)
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)

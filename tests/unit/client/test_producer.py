@@ -10,6 +10,7 @@ from penstock.errors import (
     Backpressure,
     FailedPrecondition,
     InvalidArgument,
+    PenstockError,
     StaleProducer,
     Unavailable,
 )
@@ -205,3 +206,18 @@ async def test_a_cancelled_put_leaves_the_others_alone(client: Client, broker: A
     broker.hold.set()
     done = await asyncio.gather(*puts, return_exceptions=True)
     assert [type(one) for one in done] == [str, asyncio.CancelledError, str]
+
+
+async def test_what_cannot_be_drained_in_time_fails_instead_of_hanging(
+    make_client: Any, broker: Any
+) -> None:
+    broker.hold = asyncio.Event()
+    async with make_client(drain_s=0.05, requests_max=1) as client:
+        topic = await client.topic("t")
+        puts = [asyncio.ensure_future(topic.put(b"x"))]
+        while not broker.requests:
+            await asyncio.sleep(0)
+        puts.append(asyncio.ensure_future(topic.put(b"y")))
+        await asyncio.sleep(0)
+    done = await asyncio.gather(*puts, return_exceptions=True)
+    assert all(isinstance(one, PenstockError) for one in done)
