@@ -57,6 +57,7 @@ class Journal:
         self._on_write, self._on_fatal = on_write, on_fatal
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # ascending sequences
         self.writing = False
+        self.writes = 0  # finished
         self._growing = False
         self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
@@ -127,6 +128,7 @@ class Journal:
 
         def done(sequence: Any, error: BaseException | None) -> None:
             self.writing = False
+            self.writes += 1
             if error is None:
                 self._on_write(flush.bytes, time.perf_counter() - started)
             self._on_written(sequence, error)

@@ -22,6 +22,7 @@ from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Clock, Timer
 from penstock.node.enqueueing import COALESCE_ENTRIES
+from penstock.node.journal import Journal
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
 from penstock.node.requests import ReturnRequest
@@ -58,6 +59,7 @@ class Topic:
         self._timer_ms = 0
         self._spine = Spine(config.k, config.partitions)
         self._picks = 0
+        self._awaited: list[tuple[Journal, int]] | None = None  # writes that a small lease awaits
         self.rotation = 0  # the partition that keyless messages go to next
         self.closed = False
 
@@ -205,11 +207,20 @@ class Topic:
         return True
 
     def _better_later(self, wanted: int) -> bool:
-        """A little to lease while the only partition writes: it could not be durable any sooner,
-        and what is enqueued until then may have a better priority."""
-        if len(self.partitions) > 1 or not self.partitions[0].journal.writing:
-            return False
-        return min(wanted, self.partitions[0].heap.ready) < COALESCE_ENTRIES
+        """Whether to wait for the writes under way, since there is little to lease.
+
+        The lease could hardly be durable sooner, what is enqueued until then may be better, and
+        credit that comes back in crumbs would be leased out in crumbs for ever after.
+        """
+        ready = sum(p.heap.ready for p in self.partitions)
+        if min(wanted, ready) < COALESCE_ENTRIES:
+            if self._awaited is None:
+                journals = (p.journal for p in self.partitions)
+                self._awaited = [(j, j.writes) for j in journals if j.writing]
+            if any(journal.writes == writes for journal, writes in self._awaited):
+                return True
+        self._awaited = None
+        return False
 
     def _rotate_streams(self) -> None:
         """Who was served first goes last next time."""
