@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from heapq import heappop, heappush
+from itertools import count
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -251,11 +252,12 @@ class MessageConsumer(Consumer[T, LeasedMessage[T]]):
         # A heap by priority: deliveries arrive in the order of their commits, which differs from
         # that of priority between partitions, and for what was prefetched early.
         self._waiting: list[tuple[int, int, int, int, LeasedMessage[T]]] = []
+        self._arrivals = count()  # breaks ties: a message may be here twice, once with a lost lease
 
     def _store(self, batch: MessageBatch[T]) -> None:
         sign = -1 if self._topic.config.mode is Mode.MAX else 1
         for m in batch:
-            rank = (sign * m.priority, m.time_ms, m.sequence, m.partition, m)
+            rank = (sign * m.priority, m.time_ms, m.sequence, next(self._arrivals), m)
             heappush(self._waiting, rank)
 
     def _best(self) -> LeasedMessage[T] | None:

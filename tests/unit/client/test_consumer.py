@@ -250,3 +250,18 @@ async def test_a_tick_takes_nothing_from_one_who_waits(client: Client, broker: A
         messages._absorb()  # as a keeper does, between arrival and the waiter's turn
         async with asyncio.timeout(5), await waiting as message:
             assert message.value == b"x"
+
+
+async def test_a_message_may_come_again_while_its_lost_lease_still_waits(
+    client: Client, broker: Any
+) -> None:
+    topic = await filled(client, 3)
+    async with topic.consume(concurrency=1, prefetch=5) as messages:
+        first = await anext(messages)
+        broker.ready += [item for item, *_ in broker.leases.values()]
+        broker.leases.clear()
+        broker.sessions[0].deliver()
+        await client.call("echo")
+        with pytest.raises(LeaseLost):
+            await first.ack()
+        assert [(await anext(messages)).value] == [b"0"]
