@@ -1,0 +1,187 @@
+"""The bytes printed in docs/wire.md are the bytes that the code makes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import NotFound
+from penstock.model.batch import SCHEMAS, Batch, Kind, decode, seal, verify_chain
+from penstock.model.columns import Column, Domain, Schema
+from penstock.model.delivery import DELIVERY
+from penstock.model.ids import LeaseToken, MessageId
+from penstock.model.partitioning import partition_of
+from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode
+from penstock.wire.messages import (
+    Call,
+    Delivery,
+    Enqueue,
+    Enqueued,
+    Extend,
+    Grant,
+    Hello,
+    LogSlice,
+    OpenLease,
+    OpenLog,
+    Part,
+    Placed,
+    Return,
+    Settle,
+    Settled,
+    TokenPart,
+    Welcome,
+    pack,
+)
+
+DOC = Path(__file__).parents[3] / "docs" / "wire.md"
+TIME_MS = 1_700_000_000_000
+TOKEN = (5).to_bytes(8, "little")
+PARTS = [TokenPart(0, 1, 1)]
+WANTED, BATCHED = FrameFlag.ACK_WANTED, FrameFlag.BATCHED
+
+
+def enq_body() -> bytes:
+    """One message, without a producer key."""
+    return SCHEMAS[Kind.ENQ].encode(1, {"priority": [5], "payload": [b"hello"]})
+
+
+def enq_body_runs() -> bytes:
+    """Two messages of one producer, the second with a key."""
+    values = {
+        "priority": [5, -1],
+        "key": [b"", b"user-7"],
+        "payload": [b"hello", b"you"],
+        "run_count": [2],
+        "run_epoch": [1],
+        "run_sequence": [40],
+        "run_producer": [b"shop"],
+    }
+    return SCHEMAS[Kind.ENQ].encode(2, values, runs=1)
+
+
+def delivery_body() -> bytes:
+    values = {"message": [2], "time_ms": [TIME_MS], "priority": [5], "payload": [b"hello"]}
+    return DELIVERY.encode(1, values)
+
+
+def batch() -> Batch:
+    return seal(
+        Kind.ENQ, enq_body(), topic=1, partition=0, epoch=1, epoch_previous=1, first=2, count=1,
+        time_ms=TIME_MS, chain_previous=0x0123456789ABCDEF,
+    )  # fmt: skip
+
+
+def frame(type: FrameType, number: int, *payload: bytes, flags: int = 0) -> bytes:
+    return b"".join(encode(type, number, *payload, flags=flags))
+
+
+def frame_enqueue() -> bytes:
+    request = Enqueue("jobs", [Part(0, 1, len(enq_body()))])
+    return frame(FrameType.BATCH, 1, pack(request), enq_body(), flags=WANTED)
+
+
+def frame_enqueued() -> bytes:
+    return frame(FrameType.ACK, 1, pack(Enqueued(1, [Placed(0, 1, 0, 2, TIME_MS)])))
+
+
+def frame_delivery() -> bytes:
+    control = Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000)
+    return frame(FrameType.BATCH, 2, pack(control), delivery_body(), flags=BATCHED)
+
+
+def frame_slice() -> bytes:
+    control, stored = pack(LogSlice(0, 2, 2, 2)), batch().encode()
+    return frame(FrameType.BATCH, 7, control, stored, bytes(-len(stored) & 7), flags=BATCHED)
+
+
+VECTORS: dict[str, Callable[[], bytes]] = {
+    "heartbeat": lambda: frame(FrameType.HEARTBEAT, 0),
+    "hello": lambda: frame(FrameType.HEARTBEAT, 0, pack(Hello([1], None, "docs"))),
+    "welcome": lambda: frame(
+        FrameType.HEARTBEAT, 0, pack(Welcome(1, "0.1.0", "node-1", 20_000, 64 << 20))
+    ),
+    "body-enq": enq_body,
+    "body-enq-runs": enq_body_runs,
+    "enqueue": frame_enqueue,
+    "enqueued": frame_enqueued,
+    "open-lease": lambda: frame(
+        FrameType.SUBSCRIBE, 2, pack(OpenLease("jobs", 2, "worker")), flags=WANTED
+    ),
+    "body-delivery": delivery_body,
+    "delivery": frame_delivery,
+    "settle": lambda: frame(FrameType.ACK, 3, pack(Settle("jobs", PARTS)), TOKEN, flags=WANTED),
+    "settled": lambda: frame(FrameType.ACK, 3, pack(Settled([0]))),
+    "return": lambda: frame(
+        FrameType.NACK, 4, pack(Return("jobs", PARTS, 1500)), TOKEN, flags=WANTED
+    ),
+    "extend": lambda: frame(
+        FrameType.HEARTBEAT, 5, pack(Extend("jobs", PARTS, 30_000)), TOKEN, flags=WANTED
+    ),
+    "grant": lambda: frame(FrameType.ACK, 2, pack(Grant(10))),
+    "call": lambda: frame(
+        FrameType.SUBSCRIBE, 6, pack(Call("topic_get", {"topic": "jobs"})), flags=WANTED
+    ),
+    "error": lambda: frame(
+        FrameType.NACK, 6, pack(NotFound("no topic jobs", topic="jobs").to_wire())
+    ),
+    "open-log": lambda: frame(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0)), flags=WANTED),
+    "batch": lambda: batch().encode(),
+    "log-slice": frame_slice,
+    "unsubscribe": lambda: frame(FrameType.UNSUBSCRIBE, 7, flags=WANTED),
+}
+
+
+def documented() -> dict[str, bytes]:
+    """Blocks of hex in the page: what follows a `#` is a remark."""
+    blocks = re.findall(r"^```vector (\S+)\n(.*?)^```$", DOC.read_text(), re.MULTILINE | re.DOTALL)
+    lines = {name: re.sub(r"#.*", "", text) for name, text in blocks}
+    return {name: bytes.fromhex(text) for name, text in lines.items()}
+
+
+def test_every_vector_is_documented() -> None:
+    assert documented().keys() == VECTORS.keys()
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_page_shows_what_the_code_makes(name: str) -> None:
+    assert documented()[name].hex(" ") == VECTORS[name]().hex(" ")
+
+
+@pytest.mark.parametrize("name", sorted(VECTORS.keys() - {"batch"}))
+def test_documented_frames_are_read_back(name: str) -> None:
+    data = documented()[name]
+    if not name.startswith("body-"):
+        (found,) = FrameDecoder().feed(data)
+        assert frame(found.type, found.sequence, bytes(found.payload), flags=found.flags) == data
+
+
+def test_the_documented_batch_is_valid() -> None:
+    found = decode(documented()["batch"])
+    verify_chain(found, 0x0123456789ABCDEF)
+    assert found.columns().binary("payload").tolist() == [b"hello"]
+
+
+def test_the_documented_texts() -> None:
+    text = DOC.read_text()
+    assert f"`{MessageId(TIME_MS, 1, 0, 2)}`" in text
+    assert f"`{LeaseToken(0, 1, 26)}`" in text
+    for key, partitions in ((b"user-7", 4), (b"user-8", 4), (b"user-7", 16)):
+        assert f"| `{key.decode()}` | {partitions} | {partition_of(key, partitions)} |" in text
+
+
+SHORT = {"uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "uint64": "u64"}
+DOMAINS = {Domain.ENTRY: "", Domain.RUN: "r ", Domain.SCALAR: "s "}
+
+
+def listed(columns: tuple[Column, ...]) -> str:
+    return ", ".join(f"{DOMAINS[c.domain]}{c.name} {SHORT.get(c.dtype, c.dtype)}" for c in columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"), [*((kind.name, SCHEMAS[kind]) for kind in Kind), ("delivery", DELIVERY)]
+)
+def test_the_documented_columns(name: str, schema: Schema) -> None:
+    (row,) = re.findall(rf"^\| {name} \| (.*) \|$", DOC.read_text(), re.MULTILINE)
+    enq = listed(SCHEMAS[Kind.ENQ].columns)
+    assert re.sub(r" \(.*?\)", "", row).replace("as ENQ, then", f"{enq},") == listed(schema.columns)
