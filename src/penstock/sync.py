@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock import connect as connect_async
 from penstock.client import client, consumer, deadletters, leases, logreader, topic
@@ -255,6 +255,10 @@ class Client(Twin[client.Client]):
             portal.close()
             raise
 
+    @overload
+    def topic(self, name: str, of: type[T], **kwargs: Any) -> Topic[T]: ...
+    @overload
+    def topic(self, name: str, of: Any = bytes, **kwargs: Any) -> Topic[Any]: ...
     def topic(self, name: str, of: Any = bytes, **kwargs: Any) -> Topic[Any]:
         """A topic, opened: it exists when this returns."""
         made = self._portal.do(lambda: self._original.topic(name, of, **kwargs))
