@@ -13,7 +13,7 @@ that does not gets the system's. The async fixtures need pytest-asyncio (or anyi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.client.connection import Connection
     from penstock.client.topic import Topic
     from penstock.server.embedded import EmbeddedNode
+    from penstock.sync import Client as SyncClient
     from penstock.testing.clock import AdvancingClock
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,6 +85,42 @@ async def penstock_client(penstock_node: EmbeddedNode) -> AsyncIterator[Client]:
     from penstock.client.options import Options
 
     async with Client(_OfNode(penstock_node), Options()) as client:
+        yield client
+
+
+class _OwnNode:
+    """A node that lives and ends with its only client."""
+
+    def __init__(self, folder: Path, clock: AdvancingClock | None) -> None:
+        self._folder, self._clock = folder, clock
+        self._node: EmbeddedNode | None = None
+
+    async def connect(self) -> Connection:
+        from penstock.server.embedded import open_embedded
+
+        if self._node is None:
+            if self._clock is not None:
+                self._clock.attach(asyncio.get_running_loop())
+            self._node = await open_embedded(self._folder, clock=self._clock)
+        return await self._node.connect()
+
+    async def close(self) -> None:
+        if self._node is not None:
+            await self._node.close()
+
+
+@pytest.fixture
+def penstock_sync_client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SyncClient]:
+    """A client for tests without async, with a node of its own in a thread."""
+    from penstock import sync
+    from penstock.client.client import Client
+    from penstock.client.options import Options
+
+    clock = None
+    if "penstock_clock" in request.fixturenames:
+        clock = request.getfixturevalue("penstock_clock")
+    node = _OwnNode(tmp_path / "penstock-data-sync", clock)
+    with sync.Client(lambda: Client(node, Options())) as client:
         yield client
 
 

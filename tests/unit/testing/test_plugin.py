@@ -45,6 +45,15 @@ async def test_a_lease_expires_when_the_clock_is_advanced(penstock_topic, pensto
     assert again.attempts == 1
 
 
+def test_the_same_without_async(penstock_sync_client, penstock_clock):
+    jobs = penstock_sync_client.topic("jobs", of=str)
+    jobs.put("tomorrow", delay=24 * 3600)
+    assert jobs.pop() == []
+    penstock_clock.advance(24 * 3600)
+    (message,) = jobs.pop(wait=5)
+    assert message.value == "tomorrow"
+
+
 @pytest.mark.parametrize("turn", [1, 2])
 async def test_every_test_has_a_node_of_its_own(penstock_client, penstock_topic, turn):
     assert await penstock_client.topics() == []
