@@ -78,7 +78,7 @@ def passes(pytester: pytest.Pytester, code: str, *, tests: int) -> None:
 
 
 def test_the_fixtures_serve_a_user_s_tests(pytester: pytest.Pytester) -> None:
-    passes(pytester, USERS_TESTS, tests=5)
+    passes(pytester, USERS_TESTS, tests=6)
 
 
 def test_the_plugin_loads_nothing_until_it_is_used(pytester: pytest.Pytester) -> None:
