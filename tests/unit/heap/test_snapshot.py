@@ -18,6 +18,8 @@ def busy(log):
     log.write(Kind.EXTEND, 1, {"token": [tokens[5]], "extend_ms": [90_000]})
     log.write(Kind.PREPARE, 2, {"priority": [1, 2], "transaction": [b"open"], "home": [1]}, runs=0)
     log.write(Kind.DECIDE, 1, {"transaction": [b"done"], "commit": [1]})
+    log.now += 50
+    log.write(Kind.BARRIER, 1, {"node": [b"n"]})
     return log
 
 
