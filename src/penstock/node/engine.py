@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Engine:
     fatal_error: BaseException | None = None
     damage: str | None = None  # what verification found, for status and health
     started_ms: int = 0
+    # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     stopping: bool = False
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does

@@ -53,6 +53,8 @@ class Journal:
         self.clock, self.wake = clock, wake
         self._topic, self._partition, self._node = topic, partition, node
         self._reserve_bytes = reserve_bytes
+        # More than a share of a segment would make every segment that large.
+        self._ahead_bytes = min(GROW_AHEAD_BYTES, log.options.segment_bytes // 4)
         self._submit, self._observe = submit, observe
         self._on_write, self._on_fatal = on_write, on_fatal
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # ascending sequences
@@ -223,5 +225,5 @@ class Journal:
         self._submit(lambda: log.grow(body_bytes + _BATCH_OVERHEAD), done)
 
     def _grow_ahead(self) -> None:
-        if self.log.room(True) < GROW_AHEAD_BYTES and not self.disk_is_full:
-            self.grow(GROW_AHEAD_BYTES)
+        if self.log.room(True) < self._ahead_bytes and not self.disk_is_full:
+            self.grow(self._ahead_bytes)

@@ -29,6 +29,7 @@ LIST_MAX: Final = 1000
 POP_MAX: Final = 1000
 WAIT_MS_MAX: Final = 60_000
 CHUNK: Final = 1000  # dead letters moved by one record
+REPLAY_MAX: Final = 1_000_000_000
 _pops: Final = itertools.count(1)
 
 
@@ -155,7 +156,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
             arrived.set()
 
     stream = LeaseStream(
-        f"{engine.identity.node}/pop/{next(_pops)}/{a.consumer}".encode(),
+        f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{a.consumer}".encode(),
         window=limit,
         batch_max=limit,
         visibility_ms=a.visibility_ms,
@@ -277,6 +278,8 @@ def _parse_cursor(after: str | None) -> tuple[int, int]:
 async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> dict[str, Any]:
     """Make dead letters ready again in their own topic, no faster than `replay_per_s`."""
     topic = engine.topic(a.topic)
+    if a.limit is not None:
+        _bounded(a.limit, 1, REPLAY_MAX, "limit")
     replayed = 0
     for partition, sequences in _dead_letters(topic, a.message_ids, a.limit):
         if replayed:

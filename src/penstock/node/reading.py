@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final
 
@@ -15,6 +17,7 @@ from penstock.model.batch import Batch
 from penstock.model.columns import Buffer, Columns
 from penstock.model.delivery import DELIVERY
 
+_TIME: Final = struct.Struct("<q")
 _OVERHEAD: Final = 2048  # bytes of the objects round an opened batch
 
 
@@ -29,7 +32,7 @@ class _Decoded:
         self.size = len(columns.body) + _OVERHEAD
         self.first, self.last, self.time_ms = batch.first, batch.last, batch.time_ms
         self.priority = columns.view("priority")
-        self.payloads = _slices(columns, "payload")
+        self.payloads = _slices(columns, "payload") or ([0] * (batch.entries + 1), b"")
         self.keys = _slices(columns, "key")
         self.headers = _slices(columns, "headers")
         self.places: dict[int, int] | None = None
@@ -44,27 +47,25 @@ class _Decoded:
         return place
 
 
-_Slices = tuple[memoryview, memoryview] | None  # offsets and blob; None: all values are empty
+_Slices = tuple[Sequence[int], Buffer]  # offsets, and the blob that they point into
 _Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of each
 
 
-def _slices(columns: Columns, name: str) -> _Slices:
+def _slices(columns: Columns, name: str) -> _Slices | None:
     ends = columns.view(name)
     return None if ends is None else (ends, columns.blob(name))
 
 
-def _values(cells: list[tuple[_Slices, list[int]]]) -> list[Buffer] | None:
-    """The picked values of a binary column; None if no batch has it."""
+def _values(cells: Iterable[tuple[_Slices | None, list[int]]]) -> list[Buffer]:
+    """The picked values of a binary column, empty where a batch does not have it."""
     values: list[Buffer] = []
-    found = False
     for slices, places in cells:
         if slices is None:
             values += [b""] * len(places)
         else:
             ends, blob = slices
             values += [blob[ends[place] : ends[place + 1]] for place in places]
-            found = True
-    return values if found else None
+    return values
 
 
 class Rows:
@@ -77,24 +78,30 @@ class Rows:
 
     def encode(self, attempts: NDArray[np.uint32]) -> bytes:
         """The rows as a DELIVERY body."""
-        times: list[int] = []
+        times: list[bytes] = []
         priorities: list[int] = []
+        payloads: list[Buffer] = []
+        keyed = headed = False
         for batch, places in self.picks:
-            times += [batch.time_ms] * len(places)
+            times.append(_TIME.pack(batch.time_ms) * len(places))
             if batch.priority is None:
                 priorities += [0] * len(places)
             else:
                 priorities += map(batch.priority.__getitem__, places)
+            ends, blob = batch.payloads
+            payloads += [blob[ends[place] : ends[place + 1]] for place in places]
+            keyed |= batch.keys is not None
+            headed |= batch.headers is not None
         return DELIVERY.encode(
             len(self.sequences),
             {
-                "message": self.sequences,
-                "time_ms": times,
+                "message": np.array(self.sequences, np.uint64),
+                "time_ms": np.frombuffer(b"".join(times), np.int64),
                 "priority": priorities,
                 "attempts": attempts if attempts.any() else None,
-                "key": _values([(batch.keys, places) for batch, places in self.picks]),
-                "headers": _values([(batch.headers, places) for batch, places in self.picks]),
-                "payload": _values([(batch.payloads, places) for batch, places in self.picks]),
+                "key": _values((b.keys, p) for b, p in self.picks) if keyed else None,
+                "headers": _values((b.headers, p) for b, p in self.picks) if headed else None,
+                "payload": payloads,
             },
         )
 
@@ -151,7 +158,7 @@ class MessageReader:
         batch, first, last = None, 1, 0
         for sequence in sequences:
             if batch is None or not first <= sequence <= last:
-                batch = self._batch(sequence, nowait)
+                batch = self._batch(sequence, nowait, guess=last + 1)
                 if batch is None:
                     return None
                 first, last = batch.first, batch.last
@@ -169,7 +176,11 @@ class MessageReader:
         """The log's files changed (compaction), or the partition is closed."""
         self._cache.drop_all(self._owner)
 
-    def _batch(self, sequence: int, nowait: bool) -> _Decoded | None:
+    def _batch(self, sequence: int, nowait: bool, *, guess: int) -> _Decoded | None:
+        """The batch of a message; `guess` is where it begins if it follows the one before."""
+        found = self._cache.get(self._owner, guess)
+        if found is not None and found.first <= sequence <= found.last:
+            return found
         first = self._log.first_of(sequence)
         found = None if first is None else self._cache.get(self._owner, first)
         if found is None:

@@ -75,7 +75,7 @@ class Session(asyncio.Protocol):
         self._greeted = False
         self._key_id: str | None = None
         self._subscriptions = Subscriptions(
-            engine, self._send, name=f"{engine.identity.node}/{self._number}"
+            engine, self._send, name=f"{engine.identity.node}/{engine.run_id}/{self._number}"
         )
         self._inflight_bytes = 0
         self._calls = 0
