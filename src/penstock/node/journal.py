@@ -115,6 +115,10 @@ class Journal:
             sequence = max(sequence, self._waiting[-1][0])
         self._waiting.append((sequence, callback))
 
+    def observe_at(self, sequence: int, applied: Applied) -> None:
+        """Have something counted, once `sequence` is committed, that no record tells."""
+        self.when_committed(sequence, lambda: self._observe(applied, ""))
+
     # --- writing ---
 
     def flush(self) -> None:

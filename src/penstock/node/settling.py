@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PenstockError
-from penstock.heap import ReturnPlan
+from penstock.heap import Applied, ReturnPlan
 from penstock.log.crash import crash_point
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Value
@@ -57,7 +57,9 @@ class Settling:
         tokens = self._heap.expired(now_ms, EXPIRE_MAX)
         if len(tokens) and self._journal.has_room(len(tokens) * 32):
             plan = self._heap.plan_return(tokens, now_ms, delay_ms=None, counted=True)
-            self._append_return(Kind.EXPIRE, plan, counted=True)
+            sequence = self._append_return(Kind.EXPIRE, plan, counted=True)
+            # A DEAD record does not tell that it was time which ended the lease.
+            self._journal.observe_at(sequence, Applied(expired=len(plan.dead)))
 
     def _gather(self, waiting: list[Any], request: TokenRequest) -> None:
         if self._journal.failed is not None:
