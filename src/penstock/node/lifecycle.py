@@ -42,6 +42,10 @@ async def running_engine(config: Config, *, clock: Clock | None = None) -> Async
                     yield engine
                 finally:
                     await _stop(engine)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) > 1:
+                raise
+            raise group.exceptions[0] from None  # what went wrong, not that it was in a group
         finally:
             await store.close()
     finally:
