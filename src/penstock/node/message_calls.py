@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
@@ -168,7 +168,21 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
         await _first_delivery(topic, stream, arrived, wait_ms)
     finally:
         topic.remove_stream(stream)
+    if len(topic.partitions) > 1:
+        messages.sort(key=_order(topic))
     return {"messages": messages}
+
+
+def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
+    """By what messages of several partitions are put in order: as the heap would."""
+    ordering = topic.partitions[0].heap.ordering
+
+    def key(message: dict[str, Any]) -> tuple[int, int, int]:
+        time_ms = message["time_ms"]
+        aged = ordering.aged_one(ordering.key(message["priority"]), time_ms)
+        return aged, time_ms, message["sequence"]
+
+    return key
 
 
 async def _first_delivery(
