@@ -139,6 +139,8 @@ class Heap(HeapState):
         )
 
     def attempts(self, sequences: Sequences) -> NDArray[np.uint32]:
+        if not self.attempted:
+            return np.zeros(len(sequences), np.uint32)
         return self.table.attempts[self.table.places(sequences)].astype(np.uint32)
 
     def states(self, sequences: Sequences) -> NDArray[np.uint8]:

@@ -165,6 +165,7 @@ def _take_back(
         table.until_ms[at] = until_ms[stretch.at]
         tried = at if counted is None else at[counted[stretch.at]]
         table.attempts[tried] += table.attempts[tried] < ATTEMPTS_MAX
+        heap.attempted = True
         applied.woke += heap.wait(at, messages, batch.time_ms)
         applied.retried += len(tried)
         applied.returned += len(at) - len(tried)

@@ -68,6 +68,7 @@ def load(heap: HeapState, data: Buffer) -> None:
     heap.details = dict(head["details"])
     heap.leases = _load_leases(head["leases"])
     _fill_table(heap.table, _read_columns(view, at, head["messages"]))
+    heap.attempted = bool(heap.table.attempts.any())
     heap.rebuild_indexes()
 
 

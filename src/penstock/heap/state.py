@@ -49,6 +49,7 @@ class HeapState:
         self.sequence_applied = 0  # the last sequence of the last batch
         self.sequence_enqueued = 0  # the last sequence that is or was a message
         self.time_ms = 0  # of the last batch
+        self.attempted = False  # whether any message was ever tried in vain: spares looking
         self.table = MessageTable()
         self.leases = LeaseBook()
         self.dedup = Dedup()

@@ -53,18 +53,24 @@ def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
     _check_sizes(columns, "run_producer", PRODUCER_ID_BYTES_MAX)
     _check_range(columns, "delay_ms", 0, DELAY_MS_MAX)
     _check_range(columns, "max_retries", -1, RETRIES_MAX)
-    if columns.runs and int(columns.fixed("run_count").sum()) != count:
-        raise InvalidArgument("producer runs do not cover the batch", field="run_count")
-    if columns.runs and columns.binary("run_producer") is None:
-        raise InvalidArgument("producer runs name no producer", field="run_producer")
+    if columns.runs:
+        _check_runs(columns)
     return columns
 
 
+def _check_runs(columns: Columns) -> None:
+    counts = columns.view("run_count")
+    if counts is None or sum(counts) != columns.count:
+        raise InvalidArgument("producer runs do not cover the batch", field="run_count")
+    if "run_producer" not in columns:
+        raise InvalidArgument("producer runs name no producer", field="run_producer")
+
+
 def _check_sizes(columns: Columns, name: str, limit: int) -> None:
-    cell = columns.binary(name)
-    if cell is None or len(cell.blob) <= limit:
+    if name not in columns or len(columns.blob(name)) <= limit:
         return
-    sizes = np.diff(cell.offsets)
+    ends = np.asarray(columns.view(name))
+    sizes = np.diff(ends)
     if int(sizes.max()) > limit:
         index = int(sizes.argmax())
         raise InvalidArgument(

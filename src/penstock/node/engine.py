@@ -191,6 +191,7 @@ class Engine:
             submit=self.writers.pin(),
             reserve_bytes=self.config.log.reserve_bytes,
             wake=topic.wake,
+            turn=topic.turn,
             observe=topic.observe,
             on_write=self.metrics.log_written,
             on_fatal=self.on_fatal,

@@ -45,6 +45,7 @@ class Journal:
         submit: Submit,
         reserve_bytes: int,
         wake: Callable[[], None],
+        turn: Callable[[], None],
         observe: Callable[[Applied, str], None],
         on_write: Callable[[int, float], None],
         on_fatal: Callable[[BaseException], None],
@@ -55,11 +56,13 @@ class Journal:
         self._reserve_bytes = reserve_bytes
         # More than a share of a segment would make every segment that large.
         self._ahead_bytes = min(GROW_AHEAD_BYTES, log.options.segment_bytes // 4)
-        self._submit, self._observe = submit, observe
+        self._submit, self._observe, self._turn = submit, observe, turn
         self._on_write, self._on_fatal = on_write, on_fatal
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # ascending sequences
+        self._unobserved: deque[tuple[int, Applied, str]] = deque()  # the same, of all batches
         self.writing = False
         self.writes = 0  # finished
+        self.rounds = 0  # times that commands were turned into batches for the next write
         self._growing = False
         self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
@@ -99,7 +102,7 @@ class Journal:
         reason = ""
         if kind is Kind.DEAD:  # a batch of them has one reason
             reason = DeadReason(int(columns.fixed("reason")[0])).name.lower()
-        self.when_committed(batch.last, lambda: self._observe(applied, reason))
+        self._unobserved.append((batch.last, applied, reason))
         return batch
 
     def append_record(self, kind: Kind, count: int, values: dict[str, Value | None]) -> Batch:
@@ -130,6 +133,7 @@ class Journal:
             self._grow_ahead()
             return
         self.writing = True
+        self.rounds = 0
         started = time.perf_counter()
 
         def done(sequence: Any, error: BaseException | None) -> None:
@@ -148,22 +152,32 @@ class Journal:
             self._fail(error)
             return
         committed = self.coordinator.on_durable(self._node, sequence)
-        if committed is not None:
-            crash_point("node.commit.unanswered")
-            waiting = self._waiting
-            while waiting and waiting[0][0] <= committed.sequence:
-                _, callback = waiting.popleft()
-                try:
-                    callback()
-                except Exception as failure:  # noqa: BLE001 - the others must still be answered
-                    self._on_fatal(failure)
-        self.wake()
+        if committed is None:
+            self.wake()
+            return
+        crash_point("node.commit.unanswered")
+        unobserved = self._unobserved
+        while unobserved and unobserved[0][0] <= committed.sequence:
+            _, applied, reason = unobserved.popleft()
+            self._observe(applied, reason)
+        self._turn()  # the next write is under way while this one's waiters are answered
+        self._answer(committed.sequence)
+
+    def _answer(self, sequence_committed: int) -> None:
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= sequence_committed:
+            _, callback = waiting.popleft()
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - the others must still be answered
+                self._on_fatal(error)
 
     def _fail(self, error: BaseException) -> None:
         """Storage failed: nothing is acknowledged from here on; the node is told to stop."""
         known = error if isinstance(error, PenstockError) else StorageFailed(str(error))
         self.failed = Unavailable(f"storage failed: {known.message}")
         self._waiting.clear()
+        self._unobserved.clear()
         self._on_fatal(error)
         self.wake()
 

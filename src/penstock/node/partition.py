@@ -6,6 +6,7 @@ Everything runs on the event loop; storage work goes to the partition's writer t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
 from penstock.node.journal import Journal
 from penstock.node.reading import MessageReader, ReadCache
 from penstock.node.settling import Settling
+
+ROUNDS_MAX: Final = 2  # small rounds of one write
 
 
 @dataclass(slots=True)
@@ -47,18 +50,24 @@ class Partition:
         return self.enqueueing.gathered + self.settling.gathered
 
     def process(self) -> None:
-        """Turn what has gathered into batches, unless it is little and a write is under way:
-        then it waits and shares the next write with whatever else comes."""
+        """Turn what has gathered into batches.
+
+        While a write is under way a little is taken at once only a few times, so that the work is
+        done when the write is; after that it waits, and becomes one batch with what else comes.
+        """
         if self.journal.failed is not None:
             self.enqueueing.fail(self.journal.failed)
             self.settling.fail(self.journal.failed)
             return
         gathered = self._gathered
-        if not gathered or (self.journal.writing and gathered < COALESCE_ENTRIES):
+        if not gathered or not self.coordinator.serving:
             return
-        if self.coordinator.serving:
-            self.settling.process()
-            self.enqueueing.process()
+        little = self.journal.writing and gathered < COALESCE_ENTRIES
+        if little and self.journal.rounds >= ROUNDS_MAX:
+            return
+        self.journal.rounds += 1
+        self.settling.process()
+        self.enqueueing.process()
 
     def expire(self, now_ms: int) -> None:
         if self.coordinator.serving and self.journal.failed is None:

@@ -112,7 +112,7 @@ class Topic:
     def wake(self) -> None:
         if not self._turn_due and not self.closed:
             self._turn_due = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._due_turn)
 
     def observe(self, applied: Applied, reason: str) -> None:
         """A batch is committed: return credits, count what happened."""
@@ -146,7 +146,11 @@ class Topic:
 
     # --- the turn ---
 
-    def _turn(self) -> None:
+    def _due_turn(self) -> None:
+        if self._turn_due:  # not taken since
+            self.turn()
+
+    def turn(self) -> None:
         self._turn_due = False
         if self.closed:
             return
@@ -197,9 +201,10 @@ class Topic:
                 picked = self._pick(wanted, now_ms) if wanted > 0 else []
                 if not picked:
                     return True
-                for partition, messages in picked:
-                    self._lease(stream, partition, messages)
-                    budget -= len(messages)
+                taken = sum(self._lease(stream, p, messages) for p, messages in picked)
+                if taken < wanted:
+                    return True  # that was all
+                budget -= taken
             hungry = [s for s in hungry if s.room(leases_max) > 0]
             self._rotate_streams()
         if hungry and self.config.inflight_max > self.leased:
@@ -253,7 +258,7 @@ class Topic:
 
     def _lease(
         self, stream: LeaseStream, partition: Partition, messages: NDArray[np.uint64]
-    ) -> None:
+    ) -> int:
         visibility_ms = stream.visibility_ms or self.config.visibility_ms
         started = time.perf_counter()
         batch = partition.lease(messages, consumer=stream.consumer, visibility_ms=visibility_ms)
@@ -264,6 +269,7 @@ class Topic:
             self.metrics.popped(self.config.name, len(messages), time.perf_counter() - started)
 
         partition.journal.when_committed(batch.last, committed)
+        return len(messages)
 
     def _deliver(
         self,
