@@ -137,11 +137,10 @@ class Connection(Exchange):
         consumer: str = "",
         visibility_ms: int | None = None,
         batch_max: int = 100,
-        linger_ms: int = 0,
     ) -> LeaseStream:
         """Open a stream of leased messages."""
         stream = LeaseStream(self, self._next())
-        request = OpenLease(topic, credits, consumer, visibility_ms, batch_max, linger_ms)
+        request = OpenLease(topic, credits, consumer, visibility_ms, batch_max)
         await self._open(stream, request)
         return stream
 

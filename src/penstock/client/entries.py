@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from penstock.client.content import Content
-from penstock.client.ids import message_id, message_ids
 from penstock.client.options import milliseconds
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
@@ -28,6 +27,7 @@ from penstock.model.topic import (
     RETRIES_MAX,
     TopicConfig,
 )
+from penstock.wire.answers import ids_of
 from penstock.wire.messages import Enqueue, Enqueued, Part
 
 PRIORITY_MAX: Final = (1 << 63) - 1
@@ -182,13 +182,7 @@ class Shipment:
 
     def ids(self, answer: Enqueued) -> list[str]:
         """The message id of each entry, in the caller's order."""
-        found = [""] * self.count
-        for p in answer.placed:
-            sequences = range(p.sequence, p.sequence + p.count)
-            texts = message_ids(p.time_ms, answer.topic, p.partition, sequences)
-            found[p.index : p.index + p.count] = texts
-        for d in answer.duplicates:
-            found[d.index] = message_id(d.time_ms, answer.topic, d.partition, d.sequence)
+        found = ids_of(answer, self.count)
         if len(found) != self.count or not all(found):
             raise Corruption("the answer to an enqueue does not name every message")
         if self.order is None:

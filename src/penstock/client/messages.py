@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from penstock.client.content import Content
-from penstock.client.ids import message_id
+from penstock.model.ids import MessageId
 
 T = TypeVar("T")
 _UNSET: Any = object()
@@ -48,7 +48,7 @@ class Message(Generic[T]):
 
     @property
     def id(self) -> str:
-        return message_id(self.time_ms, self._topic, self.partition, self.sequence)
+        return str(MessageId(self.time_ms, self._topic, self.partition, self.sequence))
 
     @property
     def value(self) -> T:

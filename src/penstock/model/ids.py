@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ulid import ULID
+from ulid.base32 import ENCODE as ENCODING
 
 from penstock.errors import InvalidArgument
 
 TOPICS_MAX: Final = 1 << 16
 PARTITIONS_MAX: Final = 1024
 SEQUENCE_MAX: Final = (1 << 48) - 1
+_TAILS: Final = [a + b for a in ENCODING for b in ENCODING]  # an id's last two characters
 
 
 class MessageId(NamedTuple):
@@ -37,6 +39,22 @@ class MessageId(NamedTuple):
         return MessageId(
             value >> 80, value >> 64 & 0xFFFF, value >> 48 & 0xFFFF, value & SEQUENCE_MAX
         )
+
+
+def message_ids(time_ms: int, topic: int, partition: int, sequences: range) -> list[str]:
+    """The ids of consecutive messages of one batch, as `str(MessageId(…))` gives them one by one.
+
+    They differ only in their last characters, so one prefix serves up to 1024 of them.
+    """
+    texts: list[str] = []
+    first, end = sequences.start, sequences.stop
+    while first < end:
+        low = first & (len(_TAILS) - 1)
+        high = min(len(_TAILS), low + end - first)
+        prefix = str(MessageId(time_ms, topic, partition, first))[:-2]
+        texts += [prefix + tail for tail in _TAILS[low:high]]
+        first += high - low
+    return texts
 
 
 class LeaseToken(NamedTuple):

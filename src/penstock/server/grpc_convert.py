@@ -15,10 +15,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from penstock.client.streams import DeliveredBatch
-from penstock.model.ids import LeaseToken
+from penstock.model.ids import LeaseToken, MessageId
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server.http_json import text_headers
-from penstock.server.ids import message_ids
 
 M = TypeVar("M", bound=Message)
 
@@ -94,12 +93,7 @@ def items_of(batch: DeliveredBatch, *, topic: int) -> list[pb.PopItem]:
         )
     ):
         token = LeaseToken(delivery.partition, delivery.epoch, delivery.token_first + i)
-        (message_id,) = message_ids(
-            topic,
-            partition=delivery.partition,
-            sequences=range(sequence, sequence + 1),
-            time_ms=time_ms,
-        )
+        message_id = str(MessageId(time_ms, topic, delivery.partition, sequence))
         items.append(
             pb.PopItem(
                 message_id=message_id,

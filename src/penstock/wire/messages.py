@@ -142,7 +142,6 @@ class OpenLease(Message, frozen=True, tag="lease"):
     consumer: str = ""
     visibility_ms: int | None = None
     batch_max: int = 100  # messages in one delivery
-    linger_ms: int = 0
 
 
 class OpenLog(Message, frozen=True, tag="log"):

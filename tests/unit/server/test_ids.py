@@ -1,15 +1,6 @@
-import pytest
-
 from penstock.model.ids import MessageId
-from penstock.server.ids import message_ids, written_ids
+from penstock.server.ids import written_ids
 from penstock.wire.messages import Duplicate, Enqueued, Placed
-
-
-@pytest.mark.parametrize("first", [1, 32_760, (1 << 30) - 3, (1 << 45) - 2, (1 << 48) - 11])
-def test_ids_of_a_run_equal_ids_one_by_one(first: int) -> None:
-    sequences = range(first, first + 10)
-    made = message_ids(513, partition=1023, sequences=sequences, time_ms=1_790_000_000_123)
-    assert made == [str(MessageId(1_790_000_000_123, 513, 1023, s)) for s in sequences]
 
 
 def test_every_entry_gets_its_own_id_in_the_order_of_the_request() -> None:

@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.ids import message_ids
-from penstock.model.ids import MessageId
+from penstock.model.ids import MessageId, message_ids
 
 
 @given(
