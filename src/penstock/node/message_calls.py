@@ -101,9 +101,7 @@ async def _read(topic: Topic, places: list[tuple[Partition, int]]) -> list[dict[
         by_partition.setdefault(partition, []).append(sequence)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for partition, sequences in by_partition.items():
-        await asyncio.to_thread(partition.reader.warm, sequences)
-        rows = partition.reader.gather(sequences, nowait=False)
-        assert rows is not None
+        rows = await asyncio.to_thread(partition.reader.load, sequences)
         attempts = partition.heap.attempts(np.array(sequences, np.uint64))
         columns = DELIVERY.decode(rows.encode(attempts), len(sequences))
         for row in _messages(topic, partition.index, columns):

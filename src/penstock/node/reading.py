@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import count
+from copy import copy
+from itertools import accumulate, count
 from typing import Final
 
 import numpy as np
@@ -31,7 +33,7 @@ class _Decoded:
         columns = batch.columns()
         self.size = len(columns.body) + _OVERHEAD
         self.first, self.last, self.time_ms = batch.first, batch.last, batch.time_ms
-        self.priority = columns.view("priority")
+        self.priority: Sequence[int] | None = columns.view("priority")
         self.payloads = _slices(columns, "payload") or ([0] * (batch.entries + 1), b"")
         self.keys = _slices(columns, "key")
         self.headers = _slices(columns, "headers")
@@ -41,10 +43,23 @@ class _Decoded:
             self.places = {sequence: i for i, sequence in enumerate(sequences)}
 
     def place(self, sequence: int) -> int:
-        place = (self.places or {}).get(sequence)
+        if self.places is None:
+            return sequence - self.first
+        place = self.places.get(sequence)
         if place is None:
             raise NotFound(f"message {sequence} was compacted away")
         return place
+
+    def only(self, sequences: list[int]) -> _Decoded:
+        """A copy with just these messages, in this order, that does not hold on to the batch."""
+        places = [self.place(sequence) for sequence in sequences]
+        some = copy(self)
+        some.priority = None if self.priority is None else [self.priority[p] for p in places]
+        some.payloads = _copied(self.payloads, places)
+        some.keys = None if self.keys is None else _copied(self.keys, places)
+        some.headers = None if self.headers is None else _copied(self.headers, places)
+        some.places = None
+        return some
 
 
 _Slices = tuple[Sequence[int], Buffer]  # offsets, and the blob that they point into
@@ -54,6 +69,12 @@ _Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of 
 def _slices(columns: Columns, name: str) -> _Slices | None:
     ends = columns.view(name)
     return None if ends is None else (ends, columns.blob(name))
+
+
+def _copied(slices: _Slices, places: list[int]) -> _Slices:
+    ends, blob = slices
+    values = [bytes(blob[ends[place] : ends[place + 1]]) for place in places]
+    return list(accumulate(map(len, values), initial=0)), b"".join(values)
 
 
 def _values(cells: Iterable[tuple[_Slices | None, list[int]]]) -> list[Buffer]:
@@ -167,10 +188,23 @@ class MessageReader:
             places.append(sequence - first if batch.places is None else batch.place(sequence))
         return Rows(sequences, picks)
 
-    def warm(self, sequences: list[int]) -> None:
-        """Bring the messages' batches into memory; blocks, so it runs in a thread."""
-        for sequence in sequences:
-            self._log.read(sequence, nowait=False)
+    def load(self, sequences: list[int]) -> Rows:
+        """`gather` from wherever they are; blocks, so it runs in a thread.
+
+        It takes the messages themselves out of their batches: there may be as many batches, in as
+        many files, and nothing says that all of them fit in memory or can be open at once.
+        """
+        found: dict[int, tuple[_Decoded, int]] = {}
+        wanted = sorted(sequences)
+        at = 0
+        while at < len(wanted):
+            batch = self._log.read(wanted[at], nowait=False)
+            assert batch is not None
+            end = bisect_right(wanted, batch.last)
+            some = _Decoded(batch).only(wanted[at:end])
+            found.update((sequence, (some, i)) for i, sequence in enumerate(wanted[at:end]))
+            at = end
+        return Rows(sequences, [(some, [i]) for some, i in map(found.__getitem__, sequences)])
 
     def forget(self) -> None:
         """The log's files changed (compaction), or the partition is closed."""

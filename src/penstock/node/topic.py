@@ -25,6 +25,7 @@ from penstock.node.enqueueing import COALESCE_ENTRIES
 from penstock.node.journal import Journal
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
+from penstock.node.reading import Rows
 from penstock.node.requests import ReturnRequest
 from penstock.node.streams import LeaseStream, LogStream
 from penstock.wire.messages import Delivery
@@ -278,6 +279,7 @@ class Topic:
         batch: Batch,
         messages: NDArray[np.uint64],
         visibility_ms: int,
+        rows: Rows | None = None,
     ) -> None:
         if not stream.open:
             tokens = np.arange(batch.first, batch.last + 1, dtype=np.uint64)
@@ -285,16 +287,20 @@ class Topic:
             return
         crash_point("node.lease.undelivered")
         sequences: list[int] = messages.tolist()
-        try:
-            rows = partition.reader.gather(sequences, nowait=True)
-        except PenstockError as error:
-            self._on_damage(error)  # the leases stay and expire
-            return
         if rows is None:
-            warm = self._loop.run_in_executor(None, partition.reader.warm, sequences)
-            warm.add_done_callback(
-                lambda done: self._on_warm(
-                    done, lambda: self._deliver(stream, partition, batch, messages, visibility_ms)
+            try:
+                rows = partition.reader.gather(sequences, nowait=True)
+            except PenstockError as error:
+                self._on_damage(error)  # the leases stay and expire
+                return
+        if rows is None:
+            loading = self._loop.run_in_executor(None, partition.reader.load, sequences)
+            loading.add_done_callback(
+                lambda done: self._on_loaded(
+                    done,
+                    lambda: self._deliver(
+                        stream, partition, batch, messages, visibility_ms, done.result()
+                    ),
                 )
             )
             return
@@ -305,10 +311,10 @@ class Topic:
         )  # fmt: skip
         stream.send(delivery, rows.encode(attempts))
 
-    def _on_warm(self, done: asyncio.Future[None], again: Callable[[], None]) -> None:
+    def _on_loaded(self, done: asyncio.Future[Rows], deliver: Callable[[], None]) -> None:
         error = done.exception()
         if error is None:
-            again()
+            deliver()
         elif isinstance(error, PenstockError):
             self._on_damage(error)
         else:
