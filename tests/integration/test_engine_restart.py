@@ -140,3 +140,17 @@ async def test_a_stop_answers_what_is_under_way(node: Node) -> None:
     assert all(isinstance(a, list | Unavailable) for a in answers)
     await node.start()
     assert (await node.counts())[0] >= len(done)
+
+
+async def test_messages_of_many_files_come_in_one_delivery(small_node: Node) -> None:
+    """More segments than are kept open, none of them in memory after a restart."""
+    node = small_node
+    topic = await node.topic()
+    for i in range(300):
+        await node.put(topic, b"%03d" % i + b"x" * 8000, priority=i * 97 % 300, key=b"%d" % i)
+    assert (await node.stats())["partitions"][0]["segments"] > 32
+    await node.restart()
+    async with asyncio.timeout(20):
+        messages = await node.pop(topic, 300)
+    assert [m["priority"] for m in messages] == list(range(300))
+    assert all(m["key"] == b"%d" % int(m["payload"][:3]) for m in messages)
