@@ -153,8 +153,7 @@ async def topic_delete(engine: Engine, _: Caller, a: DestructiveArguments) -> di
 
 class ConfirmArguments(Arguments, frozen=True):
     method: str
-    topic: str | None = None
-    key_id: str | None = None
+    subject: str  # the topic's name or the key's id
 
 
 class KeyCreateArguments(Arguments, frozen=True):
@@ -173,7 +172,7 @@ async def confirm(engine: Engine, _: Caller, a: ConfirmArguments) -> dict[str, A
         raise InvalidArgument(
             f"method must be one of {', '.join(NEED_CONFIRMATION)}", field="method"
         )
-    token, expires_ms = engine.confirmations.give(a.method, a.topic or a.key_id or "")
+    token, expires_ms = engine.confirmations.give(a.method, a.subject)
     return {"confirm": token, "expires_ms": expires_ms}
 
 

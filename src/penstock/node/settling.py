@@ -5,6 +5,7 @@ Requests gather here until the partition's turn; acknowledgements of one turn be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from penstock.log.crash import crash_point
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Value
 from penstock.node.journal import Journal
-from penstock.node.requests import ExtendRequest, ReturnRequest, TokenRequest
+from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 
 EXPIRE_MAX: Final = 1000  # leases expired in one turn
 
@@ -73,16 +74,12 @@ class Settling:
         requests, self._settles = self._settles, []
         if not requests:
             return
-        tokens = np.concatenate([r.tokens for r in requests])
-        if len(requests) > 1 and len(np.unique(tokens)) < len(tokens):
-            for request in requests:  # somebody settles a lease twice: one after the other
-                self._settle([request], request.tokens)
-        else:
-            self._settle(requests, tokens)
-
-    def _settle(self, requests: list[TokenRequest], tokens: NDArray[np.uint64]) -> None:
-        held = self._held(tokens)
-        kept = tokens if held.all() else tokens[held]
+        tokens = requests[0].tokens
+        if len(requests) > 1:
+            tokens = np.concatenate([r.tokens for r in requests])
+        _, held = self._heap.resolve(tokens)
+        all_held = bool(held.all())
+        kept = tokens if all_held else tokens[held]
         sequence = self._journal.coordinator.sequence_committed
         if len(kept):
             if not self._journal.has_room(len(kept) * 8):
@@ -91,25 +88,17 @@ class Settling:
                 return
             sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
             crash_point("node.ack.staged")
-        self._answer_tokens(requests, held, sequence)
+        self._answer_tokens(requests, None if all_held else held, sequence)
 
-    def _held(self, tokens: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which leases are live; of a token that is named twice, only the first counts."""
-        _, held = self._heap.resolve(tokens)
-        if len(tokens) > 1 and not (tokens[1:] > tokens[:-1]).all():
-            _, firsts = np.unique(tokens, return_index=True)
-            once = np.zeros(len(tokens), np.bool_)
-            once[firsts] = True
-            held = held & once
-        return held
-
-    def _answer_tokens(self, requests: list[Any], held: NDArray[np.bool_], sequence: int) -> None:
-        answers: list[tuple[Any, list[int]]] = []
+    def _answer_tokens(
+        self, requests: Sequence[TokenRequest], held: NDArray[np.bool_] | None, sequence: int
+    ) -> None:
+        """Tell each request, once committed, which of its tokens were lost; None: none was."""
+        answers: list[tuple[Reply, list[int]]] = []
         at = 0
-        all_held = bool(held.all())
         for request in requests:
             end = at + len(request.tokens)
-            lost = [] if all_held else np.flatnonzero(~held[at:end]).tolist()
+            lost = [] if held is None else np.flatnonzero(~held[at:end]).tolist()
             answers.append((request.reply, lost))
             at = end
 
@@ -122,7 +111,7 @@ class Settling:
     def _process_returns(self) -> None:
         requests, self._returns = self._returns, []
         for request in requests:
-            held = self._held(request.tokens)
+            _, held = self._heap.resolve(request.tokens)
             kept = request.tokens[held]
             sequence = self._journal.coordinator.sequence_committed
             if len(kept):
@@ -170,7 +159,7 @@ class Settling:
     def _process_extends(self) -> None:
         requests, self._extends = self._extends, []
         for request in requests:
-            held = self._held(request.tokens)
+            _, held = self._heap.resolve(request.tokens)
             kept = request.tokens[held]
             sequence = self._journal.coordinator.sequence_committed
             if len(kept):

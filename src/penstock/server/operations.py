@@ -169,7 +169,9 @@ async def confirm(link: Link, request: ask.Confirm) -> Result:
         raise InvalidArgument(f"{request.method} is confirmed for a {subject}", field=subject)
     if getattr(request, other) is not None:
         raise InvalidArgument(f"{request.method} is not confirmed for a {other}", field=other)
-    return await link.call("confirm", **given(request))
+    return await link.call(
+        "confirm", method=request.method.value, subject=getattr(request, subject)
+    )
 
 
 async def create_key(link: Link, request: ask.CreateKey) -> Result:
