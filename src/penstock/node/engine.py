@@ -14,7 +14,7 @@ import msgspec
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
 from penstock.config import Config
-from penstock.errors import Corruption, PenstockError, Unavailable
+from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
 from penstock.heap import Heap
 from penstock.log.crash import crash_point
 from penstock.log.folder import DataFolder
@@ -95,6 +95,12 @@ class Engine:
         return found
 
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
+        if fields.get("replication_factor", 1) != 1:
+            raise InvalidArgument(
+                "this node is a cluster of one: replication_factor must be 1",
+                field="replication_factor",
+                limit=1,
+            )
         async with self._administering:
             config = await self.catalog.create(fields, exists_ok=exists_ok)
             if config.name not in self.topics:

@@ -217,7 +217,8 @@ class MessageReader:
             return found
         first = self._log.first_of(sequence)
         found = None if first is None else self._cache.get(self._owner, first)
-        if found is None:
+        # After a rewrite an older, shorter batch may still be here under the same first sequence.
+        if found is None or sequence > found.last:
             batch = self._log.read(sequence, nowait=nowait)
             if batch is None:
                 return None

@@ -190,6 +190,8 @@ class Topic:
             return False
         if self.config.paused or not self._streams:
             return True
+        if not any(p.heap.ready or p.heap.delayed for p in self.partitions):
+            return True
         leases_max = self.config.consumer_leases_max
         hungry = [s for s in self._streams.values() if s.room(leases_max) > 0]
         if self._better_later(sum(s.room(leases_max) for s in hungry)):

@@ -66,7 +66,7 @@ class Enqueue(Message, frozen=True):
     topic: str
     parts: list[Part]
     atomic: bool = False
-    expected_sequence: int | None = None  # the partition's last sequence, for one part only
+    expected_sequence: int | None = None  # of the partition's last message; one part only
     codec: int = 0  # how each body is compressed
     raw_lengths: list[int] | None = None  # needed when compressed
     partitioned: bool = True  # False: one part, whose entries the node spreads by key itself

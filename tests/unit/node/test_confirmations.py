@@ -24,9 +24,7 @@ def test_a_token_is_good_once(confirmations: Confirmations) -> None:
         confirmations.use(token, "purge", "orders", force=True)
 
 
-@pytest.mark.parametrize(
-    ("method", "subject"), [("topic_delete", "orders"), ("purge", "invoices")]
-)
+@pytest.mark.parametrize(("method", "subject"), [("topic_delete", "orders"), ("purge", "invoices")])
 def test_a_token_is_good_for_nothing_else(
     confirmations: Confirmations, method: str, subject: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Frames: round trips in any pieces, and every kind of damage refused before memory is spent."""
 
 import struct
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -10,13 +11,15 @@ from penstock.errors import Corruption, InvalidArgument
 from penstock.wire.frame import HEADER, FrameDecoder, FrameType, encode
 
 
-def frame_bytes(type: FrameType = FrameType.BATCH, sequence: int = 7, payload: bytes = b"x") -> bytes:
+def frame_bytes(
+    type: FrameType = FrameType.BATCH, sequence: int = 7, payload: bytes = b"x"
+) -> bytes:
     return b"".join(encode(type, sequence, payload, flags=1))
 
 
 def test_the_documented_bytes() -> None:
     assert frame_bytes(FrameType.ACK, 258, b"ok").hex() == (
-        "d3010201" "0000000000000102" "00000002" "6f6b" "6ecb6070"
+        "d30102010000000000000102000000026f6b6ecb6070"
     )
 
 
@@ -32,7 +35,7 @@ def test_frames_survive_any_cutting(frames: list, cuts: list[int]) -> None:
     data = b"".join(b"".join(encode(t, s, p)) for t, s, p in frames)
     decoder, found = FrameDecoder(), []
     edges = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
-    for a, b in zip(edges, edges[1:]):
+    for a, b in pairwise(edges):
         found += decoder.feed(data[a:b])
     assert [(f.type, f.sequence, bytes(f.payload)) for f in found] == frames
     assert decoder.buffered == 0

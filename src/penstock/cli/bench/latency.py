@@ -19,7 +19,7 @@ from penstock.errors import Unavailable
 RATE_PER_S: Final = 10_000
 SECONDS: Final = 6.0
 WARM_SHARE: Final = 0.2  # at the start, not counted
-TICK_S: Final = 0.001
+TICK_S: Final = 0.002
 BATCHES_HELD_MAX: Final = 50  # received and not yet acknowledged
 GRACE_S: Final = 20.0
 _STAMP: Final = struct.Struct("<d")
