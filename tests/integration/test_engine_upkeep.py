@@ -184,3 +184,21 @@ async def test_the_scrub_finds_a_flipped_bit_while_the_node_runs(small_node: Nod
         file.write(bytes([old[0] ^ 4]))
     found = await node.call("verify")
     assert not found["ok"] and (await node.call("node_status"))["damage"]
+
+
+async def test_a_delivery_between_a_rewrite_and_its_end(small_node: Node) -> None:
+    """The rewritten batch begins where an older, shorter one began that is still in memory."""
+    node = small_node
+    topic = await node.topic(retention_ms=0)
+    await node.put(topic, b"whole", priority=9)
+    await node.put(topic, b"before")
+    await node.put(topic, b"kept", b"gone")
+    before, kept, gone = [*await node.pop(topic), *await node.pop(topic, 2)]
+    await fill(node, topic)
+    await node.ack(topic, [before, gone])
+    await node.nack(topic, [kept], delay_ms=0, counted=False)
+    partition = node.engine.topic(topic).partitions[0]
+    oldest = partition.log.segments()[0]
+    alive = partition.heap.alive(oldest.first, oldest.last)
+    assert await asyncio.to_thread(partition.log.rewrite, oldest.first, lambda *_: alive) > 0
+    assert await node.popped(topic, 1) == [b"kept"]
