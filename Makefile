@@ -25,6 +25,7 @@ run: setup ## Run the demo (ARGS="...")
 	$(BIN)/python -m penstock.cli demo $(ARGS)
 
 test: check ## Run the checks, then the tests (ARGS="tests/unit -k name")
+	sh scripts/prepare_tests.sh
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup ## Lint, format, types, layers, sizes, generated code

@@ -1,0 +1,25 @@
+#!/bin/sh
+# What the tests need besides .venv: they break real file systems, which takes root, mount and
+# mkfs.ext4. Installs the Debian packages that are missing; says so when it cannot.
+set -eu
+
+as_root=""
+if [ "$(id -u)" -ne 0 ]; then
+    if command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
+        as_root="sudo"
+    else
+        echo "make test mounts small file systems to break them: run it as root" >&2
+        exit 1
+    fi
+fi
+
+PATH="$PATH:/usr/sbin:/sbin"
+missing=""
+command -v mount >/dev/null 2>&1 || missing="$missing mount"
+command -v mkfs.ext4 >/dev/null 2>&1 || missing="$missing e2fsprogs"
+if [ -n "$missing" ]; then
+    echo "installing:$missing"
+    $as_root apt-get update -qq
+    # shellcheck disable=SC2086 - a list of packages
+    $as_root apt-get install -y -qq --no-install-recommends $missing
+fi
