@@ -27,7 +27,7 @@ class Reserve:
         try:
             write()
         except OSError as error:
-            if error.errno not in NO_SPACE or not self._release():
+            if error.errno not in NO_SPACE or not self.release():
                 raise
             write()
 
@@ -46,7 +46,8 @@ class Reserve:
             if error.errno not in NO_SPACE:
                 raise
 
-    def _release(self) -> bool:
+    def release(self) -> bool:
+        """Give the space up; False if it was not held."""
         try:
             self._path.unlink()
         except FileNotFoundError:

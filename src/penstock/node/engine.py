@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
+from penstock.cluster.reserve import Reserve
 from penstock.config import Config
 from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
 from penstock.heap import Heap
@@ -36,6 +37,7 @@ from penstock.node.writer import WriterPool
 from penstock.replication.coordinator import Coordinator
 
 UPKEEP_TICK_S: Final = 0.5
+BARRIER_BYTES: Final = 4096  # of records that a partition's start may take
 SCRUB_DELAY_S: Final = 60.0  # after the start
 SCRUB_BYTES_PER_S: Final = 16 << 20  # at least
 log = get_logger(__name__)
@@ -71,6 +73,7 @@ class Engine:
     metrics: Metrics
     writers: WriterPool
     cache: ReadCache
+    reserve: Reserve  # space for snapshots on a full disk
     tasks: asyncio.TaskGroup
     topics: dict[str, Topic] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
@@ -210,7 +213,8 @@ class Engine:
         """Append each partition's barrier and wait until it is committed."""
         barriers = []
         for partition in topic.partitions:
-            await asyncio.to_thread(partition.log.grow, 1 << 16)
+            if not partition.journal.has_room(BARRIER_BYTES):
+                await asyncio.to_thread(partition.log.grow, BARRIER_BYTES)
             values: dict[str, Any] = {"node": [self.identity.node.encode()]}
             barriers.append(
                 (partition, partition.journal.append_record(Kind.BARRIER, 1, values).last)
@@ -266,6 +270,7 @@ class Engine:
                 await self.snapshot(topic, partition)
             if retention_due:
                 await retain(topic, partition, self.clock.now_ms())
+                await asyncio.to_thread(self.reserve.hold)
         except Corruption as error:
             self.on_damage(error)
         except PenstockError as error:  # a full disk, mostly: the next round tries again
@@ -295,7 +300,7 @@ class Engine:
 
     async def snapshot(self, topic: Topic, partition: Partition) -> SnapshotFacts:
         started = time.perf_counter()
-        facts = await take_snapshot(topic, partition, self.clock.now_ms())
+        facts = await take_snapshot(topic, partition, self.clock.now_ms(), reserve=self.reserve)
         self.metrics.snapshot_written(time.perf_counter() - started)
         return facts
 

@@ -12,6 +12,7 @@ import msgspec
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.keys import KeyRing
+from penstock.cluster.reserve import Reserve
 from penstock.config import Config
 from penstock.errors import PenstockError, Unavailable
 from penstock.log.files import write_whole
@@ -72,9 +73,11 @@ async def _start(
         metrics=Metrics(node=identity.node),
         writers=WriterPool(config.writer_threads),
         cache=ReadCache(config.cache_bytes),
+        reserve=Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes),
         tasks=tasks,
         started_ms=clock.now_ms(),
     )
+    await asyncio.to_thread(engine.reserve.hold)
     engine.metrics.read_with(engine.reading)
     await engine.keys.load()
     try:

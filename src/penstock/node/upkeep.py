@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.cluster.reserve import Reserve
+from penstock.errors import DiskFull
 from penstock.log.crash import crash_point
 from penstock.log.partition import SegmentInfo
 from penstock.model.batch import Kind
@@ -21,19 +23,33 @@ REWRITE_BYTES_MIN: Final = 4096
 REWRITE_BELOW: Final = 0.5  # a segment is rewritten when fewer of its entries than this live
 
 
-async def take_snapshot(topic: Topic, partition: Partition, now_ms: int) -> SnapshotFacts:
-    """Save the heap's state as of now. It is saved only once all it holds is committed."""
+async def take_snapshot(
+    topic: Topic, partition: Partition, now_ms: int, *, reserve: Reserve
+) -> SnapshotFacts:
+    """Save the heap's state as of now. It is saved only once all it holds is committed.
+
+    A log shrinks only behind a snapshot, so on a full disk the way out leads through one: it may
+    take the space of the `reserve`.
+    """
     heap, log = partition.heap, partition.log
     sequence, chain, epoch = heap.sequence_applied, log.chain_last, log.epoch_last
     parts = heap.snapshot()
     topic.wake()
     await committed(partition, sequence)
     crash_point("node.snapshot.committed")
-    size = await asyncio.to_thread(
-        log.save_snapshot, sequence=sequence, chain=chain, epoch=epoch, parts=parts
-    )
-    partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [sequence]})
-    topic.wake()
+
+    def save() -> int:
+        return log.save_snapshot(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
+
+    try:
+        size = await asyncio.to_thread(save)
+    except DiskFull:
+        if not await asyncio.to_thread(reserve.release):
+            raise
+        size = await asyncio.to_thread(save)
+    if partition.journal.has_room(8):
+        partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [sequence]})
+        topic.wake()
     partition.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
     return partition.snapshot
 
