@@ -1,0 +1,190 @@
+"""Disks that are full, that fail, and that lose power under a running node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.integration.crashing import Ledger, Traffic, check, server_in
+from tests.integration.harness import Node, ids_of
+from tests.unit.log.mounts import cut_power, ext4, fill, make_ext4, tmpfs
+
+from penstock.client.connection import open_connection
+from penstock.config import Config, UpkeepOptions
+from penstock.errors import DiskFull
+from penstock.log import LogOptions, verify_folder
+from penstock.node.upkeep import retain
+
+# --- disks that fail ---
+
+
+async def drive_until_it_fails(folder: Path, ledger: Ledger, fail: Callable[[], None]) -> int:
+    """Traffic on a server, then a failure; returns the server's exit code."""
+    server = server_in(folder, "")
+    await server.start()
+    try:
+        connection = await open_connection(server.url)
+        traffic = asyncio.create_task(Traffic(connection, ledger, 1).until_gone())
+        while len(ledger.done) < 100 and not traffic.done():
+            await asyncio.sleep(0.01)
+        fail()
+        async with asyncio.timeout(20):
+            await traffic
+            return await server.ended()
+    finally:
+        await server.kill()
+
+
+async def test_a_power_cut_breaks_no_promise(tmp_path: Path) -> None:
+    image, ledger = tmp_path / "image", Ledger()
+    make_ext4(image, size=48 << 20)
+    with ext4(image, tmp_path / "disk") as disk:
+        code = await drive_until_it_fails(disk / "data", ledger, lambda: cut_power(disk))
+    assert code == 1
+    with ext4(image, tmp_path / "disk") as disk:
+        await check(disk / "data", ledger, drain=True)
+    assert ledger.complaints == [] and len(ledger.done) >= 100
+
+
+async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_path: Path) -> None:
+    """The file system promises space that the disk below it does not have."""
+    ledger = Ledger()
+    with tmpfs(tmp_path / "below", size=12 << 20) as below:
+        make_ext4(below / "image", size=64 << 20)
+        with ext4(below / "image", tmp_path / "disk") as disk:
+            code = await drive_until_it_fails(disk / "data", ledger, lambda: fill(below))
+            (below / "filler").unlink()
+        assert code == 1
+        with ext4(below / "image", tmp_path / "disk") as disk:
+            await check(disk / "data", ledger, drain=True)
+    assert ledger.complaints == [] and len(ledger.done) >= 100
+
+
+# --- disks that are full ---
+
+ROW = [{"payload": b"x" * 9000}]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with tmpfs(tmp_path / "disk", size=2 << 20) as path:
+        yield path
+
+
+@pytest.fixture
+def config(disk: Path) -> Config:
+    log = LogOptions(segment_bytes=128 << 10, allocate_bytes=64 << 10, reserve_bytes=48 << 10)
+    never = UpkeepOptions(snapshot_s=3600, retention_s=3600)
+    return Config(data=disk / "data", log=log, upkeep=never, drain_s=5.0)
+
+
+async def fill_up(node: Node, topic: str) -> int:
+    """Enqueue until the node says that the disk is full."""
+    for count in range(1000):
+        try:
+            await node.enqueue(topic, ROW, producer=("p", 1, count + 1))
+        except DiskFull:
+            return count
+    raise AssertionError("the disk has no end")
+
+
+async def test_a_full_disk_still_settles_and_deletes(config: Config) -> None:
+    node = await Node(config.data, config).start()
+    topic = await node.topic()
+    count = await fill_up(node, topic)
+    for _ in range(3):
+        with pytest.raises(DiskFull) as refused:
+            await node.enqueue(topic, ROW)
+        assert refused.value.status == "RESOURCE_EXHAUSTED" and refused.value.retry_after_s > 0
+    messages = await node.pop(topic, 30)
+    assert await node.ack(topic, messages[:10]) == []
+    assert await node.nack(topic, messages[10:20], delay_ms=0) == []
+    assert await node.nack(topic, messages[20:], reject=True) == []
+    assert await node.forced("dlq_delete", topic) == {"deleted": 10}
+    assert await node.forced("purge", topic) == {"purged": count - 20}
+    assert await node.counts() == (0, 0, 0, 0)
+    assert (await node.call("node_status"))["healthy"]
+    await node.stop()
+    assert verify_folder(config.data).ok
+
+
+async def test_enqueues_go_on_once_there_is_space(config: Config) -> None:
+    node = await Node(config.data, config).start()
+    topic = await node.topic(retention_ms=0)
+    count = await fill_up(node, topic)
+    await node.ack(topic, await node.pop(topic, count))
+    await node.advance(2)
+    found = node.engine.topic(topic)
+    for _ in range(2):
+        await node.call("snapshot", topic=topic)
+    assert await retain(found, found.partitions[0], node.clock.now_ms()) > 1 << 20
+    await node.advance(2)  # the disk is asked again after a while
+    answer = await node.enqueue(topic, ROW, producer=("p", 1, count + 1))  # what was refused
+    assert not answer.duplicates and ids_of(answer)
+    assert await fill_up_more(node, topic) > count // 2
+    await node.stop()
+    assert verify_folder(config.data).ok
+
+
+async def fill_up_more(node: Node, topic: str, **where: int) -> int:
+    for count in range(1000):
+        try:
+            await node.enqueue(topic, ROW, **where)
+        except DiskFull:
+            return count
+    raise AssertionError("the disk has no end")
+
+
+async def test_a_node_starts_on_a_full_disk_with_all_it_had(config: Config, disk: Path) -> None:
+    node = await Node(config.data, config).start()
+    topic = await node.topic()
+    count = await fill_up(node, topic)
+    leased = await node.pop(topic, 5)
+    fill(disk)
+    await node.restart()
+    assert await node.counts() == (count - 5, 0, 5, 0)
+    assert await node.ack(topic, leased) == []
+    with pytest.raises(DiskFull):
+        await node.enqueue(topic, ROW)
+    (disk / "filler").unlink()
+    await node.advance(2)
+    await node.stop()
+    assert verify_folder(config.data).ok
+
+
+async def test_an_atomic_batch_on_a_full_disk_is_refused_whole(config: Config) -> None:
+    node = await Node(config.data, config).start()
+    topic = await node.topic(partitions=2)
+    count = await fill_up_more(node, topic, partition=1)
+    rows = [{"payload": b"x" * 9000, "key": b"%d" % i} for i in range(8)]
+    with pytest.raises(DiskFull):
+        await node.enqueue(topic, rows, atomic=True)
+    assert (await node.counts())[0] == count
+    await node.restart()
+    assert (await node.counts())[0] == count
+    await node.stop()
+
+
+async def test_upkeep_on_a_full_disk_does_not_stop_the_node(config: Config, disk: Path) -> None:
+    often = UpkeepOptions(snapshot_s=0.001, retention_s=0.001)
+    config = Config(data=config.data, log=config.log, upkeep=often)
+    node = await Node(config.data, config).start()
+    topic = await node.topic(retention_ms=0)
+    await fill_up(node, topic)
+    fill(disk)
+    for _ in range(4):
+        await node.advance(1)
+        await asyncio.sleep(0.5)
+    assert (await node.call("node_status"))["healthy"]
+    assert await node.ack(topic, await node.pop(topic, 20)) == []
+    (disk / "filler").unlink()
+    async with asyncio.timeout(20):
+        while messages := await node.pop(topic, 20):
+            await node.ack(topic, messages)
+        while await fill_up_more(node, topic) == 0:
+            await node.advance(1)
+            await asyncio.sleep(0.1)
+    await node.stop()
+    assert verify_folder(config.data).ok
