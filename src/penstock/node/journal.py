@@ -62,7 +62,6 @@ class Journal:
         self._unobserved: deque[tuple[int, Applied, str]] = deque()  # the same, of all batches
         self.writing = False
         self.writes = 0  # finished
-        self.rounds = 0  # times that commands were turned into batches for the next write
         self._growing = False
         self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
@@ -133,7 +132,6 @@ class Journal:
             self._grow_ahead()
             return
         self.writing = True
-        self.rounds = 0
         started = time.perf_counter()
 
         def done(sequence: Any, error: BaseException | None) -> None:

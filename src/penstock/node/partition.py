@@ -49,25 +49,34 @@ class Partition:
     def _gathered(self) -> int:
         return self.enqueueing.gathered + self.settling.gathered
 
-    def process(self) -> None:
-        """Turn what has gathered into batches.
+    def take_enqueues(self) -> None:
+        """Turn the enqueues that have gathered into batches."""
+        if self._may_take(self.enqueueing):
+            self.enqueueing.process()
+
+    def take_settlements(self) -> None:
+        """The same for acknowledgements, returns and extensions."""
+        if self._may_take(self.settling):
+            self.settling.process()
+
+    def _may_take(self, work: Enqueueing | Settling) -> bool:
+        """Whether gathered commands should become batches now.
 
         While a write is under way a little is taken at once only a few times, so that the work is
         done when the write is; after that it waits, and becomes one batch with what else comes.
         """
-        if self.journal.failed is not None:
-            self.enqueueing.fail(self.journal.failed)
-            self.settling.fail(self.journal.failed)
-            return
-        gathered = self._gathered
-        if not gathered or not self.coordinator.serving:
-            return
-        little = self.journal.writing and gathered < COALESCE_ENTRIES
-        if little and self.journal.rounds >= ROUNDS_MAX:
-            return
-        self.journal.rounds += 1
-        self.settling.process()
-        self.enqueueing.process()
+        journal = self.journal
+        if journal.failed is not None:
+            work.fail(journal.failed)
+            return False
+        if not work.gathered or not self.coordinator.serving:
+            return False
+        if not journal.writing or work.gathered >= COALESCE_ENTRIES:
+            return True
+        if work.write != journal.writes:
+            work.write, work.rounds = journal.writes, 0
+        work.rounds += 1
+        return work.rounds <= ROUNDS_MAX
 
     def expire(self, now_ms: int) -> None:
         if self.coordinator.serving and self.journal.failed is None:

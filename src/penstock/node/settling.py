@@ -29,6 +29,7 @@ class Settling:
         self._returns: list[ReturnRequest] = []
         self._extends: list[ExtendRequest] = []
         self.gathered = 0  # tokens in the lists above
+        self.write = self.rounds = 0  # times taken during which write
 
     def settle(self, request: TokenRequest) -> None:
         self._gather(self._settles, request)

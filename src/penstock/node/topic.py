@@ -162,9 +162,13 @@ class Topic:
 
     def _take_turn(self) -> None:
         for partition in self.partitions:
-            partition.process()
+            partition.take_enqueues()
         self._dispatch()
         for partition in self.partitions:
+            partition.journal.flush()
+        # Nobody waits for a settlement as for a message: it is worked on during that write.
+        for partition in self.partitions:
+            partition.take_settlements()
             partition.journal.flush()
         for stream, partition in list(self._log_streams.items()):
             stream.pump(partition.coordinator.sequence_committed)
