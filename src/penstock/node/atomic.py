@@ -79,14 +79,7 @@ async def resolve_in_doubt(topic: Topic) -> int:
 
 def committed(partition: Partition, sequence: int) -> asyncio.Future[None]:
     """A future that is done once `sequence` is committed."""
-    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def done() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    partition.journal.when_committed(sequence, done)
-    return future
+    return partition.journal.committed(sequence)
 
 
 async def _known(topic: Topic, partition: Partition, part: EnqueuePart) -> list[Duplicate]:

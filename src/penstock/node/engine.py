@@ -322,6 +322,8 @@ class Engine:
             self.fatal_error = error
             log.critical("cannot go on, stopping", error=str(error), exc_info=error)
             self.fatal.set()
+            for connection in list(self.connections):
+                connection.shut("the node cannot go on")
 
     async def drain(self, topics: Iterable[Topic]) -> None:
         """Let everything under way be answered, within the configured time."""

@@ -64,6 +64,7 @@ class Journal:
         self.writes = 0  # finished
         self._growing = False
         self._growth_waiters: list[asyncio.Future[None]] = []
+        self._futures: set[asyncio.Future[None]] = set()  # of `committed`, not done yet
         self._disk_full_until_ms = 0
         self.failed: Unavailable | None = None  # nothing is acknowledged any more
 
@@ -116,6 +117,17 @@ class Journal:
         if self._waiting:
             sequence = max(sequence, self._waiting[-1][0])
         self._waiting.append((sequence, callback))
+
+    def committed(self, sequence: int) -> asyncio.Future[None]:
+        """A future that is done once `sequence` is committed, or fails as the storage did."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.failed is not None:
+            future.set_exception(self.failed)
+            return future
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        self.when_committed(sequence, lambda: None if future.done() else future.set_result(None))
+        return future
 
     def observe_at(self, sequence: int, applied: Applied) -> None:
         """Have something counted, once `sequence` is committed, that no record tells."""
@@ -176,6 +188,9 @@ class Journal:
         self.failed = Unavailable(f"storage failed: {known.message}")
         self._waiting.clear()
         self._unobserved.clear()
+        for future in list(self._futures):
+            if not future.done():
+                future.set_exception(self.failed)
         self._on_fatal(error)
         self.wake()
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, NotFound
+from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.heap import DeadLetter, State
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Columns
@@ -153,6 +153,12 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
         if len(messages) >= stream.out:
             arrived.set()
 
+    unreadable: list[PenstockError] = []
+
+    def fail(error: PenstockError) -> None:
+        unreadable.append(error)
+        arrived.set()
+
     stream = LeaseStream(
         f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{a.consumer}".encode(),
         window=limit,
@@ -160,12 +166,15 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
         visibility_ms=a.visibility_ms,
         send=receive,
         key_id=caller.key_id,
+        fail=fail,
     )
     topic.add_stream(stream)
     try:
         await _first_delivery(topic, stream, arrived, wait_ms)
     finally:
         topic.remove_stream(stream)
+    if unreadable and not messages:
+        raise unreadable[0]
     if len(topic.partitions) > 1:
         messages.sort(key=_order(topic))
     return {"messages": messages}

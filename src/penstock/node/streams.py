@@ -24,7 +24,7 @@ SLICE_BYTES_MAX: Final = 1 << 20  # log batches sent in one frame
 class LeaseStream:
     """Messages leased to one consumer. `out` counts leases that are not yet settled."""
 
-    __slots__ = ("batch_max", "blocked", "consumer", "key_id", "open", "out", "send",
+    __slots__ = ("batch_max", "blocked", "consumer", "fail", "key_id", "open", "out", "send",
                  "visibility_ms", "window")  # fmt: skip
 
     def __init__(
@@ -36,9 +36,11 @@ class LeaseStream:
         visibility_ms: int | None,
         send: Callable[[Delivery, Buffer], None],
         key_id: str | None = None,
+        fail: Callable[[PenstockError], None] | None = None,
     ) -> None:
         self.consumer, self.window, self.batch_max = consumer, window, batch_max
         self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
+        self.fail = fail  # told when leased messages cannot be read
         self.out = 0
         self.open = True
         self.blocked = False  # the connection's send buffer is full

@@ -297,13 +297,14 @@ class Topic:
             try:
                 rows = partition.reader.gather(sequences, nowait=True)
             except PenstockError as error:
-                self._on_damage(error)  # the leases stay and expire
+                self._on_unreadable(stream, error)
                 return
         if rows is None:
             loading = self._loop.run_in_executor(None, partition.reader.load, sequences)
             loading.add_done_callback(
                 lambda done: self._on_loaded(
                     done,
+                    stream,
                     lambda: self._deliver(
                         stream, partition, batch, messages, visibility_ms, done.result()
                     ),
@@ -317,12 +318,20 @@ class Topic:
         )  # fmt: skip
         stream.send(delivery, rows.encode(attempts))
 
-    def _on_loaded(self, done: asyncio.Future[Rows], deliver: Callable[[], None]) -> None:
+    def _on_unreadable(self, stream: LeaseStream, error: PenstockError) -> None:
+        """The leases stay and expire; their messages are dead letters in the end."""
+        self._on_damage(error)
+        if stream.fail is not None:
+            stream.fail(error)
+
+    def _on_loaded(
+        self, done: asyncio.Future[Rows], stream: LeaseStream, deliver: Callable[[], None]
+    ) -> None:
         error = done.exception()
         if error is None:
             deliver()
         elif isinstance(error, PenstockError):
-            self._on_damage(error)
+            self._on_unreadable(stream, error)
         else:
             self._on_fatal(error)
 
