@@ -143,6 +143,7 @@ class Node(Caller):
         self.clock = ManualClock(START_MS)
         self.config = config or Config(data=path, drain_s=5.0)
         self._embedded: EmbeddedNode | None = None
+        self.held: list[Row] = []  # what a test has popped and wants to use later
 
     @property
     def engine(self) -> Engine:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import errno
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from tests.unit.log.mounts import cut_power, ext4, fill, make_ext4, tmpfs
 
 from penstock.client.connection import open_connection
 from penstock.config import Config, UpkeepOptions
-from penstock.errors import DiskFull
+from penstock.errors import Corruption, DiskFull, StorageFailed, Unavailable
 from penstock.log import LogOptions, verify_folder
 from penstock.node.upkeep import retain
 
@@ -60,6 +63,86 @@ async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_pa
         with ext4(below / "image", tmp_path / "disk") as disk:
             await check(disk / "data", ledger, drain=True)
     assert ledger.complaints == [] and len(ledger.done) >= 100
+
+
+def fail_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process's disk takes writes and cannot keep them."""
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+
+
+ACTS: dict[str, Callable[[Node], Awaitable[object]]] = {
+    "put": lambda node: node.put("jobs", b"x"),
+    "atomic": lambda node: node.enqueue("jobs", KEYED, atomic=True),
+    "pop": lambda node: node.pop("jobs", 5),
+    "update": lambda node: node.update("jobs", max_retries=1),
+    "purge": lambda node: node.forced("purge", "jobs"),
+    "extend": lambda node: node.extend("jobs", node.held, 1000),
+    "ack": lambda node: node.ack("jobs", node.held),
+    "move": lambda node: node.call(
+        "move_to_dlq", topic="jobs", message_id=node.held[0]["message_id"]
+    ),
+}
+KEYED = [{"payload": b"x", "key": b"%d" % i} for i in range(9)]
+
+
+@pytest.mark.parametrize("act", ACTS)
+async def test_whoever_waits_on_a_failing_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    node = await Node(tmp_path / "data").start()
+    await node.topic(partitions=2)
+    await node.enqueue("jobs", KEYED)
+    node.held = await node.pop("jobs", 2)
+    with monkeypatch.context() as disk:
+        fail_syncs(disk)
+        async with asyncio.timeout(5):
+            with pytest.raises(Unavailable):
+                await ACTS[act](node)
+            with pytest.raises(Unavailable, match="cannot go on"):
+                await node.put("jobs", b"x")
+        async with asyncio.timeout(5):
+            with suppress(StorageFailed):  # of the audit trail
+                await node.stop()
+    await node.start()
+    assert sum(await node.counts()) >= 9 or act in ("ack", "purge")  # written, not acknowledged
+    await node.stop()
+
+
+async def test_a_node_does_not_start_on_a_disk_that_cannot_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await Node(tmp_path / "data").start()
+    await node.topic()
+    await node.stop()
+    with monkeypatch.context() as disk:
+        fail_syncs(disk)
+        async with asyncio.timeout(5):
+            with pytest.raises((StorageFailed, Unavailable)):
+                await node.start()
+    await node.start()
+    await node.stop()
+
+
+async def test_a_pop_of_a_damaged_message_is_refused(small_node: Node) -> None:
+    node = small_node
+    topic = await node.topic()
+    for _ in range(30):
+        await node.put(topic, b"x" * 8000)
+    await node.call("snapshot", topic=topic)
+    await node.restart()
+    oldest = min(node.path.rglob("*.seg"))
+    data = bytearray(oldest.read_bytes())
+    data[3000] ^= 1
+    oldest.write_bytes(data)
+    async with asyncio.timeout(5):
+        with pytest.raises(Corruption):
+            await node.pop(topic)
+    assert (await node.call("node_status"))["damage"]
+    assert len(await node.pop(topic)) == 1  # the next one
 
 
 # --- disks that are full ---
