@@ -17,6 +17,9 @@ from penstock.node.requests import EnqueuePart
 from penstock.wire.messages import Duplicate
 
 COALESCE_ENTRIES: Final = 64  # a part with this many entries is a batch of its own
+COALESCE_BYTES: Final = 1 << 20  # parts are not merged into more than this
+MERGE_BYTES: Final = 64  # what an entry may grow by: columns that only its new neighbours had
+_APART_BYTES: Final = 256  # what a second batch costs besides its entries
 COMPRESS_BYTES_MIN: Final = 512
 _CODECS: Final = {
     Compression.NONE: Codec.NONE,
@@ -49,24 +52,28 @@ class Enqueueing:
     def process(self) -> None:
         parts, self._parts, self.gathered = self._parts, [], 0
         group: list[EnqueuePart] = []
+        size = 0  # bytes that the group will take
         producers: set[bytes] = set()
         for at, part in enumerate(parts):
-            if not self._journal.has_room(len(part.columns.body), enqueue=True):
+            own = len(part.columns.body) + MERGE_BYTES * part.count
+            names = part.columns.binary("run_producer")
+            mine = set() if names is None else set(names)
+            alone = part.expected_sequence is not None or not producers.isdisjoint(mine)
+            if group and (alone or size + own > COALESCE_BYTES):
+                self._write_group(group)
+                group, size, producers = [], 0, set()
+            if not self._journal.has_room(size + own + _APART_BYTES, enqueue=True):
                 self._write_group(group)
                 self._wait_for_room(parts[at:])
                 return
-            names = part.columns.binary("run_producer")
-            mine = set() if names is None else set(names)
-            if part.expected_sequence is not None or not producers.isdisjoint(mine):
-                self._write_group(group)
-                group, producers = [], set()
             if self._write_if_special(part):
                 continue
             group.append(part)
+            size += own
             producers |= mine
             if part.count >= COALESCE_ENTRIES:
                 self._write_group(group)
-                group, producers = [], set()
+                group, size, producers = [], 0, set()
         self._write_group(group)
 
     def _write_if_special(self, part: EnqueuePart) -> bool:
@@ -153,4 +160,6 @@ class Enqueueing:
             return
         self._parts = parts + self._parts
         self.gathered = sum(part.count for part in self._parts)
-        self._journal.grow(len(parts[0].columns.body))
+        first = parts[0]
+        need = len(first.columns.body) + MERGE_BYTES * first.count
+        self._journal.grow(need + _APART_BYTES)

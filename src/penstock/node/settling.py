@@ -20,6 +20,9 @@ from penstock.node.journal import Journal
 from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 
 EXPIRE_MAX: Final = 1000  # leases expired in one turn
+# What a token takes in a record, and what a return takes once more when some of it is dead.
+ACK_BYTES, EXTEND_BYTES, RETURN_BYTES, RETURN_BYTES_APART = 8, 16, 32, 256
+REASONS_BYTES_MAX: Final = 1 << 20  # of one request; what very many share is cut short
 
 
 class Settling:
@@ -57,7 +60,8 @@ class Settling:
     def expire(self, now_ms: int) -> None:
         """Take back leases whose deadline has passed."""
         tokens = self._heap.expired(now_ms, EXPIRE_MAX)
-        if len(tokens) and self._journal.has_room(len(tokens) * 32):
+        need = len(tokens) * RETURN_BYTES + RETURN_BYTES_APART
+        if len(tokens) and self._journal.has_room(need):
             plan = self._heap.plan_return(tokens, now_ms, delay_ms=None, counted=True)
             sequence = self._append_return(Kind.EXPIRE, plan, counted=True)
             # A DEAD record does not tell that it was time which ended the lease.
@@ -71,6 +75,20 @@ class Settling:
         self.gathered += len(request.tokens)
         self._journal.wake()
 
+    def _has_room(self, bytes: int, requests: Sequence[Any], waiting: list[Any]) -> bool:
+        """Whether a record of that size fits now. If not, the requests wait for the disk to give
+        more; if it just said that it cannot, they are refused."""
+        if self._journal.has_room(bytes):
+            return True
+        if self._journal.disk_is_full:
+            for request in requests:
+                request.reply(self._journal.disk_full())
+            return False
+        waiting.extend(requests)
+        self.gathered += sum(len(request.tokens) for request in requests)
+        self._journal.grow(bytes)
+        return False
+
     def _process_settles(self) -> None:
         requests, self._settles = self._settles, []
         if not requests:
@@ -83,9 +101,7 @@ class Settling:
         kept = tokens if all_held else tokens[held]
         sequence = self._journal.coordinator.sequence_committed
         if len(kept):
-            if not self._journal.has_room(len(kept) * 8):
-                for request in requests:
-                    request.reply(self._journal.disk_full())
+            if not self._has_room(len(kept) * ACK_BYTES, requests, self._settles):
                 return
             sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
             crash_point("node.ack.staged")
@@ -116,24 +132,25 @@ class Settling:
             kept = request.tokens[held]
             sequence = self._journal.coordinator.sequence_committed
             if len(kept):
-                if not self._journal.has_room(len(kept) * 32 + len(request.reason)):
-                    request.reply(self._journal.disk_full())
+                reason = request.reason[: REASONS_BYTES_MAX // len(kept)]
+                need = len(kept) * (RETURN_BYTES + len(reason)) + RETURN_BYTES_APART
+                if not self._has_room(need, [request], self._returns):
                     continue
-                sequence = self._return(kept, request)
+                sequence = self._return(kept, request, reason)
             self._answer_tokens([request], held, sequence)
 
-    def _return(self, tokens: NDArray[np.uint64], request: ReturnRequest) -> int:
+    def _return(self, tokens: NDArray[np.uint64], request: ReturnRequest, reason: bytes) -> int:
         if request.reject:
             values: dict[str, Value | None] = {
                 "token": tokens,
                 "reason": np.full(len(tokens), DeadReason.REJECTED),
-                "detail": [request.reason] * len(tokens),
+                "detail": [reason] * len(tokens),
             }
             return self._journal.append_record(Kind.DEAD, len(tokens), values).last
         plan = self._heap.plan_return(
             tokens, self._journal.clock.now_ms(), delay_ms=request.delay_ms, counted=request.counted
         )
-        return self._append_return(Kind.NACK, plan, counted=request.counted, detail=request.reason)
+        return self._append_return(Kind.NACK, plan, counted=request.counted, detail=reason)
 
     def _append_return(
         self, kind: Kind, plan: ReturnPlan, *, counted: bool, detail: bytes = b""
@@ -164,8 +181,7 @@ class Settling:
             kept = request.tokens[held]
             sequence = self._journal.coordinator.sequence_committed
             if len(kept):
-                if not self._journal.has_room(len(kept) * 16):
-                    request.reply(self._journal.disk_full())
+                if not self._has_room(len(kept) * EXTEND_BYTES, [request], self._extends):
                     continue
                 extend_ms = self._heap.cap_extend(
                     kept, self._journal.clock.now_ms(), request.extend_ms
