@@ -102,7 +102,8 @@ class EngineModel(RuleBasedStateMachine):
         return sorted(due, key=lambda m: (sign * m.priority, m.place[1]))
 
     def end_lease(self, m: Message, state: str) -> None:
-        self.stale.append(m.token)
+        if m.token:
+            self.stale.append(m.token)
         m.state, m.token = state, ""
 
     def fail(self, m: Message, delay_ms: int) -> None:
