@@ -45,6 +45,7 @@ from penstock.model.columns import Buffer
 __all__ = ["Flush", "LogOptions", "PartitionLog", "SegmentInfo", "Snapshot"]
 
 FULL_RETRY_S: Final = 1.0
+BEGIN_BYTES_MAX: Final = 256 << 10  # copied to the page cache on the loop; more takes a thread
 _log = logging.getLogger(__name__)
 
 
@@ -160,6 +161,30 @@ class PartitionLog:
         return self._reader.slice(
             from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
         )
+
+    def begin(self, flush: Flush) -> int | None:
+        """Hand a flush to the page cache; returns the descriptor to sync before `finish`.
+
+        None: the writer thread has to `write` it, because it is much, begins a segment, or there
+        is upkeep to do with it.
+        """
+        self._check_health()
+        piece = flush.pieces[0]
+        if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
+            return None
+        if self._writer.floor_due or not self._is_grown_ahead():
+            return None
+        try:
+            return self._writer.begin(piece)
+        except OSError as error:
+            self._fail(error)
+
+    def finish(self, flush: Flush, error: OSError | None) -> int:
+        """The sync of a flush that was begun has ended; as `write`."""
+        if error is not None:
+            self._fail(error)
+        self._writer.finish(flush.pieces[0])
+        return self._writer.durable
 
     # --- the writer thread ---
 
@@ -284,16 +309,24 @@ class PartitionLog:
 
     def _grow_ahead(self) -> None:
         """Set space aside before it is asked for; a full disk is the asker's to hear of."""
-        ahead = min(self.options.allocate_bytes, self.options.segment_bytes) // 2
-        if self._staging.room(enqueue=True) >= ahead - self.options.reserve_bytes:
-            return
-        if time.monotonic() < self._ahead_due:
+        if self._is_grown_ahead():
             return
         try:
-            self._staging.grow(max(ahead - self.options.reserve_bytes, 8))
+            self._staging.grow(max(self._ahead_bytes, 8))
         except DiskFull as error:
             self._ahead_due = time.monotonic() + FULL_RETRY_S
             _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        half = min(self.options.allocate_bytes, self.options.segment_bytes) // 2
+        return half - self.options.reserve_bytes
+
+    def _is_grown_ahead(self) -> bool:
+        """Whether enough space is set aside, or a full disk said lately that there is none."""
+        if self._staging.room(enqueue=True) >= self._ahead_bytes:
+            return True
+        return time.monotonic() < self._ahead_due
 
     def _check_held(self, sequence: int) -> None:
         if not self._table.first <= sequence <= self._writer.durable:

@@ -31,9 +31,7 @@ class Writer:
     def write(self, piece: Piece) -> Segment | None:
         """Make one piece durable; returns the segment that it sealed, if it began a new one."""
         before = self.tail
-        mark = Mark(piece.size, self.durable, piece.first, piece.batches)
-        header = piece.segment.header
-        piece.buffers[0] = mark.encode(Mark.place(header.topic, header.partition, piece.offset))
+        self._mark(piece)
         if piece.spare is not None:
             self._roll(piece)
         else:
@@ -41,12 +39,32 @@ class Writer:
         self.durable = piece.last
         return before if before is not self.tail else None
 
+    def begin(self, piece: Piece) -> int:
+        """Write a piece that begins no segment, without the sync; returns what is to be synced."""
+        self._mark(piece)
+        self._put(piece, piece.buffers, piece.offset)
+        assert piece.segment.opened is not None
+        return piece.segment.opened.handle.fd
+
+    def finish(self, piece: Piece) -> None:
+        """The piece that was begun is synced."""
+        crash_point("log.sync.after")
+        self.durable = piece.last
+
+    @property
+    def floor_due(self) -> bool:
+        return time.monotonic() >= self._floor_due
+
+    def _mark(self, piece: Piece) -> None:
+        mark = Mark(piece.size, self.durable, piece.first, piece.batches)
+        header = piece.segment.header
+        piece.buffers[0] = mark.encode(Mark.place(header.topic, header.partition, piece.offset))
+
     def keep_floor(self) -> None:
         """Persist the floor when it is due; it may lag, for it only sharpens the search for rot."""
-        now = time.monotonic()
-        if now >= self._floor_due:
+        if self.floor_due:
             self.floor.raise_to(sequence=self.durable)
-            self._floor_due = now + self.floor_s
+            self._floor_due = time.monotonic() + self.floor_s
 
     def _roll(self, piece: Piece) -> None:
         assert piece.spare is not None
@@ -63,6 +81,13 @@ class Writer:
         crash_point("log.roll.after")
 
     def _sync(self, piece: Piece, buffers: list[Buffer], offset: int) -> None:
+        self._put(piece, buffers, offset)
+        assert piece.segment.opened is not None
+        os.fdatasync(piece.segment.opened.handle.fd)
+        crash_point("log.sync.after")
+
+    @staticmethod
+    def _put(piece: Piece, buffers: list[Buffer], offset: int) -> None:
         assert piece.segment.opened is not None
         handle = piece.segment.opened.handle
         crash_point("log.write.before")
@@ -71,8 +96,6 @@ class Writer:
         crash_point("log.write.torn")
         handle.write(buffers, offset)
         crash_point("log.write.after")
-        os.fdatasync(handle.fd)
-        crash_point("log.sync.after")
 
 
 def _write_half(handle: Handle, buffers: list[Buffer], offset: int) -> None:

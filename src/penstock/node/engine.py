@@ -31,6 +31,7 @@ from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.reading import ReadCache
+from penstock.node.syncer import Syncer
 from penstock.node.topic import Topic, topic_not_found
 from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
 from penstock.node.writer import WriterPool
@@ -72,6 +73,7 @@ class Engine:
     clock: Clock
     metrics: Metrics
     writers: WriterPool
+    syncer: Syncer | None
     cache: ReadCache
     reserve: Reserve  # space for snapshots on a full disk
     tasks: asyncio.TaskGroup
@@ -198,6 +200,7 @@ class Engine:
             node=self.identity.node,
             clock=self.clock,
             submit=self.writers.pin(),
+            syncer=self.syncer,
             reserve_bytes=self.config.log.reserve_bytes,
             wake=topic.wake,
             turn=topic.turn,

@@ -18,9 +18,11 @@ from penstock.errors import DiskFull, PenstockError, StorageFailed, Unavailable
 from penstock.heap import Applied, Heap
 from penstock.log.crash import crash_point
 from penstock.log.partition import PartitionLog
+from penstock.log.staging import Flush
 from penstock.model.batch import HEADER_SIZE, SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.node.clock import Clock
+from penstock.node.syncer import Syncer
 from penstock.replication.coordinator import Coordinator
 
 GROW_AHEAD_BYTES: Final = 1 << 20
@@ -43,6 +45,7 @@ class Journal:
         node: str,
         clock: Clock,
         submit: Submit,
+        syncer: Syncer | None,
         reserve_bytes: int,
         wake: Callable[[], None],
         turn: Callable[[], None],
@@ -53,7 +56,7 @@ class Journal:
         self.heap, self.log, self.coordinator = heap, log, coordinator
         self.clock, self.wake = clock, wake
         self._topic, self._partition, self._node = topic, partition, node
-        self._reserve_bytes = reserve_bytes
+        self._reserve_bytes, self._syncer = reserve_bytes, syncer
         # More than a share of a segment would make every segment that large.
         self._ahead_bytes = min(GROW_AHEAD_BYTES, log.options.segment_bytes // 4)
         self._submit, self._observe, self._turn = submit, observe, turn
@@ -153,9 +156,26 @@ class Journal:
                 self._on_write(flush.bytes, time.perf_counter() - started)
             self._on_written(sequence, error)
 
-        log = self.log
-        self._submit(lambda: log.write(flush), done)
+        self._write(flush, done)
         self._grow_ahead()
+
+    def _write(self, flush: Flush, done: Callable[[Any, BaseException | None], None]) -> None:
+        """A small write is synced by the kernel on its own; others take the writer thread."""
+        log, syncer = self.log, self._syncer
+        descriptor = None if syncer is None else log.begin(flush)
+        if syncer is None or descriptor is None:
+            self._submit(lambda: log.write(flush), done)
+            return
+
+        def synced(error: OSError | None) -> None:
+            try:
+                sequence = log.finish(flush, error)
+            except StorageFailed as failure:
+                done(None, failure)
+            else:
+                done(sequence, None)
+
+        syncer.sync(descriptor, synced)
 
     def _on_written(self, sequence: int, error: BaseException | None) -> None:
         if error is not None:

@@ -25,6 +25,7 @@ from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
+from penstock.node.syncer import open_syncer
 from penstock.node.writer import WriterPool
 
 log = get_logger(__name__)
@@ -72,6 +73,7 @@ async def _start(
         clock=clock,
         metrics=Metrics(node=identity.node),
         writers=WriterPool(config.writer_threads),
+        syncer=open_syncer(),
         cache=ReadCache(config.cache_bytes),
         reserve=Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes),
         tasks=tasks,
@@ -105,6 +107,8 @@ async def _stop(engine: Engine) -> None:
     for topic in engine.topics.values():
         topic.close()
     await engine.writers.close()
+    if engine.syncer is not None:
+        engine.syncer.close()
     for topic in engine.topics.values():
         for partition in topic.partitions:
             if engine.fatal_error is None:

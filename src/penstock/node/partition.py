@@ -17,7 +17,7 @@ from penstock.node.journal import Journal
 from penstock.node.reading import MessageReader, ReadCache
 from penstock.node.settling import Settling
 
-ROUNDS_MAX: Final = 2  # small rounds of one write
+ROUNDS_MAX: Final = 1  # small rounds of one write
 
 
 @dataclass(slots=True)
