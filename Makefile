@@ -12,6 +12,10 @@ STAMP := .venv/.stamp-setup
 export UV_PROJECT_ENVIRONMENT := .venv
 export UV_PYTHON_DOWNLOADS    := never
 unexport VIRTUAL_ENV
+# Trust what the machine trusts, so that it works behind a company's proxy too.
+ifneq ($(wildcard /etc/ssl/certs/ca-certificates.crt),)
+export UV_SYSTEM_CERTS := 1
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check bench format lock clean
