@@ -25,7 +25,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
+from penstock.errors import (
+    STATUS_TABLE,
+    InvalidArgument,
+    LimitExceeded,
+    PenstockError,
+    Unavailable,
+)
 from penstock.node.tls import server_context
 from penstock.server.http_app import WHOLE
 from penstock.server.options import GatewayOptions
@@ -161,13 +167,18 @@ class HttpServer:
     async def start(self) -> None:
         self._config.load()
         tls = self._options.tls
-        self._server = await asyncio.get_running_loop().create_server(
-            self._protocol,
-            self._options.host,
-            self._options.http_port,
-            ssl=server_context(tls) if tls.cert else None,
-            backlog=1024,
-        )
+        host, port = self._options.host, self._options.http_port
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._protocol,
+                host,
+                port,
+                ssl=server_context(tls) if tls.cert else None,
+                backlog=1024,
+            )
+        except OSError as error:
+            text = error.strerror or error
+            raise Unavailable(f"cannot listen on {host}:{port}: {text}") from error
         self.port = self._server.sockets[0].getsockname()[1]
         self._sweep()
 

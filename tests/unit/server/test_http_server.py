@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.errors import Unavailable
 from penstock.server.gateway import Gateway
 from penstock.server.options import GatewayOptions
 
@@ -100,7 +101,7 @@ async def test_a_taken_port_is_told_and_nothing_listens(
     gateway: Gateway, node: Any, options: GatewayOptions
 ) -> None:
     taken = msgspec.structs.replace(options, http_port=gateway.ports["http"])
-    with pytest.raises(OSError):
+    with pytest.raises(Unavailable):
         await Gateway(node.connect, taken).start()
 
 
