@@ -18,7 +18,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench format lock clean
+.PHONY: help setup run test check bench soak format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ check: setup ## Lint, format, types, layers, sizes, generated code
 
 bench: setup ## Measure the queue (ARGS="...")
 	$(BIN)/penstock bench queue $(ARGS)
+
+soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")
+	$(BIN)/python scripts/crash_soak.py $(ARGS)
 
 format: setup ## Rewrite the code to the house format
 	$(BIN)/ruff check --fix .
