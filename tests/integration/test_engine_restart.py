@@ -14,6 +14,7 @@ from tests.integration.harness import Node
 
 from penstock.errors import Corruption, FailedPrecondition, Unavailable
 from penstock.log import verify_folder
+from penstock.node.clock import ManualClock
 
 
 @pytest.mark.parametrize("how", ["clean", "crash"])
@@ -55,6 +56,18 @@ async def test_a_lease_that_ran_out_while_the_node_was_down_is_armed_again(node:
     await node.start()
     await node.settled()
     assert await node.ack(topic, message) == []
+
+
+async def test_a_wall_clock_that_was_set_back_holds_nothing_up(node: Node) -> None:
+    topic = await node.topic(visibility_ms=10_000, backoff_ms_base=0)
+    await node.put(topic, b"leased")
+    await node.put(topic, b"delayed", delay_ms=10_000)
+    await node.pop(topic)
+    await node.stop()
+    node.clock = ManualClock(node.clock.now_ms() - 3_600_000)
+    await node.start()
+    await node.advance(10)
+    assert sorted(await node.popped(topic)) == [b"delayed", b"leased"]
 
 
 async def test_epochs_only_rise(node: Node) -> None:

@@ -17,6 +17,9 @@ class Timer(Protocol):
 class Clock(Protocol):
     def now_ms(self) -> int: ...
 
+    def not_before(self, now_ms: int) -> None:
+        """Show `now_ms` at least, from now on: a log's time was ahead of the wall clock."""
+
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         """Run `callback` once the clock shows `when_ms`."""
 
@@ -29,6 +32,9 @@ class SystemClock:
 
     def now_ms(self) -> int:
         return int(self._offset_ms + time.monotonic() * 1000)
+
+    def not_before(self, now_ms: int) -> None:
+        self._offset_ms += max(0, now_ms - self.now_ms())
 
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         # One millisecond late rather than early: a timer that fires early finds nothing due.
@@ -54,6 +60,9 @@ class ManualClock:
 
     def now_ms(self) -> int:
         return self._now_ms
+
+    def not_before(self, now_ms: int) -> None:
+        self._now_ms = max(self._now_ms, now_ms)
 
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         timer = _ManualTimer(callback)

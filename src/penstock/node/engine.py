@@ -148,6 +148,7 @@ class Engine:
         recovered = await asyncio.gather(
             *(asyncio.to_thread(self._recover, config, index) for index in indices)
         )
+        self.clock.not_before(max(parts.log.time_ms_last for parts in recovered))
         epochs = await self.catalog.next_epochs((config.id, index) for index in indices)
         for index, parts in zip(indices, recovered, strict=True):
             partition = self._partition(topic, index, parts, epochs[config.id, index])

@@ -39,3 +39,12 @@ async def test_a_system_timer_is_never_early() -> None:
     due = clock.now_ms() + 20
     clock.call_at(due, lambda: fired.set_result(clock.now_ms()))
     assert await fired >= due
+
+
+def test_a_clock_can_be_told_that_it_is_later() -> None:
+    for clock in (SystemClock(), ManualClock()):
+        late_ms = clock.now_ms() + 60_000
+        clock.not_before(late_ms)
+        assert late_ms <= clock.now_ms() < late_ms + 1000
+        clock.not_before(late_ms - 60_000)
+        assert clock.now_ms() >= late_ms
