@@ -162,7 +162,7 @@ class Journal:
     def _write(self, flush: Flush, done: Callable[[Any, BaseException | None], None]) -> None:
         """A small write is synced by the kernel on its own; others take the writer thread."""
         log, syncer = self.log, self._syncer
-        descriptor = None if syncer is None else log.begin(flush)
+        descriptor = None if syncer is None or syncer.full else log.begin(flush)
         if syncer is None or descriptor is None:
             self._submit(lambda: log.write(flush), done)
             return

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from penstock.node.logs import get_logger
 
-REQUESTS_MAX: Final = 4096  # syncs under way at once; a log has one
+REQUESTS_MAX: Final = 1024  # syncs under way at once; a log has one at most
 log = get_logger(__name__)
 
 
@@ -26,14 +26,25 @@ class Syncer:
 
         self._make: Callable[[int], Any] = linux_aio.Operation.fdsync
         self._context = linux_aio.Context(max_requests=REQUESTS_MAX)
+        self._under_way = 0
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._context.fileno, self._on_ready)
 
+    @property
+    def full(self) -> bool:
+        return self._under_way >= REQUESTS_MAX
+
     def sync(self, descriptor: int, done: Callable[[OSError | None], None]) -> None:
         """Call `done` once everything written to the file is durable, or why it is not."""
+
+        def completed(result: int) -> None:
+            self._under_way -= 1
+            done(_error_of(result))
+
         operation = self._make(descriptor)
-        operation.set_callback(lambda result: done(_error_of(result)))
+        operation.set_callback(completed)
         self._context.submit(operation)
+        self._under_way += 1
 
     def close(self) -> None:
         self._loop.remove_reader(self._context.fileno)
@@ -59,6 +70,6 @@ def open_syncer() -> Syncer | None:
     """A syncer, or None where there is none to be had: writer threads do it then."""
     try:
         return Syncer()
-    except (ImportError, OSError, NotImplementedError) as error:
+    except (ImportError, OSError, SystemError, NotImplementedError) as error:
         log.info("no asynchronous sync here, threads do it", error=str(error))
         return None

@@ -1,0 +1,44 @@
+"""Syncing in the kernel: done means durable, and a failure arrives as one."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from tests.unit.log.mounts import cut_power, ext4, make_ext4
+
+from penstock.node.syncer import Syncer, open_syncer
+
+
+async def synced(syncer: Syncer, descriptor: int) -> OSError | None:
+    done: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
+    syncer.sync(descriptor, done.set_result)
+    return await asyncio.wait_for(done, 10)
+
+
+async def test_many_syncs_all_report(tmp_path: Path) -> None:
+    syncer = open_syncer()
+    assert syncer is not None
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.write(file, b"x" * 5000)
+    results = await asyncio.gather(*(synced(syncer, file) for _ in range(100)))
+    os.close(file)
+    syncer.close()
+    assert results == [None] * 100
+    assert not syncer.full
+
+
+async def test_a_failed_sync_is_told_with_its_error(tmp_path: Path) -> None:
+    syncer = open_syncer()
+    assert syncer is not None
+    make_ext4(tmp_path / "image", size=32 << 20)
+    with ext4(tmp_path / "image", tmp_path / "disk") as disk:
+        file = os.open(disk / "file", os.O_RDWR | os.O_CREAT)
+        os.write(file, b"x" * 5000)
+        assert await synced(syncer, file) is None
+        os.write(file, b"y" * 5000)
+        cut_power(disk)
+        error = await synced(syncer, file)
+        os.close(file)
+    syncer.close()
+    assert isinstance(error, OSError)
+    assert error.strerror == "Input/output error"
