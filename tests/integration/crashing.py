@@ -35,7 +35,7 @@ KEEP_FROM, KEEP_EVERY = 200, 17  # a message in so many stays alive: its segment
 LOG = {"segment_bytes": 64 << 10, "allocate_bytes": 32 << 10, "reserve_bytes": 8 << 10}
 OPTIONS: dict[str, Any] = {
     **{f"log.{name}": value for name, value in LOG.items()},
-    "log.floor_s": 0,
+    "log.floor_s": 0.05,  # writes with and without one
     "upkeep.snapshot_s": 0.001,
     "upkeep.retention_s": 0.001,
 }

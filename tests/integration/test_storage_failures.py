@@ -18,6 +18,7 @@ from penstock.client.connection import open_connection
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import Corruption, DiskFull, StorageFailed, Unavailable
 from penstock.log import LogOptions, verify_folder
+from penstock.node.syncer import Syncer
 from penstock.node.upkeep import retain
 
 # --- disks that fail ---
@@ -68,10 +69,16 @@ async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_pa
 def fail_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process's disk takes writes and cannot keep them."""
 
+    error = OSError(errno.EIO, "Input/output error")
+
     def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise error
+
+    def fail_later(_: Syncer, fd: int, done: Callable[[OSError | None], None]) -> None:
+        asyncio.get_running_loop().call_soon(done, error)
 
     monkeypatch.setattr(os, "fdatasync", fail)
+    monkeypatch.setattr(Syncer, "sync", fail_later)
 
 
 ACTS: dict[str, Callable[[Node], Awaitable[object]]] = {
