@@ -64,7 +64,7 @@ def gateway(
 async def _translate(cli: Invocation, config: Config) -> None:
     from penstock.client.connection import open_connection
     from penstock.node.logs import configure
-    from penstock.server.gateway import Gateway
+    from penstock.server.serve import load_gateway
 
     async def connect(api_key: str | None) -> Connection:
         # The node may trust its loopback; whoever comes from outside still needs a key.
@@ -77,7 +77,7 @@ async def _translate(cli: Invocation, config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    running = Gateway(connect, config)
+    running = load_gateway()(connect, config)
     await running.start()
     try:
         announce(addresses_of(config, running.ports), as_json=cli.json)

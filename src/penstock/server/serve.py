@@ -8,19 +8,23 @@ import signal
 import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.client.connection import Connection
 from penstock.client.memory import memory_pair
 from penstock.config import Config
-from penstock.errors import StorageFailed
+from penstock.errors import FailedPrecondition, StorageFailed
 from penstock.node.engine import Engine
 from penstock.node.lifecycle import running_engine
 from penstock.node.listener import listen, port_of
 from penstock.node.logs import get_logger
 from penstock.node.session import Session
 from penstock.node.tls import server_context
+
+if TYPE_CHECKING:
+    from penstock.server.gateway import Gateway
 
 log = get_logger(__name__)
 
@@ -51,7 +55,7 @@ async def _listen(
         stack.callback(server.close)
         ports["native"] = port_of(server)
     if "grpc" in config.ports or "http" in config.ports:
-        from penstock.server.gateway import Gateway
+        gateway_type = load_gateway()
 
         async def connect(api_key: str | None) -> Connection:
             connection = Connection(api_key=api_key, client="penstock-gateway")
@@ -59,11 +63,23 @@ async def _listen(
             await connection.greeted()
             return connection
 
-        gateway = Gateway(connect, config, metrics_text=engine.metrics.text)
+        gateway = gateway_type(connect, config, metrics_text=engine.metrics.text)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         ports |= gateway.ports
     return ports
+
+
+def load_gateway() -> type[Gateway]:
+    """The gateway, whose packages come with an extra."""
+    try:
+        from penstock.server.gateway import Gateway
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"gRPC and HTTP need the extra penstock[gateway] ({error.name} is missing); "
+            "without it, turn them off: --grpc-port -1 --http-port -1"
+        ) from error
+    return Gateway
 
 
 async def _until_stopped(engine: Engine, stop: asyncio.Event) -> None:
