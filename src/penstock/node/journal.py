@@ -139,7 +139,7 @@ class Journal:
     # --- writing ---
 
     def flush(self) -> None:
-        """Hand everything staged to the writer thread, one write at a time."""
+        """Write everything staged, one write at a time."""
         if self.writing or self.failed:
             return
         flush = self.log.take()
