@@ -2,7 +2,7 @@
 
 *Apply at append, answer at commit.* A batch changes the heap in the same step in which it is staged
 to the log, so the next command sees it; whoever waits is called back only when the coordinator says
-that the batch is committed. One write is under way at a time, in the partition's writer thread;
+that the batch is committed. One write is under way at a time, off the event loop;
 what is staged meanwhile shares the next one.
 """
 
