@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,18 @@ from penstock.node.streams import LeaseStream, LogStream
 from penstock.wire.messages import Delivery
 
 LEASES_PER_TURN: Final = 5000
+LEASE_MAX: Final = 1000  # messages leased by one record
 RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
+
+
+class Lease(NamedTuple):
+    """Messages of one delivery: part of a LEASE batch, or all of it."""
+
+    partition: Partition
+    batch: Batch
+    token_first: int
+    messages: NDArray[np.uint64]
+    visibility_ms: int
 
 
 class Topic:
@@ -204,7 +215,9 @@ class Topic:
         budget = min(LEASES_PER_TURN, self.config.inflight_max - self.leased)
         while hungry and budget > 0:
             for stream in hungry:
-                wanted = min(stream.room(leases_max), stream.batch_max, budget)
+                # Alone, it gets many at once; several take turns, a delivery each.
+                share = LEASE_MAX if len(hungry) == 1 else stream.batch_max
+                wanted = min(stream.room(leases_max), share, budget)
                 picked = self._pick(wanted, now_ms) if wanted > 0 else []
                 if not picked:
                     return True
@@ -272,23 +285,21 @@ class Topic:
         stream.on_leased(len(messages))
 
         def committed() -> None:
-            self._deliver(stream, partition, batch, messages, visibility_ms)
+            for at in range(0, len(messages), stream.batch_max):
+                part = messages[at : at + stream.batch_max]
+                lease = Lease(partition, batch, batch.first + at, part, visibility_ms)
+                self._deliver(stream, lease)
             self.metrics.popped(self.config.name, len(messages), time.perf_counter() - started)
 
         partition.journal.when_committed(batch.last, committed)
         return len(messages)
 
-    def _deliver(
-        self,
-        stream: LeaseStream,
-        partition: Partition,
-        batch: Batch,
-        messages: NDArray[np.uint64],
-        visibility_ms: int,
-        rows: Rows | None = None,
-    ) -> None:
+    def _deliver(self, stream: LeaseStream, lease: Lease, rows: Rows | None = None) -> None:
+        partition, messages = lease.partition, lease.messages
         if not stream.open:
-            tokens = np.arange(batch.first, batch.last + 1, dtype=np.uint64)
+            tokens = np.arange(
+                lease.token_first, lease.token_first + len(messages), dtype=np.uint64
+            )
             partition.settling.give_back(ReturnRequest(tokens, _ignore, delay_ms=0, counted=False))
             return
         crash_point("node.lease.undelivered")
@@ -303,18 +314,14 @@ class Topic:
             loading = self._loop.run_in_executor(None, partition.reader.load, sequences)
             loading.add_done_callback(
                 lambda done: self._on_loaded(
-                    done,
-                    stream,
-                    lambda: self._deliver(
-                        stream, partition, batch, messages, visibility_ms, done.result()
-                    ),
+                    done, stream, lambda: self._deliver(stream, lease, done.result())
                 )
             )
             return
         attempts = partition.heap.attempts(messages)
         delivery = Delivery(
-            partition.index, batch.epoch, batch.first, len(messages),
-            batch.time_ms + visibility_ms, visibility_ms,
+            partition.index, lease.batch.epoch, lease.token_first, len(messages),
+            lease.batch.time_ms + lease.visibility_ms, lease.visibility_ms,
         )  # fmt: skip
         stream.send(delivery, rows.encode(attempts))
 
