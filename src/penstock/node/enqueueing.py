@@ -33,7 +33,7 @@ class Enqueueing:
         self._journal, self._heap, self._index = journal, journal.heap, index
         self._parts: list[EnqueuePart] = []
         self.gathered = 0  # entries in `_parts`
-        self.write = self.rounds = 0  # times taken during which write
+        self.taken_during = -1  # the write during which a little was taken last
 
     def enqueue(self, part: EnqueuePart) -> None:
         if self._journal.failed is not None:

@@ -17,7 +17,7 @@ from penstock.node.journal import Journal
 from penstock.node.reading import MessageReader, ReadCache
 from penstock.node.settling import Settling
 
-ROUNDS_MAX: Final = 1  # small rounds of one write
+SETTLE_WRITES_MAX: Final = 2  # that pass a few settlements by
 
 
 @dataclass(slots=True)
@@ -50,33 +50,37 @@ class Partition:
         return self.enqueueing.gathered + self.settling.gathered
 
     def take_enqueues(self) -> None:
-        """Turn the enqueues that have gathered into batches."""
-        if self._may_take(self.enqueueing):
-            self.enqueueing.process()
+        """Turn the enqueues that have gathered into batches.
+
+        While a write is under way a little is taken once, so that the work is done when the write
+        is; after that it waits, and becomes one batch with what else comes.
+        """
+        work, journal = self.enqueueing, self.journal
+        if self._may_take(work):
+            if journal.writing and work.gathered < COALESCE_ENTRIES:
+                if work.taken_during == journal.writes:
+                    return
+                work.taken_during = journal.writes
+            work.process()
 
     def take_settlements(self) -> None:
-        """The same for acknowledgements, returns and extensions."""
-        if self._may_take(self.settling):
-            self.settling.process()
+        """The same for acknowledgements, returns and extensions, which can wait a little longer:
+        a few are taken when no write is under way, or when some have passed them by."""
+        work, journal = self.settling, self.journal
+        if self._may_take(work):
+            passed = journal.writes - work.waiting_since
+            if (
+                not journal.writing
+                or work.gathered >= COALESCE_ENTRIES
+                or passed >= SETTLE_WRITES_MAX
+            ):
+                work.process()
 
     def _may_take(self, work: Enqueueing | Settling) -> bool:
-        """Whether gathered commands should become batches now.
-
-        While a write is under way a little is taken at once only a few times, so that the work is
-        done when the write is; after that it waits, and becomes one batch with what else comes.
-        """
-        journal = self.journal
-        if journal.failed is not None:
-            work.fail(journal.failed)
+        if self.journal.failed is not None:
+            work.fail(self.journal.failed)
             return False
-        if not work.gathered or not self.coordinator.serving:
-            return False
-        if not journal.writing or work.gathered >= COALESCE_ENTRIES:
-            return True
-        if work.write != journal.writes:
-            work.write, work.rounds = journal.writes, 0
-        work.rounds += 1
-        return work.rounds <= ROUNDS_MAX
+        return bool(work.gathered) and self.coordinator.serving
 
     def expire(self, now_ms: int) -> None:
         if self.coordinator.serving and self.journal.failed is None:

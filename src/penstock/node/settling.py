@@ -32,7 +32,7 @@ class Settling:
         self._returns: list[ReturnRequest] = []
         self._extends: list[ExtendRequest] = []
         self.gathered = 0  # tokens in the lists above
-        self.write = self.rounds = 0  # times taken during which write
+        self.waiting_since = 0  # the write during which the first of them came
 
     def settle(self, request: TokenRequest) -> None:
         self._gather(self._settles, request)
@@ -71,6 +71,8 @@ class Settling:
         if self._journal.failed is not None:
             request.reply(self._journal.failed)
             return
+        if not self.gathered:
+            self.waiting_since = self._journal.writes
         waiting.append(request)
         self.gathered += len(request.tokens)
         self._journal.wake()
