@@ -52,6 +52,11 @@ class Server(ServerProcess):
     """A server without a gateway that dies at a point of its own."""
 
     crash = ""
+    logs: Path | None = None  # a folder for its log, where the data's own disk is to fail
+
+    @property
+    def log_path(self) -> Path:
+        return super().log_path if self.logs is None else self.logs / "server.log"
 
     def _arguments(self, ready: Path) -> list[str]:
         arguments = super()._arguments(ready)

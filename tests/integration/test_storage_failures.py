@@ -27,6 +27,7 @@ from penstock.node.upkeep import retain
 async def drive_until_it_fails(folder: Path, ledger: Ledger, fail: Callable[[], None]) -> int:
     """Traffic on a server, then a failure; returns the server's exit code."""
     server = server_in(folder, "")
+    server.logs = folder.parent.parent
     await server.start()
     try:
         connection = await open_connection(server.url)
