@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -54,16 +55,22 @@ async def test_a_power_cut_breaks_no_promise(tmp_path: Path) -> None:
 
 
 async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_path: Path) -> None:
-    """The file system promises space that the disk below it does not have."""
+    """The file system promises space that the disk below it does not have.
+
+    Such a file system loses writes of its own, of metadata that it had called safe too: the books
+    are held against the files as they are before it is mounted anew. (What a sync is worth on a
+    sound disk is the power cut's to say.)
+    """
     ledger = Ledger()
     with tmpfs(tmp_path / "below", size=12 << 20) as below:
         make_ext4(below / "image", size=64 << 20)
         with ext4(below / "image", tmp_path / "disk") as disk:
             code = await drive_until_it_fails(disk / "data", ledger, lambda: fill(below))
+            shutil.copytree(disk / "data", tmp_path / "copy")
             (below / "filler").unlink()
-        assert code == 1
-        with ext4(below / "image", tmp_path / "disk") as disk:
-            await check(disk / "data", ledger, drain=True)
+    assert code == 1
+    assert ledger.unanswered or ledger.acking or ledger.returning, "all was acknowledged"
+    await check(tmp_path / "copy", ledger, drain=True)
     assert ledger.complaints == [] and len(ledger.done) >= 100
 
 
