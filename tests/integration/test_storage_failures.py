@@ -57,9 +57,9 @@ async def test_a_power_cut_breaks_no_promise(tmp_path: Path) -> None:
 async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_path: Path) -> None:
     """The file system promises space that the disk below it does not have.
 
-    Such a file system loses writes of its own, of metadata that it had called safe too: the books
-    are held against the files as they are before it is mounted anew. (What a sync is worth on a
-    sound disk is the power cut's to say.)
+    Once its journal is aborted, ext4 may call a write safe whose place it failed to record ("failed
+    to convert unwritten extents", says the kernel's log): the books are held against the files as
+    they are before it is mounted anew. (What a sync is worth otherwise is the power cut's to say.)
     """
     ledger = Ledger()
     with tmpfs(tmp_path / "below", size=12 << 20) as below:
