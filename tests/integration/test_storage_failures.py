@@ -57,9 +57,10 @@ async def test_a_power_cut_breaks_no_promise(tmp_path: Path) -> None:
 async def test_a_node_whose_sync_fails_acknowledges_nothing_more_and_ends(tmp_path: Path) -> None:
     """The file system promises space that the disk below it does not have.
 
-    Once its journal is aborted, ext4 may call a write safe whose place it failed to record ("failed
-    to convert unwritten extents", says the kernel's log): the books are held against the files as
-    they are before it is mounted anew. (What a sync is worth otherwise is the power cut's to say.)
+    After mounting it anew, acknowledged writes were missing now and then. The kernel's log ("failed
+    to convert unwritten extents") suggests that ext4 had called them safe, which is not proved. So
+    the books are held against the files before that, which cannot show an answer without a sync:
+    `test_whoever_waits_on_a_failing_disk_is_told` and the power cut do.
     """
     ledger = Ledger()
     with tmpfs(tmp_path / "below", size=12 << 20) as below:
