@@ -160,3 +160,33 @@ async def test_the_log_survives_restarts_with_a_barrier_each(node: Node) -> None
     assert [b.encode() for b in after[: len(before)]] == before
     assert [b.kind for b in after[len(before) :]] == [Kind.BARRIER]
     assert after[-1].epoch > after[-2].epoch
+
+
+async def test_a_time_is_found_in_the_log(node: Node) -> None:
+    topic = await node.topic()
+    before = await last(node)
+    node.clock.advance(1000)
+    middle = node.clock.now_ms()
+    await node.put(topic, b"one")
+    found = await node.call("log_find", topic=topic, partition=0, time_ms=middle)
+    assert found == {"sequence": before + 1}
+    later = await node.call("log_find", topic=topic, partition=0, time_ms=middle + 1)
+    assert later == {"sequence": await last(node) + 1}
+    with pytest.raises(InvalidArgument) as refused:
+        await node.call("log_find", topic=topic, partition=1, time_ms=0)
+    assert refused.value.field == "partition"
+
+
+async def test_the_log_is_stable_up_to_an_undecided_batch(node: Node) -> None:
+    topic = await node.topic(partitions=2)
+    await node.put(topic, b"plain")
+    partition = node.engine.topic(topic).partitions[1]
+    values: dict[str, Any] = {"priority": [0], "payload": [b"x"], "transaction": [b"t" * 16]}
+    prepared = partition.journal.append_record(Kind.PREPARE, 1, values | {"home": [0]})
+    [sure, waiting] = (await node.call("log_status", topic=topic))["partitions"]
+    assert sure["sequence_stable"] == sure["sequence_committed"]
+    assert waiting["sequence_stable"] == prepared.first - 1
+    assert waiting["sequence_committed"] == prepared.last
+    partition.journal.append_record(Kind.DECIDE, 1, {"transaction": [b"t" * 16], "commit": [1]})
+    [_, decided] = (await node.call("log_status", topic=topic))["partitions"]
+    assert decided["sequence_stable"] == decided["sequence_committed"] == prepared.last + 1

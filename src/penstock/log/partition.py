@@ -221,6 +221,13 @@ class PartitionLog:
         except OSError as error:
             self._fail(error)
 
+    def find_time(self, time_ms: int, *, through: int) -> int:
+        """Where the log reached `time_ms`: a batch's first sequence, or `through + 1`. Blocks."""
+        through = min(through, self.sequence_durable)
+        if through < self.sequence_first:
+            return self.sequence_first
+        return self._reader.find_time(time_ms, through=through)
+
     # --- recovery and upkeep ---
 
     def scan(self, from_sequence: int) -> Iterator[Batch]:

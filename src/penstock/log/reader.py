@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
@@ -72,6 +73,27 @@ class Reader:
             )
             for i in range(position, until + 1)
         ]  # fmt: skip
+
+    def find_time(self, time_ms: int, *, through: int) -> int:
+        """Where the first batch begins that is not from before `time_ms`, else `through + 1`.
+
+        Batches are in order of time, so halving finds it.
+        """
+        segments = self._table.segments()
+        place = bisect_left(segments, time_ms, key=lambda segment: segment.time_ms)
+        if place == len(segments) or segments[place].first > through:
+            return through + 1
+        segment, opened = self._table.locate(segments[place].first, nowait=False)
+        assert opened is not None
+        index = opened.index
+        position = bisect_left(
+            range(index.find(through) + 1),
+            time_ms,
+            key=lambda i: _decode_head(segment, opened, index.offsets[i]).time_ms,
+        )
+        if position == len(index.firsts):
+            return through + 1
+        return min(index.firsts[position], through + 1)  # past it: staged meanwhile
 
     def _cached(
         self, segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int

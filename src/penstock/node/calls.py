@@ -257,23 +257,6 @@ def _partition_stats(engine: Engine, topic: Topic, index: int, now_ms: int) -> d
     }
 
 
-@method(TopicArguments)
-async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
-    return {
-        "partitions": [
-            {
-                "partition": p.index,
-                "epoch": p.coordinator.epoch,
-                "sequence_first": p.log.sequence_first,
-                "sequence_last": p.log.sequence_last,
-                "sequence_committed": p.coordinator.sequence_committed,
-                "chain": p.log.chain_last,
-            }
-            for p in engine.topic(a.topic).partitions
-        ]
-    }
-
-
 @method(StatsArguments, audited=True)
 async def snapshot(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, Any]:
     """Take snapshots now."""

@@ -27,6 +27,7 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.topic import DELAY_MS_MAX
 from penstock.model.version import __version__
+from penstock.node import log_calls as _log_calls  # noqa: F401 - registers its methods
 from penstock.node import message_calls as _message_calls  # noqa: F401 - registers its methods
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine

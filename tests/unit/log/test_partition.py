@@ -177,3 +177,25 @@ def test_cold_reads_do_not_wait(pen, open_log):
     assert log.read(1, nowait=True) is None  # the index is not loaded yet
     assert log.read(1, nowait=False) is not None
     assert log.read(1, nowait=True) is not None
+
+
+def test_a_time_is_found_across_segments(pen, open_log):
+    for step in range(120):
+        pen.time_ms = 1_700_000_000_000 + step // 3 * 10  # three batches share a time
+        pen.put(b"%d" % step * 10, b"second")
+    reopened = open_log()
+    assert len(reopened.segments()) > 3
+    for wanted in range(pen.batches[0].time_ms - 5, pen.time_ms + 20, 5):
+        fitting = (b.first for b in pen.batches if b.time_ms >= wanted)
+        expected = next(fitting, reopened.sequence_last + 1)
+        assert reopened.find_time(wanted, through=reopened.sequence_last) == expected
+
+
+def test_a_time_is_not_found_past_the_watermark(pen):
+    first = pen.put(b"old")
+    pen.time_ms += 1000
+    staged = pen.stage([b"new"])
+    assert pen.log.find_time(staged.time_ms, through=staged.last) == first.last + 1
+    assert pen.log.find_time(0, through=0) == 1
+    pen.flush()
+    assert pen.log.find_time(staged.time_ms, through=staged.last) == staged.first

@@ -1,0 +1,64 @@
+"""Calls about a topic's log: how far it goes, how far it is final, where a time is in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.node.atomic import committed
+from penstock.node.calls import Caller, TopicArguments, method
+from penstock.node.engine import Engine
+from penstock.node.partition import Partition
+from penstock.node.topic import Topic
+
+
+class LogFindArguments(TopicArguments, frozen=True):
+    partition: int
+    time_ms: int
+
+
+@method(TopicArguments)
+async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
+    """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
+    topic = engine.topic(a.topic)
+    stable = await asyncio.gather(*(_stable(topic, p) for p in topic.partitions))
+    return {
+        "partitions": [
+            {
+                "partition": p.index,
+                "epoch": p.coordinator.epoch,
+                "sequence_first": p.log.sequence_first,
+                "sequence_last": p.log.sequence_last,
+                "sequence_committed": p.coordinator.sequence_committed,
+                "sequence_stable": sequence_stable,
+                "chain": p.log.chain_last,
+            }
+            for p, sequence_stable in zip(topic.partitions, stable, strict=True)
+        ]
+    }
+
+
+async def _stable(topic: Topic, partition: Partition) -> int:
+    """The last committed sequence before the first PREPARE without a committed decision.
+
+    The heap is ahead of what is committed: a decision that it knows may still be lost. So it is
+    asked now, and answers for what is committed once all that it has seen is.
+    """
+    transactions = partition.heap.transactions
+    if not (transactions.prepared or transactions.decided):
+        return partition.coordinator.sequence_committed
+    through = partition.heap.sequence_applied
+    undecided = min((t.first for t in transactions.prepared.values()), default=through + 1)
+    topic.wake()
+    await committed(partition, through)
+    return min(through, undecided - 1)
+
+
+@method(LogFindArguments)
+async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, Any]:
+    """The first committed batch that is not from before `time_ms`; past the end if none is."""
+    partition = engine.topic(a.topic).partition(a.partition)
+    through = partition.coordinator.sequence_committed
+    return {
+        "sequence": await asyncio.to_thread(partition.log.find_time, a.time_ms, through=through)
+    }
