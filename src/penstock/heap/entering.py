@@ -14,10 +14,13 @@ from penstock.heap.table import Sequences
 from penstock.heap.transactions import ProducerRun, Share
 from penstock.model.batch import Batch
 from penstock.model.columns import Columns
+from penstock.model.topic import TopicKind
 
 
 def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     count = columns.count
+    if heap.config.kind is TopicKind.DELTA:
+        return _on_deltas(heap, batch, columns)
     if batch.compacted:
         return _on_compacted(heap, batch, columns)
     if count == 1 and "delay_ms" not in columns:
@@ -29,6 +32,17 @@ def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     if columns.runs:
         _record(heap, producer_runs(columns), batch)
     return Applied(count, woke)
+
+
+def _on_deltas(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    """Deltas are read from the log and never leased: they are done as soon as they are there.
+
+    Nothing is kept of them but who sent them, so that a producer's retry is still recognised.
+    """
+    heap.sequence_enqueued = batch.last
+    if columns.runs:
+        _record(heap, producer_runs(columns), batch)
+    return Applied(columns.count)
 
 
 def _enter_one(heap: HeapState, batch: Batch, columns: Columns) -> None:
@@ -127,6 +141,8 @@ def _on_compacted(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
 
 
 def on_prepare(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    if heap.config.kind is TopicKind.DELTA:
+        raise Corruption("a delta topic has no atomic batches over partitions")
     name = columns.binary("transaction")
     if name is None or not name[0]:
         raise Corruption("a PREPARE names no transaction")

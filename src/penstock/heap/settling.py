@@ -239,6 +239,8 @@ def on_config(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         raise Corruption(f"a CONFIG record does not hold a configuration: {error}") from error
     if config.mode is not heap.config.mode:
         raise Corruption("a CONFIG record changes the mode of a topic")
+    if (config.kind, config.dimensions) != (heap.config.kind, heap.config.dimensions):
+        raise Corruption("a CONFIG record changes the kind of a topic")
     reorder = config.ageing_per_s != heap.config.ageing_per_s
     heap.config, heap.ordering = config, Ordering(config)
     if reorder:

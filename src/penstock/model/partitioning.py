@@ -1,4 +1,7 @@
-"""Which partition a key belongs to: rendezvous hashing, so that growing a topic moves few keys."""
+"""Which partition a key belongs to: rendezvous hashing, so that growing a topic moves few keys.
+
+A delta has no key: it belongs where its vector does, and says so by the hash it carries.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,13 @@ def partitions_of(keys: Sequence[bytes], partitions: int) -> NDArray[np.int64]:
     if partitions == 1:
         return np.zeros(len(keys), np.int64)
     digests = np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))
+    return partitions_of_digests(digests, partitions)
+
+
+def partitions_of_digests(digests: NDArray[np.uint64], partitions: int) -> NDArray[np.int64]:
+    """The same for keys that were hashed already: of a vector hash, its first eight bytes."""
+    if partitions == 1:
+        return np.zeros(len(digests), np.int64)
     scores = (digests[:, None] ^ _salts(partitions)) * _MIX
     scores ^= scores >> _SHIFT
     scores *= _MIX

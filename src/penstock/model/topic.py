@@ -20,6 +20,15 @@ BATCH_ENTRIES_MAX: Final = 10_000
 RETRIES_MAX: Final = 1000
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
 HOUR_MS: Final = 3600 * 1000
+RETENTION_MS_MAX: Final = 10 * 366 * 24 * HOUR_MS
+DIMENSIONS_MAX: Final = 4096
+
+
+class TopicKind(StrEnum):
+    """What a topic's messages are, and so how they are read."""
+
+    QUEUE = "queue"  # leased one by one, best first, and settled
+    DELTA = "delta"  # changes of vectors, read in the order of the log; never leased
 
 
 class Mode(StrEnum):
@@ -38,6 +47,8 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
 
     name: str
     id: int = 0  # given by the metadata store; never reused
+    kind: TopicKind = TopicKind.QUEUE
+    dimensions: int = 0  # of a delta topic's vectors
     mode: Mode = Mode.MIN
     partitions: int = 1
     replication_factor: int = 1
@@ -71,6 +82,7 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
                 raise InvalidArgument(
                     f"{name} is {value}, must be from {low} to {high}", field=name, limit=high
                 )
+        self._check_kind()
         if self.replication_factor not in (1, 2, 3, 5):
             raise InvalidArgument(
                 "replication_factor must be 1, 2, 3 or 5", field="replication_factor", limit=5
@@ -83,6 +95,18 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
             )
         return self
 
+    def _check_kind(self) -> None:
+        if self.kind is TopicKind.DELTA and not 1 <= self.dimensions <= DIMENSIONS_MAX:
+            raise InvalidArgument(
+                f"dimensions of a delta topic must be from 1 to {DIMENSIONS_MAX}",
+                field="dimensions",
+                limit=DIMENSIONS_MAX,
+            )
+        if self.kind is TopicKind.QUEUE and self.dimensions:
+            raise InvalidArgument(
+                "dimensions are for delta topics only", field="dimensions", limit=0
+            )
+
     def updated(self, changes: dict[str, Any]) -> TopicConfig:
         """A validated copy with `changes`; refuses fields that are fixed or unknown."""
         for name in changes:
@@ -93,11 +117,13 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
         return topic_config({**msgspec.to_builtins(self), **changes})
 
 
-FIXED: Final = frozenset({"name", "id", "mode", "partitions", "replication_factor"})
+FIXED: Final = frozenset(
+    {"name", "id", "kind", "dimensions", "mode", "partitions", "replication_factor"}
+)
 BOUNDS: Final[dict[str, tuple[int, int]]] = {
     "partitions": (1, PARTITIONS_MAX),
     "k": (1, 100_000),
-    "retention_ms": (0, 10 * 366 * 24 * HOUR_MS),
+    "retention_ms": (0, RETENTION_MS_MAX),
     "visibility_ms": (1, 12 * HOUR_MS),
     "visibility_ms_max": (1, 12 * HOUR_MS),
     "max_retries": (0, RETRIES_MAX),
@@ -114,7 +140,12 @@ BOUNDS: Final[dict[str, tuple[int, int]]] = {
 
 
 def topic_config(fields: dict[str, Any]) -> TopicConfig:
-    """Build and validate a configuration from untrusted fields."""
+    """Build and validate a configuration from untrusted fields.
+
+    The log of a delta topic is the truth about its vectors, so it is kept unless told otherwise.
+    """
+    if fields.get("kind") == TopicKind.DELTA:
+        fields = {"retention_ms": RETENTION_MS_MAX, **fields}
     try:
         config = msgspec.convert(fields, TopicConfig)
     except msgspec.ValidationError as error:

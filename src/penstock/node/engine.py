@@ -21,7 +21,7 @@ from penstock.log.crash import crash_point
 from penstock.log.folder import DataFolder
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Kind
-from penstock.model.topic import TopicConfig
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.atomic import committed, resolve_in_doubt
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock
@@ -32,7 +32,7 @@ from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.reading import ReadCache
 from penstock.node.syncer import Syncer
-from penstock.node.topic import Topic, topic_not_found
+from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
 from penstock.node.writer import WriterPool
 from penstock.replication.coordinator import Coordinator
@@ -97,6 +97,13 @@ class Engine:
         found = self.topics.get(name)
         if found is None:
             raise topic_not_found(name)
+        return found
+
+    def queue(self, name: str) -> Topic:
+        """A topic whose messages are leased and settled."""
+        found = self.topic(name)
+        if found.config.kind is TopicKind.DELTA:
+            raise reject_delta_topic(name)
         return found
 
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:

@@ -75,7 +75,7 @@ def _bounded(value: int, low: int, high: int, field: str) -> int:
 @method(PeekArguments)
 async def peek(engine: Engine, _: Caller, a: PeekArguments) -> dict[str, Any]:
     """The next messages in order, without leasing them."""
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     limit = _bounded(a.limit, 1, LIST_MAX, "limit")
     now_ms = engine.clock.now_ms()
     found: list[tuple[int, int, Partition]] = []
@@ -134,7 +134,7 @@ def _messages(topic: Topic, partition: int, columns: Columns) -> Iterable[dict[s
 @method(PopArguments)
 async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]:
     """Lease up to `limit` messages, waiting for the first at most `wait_ms`."""
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     limit = _bounded(a.limit, 1, min(POP_MAX, topic.config.consumer_leases_max), "limit")
     wait_ms = _bounded(a.wait_ms, 0, WAIT_MS_MAX, "wait_ms")
     if a.visibility_ms is not None:
@@ -213,7 +213,7 @@ async def _first_delivery(
 @method(DestructiveArguments, audited=True)
 async def purge(engine: Engine, _: Caller, a: DestructiveArguments) -> dict[str, Any]:
     """Drop every message that waits, ready or delayed. Leased and dead ones stay."""
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     engine.confirmations.use(a.confirm, "purge", a.topic, force=a.force)
     purged = 0
     written = []
@@ -230,7 +230,7 @@ async def purge(engine: Engine, _: Caller, a: DestructiveArguments) -> dict[str,
 
 @method(MoveArguments, audited=True)
 async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> dict[str, Any]:
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     partition, sequence = _locate(topic, a.message_id)
     sequences = np.array([sequence], np.uint64)
     state = State(int(partition.heap.states(sequences)[0]))
@@ -260,7 +260,7 @@ def _locate(topic: Topic, message_id: str) -> tuple[Partition, int]:
 @method(DlqListArguments)
 async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, Any]:
     """Dead letters by partition and sequence, a page at a time."""
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     limit = _bounded(a.limit, 1, LIST_MAX, "limit")
     start, after = _parse_cursor(a.after)
     await _all_committed(topic)
@@ -298,7 +298,7 @@ def _parse_cursor(after: str | None) -> tuple[int, int]:
 @method(DlqReplayArguments, audited=True)
 async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> dict[str, Any]:
     """Make dead letters ready again in their own topic, no faster than `replay_per_s`."""
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     if a.limit is not None:
         _bounded(a.limit, 1, REPLAY_MAX, "limit")
     replayed = 0
@@ -311,7 +311,7 @@ async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> dict[s
 
 @method(DlqDeleteArguments, audited=True)
 async def dlq_delete(engine: Engine, _: Caller, a: DlqDeleteArguments) -> dict[str, Any]:
-    topic = engine.topic(a.topic)
+    topic = engine.queue(a.topic)
     engine.confirmations.use(a.confirm, "dlq_delete", a.topic, force=a.force)
     deleted = 0
     for partition, sequences in _dead_letters(topic, a.message_ids, None):

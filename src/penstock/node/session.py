@@ -211,14 +211,14 @@ class Session(asyncio.Protocol):
             self._subscriptions.grant(frame.sequence, grant)
             return
         control, data = unpack(frame.payload, Settle)
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.queue(control.topic)
         self._for_tokens(
             frame, topic, control.parts, data, lambda p, t, r: p.settling.settle(TokenRequest(t, r))
         )
 
     def _on_nack(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Return)
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.queue(control.topic)
         if control.delay_ms is not None and not 0 <= control.delay_ms <= DELAY_MS_MAX:
             raise InvalidArgument(
                 f"delay_ms must be from 0 to {DELAY_MS_MAX}", field="delay_ms", limit=DELAY_MS_MAX
@@ -244,7 +244,7 @@ class Session(asyncio.Protocol):
             self._send(FrameType.HEARTBEAT, frame.sequence)
             return
         control, data = unpack(frame.payload, Extend)
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.queue(control.topic)
         if not 0 < control.extend_ms <= topic.config.visibility_ms_max:
             raise InvalidArgument(
                 f"extend_ms must be from 1 to {topic.config.visibility_ms_max}",

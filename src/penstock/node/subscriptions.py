@@ -78,7 +78,7 @@ class Subscriptions:
         topic.wake()
 
     def open_lease(self, number: int, control: OpenLease, key_id: str | None) -> None:
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.queue(control.topic)
         _check_lease(control, topic.config)
         if topic.streams_of(key_id) >= topic.config.key_streams_max:
             limit = topic.config.key_streams_max

@@ -379,5 +379,9 @@ def _ignore(_: Any) -> None:
     """Nobody waits for this answer."""
 
 
+def reject_delta_topic(name: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} is a delta topic: read it with deltas()", field="topic")
+
+
 def topic_not_found(name: str) -> NotFound:
     return NotFound(f"no topic {name}", topic=name)

@@ -41,10 +41,11 @@ class HeapLog:
         self.batches.append(batch)
         return self.heap.apply(batch, batch.columns(), self.now)
 
-    def put(self, *priorities: int, **columns: Any) -> list[int]:
+    def put(self, *priorities: int, runs: int = 0, **columns: Any) -> list[int]:
         """Enqueue; the messages' sequences."""
         first = self.heap.sequence_applied + 1
-        self.write(Kind.ENQ, len(priorities), {"priority": list(priorities), **columns})
+        values = {"priority": list(priorities), **columns}
+        self.write(Kind.ENQ, len(priorities), values, runs=runs)
         return list(range(first, first + len(priorities)))
 
     def lease(self, n: int, *, consumer: bytes = b"c", visibility_ms: int = 30_000) -> list[int]:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import Corruption, InvalidArgument, StaleProducer
+from penstock.heap import Heap
 from penstock.heap.states import State
 from penstock.model.batch import Kind
 
@@ -181,3 +182,33 @@ def test_a_prepared_message_cannot_be_purged(log) -> None:
 def test_a_prepare_without_a_transaction_is_damage(log) -> None:
     with pytest.raises(Corruption):
         log.write(Kind.PREPARE, 1, {"priority": [1]})
+
+
+def test_deltas_are_done_at_once_and_cost_nothing(log_of) -> None:
+    log = log_of(kind="delta", dimensions=4)
+    empty = log.heap.table.bytes
+    for i in range(50):
+        log.put(*[0] * 1000, payload=[b"x"] * 1000, run_count=[1000], run_epoch=[1],
+                run_sequence=[1 + 1000 * i], run_producer=[b"p"], runs=1)  # fmt: skip
+    heap = log.heap
+    heap.validate()
+    assert heap.sequence_enqueued == heap.sequence_applied == 50_000
+    assert (heap.ready, heap.delayed, heap.table.bytes) == (0, 0, empty)
+    assert log.select() == [] and heap.oldest_alive() is None
+    assert heap.dedup.places == 1
+
+
+def test_a_delta_sent_again_is_recognised_after_a_snapshot(log_of) -> None:
+    log = log_of(kind="delta", dimensions=4)
+    columns = {"run_count": [2], "run_epoch": [3], "run_sequence": [7], "run_producer": [b"p"]}
+    log.put(0, 0, payload=[b"a", b"b"], **columns, runs=1)
+    restored = Heap.restore(log.config, b"".join(log.heap.snapshot()), partition=0)
+    again = log.batch(Kind.ENQ, 2, {"payload": [b"a", b"b"], **columns}, runs=1).columns()
+    assert restored.digest() == log.heap.digest()
+    assert restored.admit(again) == log.heap.admit(again) == [(0, 1, log.now), (1, 2, log.now)]
+
+
+def test_an_atomic_batch_in_a_delta_topic_is_damage(log_of) -> None:
+    log = log_of(kind="delta", dimensions=4)
+    with pytest.raises(Corruption, match="delta topic"):
+        log.write(Kind.PREPARE, 1, {"priority": [0], "transaction": [b"t"], "home": [0]})

@@ -7,6 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TopicKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUEUE: _ClassVar[TopicKind]
+    DELTA: _ClassVar[TopicKind]
+
 class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MIN: _ClassVar[Mode]
@@ -17,6 +22,8 @@ class Compression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NONE: _ClassVar[Compression]
     ZSTD: _ClassVar[Compression]
     LZ4: _ClassVar[Compression]
+QUEUE: TopicKind
+DELTA: TopicKind
 MIN: Mode
 MAX: Mode
 NONE: Compression
@@ -24,7 +31,7 @@ ZSTD: Compression
 LZ4: Compression
 
 class Heap(_message.Message):
-    __slots__ = ("topic", "id", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused")
+    __slots__ = ("topic", "id", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +54,8 @@ class Heap(_message.Message):
     DLQ_FIELD_NUMBER: _ClassVar[int]
     REPLAY_PER_S_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     topic: str
     id: int
     mode: Mode
@@ -69,10 +78,12 @@ class Heap(_message.Message):
     dlq: bool
     replay_per_s: int
     paused: bool
-    def __init__(self, topic: _Optional[str] = ..., id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ...) -> None: ...
+    kind: TopicKind
+    dimensions: int
+    def __init__(self, topic: _Optional[str] = ..., id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ...) -> None: ...
 
 class MakeHeapRequest(_message.Message):
-    __slots__ = ("topic", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "exists_ok")
+    __slots__ = ("topic", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions", "exists_ok")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +105,8 @@ class MakeHeapRequest(_message.Message):
     DLQ_FIELD_NUMBER: _ClassVar[int]
     REPLAY_PER_S_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     EXISTS_OK_FIELD_NUMBER: _ClassVar[int]
     topic: str
     mode: Mode
@@ -116,8 +129,10 @@ class MakeHeapRequest(_message.Message):
     dlq: bool
     replay_per_s: int
     paused: bool
+    kind: TopicKind
+    dimensions: int
     exists_ok: bool
-    def __init__(self, topic: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., exists_ok: _Optional[bool] = ...) -> None: ...
+    def __init__(self, topic: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ..., exists_ok: _Optional[bool] = ...) -> None: ...
 
 class GetHeapRequest(_message.Message):
     __slots__ = ("topic",)
