@@ -46,10 +46,12 @@ if TYPE_CHECKING:
         QuorumUnavailable,
         RetryableError,
         SequenceConflict,
+        SinkRejected,
         StaleProducer,
         StorageFailed,
         Unauthenticated,
         Unavailable,
+        Unsupported,
         WorldMoved,
         WrongEpoch,
     )
@@ -61,8 +63,9 @@ DATA_FOLDER = "penstock-data"
 _ERRORS = (
     "AlreadyExists", "Backpressure", "BatchAborted", "CallerError", "Corruption", "DiskFull",
     "FailedPrecondition", "Fatal", "InvalidArgument", "LeaseLost", "LimitExceeded", "NotFound",
-    "PenstockError", "QuorumUnavailable", "RetryableError", "SequenceConflict", "StaleProducer",
-    "StorageFailed", "Unauthenticated", "Unavailable", "WorldMoved", "WrongEpoch",
+    "PenstockError", "QuorumUnavailable", "RetryableError", "SequenceConflict", "SinkRejected",
+    "StaleProducer", "StorageFailed", "Unauthenticated", "Unavailable", "Unsupported", "WorldMoved",
+    "WrongEpoch",
 )  # fmt: skip
 
 # Where each public name lives; imported when it is first asked for.
@@ -120,6 +123,7 @@ __all__ = [
     "QuorumUnavailable",
     "RetryableError",
     "SequenceConflict",
+    "SinkRejected",
     "StaleProducer",
     "StorageFailed",
     "Topic",
@@ -127,6 +131,7 @@ __all__ = [
     "TopicStats",
     "Unauthenticated",
     "Unavailable",
+    "Unsupported",
     "WorldMoved",
     "WrongEpoch",
     "__version__",

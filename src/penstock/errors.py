@@ -6,7 +6,9 @@
     │   ├── NotFound                no such topic, message, key or subscription
     │   ├── AlreadyExists           a topic of that name with another shape
     │   ├── Unauthenticated         no key, an unknown one, or a revoked one
-    │   └── FailedPrecondition      the call needs something that is not so (a confirmation, a mode)
+    │   ├── FailedPrecondition      the call needs something that is not so (a confirmation, a mode)
+    │   ├── Unsupported             this implementation cannot do that at all
+    │   └── SinkRejected            a sink can never take these rows; it took all the others
     ├── RetryableError              nothing is known to have happened; try again
     │   ├── Unavailable             the node starts, stops, or lost the connection
     │   │   └── QuorumUnavailable   no majority of replicas is alive
@@ -29,6 +31,7 @@ A timeout means *unknown*, never *failed*: repeat the call with the same produce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -89,6 +92,25 @@ class Unauthenticated(CallerError):
 class FailedPrecondition(CallerError):
     code = "failed_precondition"
     status = "FAILED_PRECONDITION"
+
+
+class Unsupported(CallerError):
+    code = "unsupported"
+    status = "FAILED_PRECONDITION"
+
+
+class SinkRejected(CallerError):
+    """Rows that a sink can never take: `rows` counts within the work's `table`."""
+
+    code = "sink_rejected"
+    status = "INVALID_ARGUMENT"
+
+    def __init__(
+        self, message: str, *, rows: Sequence[int] = (), table: str = "states", **details: Any
+    ) -> None:
+        super().__init__(message, rows=list(rows), table=table, **details)
+        self.rows = list(rows)
+        self.table = table
 
 
 class RetryableError(PenstockError):

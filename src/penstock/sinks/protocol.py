@@ -1,0 +1,133 @@
+"""What a sink is, and the ports that sinks are handed.
+
+The pipeline numbers its triggers 0, 1, 2 … and hands each sink their changes as `Work`. It keeps a
+durable cursor per sink and moves it after `write` returned; so after a crash a sink sees the last
+work again, perhaps cut differently. The rules that make its effect happen once:
+
+- `write` is durable when it returns. Writing a trigger again, or an older one after a newer one,
+  changes nothing.
+- Of two states of a vector the one with the higher revision wins, in whatever order they come. A
+  deleted vector does not come back by a late, older state.
+- Rows that can never be taken are reported by `SinkRejected` *after* all the others were written;
+  the pipeline takes them to the dead letters and goes on. Every other error means that the work is
+  offered again later.
+
+One thread calls a sink's methods; they block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+class Feed(Flag):
+    """What a sink wants to be handed."""
+
+    STATES = auto()
+    DELTAS = auto()
+    PAYLOADS = auto()  # deltas with their original bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The changes of the triggers `first` to `last`; more than one when the sink is behind.
+
+    `pipeline` names one numbering of triggers: a pipeline whose state was thrown away has a new
+    name, or its first triggers would be taken for old ones. Deltas stand in the order of release
+    within each log partition, states at most once per vector. Feeds nobody asked for are None.
+    """
+
+    pipeline: str
+    first: int
+    last: int
+    states: pa.Table | None = None
+    deltas: pa.Table | None = None
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """One destination. `ordered` sinks get triggers one after the other and all lanes together;
+    the others may get a trigger's lanes apart, the urgent ones of later triggers first."""
+
+    name: str
+    feed: Feed
+    ordered: bool
+
+    def open(self) -> None:
+        """Connect, create what is missing. Raises `Unavailable`; may be called again then."""
+        ...
+
+    def write(self, work: Work) -> None: ...
+
+    def cursor(self) -> int | None:
+        """The last trigger that it durably holds, if it knows by itself."""
+        ...
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        """Its living vectors, each once: namespace, vector_id, vector, metadata, revision.
+
+        A sink that keeps no state raises `Unsupported`.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Empty it, before it is filled anew."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """Messages that stem from one log partition, in the order of their producer sequences."""
+
+    sequences: NDArray[np.int64]  # strictly ascending from 1 on; gaps are what a route left out
+    payloads: pa.BinaryArray
+    priorities: NDArray[np.int64] | None = None  # None: 0
+    headers: pa.BinaryArray | None = None  # msgpack maps, null: none
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def slice(self, start: int, length: int) -> Items:
+        return Items(
+            sequences=self.sequences[start : start + length],
+            payloads=self.payloads.slice(start, length),
+            priorities=None if self.priorities is None else self.priorities[start : start + length],
+            headers=None if self.headers is None else self.headers.slice(start, length),
+        )
+
+
+@runtime_checkable
+class TopicWriter(Protocol):
+    """A node's topics, as a sink writes to them.
+
+    Exactly once rests on the node's producer keys, which hold per *destination* partition: a
+    message is known there by (producer, epoch, sequence). A sink names one producer per *source*
+    partition and numbers its messages by the delta's ordinal, so that the key is a function of the
+    log. It must also always lead to the same place: the writer puts a delta where its vector's
+    hash says (in a topic of kind `delta`), any other message into `partition`, modulo the topic's
+    partitions. A topic's partitions never change, so every key has one home, and every resend is
+    recognised there. Neighbouring ordinals in the same partition make one run; a run starts anew
+    at each gap.
+    """
+
+    def append(
+        self, topic: str, *, producer: str, epoch: int, items: Items, partition: int
+    ) -> None:
+        """Durable on return; any number of items (the writer cuts requests to the limits).
+
+        `partition` is the source's. Raises `InvalidArgument` if the node refuses one of the items
+        for what it is: then some of the others may not be written either. Anything else: unknown,
+        say it again.
+        """
+        ...
+
+    def close(self) -> None: ...
