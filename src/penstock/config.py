@@ -29,8 +29,10 @@ from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
 ENV_PREFIX: Final = "PENSTOCK_"
 ENV_FILE: Final = "PENSTOCK_CONFIG"
-# Variables with our prefix that are not a node's options: the client's, and the crash tests'.
-ENV_ELSEWHERE: Final = frozenset({ENV_FILE, "PENSTOCK_URL", "PENSTOCK_API_KEY", "PENSTOCK_CRASH"})
+# Variables with our prefix that are not a node's options: the client's, Spark's, the crash tests'.
+ENV_ELSEWHERE: Final = frozenset(
+    {ENV_FILE, "PENSTOCK_API_KEY", "PENSTOCK_CACHE", "PENSTOCK_CRASH", "PENSTOCK_URL"}
+)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

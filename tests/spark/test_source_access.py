@@ -1,0 +1,104 @@
+"""A node for code that waits."""
+
+from __future__ import annotations
+
+import pytest
+from tests.spark.conftest import RunningNode
+
+from penstock.client.entries import Item
+from penstock.errors import NotFound
+from penstock.model.batch import SCHEMAS, Batch, Kind
+
+
+def payloads(batches: list[Batch]) -> list[bytes]:
+    return [payload for batch in batches for payload in batch.columns().binary("payload") or ()]
+
+
+def read(node: RunningNode, topic: str, partition: int = 0, *, first: int = 1) -> list[Batch]:
+    access = node.access()
+    last = access.log_status(topic)[partition].readable
+    ranges = access.read_range(topic, partition, first, last)
+    return [batch for batches in ranges for batch in batches]
+
+
+def test_a_range_has_the_messages_of_its_batches(node: RunningNode) -> None:
+    node.topic("jobs", [b"%d" % i for i in range(5000)])
+    node.client.topic("jobs").pop(limit=10)
+
+    found = read(node, "jobs")
+
+    assert payloads(found) == [b"%d" % i for i in range(5000)]
+    assert {batch.kind for batch in found} == {Kind.ENQ}
+
+
+def test_status_says_how_far_the_log_reaches(node: RunningNode) -> None:
+    node.topic("jobs", [b"a", b"b"], partitions=2)
+
+    found = node.access().log_status("jobs")
+
+    assert [status.partition for status in found] == [0, 1]
+    assert all(status.sequence_first == 1 for status in found)
+    assert sum(status.readable for status in found) >= 2
+
+
+def test_an_atomic_batch_stands_at_its_prepare(node: RunningNode) -> None:
+    topic = node.client.topic("jobs", partitions=2)
+    items = [Item(b"%d" % i, key=b"%d" % i) for i in range(20)]
+    topic.put_many(items, atomic=True)
+
+    found = [batch for partition in (0, 1) for batch in read(node, "jobs", partition)]
+
+    assert sorted(payloads(found)) == sorted(b"%d" % i for i in range(20))
+    assert {batch.kind for batch in found} == {Kind.PREPARE}
+
+
+def test_a_decision_beyond_the_range_is_found(node: RunningNode) -> None:
+    topic = node.client.topic("jobs", partitions=2)
+    topic.put_many([Item(b"%d" % i, key=b"%d" % i) for i in range(20)], atomic=True)
+    prepared = read(node, "jobs")[0]
+
+    found = list(node.access().read_range("jobs", 0, prepared.first, prepared.first))
+
+    assert [batch.first for batches in found for batch in batches] == [prepared.first]
+
+
+def test_the_log_has_every_kind(node: RunningNode) -> None:
+    node.topic("jobs", [b"a"])
+    access = node.access()
+    last = access.log_status("jobs")[0].sequence_committed
+
+    found = [b for batches in access.read_log("jobs", 0, 1, last) for b in batches]
+
+    assert [batch.kind for batch in found][:1] == [Kind.BARRIER]
+    assert found[-1].last == last
+
+
+def test_an_enqueue_again_changes_nothing(node: RunningNode) -> None:
+    node.topic("jobs", [])
+    columns = {
+        "payload": [b"a", b"b"], "run_count": [2], "run_epoch": [1], "run_sequence": [1],
+        "run_producer": [b"p"],
+    }  # fmt: skip
+    part = (0, 2, SCHEMAS[Kind.ENQ].encode(2, columns, runs=1))
+
+    first, second = (node.access().enqueue("jobs", [part]) for _ in range(2))
+
+    assert [placed.count for placed in first.placed] == [2]
+    assert not second.placed and len(second.duplicates) == 2
+    assert payloads(read(node, "jobs")) == [b"a", b"b"]
+
+
+def test_a_restarted_node_is_found_again(node: RunningNode) -> None:
+    node.topic("jobs", [b"a"])
+    access = node.access()
+    before = access.log_status("jobs")
+    node.stop()
+    node.start()
+
+    assert access.log_status("jobs")[0].sequence_last >= before[0].sequence_last
+    assert payloads(read(node, "jobs")) == [b"a"]
+
+
+def test_an_unknown_topic_is_named(node: RunningNode) -> None:
+    with pytest.raises(NotFound, match="jobs"):
+        node.access().log_status("jobs")
