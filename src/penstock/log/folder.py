@@ -14,7 +14,9 @@ import msgspec
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log.files import Handle, sync_folder, write_whole
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # the newest that this version reads and writes
+FORMAT_NEW: Final = 1  # of a new folder; it is raised when something needs it
+FORMAT_DELTAS: Final = 2  # holds a delta topic, which a reader of format 1 would take for a queue
 
 
 class Format(msgspec.Struct):
@@ -30,6 +32,7 @@ class DataFolder:
     def __init__(self, path: Path, lock: Handle) -> None:
         self.path = path
         self._lock: Handle | None = lock
+        self.format = read_format(path)
 
     @classmethod
     def open(cls, path: Path | str, *, create: bool = True) -> DataFolder:
@@ -51,6 +54,12 @@ class DataFolder:
         for doomed in (path / "topics").glob("*.deleted"):
             shutil.rmtree(doomed)
         return cls(path, lock)
+
+    def raise_format(self, format: int) -> None:
+        """Keep versions away that would misread what is about to be written."""
+        if format > self.format:
+            write_whole(self.path / "FORMAT", [msgspec.json.encode(Format(format))])
+            self.format = format
 
     @property
     def meta(self) -> Path:
@@ -100,17 +109,20 @@ class DataFolder:
 
 def check_format(path: Path) -> None:
     """Raise unless the folder is one that this version may read and write."""
+    found = read_format(path)
+    if found > FORMAT:
+        raise FailedPrecondition(
+            f"{path} has format {found}; this version reads up to {FORMAT}", format=found
+        )
+
+
+def read_format(path: Path) -> int:
     try:
-        found = msgspec.json.decode((path / "FORMAT").read_bytes(), type=Format)
+        return msgspec.json.decode((path / "FORMAT").read_bytes(), type=Format).format
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not a data folder: it has no FORMAT file") from error
     except msgspec.DecodeError as error:
         raise Corruption(f"{path / 'FORMAT'} cannot be read: {error}") from error
-    if found.format > FORMAT:
-        raise FailedPrecondition(
-            f"{path} has format {found.format}; this version reads up to {FORMAT}",
-            format=found.format,
-        )
 
 
 def partitions_in(path: Path) -> Iterator[tuple[int, int, Path]]:
@@ -148,4 +160,4 @@ def _flock(handle: Handle, path: Path, mode: int) -> None:
 def _initialise(path: Path) -> None:
     if (path / "topics").exists():
         raise Corruption(f"{path} holds topics but no FORMAT file")
-    write_whole(path / "FORMAT", [msgspec.json.encode(Format(FORMAT))])
+    write_whole(path / "FORMAT", [msgspec.json.encode(Format(FORMAT_NEW))])

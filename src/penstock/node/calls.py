@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError
-from penstock.log.folder import FORMAT
 from penstock.model.version import __version__
 from penstock.node import logs
 from penstock.node.confirmations import NEED_CONFIRMATION
@@ -287,7 +286,7 @@ async def node_status(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]
     return {
         "node": engine.identity.node,
         "version": __version__,
-        "format": FORMAT,
+        "format": engine.folder.format,
         "data": str(engine.config.data),
         "uptime_ms": engine.clock.now_ms() - engine.started_ms,
         "topics": len(engine.topics),

@@ -18,10 +18,10 @@ from penstock.config import Config
 from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
 from penstock.heap import Heap
 from penstock.log.crash import crash_point
-from penstock.log.folder import DataFolder
+from penstock.log.folder import FORMAT_DELTAS, DataFolder
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Kind
-from penstock.model.topic import TopicConfig, TopicKind
+from penstock.model.topic import TopicConfig, TopicKind, topic_config
 from penstock.node.atomic import committed, resolve_in_doubt
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock
@@ -114,6 +114,8 @@ class Engine:
                 limit=1,
             )
         async with self._administering:
+            if topic_config({**fields, "id": 0}).kind is TopicKind.DELTA:
+                await asyncio.to_thread(self.folder.raise_format, FORMAT_DELTAS)
             config = await self.catalog.create(fields, exists_ok=exists_ok)
             if config.name not in self.topics:
                 await self.open_topic(config)

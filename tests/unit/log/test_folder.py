@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log import DataFolder
+from penstock.log.folder import FORMAT_DELTAS
 
 
 def test_a_new_folder_gets_a_format(tmp_path):
@@ -22,8 +23,8 @@ def test_a_second_process_is_told_who_has_it(tmp_path):
 
 def test_a_newer_format_is_refused(tmp_path):
     DataFolder.open(tmp_path).close()
-    (tmp_path / "FORMAT").write_text('{"format": 2, "why": "later"}')
-    with pytest.raises(FailedPrecondition, match="format 2"):
+    (tmp_path / "FORMAT").write_text('{"format": 3, "why": "later"}')
+    with pytest.raises(FailedPrecondition, match="format 3"):
         DataFolder.open(tmp_path)
 
 
@@ -67,3 +68,12 @@ def test_a_removal_that_a_crash_cut_short_is_finished(tmp_path):
         data.topics.joinpath("00000001.deleted", "0000").mkdir(parents=True)
     with DataFolder.open(tmp_path) as data:
         assert list(data.topics.iterdir()) == []
+
+
+def test_a_format_is_raised_and_never_lowered(tmp_path):
+    with DataFolder.open(tmp_path) as data:
+        data.raise_format(FORMAT_DELTAS)
+        data.raise_format(1)
+        assert data.format == FORMAT_DELTAS
+    with DataFolder.open(tmp_path) as data:
+        assert data.format == FORMAT_DELTAS
