@@ -190,3 +190,25 @@ async def test_the_log_is_stable_up_to_an_undecided_batch(node: Node) -> None:
     partition.journal.append_record(Kind.DECIDE, 1, {"transaction": [b"t" * 16], "commit": [1]})
     [_, decided] = (await node.call("log_status", topic=topic))["partitions"]
     assert decided["sequence_stable"] == decided["sequence_committed"] == prepared.last + 1
+
+
+async def test_a_stream_ends_with_the_batch_it_was_asked_for(node: Node) -> None:
+    topic = await node.topic()
+    for _ in range(3):
+        await node.put(topic, b"a", b"b")
+    inside = await last(node) - 2
+    stream = await node.connection.log_stream(topic, partition=0, through=inside)
+    found = [batch async for batches in stream for batch in batches]
+    assert found[-1].first <= inside <= found[-1].last < await last(node)
+    assert stream.ended
+
+
+async def test_an_extent_is_what_fits_of_what_is_committed(node: Node) -> None:
+    topic = await node.topic()
+    await node.put(topic, *[b"x"] * 10)
+    end = await last(node)
+    asked = {"partition": 0, "from_sequence": 1, "through": 10**9}
+    answer = await node.call("log_extent", topic=topic, extents=[asked, asked | {"entries_max": 1}])
+    [whole, one] = answer["extents"]
+    assert whole["last"] == end and whole["bytes"] > one["bytes"] > 0
+    assert one["last"] < end

@@ -152,10 +152,11 @@ class Connection(Exchange):
         from_sequence: int = 1,
         credit_entries: int = 1000,
         credit_bytes: int = 8 << 20,
+        through: int = 0,
     ) -> LogStream:
-        """Open a stream of committed batches."""
+        """Open a stream of committed batches; with `through` it ends there by itself."""
         stream = LogStream(self, self._next())
-        request = OpenLog(topic, partition, from_sequence, credit_entries, credit_bytes)
+        request = OpenLog(topic, partition, from_sequence, credit_entries, credit_bytes, through)
         await self._open(stream, request)
         return stream
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 # Calls that may be made twice without harm when the first answer was lost.
 REPEATABLE: Final = frozenset(
     {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
-     "log_status", "node_status", "confirm", "key_list", "verify"}
+     "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify"}
 )  # fmt: skip
 log = logging.getLogger("penstock.client")
 

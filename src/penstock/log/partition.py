@@ -228,6 +228,18 @@ class PartitionLog:
             return self.sequence_first
         return self._reader.find_time(time_ms, through=through)
 
+    def extent(
+        self, from_sequence: int, *, through: int, entries_max: int, bytes_max: int
+    ) -> tuple[int, int]:
+        """The last sequence of the whole batches that fit both bounds, and their bytes. Blocks."""
+        through = min(through, self.sequence_durable)
+        if from_sequence > through:
+            return from_sequence - 1, 0
+        self._check_held(from_sequence)
+        return self._reader.extent(
+            from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
+        )
+
     # --- recovery and upkeep ---
 
     def scan(self, from_sequence: int) -> Iterator[Batch]:

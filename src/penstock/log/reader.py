@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Final
 
@@ -95,6 +95,32 @@ class Reader:
             return through + 1
         return min(index.firsts[position], through + 1)  # past it: staged meanwhile
 
+    def extent(
+        self, sequence: int, *, through: int, entries_max: int, bytes_max: int
+    ) -> tuple[int, int]:
+        """As far as whole batches from `sequence` on fit both bounds: the last sequence, the bytes.
+
+        At least one batch, whatever its size; the one that covers `through` counts up to there.
+        """
+        last, size = sequence - 1, 0
+        limit = min(through, last + entries_max)
+        while last < limit:
+            segment, opened = self._table.locate(last + 1, nowait=False)
+            assert opened is not None
+            position = opened.index.find(last + 1)
+            room = bytes_max - size
+            until = _fitting(segment, opened, position, limit=limit, through=through, room=room)
+            if until < position:
+                if size:
+                    break
+                until = position
+            offset, end = _extent(segment, opened, position, until)
+            size += end - offset
+            last = _last_of(segment, opened, until)
+            if until + 1 < len(opened.index.firsts):
+                break
+        return min(last, through), size
+
     def _cached(
         self, segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int
     ) -> list[Batch]:
@@ -184,6 +210,22 @@ def _until(segment: Segment, opened: Opened, position: int, *, through: int, byt
     while until > position and _extent(segment, opened, position, until)[1] - offset > bytes_max:
         until = position + (until - position) // 2
     return until
+
+
+def _fitting(
+    segment: Segment, opened: Opened, position: int, *, limit: int, through: int, room: int
+) -> int:
+    """The last batch of a segment that fits: it ends by `limit`, or covers `through`."""
+    index = opened.index
+    until = index.find(limit)
+    last = _last_of(segment, opened, until)
+    if last > limit and not (limit == through and index.firsts[until] <= through <= last):
+        until -= 1
+    if until < position or _extent(segment, opened, position, until)[1] <= (
+        bound := index.offsets[position] + room
+    ):
+        return until
+    return bisect_right(index.offsets, bound, position + 1, until + 1) - 2
 
 
 def _fetch(opened: Opened, offset: int, end: int, *, nowait: bool) -> Buffer | None:

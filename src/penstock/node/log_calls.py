@@ -6,15 +6,30 @@ import asyncio
 from typing import Any
 
 from penstock.node.atomic import committed
-from penstock.node.calls import Caller, TopicArguments, method
+from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
+from penstock.node.streams import gone
 from penstock.node.topic import Topic
 
 
 class LogFindArguments(TopicArguments, frozen=True):
     partition: int
     time_ms: int
+
+
+class Extent(Arguments, frozen=True):
+    """Part of a partition's log, and how much of it is wanted at most."""
+
+    partition: int
+    from_sequence: int
+    through: int
+    entries_max: int = 1 << 62
+    bytes_max: int = 1 << 62
+
+
+class LogExtentArguments(TopicArguments, frozen=True):
+    extents: list[Extent]
 
 
 @method(TopicArguments)
@@ -62,3 +77,23 @@ async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, 
     return {
         "sequence": await asyncio.to_thread(partition.log.find_time, a.time_ms, through=through)
     }
+
+
+@method(LogExtentArguments)
+async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[str, Any]:
+    """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
+    topic = engine.topic(a.topic)
+    found = []
+    for extent in a.extents:
+        partition = topic.partition(extent.partition)
+        if extent.from_sequence < partition.log.sequence_first:
+            raise gone(extent.from_sequence, sequence_first=partition.log.sequence_first)
+        last, size = await asyncio.to_thread(
+            partition.log.extent,
+            extent.from_sequence,
+            through=min(extent.through, partition.coordinator.sequence_committed),
+            entries_max=max(1, extent.entries_max),
+            bytes_max=extent.bytes_max,
+        )
+        found.append({"partition": extent.partition, "last": last, "bytes": size})
+    return {"extents": found}

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from penstock.errors import InvalidArgument, PenstockError
+from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
@@ -19,6 +19,14 @@ from penstock.wire.messages import Delivery, LogSlice
 WINDOW_ENTRIES_MAX: Final = 1_000_000
 WINDOW_BYTES_MAX: Final = 256 << 20
 SLICE_BYTES_MAX: Final = 1 << 20  # log batches sent in one frame
+
+
+def gone(sequence: int, *, sequence_first: int) -> NotFound:
+    """The refusal to read what retention has dropped; it says from where on there is something."""
+    return NotFound(
+        f"sequence {sequence} is gone: the log starts at {sequence_first}",
+        sequence_first=sequence_first,
+    )
 
 
 class LeaseStream:
@@ -83,6 +91,8 @@ class LogStream:
         window_bytes: int,
         send: Callable[[LogSlice, list[Buffer]], None],
         fail: Callable[[BaseException], None],
+        end: Callable[[], None],
+        through: int | None = None,
     ) -> None:
         for field, value, limit in (
             ("credit_entries", window_entries, WINDOW_ENTRIES_MAX),
@@ -96,7 +106,8 @@ class LogStream:
         self.cursor = from_sequence
         self._window_entries, self._window_bytes = window_entries, window_bytes
         self._entries_out = self._bytes_out = 0
-        self._send, self._fail = send, fail
+        self._send, self._fail, self._end = send, fail, end
+        self._through = through  # the batch that covers it is the last; None: there is none
         self._reading = False
         self.open = True
         self.blocked = False
@@ -145,6 +156,8 @@ class LogStream:
             )
             if over and (fitting or self._entries_out):
                 break
+            if self._through is not None and batch.first > self._through:
+                break
             fitting += [batch.header(), batch.body, bytes(padded - batch.size)]
             entries, size, last = entries + batch.count, size + padded, batch.last
         if not fitting:
@@ -152,6 +165,9 @@ class LogStream:
         self._entries_out, self._bytes_out = entries, size
         self._send(LogSlice(self._partition, batches[0].first, last, sequence_committed), fitting)
         self.cursor = last + 1
+        if self._through is not None and last >= self._through:
+            self._end()
+            return False
         return True
 
     def _read_cold(self, sequence_committed: int, bytes_max: int) -> None:

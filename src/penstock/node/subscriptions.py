@@ -14,7 +14,7 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.engine import Engine
-from penstock.node.streams import LeaseStream, LogStream
+from penstock.node.streams import LeaseStream, LogStream, gone
 from penstock.node.topic import Topic
 from penstock.wire.frame import FrameFlag, FrameType
 from penstock.wire.messages import Delivery, Grant, LogSlice, OpenLease, OpenLog, pack
@@ -56,11 +56,12 @@ class Subscriptions:
             if owner is topic:
                 self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
 
-    def end(self, number: int, error: PenstockError) -> None:
-        """Close a stream from this side and say why."""
+    def end(self, number: int, error: PenstockError | None = None) -> None:
+        """Close a stream from this side and say why; without an error: it is complete."""
         if number in self._streams:
             self.close(number)
-            self._send(FrameType.UNSUBSCRIBE, number, pack(error.to_wire()))
+            why = () if error is None else (pack(error.to_wire()),)
+            self._send(FrameType.UNSUBSCRIBE, number, *why)
 
     def grant(self, number: int, grant: Grant) -> None:
         found = self._streams.get(number)
@@ -108,10 +109,7 @@ class Subscriptions:
         stored = partition.log
         start = control.from_sequence or partition.coordinator.sequence_committed + 1
         if start < stored.sequence_first:
-            raise NotFound(
-                f"sequence {start} is gone: the log starts at {stored.sequence_first}",
-                sequence_first=stored.sequence_first,
-            )
+            raise gone(start, sequence_first=stored.sequence_first)
 
         def send(piece: LogSlice, batches: list[Buffer]) -> None:
             self._send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
@@ -128,6 +126,8 @@ class Subscriptions:
             window_bytes=control.credit_bytes,
             send=send,
             fail=fail,
+            end=lambda: self.end(number),
+            through=control.through or None,
         )
         self._streams[number] = (topic, stream)
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))

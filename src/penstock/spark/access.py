@@ -175,6 +175,9 @@ class NodeAccess:
     ) -> AsyncGenerator[list[Batch], None]:
         at = first
 
+        def wanted() -> bool:
+            return at <= last or (decisions is not None and decisions.open)
+
         async def open_stream(connection: Connection) -> LogStream:
             return await connection.log_stream(
                 topic,
@@ -182,12 +185,13 @@ class NodeAccess:
                 from_sequence=at,
                 credit_entries=WINDOW_ENTRIES,
                 credit_bytes=WINDOW_BYTES,
+                through=last if at <= last else 0,  # past it only the decisions are looked for
             )
 
-        while at <= last or (decisions is not None and decisions.open):
+        while wanted():
             stream = await self._client.link.request(open_stream)
             try:
-                while at <= last or (decisions is not None and decisions.open):
+                while wanted():
                     async with asyncio.timeout(STALL_S):
                         batches = await anext(stream)
                     at = batches[-1].last + 1

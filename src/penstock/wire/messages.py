@@ -150,6 +150,7 @@ class OpenLog(Message, frozen=True, tag="log"):
     from_sequence: int = 1  # 0: only what commits from now on
     credit_entries: int = 1000
     credit_bytes: int = 8 << 20
+    through: int = 0  # the stream ends with the batch that covers it; 0: it follows the log
 
 
 class Call(Message, frozen=True, tag="call"):

@@ -199,3 +199,34 @@ def test_a_time_is_not_found_past_the_watermark(pen):
     assert pen.log.find_time(0, through=0) == 1
     pen.flush()
     assert pen.log.find_time(staged.time_ms, through=staged.last) == staged.first
+
+
+def test_an_extent_has_whole_batches_within_both_bounds(pen):
+    batches = [pen.put(*[b"x" * 100] * 3) for _ in range(5)]
+    start, end = batches[0].first, batches[-1].last
+    last, size = pen.log.extent(start, through=end, entries_max=7, bytes_max=1 << 40)
+    assert last == batches[1].last and size >= 2 * batches[0].size
+    assert pen.log.extent(start, through=end, entries_max=99, bytes_max=size) == (last, size)
+    assert pen.log.extent(start, through=end, entries_max=99, bytes_max=size - 1)[0] < last
+    assert pen.log.extent(start, through=end, entries_max=99, bytes_max=1 << 40)[0] == end
+
+
+def test_an_extent_has_at_least_a_batch_and_ends_where_it_must(pen):
+    [first, second] = [pen.put(b"a", b"b", b"c") for _ in range(2)]
+    assert pen.log.extent(first.first, through=99, entries_max=1, bytes_max=1)[0] == first.last
+    inside = second.first + 1
+    found = pen.log.extent(first.first, through=inside, entries_max=99, bytes_max=1 << 40)
+    assert found[0] == inside
+    assert pen.log.extent(second.last + 1, through=99, entries_max=9, bytes_max=9) == (
+        second.last,
+        0,
+    )
+
+
+def test_an_extent_goes_over_segments(pen):
+    batches = [pen.put(b"x" * 3000) for _ in range(40)]
+    assert len(list(pen.log.folder.glob("*.seg"))) > 1
+    last, size = pen.log.extent(1, through=10**6, entries_max=10**6, bytes_max=1 << 40)
+    assert last == batches[-1].last and size >= 40 * 3000
+    half, _ = pen.log.extent(1, through=10**6, entries_max=10**6, bytes_max=size // 2)
+    assert batches[15].last <= half <= batches[20].last
