@@ -1,0 +1,201 @@
+"""A pipeline's folder: whose it is, who uses it now, and which slot each partition has.
+
+    pipeline.json   version, id, and for each topic its id, dimensions and slots
+    LOCK            held by the process that runs the pipeline; its pid is in it
+    checkpoint/     Spark's: offsets, commits, and the heads of the partitions
+    snapshots/      states of partitions, to begin a fold from
+    changes/        manifests and change files
+    sinks/          cursors
+    status.json, rate.json
+
+The id names one numbering of triggers. A folder that is deleted and made anew gets another id, so
+that no sink takes its first triggers for old ones.
+
+A *slot* is the integer under which Spark keeps a partition's head. Spark sends a key to the task
+`pmod(hash(key), tasks)`; slots are chosen so that the partitions are spread evenly over the tasks,
+which counting them 0, 1, 2 … would not do. Both are fixed once chosen: the checkpoint knows the
+partitions by them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from penstock.errors import Corruption, FailedPrecondition, Unavailable
+from penstock.log.files import Handle, storage_errors, write_whole
+from penstock.model.topic import TopicConfig, TopicKind
+
+VERSION: Final = 1
+CANDIDATES_PER_TASK: Final = 64  # integers looked at for each slot that is wanted
+
+
+class TopicSlots(msgspec.Struct, frozen=True, kw_only=True):
+    id: int  # the topic's: one that was deleted and made anew is another
+    dimensions: int
+    slots: tuple[int, ...]  # by partition
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `pipeline.json`."""
+
+    version: int = VERSION
+    id: str
+    name: str
+    tasks: int  # of the stateful stage, as Spark's checkpoint has it
+    topics: dict[str, TopicSlots] = {}
+
+    def with_topics(
+        self, configs: Sequence[TopicConfig], *, candidates: Sequence[tuple[int, int]]
+    ) -> Identity:
+        """The identity with slots for every partition of `configs`.
+
+        `candidates` pairs integers with the task that Spark gives them to. Raises
+        `FailedPrecondition` if a topic is not what it was when its slots were chosen.
+        """
+        topics = dict(self.topics)
+        load = [0] * self.tasks
+        taken: set[int] = set()
+        task_of = dict(candidates)
+        for known in topics.values():
+            for slot in known.slots:
+                taken.add(slot)
+                load[task_of[slot]] += 1
+        free = [[slot for slot, task in candidates if task == t] for t in range(self.tasks)]
+        for config in configs:
+            if config.name in topics:
+                _check_same(config, topics[config.name])
+                continue
+            slots = []
+            for _ in range(config.partitions):
+                task = load.index(min(load))
+                load[task] += 1
+                slot = next(slot for slot in free[task] if slot not in taken)
+                taken.add(slot)
+                slots.append(slot)
+            topics[config.name] = TopicSlots(
+                id=config.id, dimensions=config.dimensions, slots=tuple(slots)
+            )
+        return msgspec.structs.replace(self, topics=topics)
+
+
+class StateFolder:
+    """The folder while one process uses it; `close` lets go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with storage_errors(path):
+            for name in ("snapshots", "changes/data", "sinks"):
+                (path / name).mkdir(parents=True, exist_ok=True)
+            self._lock: Handle | None = _lock(path)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
+
+    @property
+    def changes(self) -> Path:
+        return self.path / "changes"
+
+    @property
+    def rate_file(self) -> Path:
+        return self.path / "rate.json"
+
+    def identity(self, *, name: str, tasks: int) -> Identity:
+        """Whose folder this is; a new one becomes `name`'s, with `tasks`."""
+        known = read_identity(self.path)
+        if known is None:
+            self._reject_leftovers()
+            return Identity(id=f"{name}-{uuid.uuid4().hex[:12]}", name=name, tasks=tasks)
+        if known.name != name:
+            raise FailedPrecondition(
+                f"{self.path} holds the state of the pipeline {known.name}, not of {name}",
+                field="state",
+            )
+        return known
+
+    def save(self, identity: Identity) -> None:
+        if read_identity(self.path) == identity:
+            return
+        with storage_errors(self.path):
+            write_whole(self.path / "pipeline.json", [msgspec.json.encode(identity)])
+
+    def _reject_leftovers(self) -> None:
+        if any(self.changes.glob("*.json")) or any(self.checkpoint.glob("commits/*")):
+            raise Corruption(f"{self.path} holds triggers but no pipeline.json")
+
+    def close(self) -> None:
+        self._lock = None
+
+
+def read_identity(path: Path) -> Identity | None:
+    """The folder's identity, also while a pipeline runs on it; None if it has none yet."""
+    file = path / "pipeline.json"
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Identity)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise Corruption(f"{file} cannot be read: {error}") from error
+    if found.version != VERSION:
+        raise FailedPrecondition(
+            f"{file} has version {found.version}; this Penstock reads version {VERSION}"
+        )
+    return found
+
+
+def running_pid(path: Path) -> int | None:
+    """The process that runs the pipeline of this folder, if one does."""
+    try:
+        handle = Handle(path / "LOCK")
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(handle.read(32, 0).strip() or 0)
+    return None
+
+
+def delta_topics(configs: Mapping[str, TopicConfig]) -> list[TopicConfig]:
+    """The topics' configurations; `FailedPrecondition` for one that holds no deltas."""
+    for name, config in configs.items():
+        if config.kind is not TopicKind.DELTA:
+            raise FailedPrecondition(
+                f"{name} is a {config.kind.value} topic; a pipeline reads delta topics",
+                field="topics",
+            )
+    return list(configs.values())
+
+
+def _check_same(config: TopicConfig, known: TopicSlots) -> None:
+    found = (config.id, config.dimensions, config.partitions)
+    expected = (known.id, known.dimensions, len(known.slots))
+    if found != expected:
+        raise FailedPrecondition(
+            f"{config.name} is not the topic this pipeline has read so far (id, dimensions,"
+            f" partitions were {expected}, are {found}): start over with another state folder",
+            field="topics",
+        )
+
+
+def _lock(path: Path) -> Handle:
+    handle = Handle(path / "LOCK", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = handle.read(32, 0).decode(errors="replace").strip() or "unknown"
+        raise Unavailable(f"{path} is in use by the pipeline of process {pid}", pid=pid) from error
+    os.ftruncate(handle.fd, 0)
+    os.pwrite(handle.fd, b"%d\n" % os.getpid(), 0)
+    return handle
