@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary
-from penstock.model.delta import DIMENSIONS_MAX, Op
+from penstock.model.delta import Op
+from penstock.model.delta_format import DIMENSIONS_MAX
 from penstock.testing.history import History, HistoryOptions, write
 from penstock.testing.payloads import Encoder, names_of
 

@@ -1,0 +1,86 @@
+"""A history of deltas held against what one log partition released: each of them once, unchanged.
+
+Both sides are DELTAS tables of one partition. Released deltas are numbered 1, 2, 3 … (`ordinal`),
+so a row's place is known, and a row that is missing, twice or beyond the end is seen by counting.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from penstock.sinks.schema import DELTAS
+from penstock.spark.jobs.differences import Comparison
+
+COMPARED: Final = [name for name in DELTAS.names if name != "payload"]
+_SHOWN: Final = ("topic", "partition", "ordinal", "sequence", "namespace", "vector_id")
+
+
+def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
+    """Add what differs between the two to `found`. `expected` is in the order of release."""
+    actual = _like(actual.select(COMPARED))
+    total = expected.num_rows
+    found.expected += total
+    found.compared += actual.num_rows
+    ordinals = actual["ordinal"].to_numpy()
+    beyond = (ordinals < 1) | (ordinals > total)
+    rows = np.flatnonzero(beyond)
+    found.differ("extra", (_shown(actual, row) for row in rows), len(rows), "ahead")
+    times = np.bincount(ordinals[~beyond], minlength=total + 1)[1:]
+    missing = np.flatnonzero(times == 0)
+    found.differ("missing", (_shown(expected, row) for row in missing), len(missing), "behind")
+    repeated = np.flatnonzero(times > 1)
+    found.differ("twice", (_shown(expected, row) for row in repeated), len(repeated))
+    _compare_rows(expected, actual.filter(pa.array(~beyond)), found)
+
+
+def _compare_rows(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
+    """Every row against the released delta of its number, column by column."""
+    rows = actual["ordinal"].to_numpy() - 1
+    wanted = expected.select(COMPARED)
+    if not np.array_equal(rows, np.arange(wanted.num_rows)):
+        wanted = wanted.take(pa.array(rows))
+    for name in COMPARED:
+        unequal = np.flatnonzero(_unequal(actual[name], wanted[name]))
+        places = (_shown(actual, row) for row in unequal)
+        found.differ(f"column {name}", places, len(unequal))
+
+
+def _like(table: pa.Table) -> pa.Table:
+    """With the types of DELTAS: a lake has fewer of them."""
+    schema = pa.schema([DELTAS.field(name).with_nullable(True) for name in COMPARED])
+    return table.cast(schema)
+
+
+def _unequal(actual: pa.ChunkedArray, wanted: pa.ChunkedArray) -> NDArray[np.bool_]:
+    if pa.types.is_list(actual.type):
+        return _unequal_lists(actual.combine_chunks(), wanted.combine_chunks())
+    nulls = pc.xor(actual.is_null(), wanted.is_null())
+    other = pc.fill_null(pc.not_equal(actual, wanted), False)
+    return np.asarray(pc.or_(nulls, other).to_numpy())
+
+
+def _unequal_lists(actual: Any, wanted: Any) -> NDArray[np.bool_]:
+    """Lists of numbers by their bits; null and empty are the same."""
+    sizes = [pc.fill_null(pc.list_value_length(side), 0).to_numpy() for side in (actual, wanted)]
+    unequal: NDArray[np.bool_] = sizes[0] != sizes[1]
+    same = ~unequal
+    if unequal.any():
+        actual, wanted = (side.filter(pa.array(same)) for side in (actual, wanted))
+    left, right = (_bits(side.flatten()) for side in (actual, wanted))
+    owner = np.repeat(np.flatnonzero(same), sizes[0][same])
+    unequal[owner[left != right]] = True
+    return unequal
+
+
+def _bits(values: Any) -> NDArray[Any]:
+    numbers = values.to_numpy(zero_copy_only=False)
+    return np.asarray(numbers.view(f"u{numbers.dtype.itemsize}"))
+
+
+def _shown(table: pa.Table, row: Any) -> dict[str, Any]:
+    return {name: table[name][int(row)].as_py() for name in _SHOWN}
