@@ -1,0 +1,359 @@
+"""The columns of many deltas, read in place from their payloads.
+
+A `DeltaBatch` is a blob and where each payload starts in it; the fixed part of every payload (the
+header and its own clock entry, 112 bytes) is gathered once into a structured array. The ragged
+parts (components, clocks) are gathered when asked for, group by group of rows of one shape, so
+that no step runs row by row. Taking rows copies no payload.
+
+Sizes are checked when a batch is made, so nothing below can read outside of a payload, whatever
+its bytes. What the bytes *say* is checked by `penstock.model.deltas.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidArgument
+from penstock.model.columns import Binary, Buffer
+from penstock.model.delta import decode
+from penstock.model.delta_format import CLOCK, HAS_INDICES, HEADER, VERSION, check, refuse
+
+PAIR: Final = ("<u8", (2,))  # 16 bytes as two numbers: equality is cheap, zeros are kept
+CLOCK_DTYPE: Final = np.dtype([("origin", *PAIR), ("counter", "<u8")])
+FIXED: Final = np.dtype(
+    [
+        ("version", "u1"), ("op", "u1"), ("priority", "u1"), ("source", "u1"),
+        ("n", "<u2"), ("clocks", "u1"), ("flags", "u1"),
+        ("delta_id", *PAIR), ("parent", *PAIR), ("origin", *PAIR), ("time", "<i8"),
+        ("vector", *PAIR), ("namespace_bytes", "<u2"), ("vector_id_bytes", "<u2"),
+        ("metadata_bytes", "<u4"), ("own", *PAIR), ("counter", "<u8"),
+    ]
+)  # fmt: skip
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBatch:
+    """Deltas in the order of their log, or in the order in which they were taken."""
+
+    blob: Buffer
+    starts: Rows  # of each payload in the blob
+    fixed: NDArray[Any]  # dtype FIXED
+    sequences: NDArray[np.uint64]
+    log_times_ms: NDArray[np.int64]
+    headers: Binary | None = None  # the messages' headers, for routing
+    _parts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        payloads: Binary | Sequence[bytes], *, sequences: NDArray[np.uint64] | None = None,
+        log_times_ms: NDArray[np.int64] | None = None, headers: Binary | None = None,
+    ) -> DeltaBatch:  # fmt: skip
+        """Columns over payloads; raises `InvalidArgument` where sizes do not add up."""
+        if not isinstance(payloads, Binary):
+            payloads = Binary.of(payloads)
+        count = len(payloads)
+        ends = payloads.offsets.astype(np.int64)
+        starts, sizes = ends[:-1], ends[1:] - ends[:-1]
+        _check_bounds(payloads, sizes)
+        fixed = gather(payloads.blob, starts, FIXED)
+        _check_sizes(payloads, fixed, sizes)
+        if sequences is None:
+            sequences = np.arange(1, count + 1, dtype=np.uint64)
+        if log_times_ms is None:
+            log_times_ms = np.zeros(count, np.int64)
+        return DeltaBatch(payloads.blob, starts, fixed, sequences, log_times_ms, headers)
+
+    @staticmethod
+    def empty() -> DeltaBatch:
+        return DeltaBatch.of(())
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    # --- the fixed columns ---
+
+    @property
+    def op(self) -> NDArray[np.uint8]:
+        return self.fixed["op"]
+
+    @property
+    def priority(self) -> NDArray[np.uint8]:
+        return self.fixed["priority"]
+
+    @property
+    def source(self) -> NDArray[np.uint8]:
+        return self.fixed["source"]
+
+    @property
+    def n(self) -> NDArray[np.uint16]:
+        return self.fixed["n"]
+
+    @property
+    def delta_id(self) -> NDArray[np.uint64]:
+        """(rows, 2): an id's sixteen bytes as two numbers."""
+        return self.fixed["delta_id"]
+
+    @property
+    def parent(self) -> NDArray[np.uint64]:
+        return self.fixed["parent"]
+
+    @property
+    def origin(self) -> NDArray[np.uint64]:
+        return self.fixed["origin"]
+
+    @property
+    def vector(self) -> NDArray[np.uint64]:
+        return self.fixed["vector"]
+
+    @property
+    def time(self) -> NDArray[np.int64]:
+        return self.fixed["time"]
+
+    @property
+    def counter(self) -> NDArray[np.uint64]:
+        """Of the delta's own origin."""
+        return self.fixed["counter"]
+
+    # --- the ragged parts ---
+
+    def components(self) -> tuple[Rows, NDArray[np.uint16], NDArray[np.float32]]:
+        """(offsets, indices, values); a row without indices gets 0, 1, 2 …"""
+        found = self._parts.get("components")
+        if found is None:
+            found = self._parts["components"] = _components(self)
+        return found
+
+    def clocks(self) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uint64]]:
+        """(offsets, origins (entries, 2), counters), the own origin first in each row."""
+        found = self._parts.get("clocks")
+        if found is None:
+            found = self._parts["clocks"] = _clocks(self)
+        return found
+
+    @property
+    def names_at(self) -> Rows:
+        """Where each namespace starts in the blob; the vector_id follows, then the metadata."""
+        n = self.n.astype(np.int64)
+        indexed = (self.fixed["flags"] & HAS_INDICES) != 0
+        ragged: Rows = CLOCK.size * self.fixed["clocks"].astype(np.int64) + n * (4 + 2 * indexed)
+        return self.starts + HEADER.size + ragged
+
+    def name_bytes(self) -> tuple[list[bytes], list[bytes]]:
+        """Namespaces and vector ids of all rows."""
+        at = self.names_at
+        middle = at + self.fixed["namespace_bytes"]
+        end = middle + self.fixed["vector_id_bytes"]
+        blob, cuts = self.blob, zip(at.tolist(), middle.tolist(), end.tolist(), strict=True)
+        pairs = [(bytes(blob[a:m]), bytes(blob[m:e])) for a, m, e in cuts]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    def names(self, row: int) -> tuple[str, str]:
+        one = self.take(np.array([row], np.int64))
+        (namespace,), (vector_id,) = one.name_bytes()
+        return namespace.decode(), vector_id.decode()
+
+    def metadata(self, row: int) -> bytes:
+        """The msgpack map of a row, empty where it has none."""
+        head = self.fixed[row]
+        end = int(self.starts[row]) + int(self.sizes[row])
+        return bytes(self.blob[end - int(head["metadata_bytes"]) : end])
+
+    @property
+    def sizes(self) -> Rows:
+        return _sizes(self.fixed)
+
+    def payload(self, row: int) -> bytes:
+        start = int(self.starts[row])
+        return bytes(self.blob[start : start + int(_sizes(self.fixed[row : row + 1])[0])])
+
+    @property
+    def payloads(self) -> Binary:
+        """The payloads one behind the other; a copy, unless they already lie so."""
+        found = self._parts.get("payloads")
+        if found is None:
+            found = self._parts["payloads"] = _packed(self.blob, self.starts, self.sizes)
+        return found
+
+    def delta_ids(self) -> list[bytes]:
+        return sixteens(self.delta_id)
+
+    # --- other batches ---
+
+    def take(self, rows: NDArray[Any]) -> DeltaBatch:
+        """These rows (numbers or a mask) in that order, over the same blob."""
+        if rows.dtype == np.bool_:
+            rows = np.flatnonzero(rows)
+        headers = self.headers
+        if headers is not None:
+            ends = headers.offsets.astype(np.int64)
+            headers = _packed(headers.blob, ends[rows], ends[rows + 1] - ends[rows])
+        return DeltaBatch(
+            self.blob, self.starts[rows], self.fixed[rows], self.sequences[rows],
+            self.log_times_ms[rows], headers,
+        )  # fmt: skip
+
+    @staticmethod
+    def concat(batches: Sequence[DeltaBatch]) -> DeltaBatch:
+        full = [batch for batch in batches if len(batch)]
+        if len(full) <= 1:
+            return full[0] if full else DeltaBatch.empty()
+        packed = [batch.payloads for batch in full]
+        headers = None
+        if any(batch.headers is not None for batch in full):
+            headers = _joined([batch.headers or _blank(len(batch)) for batch in full])
+        payloads = _joined(packed)
+        return DeltaBatch(
+            payloads.blob,
+            payloads.offsets[:-1].astype(np.int64),
+            np.concatenate([batch.fixed for batch in full]),
+            np.concatenate([batch.sequences for batch in full]),
+            np.concatenate([batch.log_times_ms for batch in full]),
+            headers,
+        )
+
+    def decoded(self) -> list[Any]:
+        """The rows as `Delta`s, for people and tests."""
+        return [decode(payload) for payload in self.payloads]
+
+
+def gather(blob: Buffer, starts: Rows, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The records of `dtype` that begin at `starts`: one copy each, wherever they lie."""
+    if not len(starts):
+        return np.empty(0, dtype)
+    size = dtype.itemsize
+    places = len(blob) - size + 1
+    everywhere: NDArray[Any] = np.ndarray((places,), f"V{size}", blob, strides=(1,))
+    return everywhere[starts].view(dtype)
+
+
+def sixteens(pairs: NDArray[np.uint64]) -> list[bytes]:
+    """Rows of two numbers back as the sixteen bytes they are."""
+    data = np.ascontiguousarray(pairs).tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def _sizes(fixed: NDArray[Any]) -> Rows:
+    """How long each payload is by its header."""
+    n = fixed["n"].astype(np.int64)
+    indexed = (fixed["flags"] & HAS_INDICES) != 0
+    names = fixed["namespace_bytes"].astype(np.int64) + fixed["vector_id_bytes"]
+    ragged = CLOCK.size * fixed["clocks"].astype(np.int64) + n * (4 + 2 * indexed)
+    total: Rows = HEADER.size + ragged + names + fixed["metadata_bytes"]
+    return total
+
+
+def _check_bounds(payloads: Binary, sizes: Rows) -> None:
+    """No payload is shorter than the fixed part, nor outside of the blob."""
+    if not len(sizes):
+        return
+    short = sizes < FIXED.itemsize
+    if short.any():
+        row = int(np.argmax(short))
+        raise refuse(
+            f"delta {row}: it has {max(0, int(sizes[row]))} bytes, less than its header and clock",
+            "payload",
+            FIXED.itemsize,
+        )
+    if payloads.offsets[0] < 0 or payloads.offsets[-1] > len(payloads.blob):
+        raise refuse("payloads lie outside of their blob", "payload")
+
+
+def _check_sizes(payloads: Binary, fixed: NDArray[Any], sizes: Rows) -> None:
+    bad = (fixed["clocks"] == 0) | (_sizes(fixed) != sizes) | (fixed["version"] != VERSION)
+    if bad.any():
+        row = int(np.argmax(bad))
+        explain(payloads[row], row)
+        raise refuse(f"delta {row}: its sizes do not add up", "payload")
+
+
+def explain(payload: bytes, row: int, **bounds: int) -> None:
+    """Raise what `check` says of a payload, with the row in front."""
+    try:
+        check(payload, **bounds)
+    except InvalidArgument as error:
+        raise refuse(f"delta {row}: {error.message}", error.field, error.limit) from None
+
+
+def _packed(blob: Buffer, starts: Rows, sizes: Rows) -> Binary:
+    """Pieces of a blob one behind the other, joined by stretches that already lie so."""
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise refuse("a batch of deltas holds at most 2 GiB", "payload", np.iinfo(np.int32).max)
+    ends = starts + sizes
+    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks)) if len(starts) else breaks
+    lasts = np.concatenate((breaks, [len(starts)])) if len(starts) else breaks
+    view = memoryview(blob)
+    cuts = zip(starts[firsts].tolist(), ends[lasts - 1].tolist(), strict=True)
+    pieces = [view[a:b] for a, b in cuts]
+    return Binary(offsets.astype(np.int32), pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+
+def _joined(parts: list[Binary]) -> Binary:
+    sizes = np.concatenate([np.diff(part.offsets).astype(np.int64) for part in parts])
+    blob = b"".join([memoryview(p.blob)[p.offsets[0] : p.offsets[-1]] for p in parts])
+    return _packed(blob, np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
+
+
+def _blank(count: int) -> Binary:
+    return Binary(np.zeros(count + 1, np.int32), b"")
+
+
+# --- ragged columns, by groups of rows of one shape ---
+
+
+def _components(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint16], NDArray[np.float32]]:
+    n = batch.n.astype(np.int64)
+    offsets = np.zeros(len(n) + 1, np.int64)
+    np.cumsum(n, out=offsets[1:])
+    indexed = (batch.fixed["flags"] & HAS_INDICES) != 0
+    starts = batch.starts + HEADER.size + CLOCK.size * batch.fixed["clocks"]
+    indices = np.empty(offsets[-1], np.uint16)
+    values = np.empty(offsets[-1], np.float32)
+    for shape, rows in _groups(n * 2 + indexed):
+        width, has_indices = shape >> 1, shape & 1
+        if not width:
+            continue
+        kind = np.dtype([("i", "<u2", (width,)), ("v", "<f4", (width,))][not has_indices :])
+        found = gather(batch.blob, starts[rows], kind)
+        at = slice(None) if len(rows) == len(n) else offsets[rows][:, None] + np.arange(width)
+        values[at] = found["v"].reshape(-1) if isinstance(at, slice) else found["v"]
+        named = found["i"] if has_indices else np.broadcast_to(np.arange(width), (len(rows), width))
+        indices[at] = named.reshape(-1) if isinstance(at, slice) else named
+    return offsets, indices, values
+
+
+def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uint64]]:
+    count = batch.fixed["clocks"].astype(np.int64)
+    offsets = np.zeros(len(count) + 1, np.int64)
+    np.cumsum(count, out=offsets[1:])
+    entries = np.empty(offsets[-1], CLOCK_DTYPE)
+    for width, rows in _groups(count):
+        found = gather(batch.blob, batch.starts[rows] + HEADER.size, _row_of(CLOCK_DTYPE, width))
+        entries[offsets[rows][:, None] + np.arange(width)] = found["x"]
+    return offsets, entries["origin"], entries["counter"]
+
+
+def _row_of(dtype: np.dtype[Any], width: int) -> np.dtype[Any]:
+    return np.dtype([("x", dtype, (width,))])
+
+
+def _groups(shapes: Rows) -> list[tuple[int, Rows]]:
+    """Rows of equal shape together."""
+    if not len(shapes):
+        return []
+    if (shapes == shapes[0]).all():
+        return [(int(shapes[0]), np.arange(len(shapes)))]
+    order = np.argsort(shapes, kind="stable")
+    ranked = shapes[order]
+    cuts = [0, *(np.flatnonzero(ranked[1:] != ranked[:-1]) + 1).tolist(), len(ranked)]
+    return [(int(ranked[a]), order[a:b]) for a, b in pairwise(cuts)]

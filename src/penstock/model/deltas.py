@@ -1,0 +1,164 @@
+"""Many deltas at once: their columns (`DeltaBatch`), and whether a topic accepts them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidArgument
+from penstock.model.delta_batch import FIXED, DeltaBatch, Rows, explain, gather, sixteens
+from penstock.model.delta_format import (
+    AHEAD_MS_MAX,
+    CLOCK_ORIGINS_MAX,
+    COUNTER_MAX,
+    HAS_INDICES,
+    HAS_METADATA,
+    HAS_PARENT,
+    LOGICAL_BITS,
+    NAMESPACE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    VECTOR_ID_BYTES_MAX,
+    Op,
+    PriorityClass,
+    Source,
+    check,
+    metadata_of,
+)
+
+__all__ = ["FIXED", "DeltaBatch", "gather", "sixteens", "sound_rows", "validate"]
+
+SMALL: Final = 8  # rows up to which checking one by one is quicker than setting columns up
+
+
+def validate(batch: DeltaBatch, *, dimensions: int, now_ms: int) -> None:
+    """Raise `InvalidArgument` for the first row that a topic of `dimensions` refuses.
+
+    The columns answer quickly whether all is well; where they have a doubt, `check` reads the
+    payloads one by one and says what is wrong.
+    """
+    if len(batch) > SMALL and _sound(batch, dimensions, now_ms):
+        return
+    for row in range(len(batch)):
+        explain(batch.payload(row), row, dimensions=dimensions, now_ms=now_ms)
+
+
+def sound_rows(batch: DeltaBatch, *, dimensions: int) -> NDArray[np.bool_]:
+    """Which rows `validate` would accept, the time apart: it was checked when they were written."""
+    found = np.ones(len(batch), np.bool_)
+    if _shaped(batch, dimensions) and _numbers_fit(batch, dimensions):
+        return found
+    for row in range(len(batch)):
+        try:
+            check(batch.payload(row), dimensions=dimensions)
+        except InvalidArgument:
+            found[row] = False
+    return found
+
+
+def _sound(batch: DeltaBatch, dimensions: int, now_ms: int) -> bool:
+    return (
+        _shaped(batch, dimensions)
+        and bool((batch.time >> LOGICAL_BITS).max() <= now_ms + AHEAD_MS_MAX)
+        and _numbers_fit(batch, dimensions)
+        and _clocks_fit(batch)
+        and _names_fit(batch)
+        and _metadata_fits(batch)
+    )
+
+
+_INDEXED: Final = 8  # above the op in the key of _shapes
+_ANY: Final = -1
+
+
+def _shapes(dimensions: int) -> tuple[Rows, Rows]:
+    """Least and most values by op and whether it has indices; an impossible pair has most < 0."""
+    least, most = np.ones(16, np.int64), np.full(16, _ANY, np.int64)
+    for op, low, high in (
+        (Op.CREATE, dimensions, dimensions),
+        (Op.DENSE, dimensions, dimensions),
+        (Op.SPARSE | _INDEXED, 1, dimensions),
+        (Op.SCALE, 1, 1),
+        (Op.OFFSET, dimensions, dimensions),
+        (Op.OFFSET | _INDEXED, 1, dimensions),
+        (Op.DELETE, 0, 0),
+        (Op.METADATA, 0, 0),
+    ):
+        least[op], most[op] = low, high
+    return least, most
+
+
+_TAKES_METADATA: Final = np.isin(np.arange(8), (Op.CREATE, Op.DENSE, Op.METADATA))
+
+
+def _shaped(batch: DeltaBatch, dimensions: int) -> bool:
+    """The header's numbers are within bounds and agree with each other."""
+    f = batch.fixed
+    flags, op, has_parent = f["flags"], f["op"], (f["parent"] != 0).any(axis=1)
+    if op.max(initial=0) >= len(Op) or flags.max(initial=0) > 7:
+        return False
+    least, most = _shapes(dimensions)
+    shape = op + _INDEXED * ((flags & HAS_INDICES) != 0)
+    has_metadata = f["metadata_bytes"] != 0
+    good = (f["n"] >= least[shape]) & (f["n"] <= most[shape])
+    good &= (f["priority"] < len(PriorityClass)) & (f["source"] < len(Source))
+    good &= ((flags & HAS_PARENT) != 0) == has_parent
+    good &= ((flags & HAS_METADATA) != 0) == has_metadata
+    good &= (_TAKES_METADATA[op] | ~has_metadata) & ((op != Op.METADATA) | has_metadata)
+    good &= (f["delta_id"] != 0).any(axis=1) & (f["delta_id"] != f["parent"]).any(axis=1)
+    good &= (f["clocks"] <= CLOCK_ORIGINS_MAX) & (f["time"] >= 0)
+    good &= (f["namespace_bytes"] <= NAMESPACE_BYTES_MAX) & (f["namespace_bytes"] >= 1)
+    good &= (f["vector_id_bytes"] <= VECTOR_ID_BYTES_MAX) & (f["vector_id_bytes"] >= 1)
+    good &= batch.sizes <= PAYLOAD_BYTES_MAX
+    return bool(good.all())
+
+
+def _numbers_fit(batch: DeltaBatch, dimensions: int) -> bool:
+    offsets, indices, values = batch.components()
+    if not np.isfinite(values).all() or indices.max(initial=0) >= dimensions:
+        return False
+    rising = indices[1:] > indices[:-1]
+    if rising.all():
+        return True
+    starts = offsets[1:-1]
+    rising[starts[(starts > 0) & (starts < len(indices))] - 1] = True
+    return bool(rising.all())
+
+
+def _clocks_fit(batch: DeltaBatch) -> bool:
+    offsets, origins, counters = batch.clocks()
+    letters = np.ascontiguousarray(origins).view(np.uint8).reshape(-1, 16)
+    if letters.max(initial=0) >= 0x80 or not letters[:, 0].all():
+        return False  # not ASCII: let `check` see whether it is UTF-8
+    zero = letters == 0
+    if (zero[:, :-1] & ~zero[:, 1:]).any() or (batch.origin != batch.fixed["own"]).any():
+        return False
+    if counters.min(initial=1) < 1 or counters.max(initial=1) > COUNTER_MAX:
+        return False
+    if len(counters) == len(batch):
+        return True
+    row = np.repeat(np.arange(len(batch)), np.diff(offsets))
+    order = np.lexsort((origins[:, 0], origins[:, 1], row))
+    same = (origins[order[1:]] == origins[order[:-1]]).all(axis=1)
+    return not bool((same & (row[order[1:]] == row[order[:-1]])).any())
+
+
+def _names_fit(batch: DeltaBatch) -> bool:
+    namespaces, vector_ids = batch.name_bytes()
+    names = [n + b"\0" + v for n, v in zip(namespaces, vector_ids, strict=True)]
+    text = b"".join(names)
+    if not text.isascii() or text.count(0) != len(names):
+        return False
+    hashes = b"".join(map(xxhash.xxh3_128_digest, names))
+    return hashes == np.ascontiguousarray(batch.vector).tobytes()
+
+
+def _metadata_fits(batch: DeltaBatch) -> bool:
+    for row in np.flatnonzero(batch.fixed["metadata_bytes"]).tolist():
+        try:
+            metadata_of(batch.metadata(row))
+        except InvalidArgument:
+            return False
+    return True
