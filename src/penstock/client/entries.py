@@ -18,7 +18,7 @@ from penstock.client.content import Content
 from penstock.client.options import milliseconds
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.partitioning import partitions_of
+from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import (
     BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,
@@ -26,6 +26,7 @@ from penstock.model.topic import (
     KEY_BYTES_MAX,
     RETRIES_MAX,
     TopicConfig,
+    TopicKind,
 )
 from penstock.wire.answers import ids_of
 from penstock.wire.messages import Enqueue, Enqueued, Part
@@ -206,7 +207,7 @@ def sealed(
     count = len(entries)
     parts, bodies = [], []
     order: list[int] | None = None
-    groups = _groups(entries, config.partitions, partition)
+    groups = _groups(entries, config, partition)
     if len(groups) > 1:
         order = [row for rows in groups.values() for row in rows]
     for target, rows in groups.items():
@@ -221,13 +222,18 @@ def sealed(
     return Shipment(request, bodies, count=count, order=order)
 
 
-def _groups(entries: Entries, partitions: int, sticky: int) -> dict[int, Sequence[int]]:
+def _groups(entries: Entries, config: TopicConfig, sticky: int) -> dict[int, Sequence[int]]:
     """The rows of each partition."""
-    if entries.keys is None or partitions == 1:
+    if config.partitions == 1:
+        return {0: range(len(entries))}
+    if config.kind is TopicKind.DELTA:
+        targets = partitions_of_deltas(entries.payloads, config.partitions)
+    elif entries.keys is None:
         return {sticky: range(len(entries))}
-    targets = partitions_of(entries.keys, partitions)
-    keyless = np.fromiter((not key for key in entries.keys), bool, len(entries.keys))
-    targets[keyless] = sticky
+    else:
+        targets = partitions_of(entries.keys, config.partitions)
+        keyless = np.fromiter((not key for key in entries.keys), bool, len(entries.keys))
+        targets[keyless] = sticky
     return {int(p): np.flatnonzero(targets == p).tolist() for p in np.unique(targets)}
 
 

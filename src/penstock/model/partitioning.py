@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 _MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
+VECTOR_AT: Final = 64  # of a vector's hash in a delta
 _SHIFT: Final = np.uint64(33)
 
 
@@ -39,6 +40,13 @@ def partitions_of_digests(digests: NDArray[np.uint64], partitions: int) -> NDArr
     scores *= _MIX
     best: NDArray[np.int64] = np.argmax(scores, axis=1)
     return best
+
+
+def partitions_of_deltas(payloads: Sequence[bytes], partitions: int) -> NDArray[np.int64]:
+    """Where the deltas in these payloads belong; bytes that are no delta belong anywhere."""
+    end = VECTOR_AT + 8
+    hashes = [payload[VECTOR_AT:end].ljust(8, b"\0") for payload in payloads]
+    return partitions_of_digests(np.frombuffer(b"".join(hashes), "<u8"), partitions)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.errors import InvalidArgument
+from penstock.model.delta_format import DIMENSIONS_MAX
 from penstock.model.ids import PARTITIONS_MAX
 
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,255}")
@@ -21,7 +22,6 @@ RETRIES_MAX: Final = 1000
 DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
 HOUR_MS: Final = 3600 * 1000
 RETENTION_MS_MAX: Final = 10 * 366 * 24 * HOUR_MS
-DIMENSIONS_MAX: Final = 4096
 
 
 class TopicKind(StrEnum):

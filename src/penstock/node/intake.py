@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption, InvalidArgument, PenstockError
 from penstock.model.batch import Codec, decompress
 from penstock.model.columns import Buffer, Columns
-from penstock.model.topic import BATCH_ENTRIES_MAX
+from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
 from penstock.node.atomic import enqueue_atomically
 from penstock.node.bodies import ENQ, check_body, spread, subset
+from penstock.node.deltas import check_deltas, check_partition, spread_deltas
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
 from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
@@ -25,7 +26,10 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
     """Check everything, then hand the parts to their partitions. Raises before any change."""
     topic = engine.topic(control.topic)
     bodies = _bodies(engine, topic, control, data)
-    placed = _place(topic, control, bodies)
+    if topic.config.kind is TopicKind.DELTA:
+        placed = _place_deltas(engine, topic, control, bodies)
+    else:
+        placed = _place(topic, control, bodies)
     if control.expected_sequence is not None and len(placed) != 1:
         raise InvalidArgument(
             "expected_sequence needs entries of one partition", field="expected_sequence"
@@ -103,16 +107,42 @@ def _place(
                 (topic.partition(part.partition), _maker(control, columns, body, indices))
             )
         else:
-            placed += _spread(topic, control, columns, body, index)
+            topic.rotation = (topic.rotation + 1) % len(topic.partitions)
+            shares = list(spread(columns, len(topic.partitions), fallback=topic.rotation))
+            placed += _spread(topic, control, (columns, body, index), shares)
+    return placed
+
+
+def _place_deltas(
+    engine: Engine, topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
+) -> list[tuple[Partition, Make]]:
+    """The same for deltas, which are checked here: only where their vectors belong."""
+    placed: list[tuple[Partition, Make]] = []
+    partitions, now_ms = len(topic.partitions), engine.clock.now_ms()
+    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
+        deltas = check_deltas(columns, topic.config, now_ms=now_ms)
+        if control.partitioned:
+            target = topic.partition(part.partition)
+            check_partition(deltas, target.index, partitions)
+            indices = range(index, index + part.count)
+            placed.append((target, _maker(control, columns, body, indices)))
+        else:
+            shares = list(spread_deltas(deltas, partitions))
+            placed += _spread(topic, control, (columns, body, index), shares)
+    if control.atomic and len(placed) > 1:
+        raise InvalidArgument(
+            "an atomic batch of deltas must have vectors of one partition", field="atomic"
+        )
     return placed
 
 
 def _spread(
-    topic: Topic, control: Enqueue, columns: Columns, body: Buffer, index: int
+    topic: Topic,
+    control: Enqueue,
+    whole: tuple[Columns, Buffer, int],
+    shares: list[tuple[int, NDArray[np.int64]]],
 ) -> list[tuple[Partition, Make]]:
-    partitions = len(topic.partitions)
-    topic.rotation = (topic.rotation + 1) % partitions
-    shares = list(spread(columns, partitions, fallback=topic.rotation))
+    columns, body, index = whole
     if len(shares) == 1:
         indices = range(index, index + columns.count)
         return [(topic.partitions[shares[0][0]], _maker(control, columns, body, indices))]

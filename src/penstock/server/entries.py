@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.partitioning import partitions_of
+from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import (
     BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,
@@ -25,6 +25,7 @@ from penstock.model.topic import (
     PRODUCER_ID_BYTES_MAX,
     RETRIES_MAX,
     TopicConfig,
+    TopicKind,
 )
 
 FRAME_SLACK: Final = 64 << 10  # for offsets, numbers and the control message of a frame
@@ -93,18 +94,24 @@ class Entries(NamedTuple):
         _check_range(self.delays_ms, (0, DELAY_MS_MAX), names, "delay_ms")
         _check_range(self.max_retries, (-1, RETRIES_MAX), names, "max_retries")
 
-    def partition(self, partitions: int) -> int:
+    def partition(self, config: TopicConfig) -> int:
         """The one partition all entries belong to, for a call that names its last sequence."""
-        if partitions == 1:
+        if config.partitions == 1:
             return 0
-        keys = self.keys or ()
-        found: NDArray[np.int64] = np.unique(partitions_of(keys, partitions)) if all(keys) else []  # type: ignore[assignment]
+        found = set(self._partitions(config).tolist())
         if len(found) != 1:
             raise InvalidArgument(
-                "expected_sequence needs messages whose keys share a partition",
+                "expected_sequence needs messages whose keys (or vectors) share a partition",
                 field="expected_sequence",
             )
-        return int(found[0])
+        return int(found.pop())
+
+    def _partitions(self, config: TopicConfig) -> NDArray[np.int64]:
+        """Where the entries belong; none if one of them belongs nowhere by itself."""
+        if config.kind is TopicKind.DELTA:
+            return partitions_of_deltas(self.payloads, config.partitions)
+        keys = self.keys or ()
+        return partitions_of(keys, config.partitions) if all(keys) else np.empty(0, np.int64)
 
 
 def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -> Run | None:

@@ -48,7 +48,7 @@ async def put_batch(
             limit=link.body_bytes_max,
         )
     count = len(entries.payloads)
-    partition = 0 if expected_sequence is None else entries.partition(config.partitions)
+    partition = 0 if expected_sequence is None else entries.partition(config)
     try:
         enqueued = await link.connection.enqueue(
             topic,

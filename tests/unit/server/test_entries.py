@@ -2,8 +2,9 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.partitioning import partition_of
-from penstock.model.topic import TopicConfig
+from penstock.model.delta import vector_hash
+from penstock.model.partitioning import partition_of, partitions_of_deltas
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.server.entries import Entries, Run, packed_headers, producer_run
 
 CONFIG = TopicConfig(name="jobs", payload_bytes_max=10)
@@ -45,12 +46,22 @@ def test_the_first_value_over_its_limit_is_named(entries: Entries, field: str, l
 
 
 def test_expected_sequence_needs_keys_of_one_partition() -> None:
+    eight = TopicConfig(name="jobs", partitions=8)
     one = Entries([b"a", b"b"], [0, 0], keys=[b"k", b"k"])
-    assert one.partition(8) == partition_of(b"k", 8)
-    assert Entries([b"a"], [0]).partition(1) == 0
+    assert one.partition(eight) == partition_of(b"k", 8)
+    assert Entries([b"a"], [0]).partition(CONFIG) == 0
     for keys in (None, [b"k", b""], [b"k", b"other-2"]):
         with pytest.raises(InvalidArgument, match="expected_sequence"):
-            Entries([b"a", b"b"], [0, 0], keys=keys).partition(8)
+            Entries([b"a", b"b"], [0, 0], keys=keys).partition(eight)
+
+
+def test_expected_sequence_of_deltas_needs_vectors_of_one_partition() -> None:
+    config = TopicConfig(name="vectors", kind=TopicKind.DELTA, dimensions=2, partitions=8)
+    one, other = (bytes(64) + vector_hash("n", name) for name in ("a", "b"))
+    [home] = partitions_of_deltas([one], 8).tolist()
+    assert Entries([one, one], [0, 0]).partition(config) == home
+    with pytest.raises(InvalidArgument, match="expected_sequence"):
+        Entries([one, other], [0, 0]).partition(config)
 
 
 @pytest.mark.parametrize(
