@@ -230,15 +230,15 @@ def test_serve_refuses_an_open_door(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["fsck", str(tmp_path / "none")]).exit_code == 3
 
 
-def test_the_demo_holds_what_it_claims(tmp_path: Path) -> None:
+def test_the_demo_of_the_queue_holds_what_it_claims(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    command = [*PENSTOCK, "demo", "--json", "--data", str(folder)]
+    command = [*PENSTOCK, "demo", "--act", "queue", "--json", "--data", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENV)
     document = json.loads(done.stdout)
     failed = [claim for claim in document["claims"] if not claim["holds"]]
     assert (done.returncode, failed, document["ok"]) == (0, [], True)
     assert len(document["claims"]) >= 12
-    assert Cli("").json("fsck", str(folder))["ok"] is True
+    assert Cli("").json("fsck", str(folder / "node"))["ok"] is True
     assert Cli("").json("demo", "--data", str(folder), code=4)["error"]["field"] == "data"
 
 

@@ -68,7 +68,7 @@ class ServerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=log,
-                    env=_clean_environment(),
+                    env=clean_environment(),
                 )
             await self._serving(ready)
             return time.perf_counter() - began
@@ -148,7 +148,7 @@ def _read_ports(ready: Path) -> dict[str, int] | None:
     return {name: found[name] for name in LISTENERS if name in found}
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Ours without Penstock's own settings, which are meant for another server."""
     return {name: v for name, v in os.environ.items() if not name.startswith("PENSTOCK_")}
 

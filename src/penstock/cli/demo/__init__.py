@@ -1,4 +1,4 @@
-"""`penstock demo`: a real server, a story, a `kill -9` in the middle, and checked claims."""
+"""`penstock demo`: the real system, a story, things that go wrong, and checked claims."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import signal
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.demo.acts import Act
 from penstock.cli.exits import Exit
 from penstock.cli.output import to_json
 from penstock.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from penstock.cli.demo.story import Running
 
 app = group("Demonstration.")
 
@@ -25,47 +29,65 @@ async def demo(
     data: Annotated[
         Path | None, typer.Option(help="A new folder to keep. [default: a temporary one]")
     ] = None,
+    act: Annotated[Act, typer.Option(help="Only a part of it. `queue` needs no Spark.")] = Act.ALL,
+    quick: Annotated[bool, typer.Option("--quick", help="With less data.")] = False,
+    picture: Annotated[Path, typer.Option(help="Where to draw what happened.")] = Path(
+        "penstock-demo.html"
+    ),
     stay: Annotated[
-        bool, typer.Option("--stay", help="Keep the server running at the end.")
+        bool, typer.Option("--stay", help="Keep everything running at the end.")
     ] = False,
 ) -> Answer | None:
-    """Enqueue, pop by priority, retry, dead-letter, crash, recover; exit 1 if a claim fails."""
+    """Show the whole system at work and check what it claims; exit 1 if a claim fails."""
     from penstock.cli.connect import quiet_logs
-    from penstock.cli.demo.story import tell
+    from penstock.cli.demo.story import Story
     from penstock.cli.demo.view import Screen
 
     quiet_logs()
+    _end_by_signal()
     with ExitStack() as stack:
         if data is None:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-demo-"))
-            data = Path(scratch) / "data"
+            data = Path(scratch)
         elif data.exists() and any(data.iterdir()):
             raise FailedPrecondition(f"{data} is not empty; name a new folder", field="data")
-        screen = Screen(quiet=cli.json)
-        document = await tell(data, screen)
-        screen.summary(document)
-        code = Exit.OK if document["ok"] else Exit.FAILED
-        if stay:
-            await _stay(cli, data, document)
-            return Answer(document=None, code=code) if not cli.json else None
-    return Answer(document=document, code=code)
+
+        async def keep(document: dict[str, Any], running: Running) -> None:
+            await _stay(cli, document, running)
+
+        story = Story(
+            folder=data, screen=Screen(quiet=cli.json), act=act, quick=quick, picture=picture,
+            keep=keep if stay else None,
+        )  # fmt: skip
+        try:
+            document = await story.tell()
+        except asyncio.CancelledError:  # by a signal: nobody else holds this task
+            return Answer(document={"ok": False, "interrupted": True}, code=Exit.INTERRUPTED)
+        if stay and cli.json:
+            return None  # the document was printed before the wait
+        return Answer(document=document, code=Exit.OK if document["ok"] else Exit.FAILED)
 
 
-async def _stay(cli: Invocation, data: Path, document: dict[str, Any]) -> None:
-    """Serve the story's folder until Ctrl-C or SIGTERM."""
-    from penstock.cli.process import server_process
+def _end_by_signal() -> None:
+    """SIGTERM ends the demo as Ctrl-C does: with its processes, and not without them."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
-    async with server_process(data) as server:
-        addresses = {"native": server.url, "grpc": server.grpc, "http": server.http}
-        if cli.json:
-            print(to_json({**document, "addresses": addresses}), flush=True)
-        else:
-            print("\nThe server keeps running; Ctrl-C ends it.")
-            for name, address in addresses.items():
-                print(f"  {name:<7} {address}", flush=True)
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
-        await stopped.wait()
-        await server.stop()
+
+async def _stay(cli: Invocation, document: dict[str, Any], running: Running) -> None:
+    """Say what there is to use, and wait for Ctrl-C or SIGTERM."""
+    if cli.json:
+        print(to_json({**document, "addresses": running.addresses}), flush=True)
+    else:
+        print("\nEverything keeps running; Ctrl-C ends it.\n")
+        for name, address in running.addresses.items():
+            print(f"  {name:<7} {address}")
+        print("\nTry:\n")
+        for line in running.commands:
+            print(f"  {line}", flush=True)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()

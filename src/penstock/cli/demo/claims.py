@@ -21,7 +21,8 @@ class Chapter:
     title: str
     notes: list[str] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # for programs
+    headline: dict[str, str] = field(default_factory=dict)  # the few that people remember
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -36,6 +37,7 @@ def document_of(chapters: list[Chapter], *, seconds: float) -> dict[str, Any]:
         "ok": bool(claims) and all(claim.holds for claim in claims),
         "claims": [asdict(claim) for claim in claims],
         "figures": {name: value for c in chapters for name, value in c.figures.items()},
+        "headline": {name: text for c in chapters for name, text in c.headline.items()},
         "seconds": round(seconds, 2),
     }
 

@@ -160,19 +160,18 @@ async def _acknowledged_in_log(connection: Connection) -> set[tuple[int, int]]:
 async def _drain(connection: Connection, ledger: Ledger, producers: asyncio.Task[None]) -> None:
     """Consume until the producers are done and only the held leases are left."""
     consumer = asyncio.create_task(_consume(connection, ledger))
-    deadline = time.monotonic() + DRAIN_S_MAX
-    await producers
-    while time.monotonic() < deadline:
-        stats = (await connection.call("stats", topic=TOPIC))["topics"][0]
-        open_messages = stats["ready"] + stats["delayed"] + stats["leased"]
-        if open_messages == len(ledger.held):
-            break
-        await asyncio.sleep(IDLE_S)
-        if consumer.done():
-            break
-    consumer.cancel()
-    with suppress(asyncio.CancelledError):
-        await consumer  # an error of its own must be seen
+    try:
+        await producers
+        deadline = time.monotonic() + DRAIN_S_MAX
+        while time.monotonic() < deadline and not consumer.done():
+            stats = (await connection.call("stats", topic=TOPIC))["topics"][0]
+            if stats["ready"] + stats["delayed"] + stats["leased"] == len(ledger.held):
+                break
+            await asyncio.sleep(IDLE_S)
+    finally:
+        consumer.cancel()
+        with suppress(asyncio.CancelledError):
+            await consumer  # an error of its own must be seen
 
 
 def _state_claims(chapter: Chapter, ledger: Ledger, *, under_way: int, lost: int) -> None:

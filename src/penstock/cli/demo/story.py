@@ -1,182 +1,103 @@
-"""The story: embeddings of a catalogue, where a person's edit must not wait for bulk work.
-
-Each chapter works on a real server over the wire and states what it saw as claims.
-"""
+"""The whole story: first the queue, then the deltas and their pipeline, on one node."""
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
-from penstock.cli.connect import create_topic
+from penstock.cli.demo.acts import Act
 from penstock.cli.demo.claims import Chapter, document_of
-from penstock.cli.demo.crash import survive_kill
-from penstock.cli.demo.proof import verify_folder_at_rest
+from penstock.cli.demo.queue_story import tell_of_the_queue
+from penstock.cli.demo.recording import Recording
 from penstock.cli.demo.view import Screen
-from penstock.cli.enqueue import Attributes, enqueue
 from penstock.cli.process import ServerProcess, server_process
-from penstock.model.ids import LeaseToken
-
-if TYPE_CHECKING:
-    from penstock.client.connection import Connection
-
-TOPIC: Final = "embeddings"
-MAX_RETRIES: Final = 2
-SHAPE: Final[dict[str, Any]] = {
-    "name": TOPIC, "mode": "min", "partitions": 4, "k": 1, "max_retries": MAX_RETRIES,
-    "backoff_ms_base": 100, "backoff_ms_cap": 400,
-}  # fmt: skip
-# priority, what happens; enqueued in this order, on purpose the wrong one
-CHANGES: Final = (
-    (9, "re-embed the winter catalogue"),
-    (9, "re-embed the archive"),
-    (5, "price list from the supplier"),
-    (9, "re-embed all reviews"),
-    (0, "editor fixed a wrong product title"),
-    (5, "new photos of 40 products"),
-    (0, "customer deleted a review"),
-    (2, "stock is back for a best seller"),
-)
-POISON: Final = "vector of the wrong dimension"
-FLAKY: Final = "model server was restarting"
+from penstock.model.version import __version__
 
 
-@dataclass
-class Stage:
-    """What every chapter has at hand."""
+@dataclass(frozen=True)
+class Running:
+    """What can be used while the demo stays."""
 
-    server: ServerProcess
-    connection: Connection
+    addresses: dict[str, str]
+    commands: list[str]
+
+
+Keep = Callable[[dict[str, Any], Running], Awaitable[None]]
+
+
+@dataclass(kw_only=True)
+class Story:
+    """One telling. `keep` is called at the end, while everything still runs."""
+
+    folder: Path
     screen: Screen
+    act: Act = Act.ALL
+    quick: bool = False
+    picture: Path | None = None
+    keep: Keep | None = None
     chapters: list[Chapter] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
 
-    async def reconnect(self) -> None:
-        from penstock.client.connection import open_connection
+    async def tell(self) -> dict[str, Any]:
+        """Play the acts; the document says whether every claim held."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        async with server_process(self.folder / "node") as server:
+            self.screen.say(f"penstock serve is process {server.pid}, native at {server.url}")
+            if self.act is not Act.PIPELINE:
+                self.screen.act("Act one: the queue", "Priorities, retries, and kill -9.")
+                self.chapters += await tell_of_the_queue(server, self.screen)
+                if self.act is Act.ALL or self.keep is not None:
+                    await server.start()
+            if self.act is Act.QUEUE:
+                return await self._end(None, Running(_addresses(server), _queue_commands(server)))
+            return await self._second_act(server)
 
-        await self.connection.close()
-        self.connection = await open_connection(self.server.url)
+    async def _second_act(self, server: ServerProcess) -> dict[str, Any]:
+        from penstock.cli.demo.cinema import cinema
+        from penstock.cli.demo.delta_story import tell_of_the_deltas
+
+        self.screen.act(
+            "Act two: deltas, and a pipeline on Spark",
+            "Writers that disagree, a slow sink, a failing one, and proof that all ends well.",
+        )
+        async with cinema(self.folder, server, self.screen) as house:
+            self.chapters += await tell_of_the_deltas(house, quick=self.quick)
+            running = Running({**_addresses(server), "redis": house.redis.url}, house.commands())
+            return await self._end(house.recording, running)
+
+    async def _end(self, recording: Recording | None, running: Running) -> dict[str, Any]:
+        """The document, the picture, the summary, and the wait of somebody who stays."""
+        document = document_of(self.chapters, seconds=time.perf_counter() - self.began)
+        document["made"] = _made()
+        if recording is not None and self.picture is not None:
+            from penstock.cli.demo.page import page
+
+            self.screen.progress("drawing the picture")
+            self.picture.write_text(page(document, recording), encoding="utf-8")
+            document["picture"] = str(self.picture)
+        self.screen.summary(document)
+        if self.keep is not None:
+            await self.keep(document, running)
+        return document
 
 
-async def tell(data: Path, screen: Screen) -> dict[str, Any]:
-    """Play all chapters on the folder `data`; the document says whether every claim held."""
-    from penstock.client.connection import open_connection
-
-    began = time.perf_counter()
-    data.parent.mkdir(parents=True, exist_ok=True)
-    async with server_process(data) as server:
-        screen.say(f"penstock serve is process {server.pid}, native at {server.url}")
-        stage = Stage(server, await open_connection(server.url), screen)
-        await play(stage, "Priority decides", pop_by_priority)
-        await play(stage, "Failures come back, then go to the dead letters", fail_and_retry)
-        await play(stage, "kill -9 under load", crash_under_load)
-        await play(stage, "Replay of the dead letters", replay_dead_letters)
-        await play(stage, "Proof on the folder itself", prove_folder)
-    return document_of(stage.chapters, seconds=time.perf_counter() - began)
+def _addresses(server: ServerProcess) -> dict[str, str]:
+    return {"native": server.url, "grpc": server.grpc, "http": server.http}
 
 
-async def play(stage: Stage, title: str, act: Callable[[Stage, Chapter], Awaitable[None]]) -> None:
-    chapter = Chapter(title)
-    await act(stage, chapter)
-    stage.chapters.append(chapter)
-    stage.screen.chapter(len(stage.chapters), chapter)
+def _queue_commands(server: ServerProcess) -> list[str]:
+    return [f"penstock --url {server.url} stats", f"penstock --url {server.url} topic list"]
 
 
-async def pop_by_priority(stage: Stage, chapter: Chapter) -> None:
-    await create_topic(stage.connection, **SHAPE)
-    for priority, text in CHANGES:
-        await enqueue(stage.connection, TOPIC, [text.encode()], Attributes(priority=priority))
-    order = []
-    for _ in CHANGES:
-        message = (await pop(stage, limit=1))[0]
-        await settle(stage, [message])
-        order.append((message["priority"], message["payload"].decode()))
-        chapter.note(f"  {message['priority']}  {message['payload'].decode()}")
-    sorted_by_priority = sorted(CHANGES, key=lambda change: change[0])
-    chapter.claim(
-        "messages leave by priority, over 4 partitions",
-        [p for p, _ in order] == [p for p, _ in sorted_by_priority],
-        f"{len(order)} popped in order {[p for p, _ in order]}",
+def _made() -> str:
+    when = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC")
+    return (
+        f"Made by Penstock {__version__} with Python {platform.python_version()}"
+        f" on {os.cpu_count()} cores, {when}."
     )
-    chapter.claim(
-        "each leaves once", sorted(order) == sorted(CHANGES), f"{len(set(order))} distinct"
-    )
-
-
-async def fail_and_retry(stage: Stage, chapter: Chapter) -> None:
-    """One message fails once, one fails always; the first succeeds, the second is dead-lettered."""
-    for text in (FLAKY, POISON):
-        await enqueue(stage.connection, TOPIC, [text.encode()], Attributes())
-    attempts: dict[str, list[int]] = {FLAKY: [], POISON: []}
-    began = time.perf_counter()
-    while len(attempts[FLAKY]) < 2 or len(attempts[POISON]) <= MAX_RETRIES:
-        for message in await pop(stage, limit=1, wait_ms=5000):
-            text = message["payload"].decode()
-            attempts[text].append(message["attempts"])
-            if text == FLAKY and message["attempts"]:
-                await settle(stage, [message])
-            else:
-                await stage.connection.give_back(TOPIC, tokens_of([message]), reason=text)
-    chapter.note(f"  {FLAKY!r} was tried {len(attempts[FLAKY])} times")
-    chapter.note(f"  {POISON!r} was tried {len(attempts[POISON])} times")
-    dead = (await stage.connection.call("dlq_list", topic=TOPIC))["messages"]
-    took = time.perf_counter() - began
-    chapter.claim(
-        "a failed message comes back after a backoff", attempts[FLAKY] == [0, 1],
-        f"attempts {attempts[FLAKY]}",
-    )  # fmt: skip
-    chapter.claim(
-        f"past {MAX_RETRIES} retries it is a dead letter",
-        attempts[POISON] == list(range(MAX_RETRIES + 1))
-        and [m["payload"].decode() for m in dead] == [POISON],
-        f"attempts {attempts[POISON]}, dead after {took:.1f} s, reason {dead[0]['reason']}"
-        if dead
-        else "the dead letters are empty",
-    )
-
-
-async def crash_under_load(stage: Stage, chapter: Chapter) -> None:
-    await survive_kill(stage.server, chapter, stage.screen.say)
-    await stage.reconnect()
-    dead = (await stage.connection.call("dlq_list", topic=TOPIC))["messages"]
-    chapter.claim("dead letters survive too", len(dead) == 1, f"{len(dead)} there after restart")
-
-
-async def replay_dead_letters(stage: Stage, chapter: Chapter) -> None:
-    replayed = (await stage.connection.call("dlq_replay", topic=TOPIC))["replayed"]
-    messages = await pop(stage, limit=10, wait_ms=5000)
-    await settle(stage, messages)
-    left = (await stage.connection.call("dlq_list", topic=TOPIC))["messages"]
-    texts = [message["payload"].decode() for message in messages]
-    chapter.note(f"  {replayed} replayed, and this time {texts} succeeds")
-    chapter.claim(
-        "a replayed dead letter is delivered again from attempt 0",
-        replayed == 1 and texts == [POISON] and messages[0]["attempts"] == 0 and not left,
-        f"{replayed} replayed, {len(left)} dead left",
-    )
-
-
-async def prove_folder(stage: Stage, chapter: Chapter) -> None:
-    stats = await stage.connection.call("stats")
-    left = {t["name"]: t["ready"] + t["delayed"] + t["leased"] + t["dead"] for t in stats["topics"]}
-    chapter.claim("nothing is left over", not any(left.values()), f"{left}")
-    await stage.connection.close()
-    code = await stage.server.stop()
-    chapter.claim("SIGTERM ends the server cleanly", code == 0, f"exit code {code}")
-    await verify_folder_at_rest(stage.server.data, chapter)
-
-
-async def pop(stage: Stage, **asked: Any) -> list[dict[str, Any]]:
-    found = await stage.connection.call("pop", topic=TOPIC, **asked)
-    messages: list[dict[str, Any]] = found["messages"]
-    return messages
-
-
-async def settle(stage: Stage, messages: list[dict[str, Any]]) -> None:
-    await stage.connection.settle(TOPIC, tokens_of(messages))
-
-
-def tokens_of(messages: list[dict[str, Any]]) -> list[LeaseToken]:
-    return [LeaseToken.parse(message["lease_token"]) for message in messages]

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.demo.claims import Chapter
-from penstock.cli.output import cell, console
+from penstock.cli.output import console
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+    from rich.status import Status
+
+WIDTH: Final = 100
+LINE_EVERY_S: Final = 4.0  # of progress, where there is no terminal to show it in one place
 
 
 class Screen:
@@ -13,52 +24,82 @@ class Screen:
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
+        self._chapters = 0
+        self._status: Status | None = None
+        self._line_at = float("-inf")
 
     def say(self, text: str) -> None:
-        if not self._quiet:
-            console().print(f"[dim]· {text}[/dim]")
+        self.show(f"[dim]· {text}[/dim]")
 
-    def chapter(self, number: int, chapter: Chapter) -> None:
+    def show(self, what: RenderableType) -> None:
+        if not self._quiet:
+            console().print(what)
+
+    def act(self, title: str, text: str) -> None:
+        self.show(f"\n[bold]{title}[/bold]\n[dim]{text}[/dim]\n")
+
+    def progress(self, text: str) -> None:
+        """What goes on right now: one line that changes, or one line now and then."""
         if self._quiet:
             return
+        if sys.stdout.isatty():
+            if self._status is None:
+                self._status = console().status(text, spinner="dots")
+                self._status.start()
+            self._status.update(f"[dim]{text}[/dim]")
+        elif time.monotonic() - self._line_at >= LINE_EVERY_S:
+            self._line_at = time.monotonic()
+            self.show(f"[dim]  … {text}[/dim]")
+
+    def rest(self) -> None:
+        """Nothing goes on any more."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def chapter(self, chapter: Chapter) -> None:
         from rich.panel import Panel
 
+        self._chapters += 1
+        self.rest()
         lines = [*chapter.notes, *(_line(c.text, c.holds, c.evidence) for c in chapter.claims)]
-        console().print(
-            Panel("\n".join(lines), title=f"{number} · {chapter.title}", title_align="left",
-                  width=100)
-        )  # fmt: skip
+        title = f"{self._chapters} · {chapter.title}"
+        self.show(Panel("\n".join(lines), title=title, title_align="left", width=WIDTH))
 
-    def summary(self, document: dict[str, Any]) -> None:
-        if self._quiet:
-            return
+    def table(self, title: str, *columns: str, rows: Sequence[Sequence[object]]) -> None:
         from rich import box
         from rich.table import Table
 
-        made = Table(title="What was proved", box=box.ROUNDED, title_justify="left", width=100)
-        made.add_column("")
-        made.add_column("claim")
-        made.add_column("evidence", style="dim")
-        for claim in document["claims"]:
-            made.add_row(_mark(claim["holds"]), claim["text"], claim["evidence"])
-        screen = console()
-        screen.print(made)
-        figures = ", ".join(f"{_words(n)} {cell(v)}" for n, v in document["figures"].items())
-        screen.print(f"[dim]{figures}[/dim]")
-        held = sum(claim["holds"] for claim in document["claims"])
+        made = Table(title=title, title_justify="left", box=box.ROUNDED, width=WIDTH)
+        for name in columns:
+            made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
+        for row in rows:
+            made.add_row(*map(str, row))
+        self.show(made)
+
+    def summary(self, document: Mapping[str, Any]) -> None:
+        """The claims that failed, if any, and what a person would tell a colleague."""
+        from rich.markup import escape
+
+        self.rest()
+        claims = document["claims"]
+        failed = [claim for claim in claims if not claim["holds"]]
+        if failed:
+            rows = [(_mark(False), escape(c["text"]), escape(c["evidence"])) for c in failed]
+            self.table("What did not hold", "", "claim", "evidence", rows=rows)
+        if document["headline"]:
+            rows = [(name, value) for name, value in document["headline"].items()]
+            self.table("In short", "", ">", rows=rows)
         verdict = "[bold green]All claims hold" if document["ok"] else "[bold red]A claim failed"
-        screen.print(
-            f"{verdict}[/]: {held} of {len(document['claims'])} in {document['seconds']:.1f} s."
-        )
+        held = len(claims) - len(failed)
+        self.show(f"{verdict}[/]: {held} of {len(claims)} in {document['seconds']:.0f} s.")
 
 
 def _line(text: str, holds: bool, evidence: str) -> str:
-    return f"{_mark(holds)} {text} [dim]({evidence})[/dim]"
+    from rich.markup import escape
+
+    return f"{_mark(holds)} {escape(text)} [dim]({escape(evidence)})[/dim]"
 
 
 def _mark(holds: bool) -> str:
     return "[green]✓[/green]" if holds else "[red]✗[/red]"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
