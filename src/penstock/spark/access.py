@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -23,10 +22,11 @@ from penstock.client.client import Client, Remote
 from penstock.client.connection import Connection
 from penstock.client.options import Options
 from penstock.client.streams import LogStream
-from penstock.errors import InvalidArgument, Unavailable
+from penstock.errors import Unavailable
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 from penstock.spark.decisions import Decisions
+from penstock.spark.offsets import Extent, Wanted
 from penstock.wire.frame import Buffer
 from penstock.wire.messages import Enqueued
 
@@ -135,6 +135,28 @@ class NodeAccess:
         answer = self.call("log_status", topic=topic)
         return msgspec.convert(answer["partitions"], list[LogStatus])
 
+    def find_time(self, topic: str, partition: int, time_ms: int) -> int:
+        """The first sequence of the first batch at or after a time; past the end if none is."""
+        found: int = self.call("log_find", topic=topic, partition=partition, time_ms=time_ms)[
+            "sequence"
+        ]
+        return found
+
+    def extents(self, topic: str, wanted: Sequence[Wanted]) -> list[Extent]:
+        """How far whole batches of each wanted range fit its bounds; at least one does."""
+        asked = [
+            {
+                "partition": w.partition,
+                "from_sequence": w.first,
+                "through": w.last,
+                **({} if w.rows_max is None else {"entries_max": w.rows_max}),
+                **({} if w.bytes_max is None else {"bytes_max": w.bytes_max}),
+            }
+            for w in wanted
+        ]
+        answer = self.call("log_extent", topic=topic, extents=asked)
+        return [Extent(found["last"], found["bytes"]) for found in answer["extents"]]
+
     # --- reading ---
 
     def read_range(
@@ -231,18 +253,6 @@ class NodeAccess:
 
     async def _enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
         return await self._client.link.request(lambda connection: connection.enqueue(topic, parts))
-
-
-def read_key(api_key: str | None, file: str | None) -> str | None:
-    """The API key of a source's options: as given, or from a file that workers can read."""
-    if api_key and file:
-        raise InvalidArgument("give apiKey or apiKeyFile, not both", field="apiKey")
-    if file is None:
-        return api_key or None
-    try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise InvalidArgument(f"apiKeyFile cannot be read: {error}", field="apiKeyFile") from error
 
 
 def _new(answer: Enqueued) -> int:

@@ -1,0 +1,145 @@
+"""Topics as streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, Row, SparkSession
+from tests.spark.conftest import RunningNode
+
+from penstock.model.batch import decode
+
+
+def stream(spark: SparkSession, node: RunningNode, **options: Any) -> DataFrame:
+    reader = spark.readStream.format("penstock").option("url", node.url)
+    return reader.options(**options).load()
+
+
+def triggers(frame: DataFrame, checkpoint: Path) -> list[list[Row]]:
+    """The rows of each trigger until there is no more."""
+    found: list[list[Row]] = []
+    query = (
+        frame.writeStream.foreachBatch(lambda batch, _: found.append(batch.collect()))
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    return found
+
+
+def values(rows: list[Row]) -> list[bytes]:
+    return [bytes(row.value) for row in rows]
+
+
+def test_a_query_goes_on_where_it_stopped(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    topic = node.topic("jobs", [b"a", b"b"])
+    frame = stream(spark, node, topic="jobs")
+
+    assert [values(rows) for rows in triggers(frame, tmp_path / "c")] == [[b"a", b"b"]]
+    topic.put_many([b"c"])
+    assert [values(rows) for rows in triggers(frame, tmp_path / "c")] == [[b"c"]]
+
+
+def test_a_trigger_takes_the_urgent_topic_first(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    for name in ("bulk", "urgent"):
+        topic = node.topic(name, [])
+        for i in range(10):
+            topic.put_many([b"%s-%d" % (name.encode(), i)] * 10)
+    frame = stream(spark, node, topics="urgent,bulk", maxRowsPerTrigger=105)
+
+    first, *others = triggers(frame, tmp_path / "c")
+
+    assert [row.topic for row in first].count("urgent") == 100
+    assert len(first) <= 105
+    assert sum(map(len, others)) == 200 - len(first)
+    assert {row.topic for rows in others for row in rows} == {"bulk"}
+
+
+def test_a_rate_file_is_looked_at_for_each_trigger(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    topic = node.topic("jobs", [])
+    for i in range(30):
+        topic.put_many([b"%d" % i])
+    rate, sizes = tmp_path / "rate.json", []
+    rate.write_text('{"rows": 5}')
+
+    def take(batch: DataFrame, _: int) -> None:
+        sizes.append(batch.count())
+        rate.write_text('{"rows": 20}')
+
+    frame = stream(spark, node, topic="jobs", rateFile=str(rate))
+    query = frame.writeStream.foreachBatch(take).trigger(availableNow=True).start()
+    query.awaitTermination()
+
+    assert sizes[0] <= 5 and max(sizes[1:]) > 15 and sum(sizes) == 30
+
+
+def test_bytes_bound_a_trigger(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:
+    topic = node.topic("jobs", [])
+    for _ in range(10):
+        topic.put_many([b"x" * 10_000])
+    frame = stream(spark, node, topic="jobs", maxBytesPerTrigger=32_000)
+
+    found = triggers(frame, tmp_path / "c")
+
+    assert max(map(len, found)) <= 3
+    assert sum(map(len, found)) == 10
+
+
+def test_ranges_name_what_there_is_to_read(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    node.topic("jobs", [b"x" * 1000] * 50, partitions=2)
+    frame = stream(spark, node, topic="jobs", mode="ranges")
+
+    (rows,) = triggers(frame, tmp_path / "c")
+
+    status = node.access().log_status("jobs")
+    assert [(row["from"], row["to"]) for row in rows] == [(1, s.readable) for s in status]
+    assert sum(row.bytes for row in rows) > 50_000
+
+
+def test_envelopes_are_the_log_as_it_is_stored(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    node.topic("jobs", [b"%d" % i for i in range(1000)])
+    frame = stream(spark, node, topic="jobs", mode="envelopes")
+
+    (rows,) = triggers(frame, tmp_path / "c")
+
+    found = [decode(bytes(row.body)) for row in rows]
+    assert [p for b in found for p in b.columns().binary("payload")] == [
+        b"%d" % i for i in range(1000)
+    ]
+    assert sum(row["count"] for row in rows) == 1000
+
+
+def test_progress_tells_the_lag(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:
+    node.topic("jobs", [b"a"])
+    frame = stream(spark, node, topic="jobs")
+    query = frame.writeStream.format("noop").trigger(availableNow=True).start()
+    query.awaitTermination()
+
+    (source,) = query.recentProgress[0].sources
+
+    committed = node.access().log_status("jobs")[0].sequence_committed
+    assert source.latestOffset == f'{{"jobs": {{"0": {committed + 1}}}}}'
+
+
+def test_a_start_that_does_not_exist_is_named(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    node.topic("jobs", [b"a"])
+    frame = stream(spark, node, topic="jobs", startingOffsets='{"jobs": {"7": 1}}')
+
+    with pytest.raises(StreamingQueryException, match="no partition 7"):
+        triggers(frame, tmp_path / "c")
