@@ -50,7 +50,7 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options = self._options
         rows = options.rows_max or self._rate()
         if rows is not None:
-            return ReadMaxRows(rows)
+            return ReadMaxRows(max(1, rows))  # a rate of 0 is a pause, and no limit to Spark
         if options.bytes_max is not None:
             return ReadMaxBytes(options.bytes_max)
         return ReadAllAvailable()
@@ -106,7 +106,7 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return Budget(min(given, default=None), size)
 
     def _rate(self) -> int | None:
-        """Rows per trigger as the rate's file has them now; None: there is no file yet."""
+        """Rows per trigger as the rate's file has them now, 0 for a pause; None: no file yet."""
         if self._options.rate_file is None:
             return None
         try:
@@ -116,7 +116,7 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"rateFile cannot be read: {error}", field="rateFile") from error
         rows = found.get("rows") if isinstance(found, dict) else found
-        if isinstance(rows, bool) or not isinstance(rows, int | float) or rows < 1:
+        if isinstance(rows, bool) or not isinstance(rows, int | float) or rows < 0:
             raise InvalidArgument('rateFile holds {"rows": 5000} or 5000', field="rateFile")
         return int(rows)
 
