@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.errors import NotFound
+from collections.abc import Sequence
+
+from penstock.errors import InvalidArgument, NotFound
+from penstock.model.topic import TopicKind
 from penstock.spark.access import LogStatus, NodeAccess
 from penstock.spark.offsets import Offsets, chosen
 from penstock.spark.options import Place, ReadOptions
@@ -13,6 +16,8 @@ class Bounds:
 
     def __init__(self, access: NodeAccess, options: ReadOptions) -> None:
         self._access, self._options = access, options
+        if options.mode == "deltas":
+            _check_kinds(access, options.topics)
         self.status: dict[str, list[LogStatus]] = {t: access.log_status(t) for t in options.topics}
 
     def earliest(self) -> Offsets:
@@ -64,6 +69,12 @@ class Bounds:
             t: {s.partition: find(t, s.partition, time_ms) for s in all_}
             for t, all_ in self.status.items()
         }
+
+
+def _check_kinds(access: NodeAccess, topics: Sequence[str]) -> None:
+    for topic in topics:
+        if access.config(topic).kind is not TopicKind.DELTA:
+            raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
 
 
 def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:

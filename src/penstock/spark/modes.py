@@ -75,7 +75,7 @@ def _rows(
         from penstock.spark.envelopes import envelope_batch
 
         return envelope_batch(batches, arrow, topic=part.topic, first=part.first, last=part.last)
-    from penstock.spark.rows import pieces, record_batch
+    from penstock.spark.rows import pieces, record_batch, source_of
 
     found = pieces(batches, first=part.first, last=part.last)
     if not found:
@@ -84,7 +84,7 @@ def _rows(
         from penstock.spark.delta_rows import delta_batch
 
         return delta_batch(found, arrow, topic=part.topic, namespaces=namespaces)
-    return record_batch(_table(mode), arrow, part.topic, found)
+    return record_batch(_table(mode), arrow, source_of(part.topic, found))
 
 
 def _planned(part: Ranges, arrow: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -7,8 +7,8 @@ only decodes those.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -17,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument
 from penstock.model.batch import Batch
 from penstock.model.columns import Binary, Columns
 
 _HEADERS_CACHED: Final = 4096
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """The entries `[low, high)` of a batch."""
 
     batch: Batch
@@ -67,7 +67,8 @@ def pieces(batches: Iterable[Batch], *, first: int, last: int) -> list[Piece]:
     return found
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Source:
     """Where the pieces of one record batch come from."""
 
     topic: str
@@ -75,7 +76,7 @@ class Source(NamedTuple):
     count: int
 
 
-Make = Callable[[Source], Any]  # an array of `count` values
+Make = Callable[[Any], Any]  # from a source of rows to an array of as many values
 
 
 def wrap(column: Binary | None, piece: Piece, *, nullable: bool = False) -> pa.Array:
@@ -178,28 +179,14 @@ MESSAGES: Final[dict[str, Column]] = {
 }
 
 
-def ddl(columns: dict[str, Column]) -> str:
-    """A mode's schema as Spark reads it."""
-    return ", ".join(f"`{name}` {column.type}" for name, column in columns.items())
+def source_of(topic: str, found: Sequence[Piece]) -> Source:
+    return Source(topic, found, sum(piece.count for piece in found))
 
 
-def check_names(names: Iterable[str], columns: dict[str, Column], *, mode: str) -> None:
-    """Refuse a schema with a column that the mode does not have."""
-    for name in names:
-        if name not in columns:
-            raise InvalidArgument(
-                f"mode {mode} has no column {name}, only {json.dumps(list(columns))}",
-                field="schema",
-            )
-
-
-def record_batch(
-    columns: dict[str, Column], schema: pa.Schema, topic: str, found: Sequence[Piece]
-) -> pa.RecordBatch:
-    """The pieces as rows with the columns that `schema` names."""
-    source = Source(topic, found, sum(piece.count for piece in found))
-    arrays = [_typed(columns[field.name].make(source), field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+def record_batch(columns: dict[str, Column], schema: pa.Schema, source: Any) -> pa.RecordBatch:
+    """Rows with the columns that `schema` names, in its order and with its types."""
+    made = [_typed(columns[field.name].make(source), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(made, schema=schema)
 
 
 def _typed(values: Any, type_: pa.DataType) -> pa.Array:
