@@ -68,7 +68,7 @@ def lists(offsets: NDArray[Any], values: NDArray[Any], kind: pa.DataType) -> pa.
 
 
 def sliced(
-    blob: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    blob: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """The pieces of `blob` one behind the other, and where each begins."""
     offsets = np.zeros(len(starts) + 1, np.int64)

@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
+from penstock.model.delta_batch import DeltaBatch
 from penstock.sinks import arrays
 
 STATE_FIELDS: Final = (
@@ -60,17 +61,6 @@ DELTAS: Final = pa.schema(
     ]
 )
 
-# The fixed start of a delta's payload.
-HEADER: Final = np.dtype(
-    [
-        ("version", "u1"), ("op", "u1"), ("priority", "u1"), ("source", "u1"), ("n", "<u2"),
-        ("n_clock", "u1"), ("flags", "u1"), ("delta_id", "u1", 16), ("parent", "u1", 16),
-        ("origin", "u1", 16), ("time", "<i8"), ("vector", "u1", 16), ("namespace", "<u2"),
-        ("vector_id", "<u2"), ("metadata", "<u4"),
-    ]
-)  # fmt: skip
-_PARENT, _INDICES = 1, 2  # header flags
-
 
 def states_schema(dimensions: int) -> pa.Schema:
     """The columns of STATES for vectors of so many dimensions."""
@@ -105,22 +95,10 @@ class States(Protocol):
     lane: NDArray[np.uint8]
 
 
-class Deltas(Protocol):
-    """The columns of `DeltaBatch` that a table is made of."""
-
-    payloads: Binary
-    sequences: NDArray[np.uint64]
-    log_times_ms: NDArray[np.int64]
-    headers: Binary | None
-
-    def components(self) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.float32]]: ...
-    def clocks(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64]]: ...
-
-
 class Released(Protocol):
     """The part of an `Outcome` that says what was released."""
 
-    released: Any  # Deltas
+    released: DeltaBatch
     positions: NDArray[np.uint64]
     ordinals: NDArray[np.uint64]
 
@@ -149,10 +127,11 @@ def deltas_table(
     outcome: Released, *, topic: str, partition: int, payloads: bool = False
 ) -> pa.Table:
     """DELTAS rows of what one log partition released, in the order of release."""
-    batch: Deltas = outcome.released
-    count = len(batch.sequences)
-    blob, starts, header = _headers(batch.payloads)
-    namespace, vector_id, metadata = _parts(starts, header)
+    batch, count = outcome.released, len(outcome.released)
+    fixed, blob = batch.fixed, np.frombuffer(batch.blob, np.uint8)
+    namespaces_at = batch.names_at
+    vector_ids_at = namespaces_at + fixed["namespace_bytes"]
+    metadata_at = vector_ids_at + fixed["vector_id_bytes"]
     offsets, indices, values = batch.components()
     columns = {
         "topic": arrays.same(topic, count, pa.utf8()),
@@ -160,20 +139,28 @@ def deltas_table(
         "sequence": arrays.fixed(batch.sequences, pa.int64()),
         "position": arrays.fixed(outcome.positions, pa.int64()),
         "ordinal": arrays.fixed(outcome.ordinals, pa.int64()),
-        "delta_id": arrays.ids(header["delta_id"]),
-        "parent": arrays.ids(header["parent"], valid=(header["flags"] & _PARENT) != 0),
-        "namespace": arrays.ragged(*arrays.sliced(blob, *namespace), pa.utf8()),
-        "vector_id": arrays.ragged(*arrays.sliced(blob, *vector_id), pa.utf8()),
-        "op": arrays.fixed(header["op"], pa.int8()),
-        "origin": _origins(header["origin"]),
-        "time": arrays.fixed(header["time"], pa.int64()),
+        "delta_id": arrays.ids(_sixteen(batch.delta_id)),
+        "parent": arrays.ids(_sixteen(batch.parent), valid=(batch.parent != 0).any(axis=1)),
+        "namespace": arrays.ragged(
+            *arrays.sliced(blob, namespaces_at, fixed["namespace_bytes"]), pa.utf8()
+        ),
+        "vector_id": arrays.ragged(
+            *arrays.sliced(blob, vector_ids_at, fixed["vector_id_bytes"]), pa.utf8()
+        ),
+        "op": arrays.fixed(batch.op, pa.int8()),
+        "origin": _origins(batch.origin),
+        "time": arrays.fixed(batch.time, pa.int64()),
         "clock": clock_column(*batch.clocks()),
         "indices": arrays.lists(offsets, indices, pa.uint16()),
         "values": arrays.lists(offsets, values, pa.float32()),
-        "metadata": arrays.ragged(*arrays.sliced(blob, *metadata), pa.binary(), empty_is_null=True),
+        "metadata": arrays.ragged(
+            *arrays.sliced(blob, metadata_at, fixed["metadata_bytes"]),
+            pa.binary(),
+            empty_is_null=True,
+        ),
         "headers": _optional(batch.headers, count),
-        "priority": arrays.fixed(header["priority"], pa.int8()),
-        "source": arrays.fixed(header["source"], pa.int8()),
+        "priority": arrays.fixed(batch.priority, pa.int8()),
+        "source": arrays.fixed(batch.source, pa.int8()),
         "log_time_ms": arrays.fixed(batch.log_times_ms, pa.int64()),
         "payload": _bytes(batch.payloads) if payloads else pa.nulls(count, pa.binary()),
     }
@@ -192,7 +179,7 @@ def clock_column(
     sizes = np.diff(offsets)
     firsts = np.asarray(offsets[:-1], np.int64)[sizes > 0]
     entries = np.repeat(sizes, sizes)  # the size of each entry's clock
-    names = np.ascontiguousarray(origins).view(np.uint8).reshape(count, 16)
+    names = _sixteen(origins)
     lengths = _lengths(names)
     matrix = np.zeros((count, 29), np.uint8)
     matrix[:, 0] = np.where(entries > 15, 0xDE, 0x80 | np.minimum(entries, 15))
@@ -210,31 +197,9 @@ def clock_column(
     return arrays.ragged(ends[np.asarray(offsets, np.int64)], blob, pa.binary())
 
 
-def _headers(
-    payloads: Binary,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[Any]]:
-    """The payloads' bytes, where each begins, and their headers in one array."""
-    blob = np.frombuffer(payloads.blob, np.uint8)
-    starts = np.asarray(payloads.offsets[:-1], np.int64)
-    if not len(starts):
-        return blob, starts, np.zeros(0, HEADER)
-    windows = np.lib.stride_tricks.sliding_window_view(blob, HEADER.itemsize)
-    return blob, starts, windows[starts].view(HEADER).reshape(len(starts))
-
-
-Pieces = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-def _parts(starts: NDArray[np.int64], header: NDArray[Any]) -> tuple[Pieces, Pieces, Pieces]:
-    """Where namespace, vector id and metadata lie, and how long they are."""
-    wide = {name: header[name].astype(np.int64) for name in ("n", "n_clock", "flags")}
-    namespace, vector_id, metadata = (
-        header[name].astype(np.int64) for name in ("namespace", "vector_id", "metadata")
-    )
-    indexed = (wide["flags"] & _INDICES) != 0
-    at = starts + HEADER.itemsize + 24 * wide["n_clock"] + wide["n"] * np.where(indexed, 6, 4)
-    second, third = at + namespace, at + namespace + vector_id
-    return (at, namespace), (second, vector_id), (third, metadata)
+def _sixteen(pairs: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Rows of two numbers as the sixteen bytes they are."""
+    return np.ascontiguousarray(pairs).view(np.uint8).reshape(len(pairs), 16)
 
 
 def _lengths(names: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -243,9 +208,10 @@ def _lengths(names: NDArray[np.uint8]) -> NDArray[np.int64]:
     return count
 
 
-def _origins(names: NDArray[np.uint8]) -> pa.Array:
+def _origins(pairs: NDArray[np.uint64]) -> pa.Array:
+    names = _sixteen(pairs)
     mask = np.arange(16) < _lengths(names)[:, None]
-    return arrays.ragged(*arrays.masked(np.ascontiguousarray(names), mask), pa.utf8())
+    return arrays.ragged(*arrays.masked(names, mask), pa.utf8())
 
 
 def _text(values: Binary | Sequence[str]) -> pa.Array:
