@@ -1,0 +1,25 @@
+"""How sinks are served: bounds of a write, patience with failures, how often to tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import InvalidArgument
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeliveryOptions:
+    rows_per_write_max: int = 100_000  # a trigger with more goes to an ordered sink whole
+    bytes_per_write_max: int = 256 << 20
+    rows_together_max: int = 10_000  # so few waiting rows are not worth a write for each lane
+    backoff_s_base: float = 0.1  # before the second try; doubles with each further one
+    backoff_s_cap: float = 10.0
+    hang_s: float = 60.0  # a call of a sink that takes longer is shown as hanging
+    status_s: float = 1.0  # between two writings of status.json
+    poll_s: float = 1.0  # an idle sink looks round this often, even if nobody wakes it
+
+    def validate(self) -> DeliveryOptions:
+        for name in vars(self):
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"{name} must be greater than 0", field=name, limit=0)
+        return self
