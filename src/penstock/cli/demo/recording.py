@@ -86,6 +86,10 @@ class Recording:
         found = [(s.at, sink.lag_s) for s in self.samples if (sink := s.sink(name)) is not None]
         return [at for at, _ in found], [lag for _, lag in found]
 
+    def worst_lag(self, name: str, *, since: float) -> float:
+        times, lags = self.lags(name)
+        return max((lag for at, lag in zip(times, lags, strict=True) if at >= since), default=0.0)
+
     def breaker_spans(self, name: str) -> list[Span]:
         """The states of a sink's breaker, one after the other without a gap."""
         spans: list[Span] = []

@@ -67,7 +67,9 @@ class Story:
             "Writers that disagree, a slow sink, a failing one, and proof that all ends well.",
         )
         async with cinema(self.folder, server, self.screen) as house:
-            self.chapters += await tell_of_the_deltas(house, quick=self.quick)
+            self.chapters += await tell_of_the_deltas(
+                house, quick=self.quick, stay=self.keep is not None
+            )
             running = Running({**_addresses(server), "redis": house.redis.url}, house.commands())
             return await self._end(house.recording, running)
 

@@ -88,8 +88,7 @@ class Screen:
             rows = [(_mark(False), escape(c["text"]), escape(c["evidence"])) for c in failed]
             self.table("What did not hold", "", "claim", "evidence", rows=rows)
         if document["headline"]:
-            rows = [(name, value) for name, value in document["headline"].items()]
-            self.table("In short", "", ">", rows=rows)
+            self.table("In short", "", ">", rows=list(document["headline"].items()))
         verdict = "[bold green]All claims hold" if document["ok"] else "[bold red]A claim failed"
         held = len(claims) - len(failed)
         self.show(f"{verdict}[/]: {held} of {len(claims)} in {document['seconds']:.0f} s.")

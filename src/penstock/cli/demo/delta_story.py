@@ -1,0 +1,282 @@
+"""The second act: a film archive whose vectors change all day, and a pipeline that keeps up.
+
+Thousands of stills are embedded by four models that do not wait for each other; two editors correct
+films by hand. All of it goes through one node's log and one Spark pipeline into a lake, an index, a
+cache, a partner who is slow and a shop that fails for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from penstock.cli.demo import films, writers
+from penstock.cli.demo.cinema import Cinema, watched
+from penstock.cli.demo.claims import Chapter
+from penstock.cli.demo.ending import audit_everything, count_everything
+from penstock.cli.demo.pipeline import EDITS, FAILING, SLOW, STILLS
+from penstock.cli.demo.recording import CLOSED, Probe, SinkSample, Span, quantile
+from penstock.cli.demo.searching import Answers, find_the_fresh_change
+from penstock.cli.output import cell
+from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.testing.corpus import Corpus
+
+START_S_MAX: Final = 90.0
+CATCH_UP_S_MAX: Final = 90.0
+BREAKER_S_MAX: Final = 60.0
+OTHERS_LAG_S_MAX: Final = 10.0
+QUICK_SINKS: Final = ("lake", "index", "cache")
+LOAD_SHARE, BULK_SHARE = 0.3, 0.9  # of the corpus: loaded first, and then until the outage
+
+
+@dataclass(kw_only=True)
+class Play:
+    """What the chapters share."""
+
+    house: Cinema
+    scale: writers.Scale
+    corpus: Corpus
+    models: writers.Models
+    editors: writers.Editors
+    missing: bytes = b""  # the parent that never comes
+    before: Answers | None = None
+
+
+async def tell_of_the_deltas(house: Cinema, *, quick: bool, stay: bool) -> list[Chapter]:
+    """Play the act; at the end everything still runs if somebody stays."""
+    play = await _prepare(house, writers.Scale.of(quick=quick))
+    chapters = []
+    async with watched(house):
+        for title, act in (
+            ("Writers that disagree, while Spark is still starting", write_first),
+            ("In causal order, once, everywhere", settle_down),
+            ("People overtake machines", overtake),
+            ("The shop closes, and nobody else notices", lose_a_sink),
+            ("A change that a search finds", find_fresh),
+            ("Nothing lost, nothing twice", count_up),
+        ):
+            chapter = Chapter(title)
+            await act(play, chapter)
+            house.screen.chapter(chapter)
+            chapters.append(chapter)
+    last = Chapter("The audit")
+    await audit_everything(house, last, stop=not stay)
+    house.screen.chapter(last)
+    return [*chapters, last]
+
+
+async def _prepare(house: Cinema, scale: writers.Scale) -> Play:
+    await writers.create_topics(house)
+    await house.pipeline.start()
+    house.screen.say(
+        f"penstock pipeline run is process {house.pipeline.pid}; Spark takes some ten seconds"
+    )
+    corpus = await asyncio.to_thread(writers.corpus_of, scale)
+    stills = writers.hand(house, STILLS, origin="lookout", namespace=films.STILLS)
+    hands = [
+        writers.hand(house, EDITS, origin=name, namespace=films.FILMS) for name in writers.EDITORS
+    ]
+    return Play(
+        house=house,
+        scale=scale,
+        corpus=corpus,
+        models=writers.Models(house=house, corpus=corpus, deltas=stills),
+        editors=writers.Editors(house=house, hands=hands),
+    )
+
+
+async def write_first(play: Play, chapter: Chapter) -> None:
+    """The archive's first load, films, one orphan, and one mistake that is refused."""
+    house, facts = play.house, play.corpus.facts
+    await play.editors.fill()
+    stranger = writers.hand(house, EDITS, origin=writers.STRANGER, namespace=films.FILMS)
+    play.missing = await writers.put_an_orphan(house, stranger)
+    refused = await _refusal(play)
+    await play.models.write(int(LOAD_SHARE * len(play.corpus)), within_s=1.0)
+    chapter.note(
+        f"  {cell(facts['vectors'])} stills of {films.DIMENSIONS} dimensions,"
+        f" {cell(facts['rows'])} deltas by {facts['origins']} models:"
+        f" {cell(facts['duplicates'])} arrive twice,\n  {cell(facts['early'])} before their parent,"
+        f" {cell(facts['concurrent'])} were written without having seen the one before"
+    )
+    chapter.claim(
+        "the log takes changes whether or not anybody reads them",
+        house.written == play.models.position + len(films.CATALOGUE) + 1,
+        f"{cell(house.written)} acknowledged in {house.now():.0f} s",
+    )
+    chapter.claim(
+        "a change that makes no sense is refused by name", refused is not None, str(refused)
+    )
+    chapter.figures["corpus"] = facts
+
+
+async def _refusal(play: Play) -> str | None:
+    try:
+        await play.editors.hands[0].set(films.MISFILED, {films.DIMENSIONS: 1.0})
+    except InvalidArgument as error:
+        return error.message
+    return None
+
+
+async def settle_down(play: Play, chapter: Chapter) -> None:
+    """Until Spark has the first load in every sink."""
+    house = play.house
+    await house.until(lambda: bool(house.newest.sinks), within_s=START_S_MAX, what="Spark starts")
+    house.mark("Spark reads")
+    arrived = await house.until(
+        house.in_step, within_s=CATCH_UP_S_MAX, what="the first load goes to five sinks"
+    )
+    play.before = await Answers.ask(house)
+    rows = {sink.name: cell(sink.rows) for sink in house.newest.sinks}
+    chapter.note("  rows written: " + ", ".join(f"{name} {count}" for name, count in rows.items()))
+    chapter.claim(
+        "five sinks show everything that was written", arrived,
+        f"{cell(house.newest.released)} deltas in causal order after {house.now():.0f} s",
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _editing(play: Play) -> AsyncIterator[None]:
+    """The editors are at work inside the block."""
+    task = asyncio.create_task(play.editors.edit_until_cancelled())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def overtake(play: Play, chapter: Chapter) -> None:
+    """A new model re-embeds nearly everything at LOW priority; editors go on editing."""
+    house, end = play.house, int(BULK_SHARE * len(play.corpus))
+    count = end - play.models.position
+    began = house.now()
+    house.mark("bulk work begins")
+    house.doing = f"a model re-embeds: {cell(count)} LOW deltas against CRITICAL edits"
+    async with _editing(play):
+        await play.models.write(end, within_s=play.scale.bulk_s, probe=True)
+        house.mark("bulk work is written")
+        await house.until(
+            lambda: not any(one.lane == "LOW" for one in house.prober.awaited),
+            within_s=CATCH_UP_S_MAX, what="the bulk work drains, the edits pass it",
+        )  # fmt: skip
+    probes = list(house.recording.probes)
+    low, critical = (house.recording.took(lane) for lane in ("LOW", "CRITICAL"))
+    passed = overtaken(probes)
+    slow, quick = (
+        max(house.recording.worst_lag(name, since=began) for name in names)
+        for names in ((SLOW,), QUICK_SINKS)
+    )
+    chapter.note(
+        f"  {cell(count)} LOW deltas in one topic; {play.editors.edits} CRITICAL edits in another,"
+        " which the pipeline reads first"
+    )
+    chapter.claim(
+        "an edit is visible long before the bulk work that was written before it",
+        bool(low) and bool(critical) and quantile(critical, 0.95) < quantile(low, 0.5),
+        f"CRITICAL 95 % within {quantile(critical, 0.95):.1f} s,"
+        f" LOW median {quantile(low, 0.5):.1f} s",
+    )
+    chapter.claim(
+        "edits pass what was put before them",
+        passed > 0,
+        f"{passed} of {len(low)} LOW changes were overtaken by a later edit",
+    )
+    chapter.claim(
+        "a slow sink falls behind alone", slow > quick,
+        f"the {SLOW} up to {slow:.1f} s, the worst of {', '.join(QUICK_SINKS)} {quick:.1f} s",
+    )  # fmt: skip
+    chapter.headline["a person's edit is visible in"] = (
+        f"{quantile(critical, 0.5):.1f} s (95 % within {quantile(critical, 0.95):.1f} s)"
+    )
+    chapter.headline["bulk work, meanwhile, in"] = (
+        f"{quantile(low, 0.5):.1f} s (95 % within {quantile(low, 0.95):.1f} s)"
+    )
+    chapter.figures["edit_s_p50"] = round(quantile(critical, 0.5), 3)
+    chapter.figures["edit_s_p95"] = round(quantile(critical, 0.95), 3)
+    chapter.figures["bulk_s_p50"] = round(quantile(low, 0.5), 3)
+
+
+def overtaken(probes: list[Probe]) -> int:
+    """LOW changes that were put before an edit and seen after it."""
+    edits = [probe for probe in probes if probe.lane == "CRITICAL"]
+    return sum(
+        any(edit.put_at > low.put_at and edit.seen_at < low.seen_at for edit in edits)
+        for low in probes
+        if low.lane == "LOW"
+    )
+
+
+async def lose_a_sink(play: Play, chapter: Chapter) -> None:
+    """The shop fails until its breaker is open, and for a while more; then it comes back."""
+    house = play.house
+    await house.until(house.in_step, within_s=CATCH_UP_S_MAX, what="all sinks catch up")
+    began = house.now()
+    house.pipeline.outage.touch()
+    house.mark("the shop closes")
+    rest = asyncio.create_task(play.models.write(len(play.corpus), within_s=play.scale.bulk_s))
+    async with _editing(play):
+        opened = await house.until(
+            lambda: _sink(house, FAILING).breaker != CLOSED,
+            within_s=BREAKER_S_MAX, what="the shop fails, its breaker counts",
+        )  # fmt: skip
+        await rest
+        behind = _sink(house, FAILING).lag_s
+        house.pipeline.outage.unlink()
+        house.recording.spans.append(Span(began, house.now(), f"the {FAILING} is closed"))
+        house.mark("the shop is open again")
+        back = await house.until(
+            lambda: _sink(house, FAILING).breaker == CLOSED,
+            within_s=BREAKER_S_MAX, what="the breaker tries the shop again",
+        )  # fmt: skip
+    level = await house.until(house.in_step, within_s=CATCH_UP_S_MAX, what="the shop catches up")
+    house.mark("all sinks in step")
+    _judge_outage(play, chapter, began=began, opened=opened, back=back and level, behind=behind)
+
+
+def _judge_outage(
+    play: Play, chapter: Chapter, *, began: float, opened: bool, back: bool, behind: float
+) -> None:
+    house = play.house
+    others = {name: house.recording.worst_lag(name, since=began) for name in QUICK_SINKS}
+    worst = max(others.values())
+    shop = next(sink for sink in house.status["sinks"] if sink["name"] == FAILING)
+    chapter.note(f"  meanwhile at worst: {', '.join(f'{n} {v:.1f} s' for n, v in others.items())}")
+    chapter.claim(
+        "after some failures in a row the breaker opens", opened,
+        f"{shop['retries']} tries failed, the breaker opened {shop['breaker']['opened']} times",
+    )  # fmt: skip
+    chapter.claim(
+        "no other sink waits for it",
+        worst < OTHERS_LAG_S_MAX and worst < behind,
+        f"the shop was {behind:.1f} s behind, the worst of the others {worst:.1f} s",
+    )
+    chapter.claim(
+        "it comes back by itself and catches up", back,
+        f"{cell(shop['rows'])} rows there, {shop['coalesced']} older ones left out",
+    )  # fmt: skip
+    chapter.headline["worst lag of lake, index, cache in the outage"] = (
+        f"{max(others.values()):.1f} s"
+    )
+
+
+def _sink(house: Cinema, name: str) -> SinkSample:
+    found = house.newest.sink(name)
+    return found or SinkSample(name=name, lag_s=0.0, rows=0)
+
+
+async def find_fresh(play: Play, chapter: Chapter) -> None:
+    assert play.before is not None
+    await find_the_fresh_change(play.house, play.editors, chapter, before=play.before)
+
+
+async def count_up(play: Play, chapter: Chapter) -> None:
+    house = play.house
+    await house.until(house.in_step, within_s=CATCH_UP_S_MAX, what="the last changes arrive")
+    await count_everything(house, play.corpus, play.editors, chapter, missing=play.missing)
