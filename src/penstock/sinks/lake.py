@@ -91,9 +91,10 @@ class LakeSink:
 
     def reset(self) -> None:
         """Empty both tables; their past versions stay readable until they are vacuumed."""
-        for table in (self.history, self.vectors):
+        for table, part in ((self.history, "history"), (self.vectors, "vectors")):
             table.table.update_incremental()
-            table.replace(pa.RecordBatchReader.from_batches(table.schema, []))
+            nothing = pa.RecordBatchReader.from_batches(table.schema, [])
+            table.replace(nothing, forget=f"{self.pipeline}/{part}")
         self._positions = {}
 
     def close(self) -> None:

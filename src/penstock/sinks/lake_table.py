@@ -37,6 +37,7 @@ _COLUMNS: Final = {
     **dict.fromkeys(("sequence", "position", "ordinal", "log_time_ms"), _PRUNED),
     **dict.fromkeys(("topic", "partition", "namespace", "op", "origin"), _REPEATED),
 }
+NOTHING: Final = -1  # the trigger that a table holds after it was emptied
 STATISTICS: Final = "topic,partition,namespace,sequence,position,ordinal,log_time_ms"
 
 
@@ -80,7 +81,8 @@ class LakeTable:
         """The last trigger that the table holds."""
         with delta_errors(self.uri):
             self.table.update_incremental()
-            return self.table.transaction_version(application)
+            held = self.table.transaction_version(application)
+        return None if held == NOTHING else held
 
     def append(self, rows: pa.Table, *, application: str, trigger: int) -> None:
         """Append in one commit that says the table now holds everything up to `trigger`."""
@@ -95,13 +97,21 @@ class LakeTable:
             )
         self._sync(self.table.version())
 
-    def replace(self, rows: pa.RecordBatchReader) -> None:
+    def replace(self, rows: pa.RecordBatchReader, *, forget: str | None = None) -> None:
         """Put `rows` in the place of the files this handle knows.
 
-        Files that somebody appended meanwhile stay, and so do the triggers' numbers.
+        Files that somebody appended meanwhile stay. So do the triggers' numbers, but for that of
+        the application to `forget`.
         """
+        anew = [] if forget is None else [Transaction(forget, NOTHING)]
         with delta_errors(self.uri):
-            write_deltalake(self.table, rows, mode="overwrite", writer_properties=self._properties)
+            write_deltalake(
+                self.table,
+                rows,
+                mode="overwrite",
+                writer_properties=self._properties,
+                commit_properties=CommitProperties(app_transactions=anew),
+            )
         self._sync(self.table.version())
 
     def tidy(self, *, retention_hours: int | None) -> dict[str, Any]:

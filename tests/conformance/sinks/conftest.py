@@ -1,0 +1,205 @@
+"""The sinks that must all behave alike, each on the real thing. A new one joins by a class here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import pyarrow as pa
+import pytest
+from tests.conformance.sinks.changes import DIMENSIONS, State, delta, deltas, states
+from tests.spark.conftest import RunningNode
+
+from penstock.model.delta import decode
+from penstock.sinks.cache import CacheSink
+from penstock.sinks.index_sink import IndexSink
+from penstock.sinks.lake import LakeSink
+from penstock.sinks.notify import NotifySink
+from penstock.sinks.protocol import Sink
+from penstock.sinks.remote import RemoteSink
+from penstock.spark.access import NodeAccess
+from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.testing.redis import RedisProcess, redis_process
+
+Effect = list[Any]
+
+
+class Place(Protocol):
+    """Where a kind of sink writes to. Everything it ever took is found there again."""
+
+    def sink(self) -> Sink:
+        """A sink on this place, not yet opened, as after a restart."""
+        ...
+
+    def effect(self) -> Effect:
+        """Everything that can be seen there, in an order of its own."""
+        ...
+
+
+class LakePlace:
+    def __init__(self, folder: Path) -> None:
+        self._path = str(folder / "lake")
+
+    def sink(self) -> LakeSink:
+        return LakeSink("lake", path=self._path, pipeline="pipeline")
+
+    def effect(self) -> Effect:
+        with opened(self.sink()) as sink:
+            assert isinstance(sink, LakeSink)
+            history = sink.history.batches(["topic", "partition", "ordinal", "delta_id"])
+            return [*held(sink), *rows_of(history)]
+
+
+class IndexPlace:
+    def __init__(self, folder: Path) -> None:
+        self._path = str(folder / "index")
+
+    def sink(self) -> IndexSink:
+        return IndexSink("index", path=self._path)
+
+    def effect(self) -> Effect:
+        with opened(self.sink()) as sink:
+            return held(sink)
+
+    def bad(self) -> pa.Table:
+        """A table whose row 1 it can never take."""
+        infinite = (1.0, float("inf"), 0.0, 0.0)
+        return states(
+            State(vector_id="a", revision=1),
+            State(vector_id="b", revision=1, values=infinite),
+            State(vector_id="c", revision=1),
+        )
+
+
+class CachePlace:
+    def __init__(self, server: RedisProcess) -> None:
+        self._url = server.url
+
+    def sink(self) -> CacheSink:
+        return CacheSink("cache", url=self._url)
+
+    def effect(self) -> Effect:
+        with opened(self.sink()) as sink:
+            return held(sink)
+
+
+class RemotePlace:
+    """Two source topics' worth of partitions into a delta topic with three partitions."""
+
+    def __init__(self, node: RunningNode) -> None:
+        self._node = node
+        config = {"name": "copy", "kind": "delta", "dimensions": DIMENSIONS, "partitions": 3}
+        node.access().call("topic_create", config=config)
+
+    def sink(self) -> RemoteSink:
+        return RemoteSink("remote", writer=NodeTopicWriter(self._node.access()), topic="copy")
+
+    def effect(self) -> Effect:
+        return sorted(decode(payload).delta_id for payload in payloads(self._node, "copy"))
+
+    def bad(self) -> pa.Table:
+        good = deltas(1, delta(1), delta(2), delta(3))
+        broken = [*good["payload"].to_pylist()]
+        broken[1] = broken[1][:-1] + b"\xff"  # not the name that its hash was made of
+        at = good.schema.get_field_index("payload")
+        return good.set_column(at, good.schema.field(at), pa.array(broken, pa.binary()))
+
+
+class NotifyPlace:
+    def __init__(self, node: RunningNode) -> None:
+        self._node = node
+        node.topic("vectors-changes", [], payload_bytes_max=400, partitions=2)
+
+    def sink(self) -> NotifySink:
+        return NotifySink("notify", writer=NodeTopicWriter(self._node.access()))
+
+    def effect(self) -> Effect:
+        found = map(msgspec.msgpack.decode, payloads(self._node, "vectors-changes"))
+        return sorted((notice["partition"], notice["ordinal"]) for notice in found)
+
+    def bad(self) -> pa.Table:
+        return deltas(1, delta(1), delta(2, vector_id="long" * 100), delta(3))
+
+
+def payloads(node: RunningNode, topic: str) -> Iterator[bytes]:
+    access = node.access()
+    for partition, status in enumerate(access.log_status(topic)):
+        for batches in access.read_range(topic, partition, 1, status.readable):
+            for batch in batches:
+                yield from batch.columns().binary("payload") or ()
+
+
+@contextmanager
+def opened(sink: Sink) -> Iterator[Sink]:
+    sink.open()
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def held(sink: Sink) -> Effect:
+    """What a sink with state holds, vectors as their bytes."""
+    found = []
+    for batch in sink.scan():
+        for row in batch.to_pylist():
+            values = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
+            name = (row["namespace"], row["vector_id"])
+            found.append((*name, row["revision"], values, row["metadata"]))
+    return sorted(found, key=lambda row: row[:3])
+
+
+def rows_of(batches: Iterator[pa.RecordBatch]) -> Effect:
+    return sorted(tuple(row.values()) for batch in batches for row in batch.to_pylist())
+
+
+WITH_STATE = ("cache", "index", "lake")
+WITHOUT = ("notify", "remote")
+REFUSING = ("index", "notify", "remote")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    with redis_process(tmp_path_factory.mktemp("redis"), durable=False) as server:
+        yield server
+
+
+def _place(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        if kind == "lake":
+            yield LakePlace(folder)
+        elif kind == "index":
+            yield IndexPlace(folder)
+        elif kind == "cache":
+            place = CachePlace(request.getfixturevalue("redis_server"))
+            with opened(place.sink()) as sink:
+                sink.reset()
+            yield place
+        else:
+            node = RunningNode(folder / "node")
+            stack.callback(node.close)
+            stack.callback(NodeAccess.close_shared)
+            yield RemotePlace(node) if kind == "remote" else NotifyPlace(node)
+
+
+@pytest.fixture(params=[*WITH_STATE, *WITHOUT])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=WITH_STATE)
+def with_state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=WITHOUT)
+def without(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=REFUSING)
+def refusing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
