@@ -59,7 +59,8 @@ def read(
     arrow = to_arrow_schema(schema, timezone="UTC")
     if isinstance(part, Ranges):
         yield from _planned(part, arrow)
-        return
+    if not isinstance(part, Range):
+        return  # Spark makes up a partition where there is nothing to read
     access = options.node.access()
     slices = access.read_range(part.topic, part.partition, part.first, part.last)
     for batches in slices:

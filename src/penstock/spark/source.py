@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
+
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
     DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
 )
 from pyspark.sql.types import StructType
 
+from penstock.errors import InvalidArgument
 from penstock.spark import modes
-from penstock.spark.options import ReadOptions
+from penstock.spark.options import ReadOptions, WriteOptions
 
 
 class PenstockSource(DataSource):
@@ -32,3 +37,20 @@ class PenstockSource(DataSource):
         from penstock.spark.stream import PenstockStreamReader
 
         return PenstockStreamReader(ReadOptions.of(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from penstock.spark.writer import PenstockWriter
+
+        options = self._writing(overwrite)
+        # Made here, on the driver: all attempts of this write's tasks share it.
+        return PenstockWriter(options, schema, producer=options.producer or str(uuid.uuid4()))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's
+        from penstock.spark.writer import PenstockStreamWriter
+
+        return PenstockStreamWriter(self._writing(overwrite), schema)
+
+    def _writing(self, overwrite: bool) -> WriteOptions:
+        if overwrite:
+            raise InvalidArgument("a topic is appended to, not overwritten", field="mode")
+        return WriteOptions.of(self.options)
