@@ -38,7 +38,7 @@ ORIGIN_BYTES_MAX: Final = 16
 CLOCK_ORIGINS_MAX: Final = 32
 AHEAD_MS_MAX: Final = 5 * 60_000
 LOGICAL_BITS: Final = 16  # of a hybrid time; the rest is milliseconds
-TIME_MAX: Final = (1 << 63) - 1
+TIME_MAX: Final = (1 << 62) - 1  # a fold may count on from here
 COUNTER_MAX: Final = (1 << 63) - 1
 
 HEADER: Final = struct.Struct("<BBBBHBB16s16s16sq16sHHI")
@@ -186,8 +186,8 @@ def _check_shape(head: Head, dimensions: int | None) -> None:
 
 
 def _check_time(time: int, now_ms: int | None) -> None:
-    if time < 0:
-        raise refuse("time is negative", "time", 0)
+    if not 1 <= time <= TIME_MAX:
+        raise refuse(f"time is {time}, must be from 1 to {TIME_MAX}", "time", TIME_MAX)
     if now_ms is not None and time >> LOGICAL_BITS > now_ms + AHEAD_MS_MAX:
         raise refuse(
             f"time is {(time >> LOGICAL_BITS) - now_ms} ms ahead, at most {AHEAD_MS_MAX} are"

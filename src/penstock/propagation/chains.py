@@ -1,0 +1,160 @@
+"""What was released so far: vectors, origins, chains and ids, each a numbered table.
+
+A *chain* is what one origin wrote to one vector; its deltas are counted 1, 2, 3 … and released in
+that order, so `seen` alone says which of them were. The last one's id is the chain's *head*.
+
+An id is in one of three states: released (its vector's number), PENDING, or VOID, which is as good
+as unknown: its delta was quarantined, or lies ahead in the batch at hand. A released id counts as
+known for `dedup_ms` of log time; ids past that are swept out now and then, which nobody notices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.deltas import DeltaBatch, sixteens
+from penstock.propagation.table import Keys, Numbers, Words
+
+VOID: Final = 0
+PENDING: Final = -1
+SWEEP_MIN: Final = 1 << 14  # ids below which sweeping is not worth it
+
+
+def _vectors() -> Keys:
+    # `waiting` counts a vector's pending deltas; `chain` is its latest chain plus one.
+    return Keys({"waiting": np.int32, "mark": np.bool_, "chain": np.int32})
+
+
+def _chains() -> Keys:
+    # The key of a chain is (vector, origin); `next` is the vector's previous chain plus one.
+    return Keys(
+        {
+            "seen": np.int64,
+            "time": np.int64,
+            "head": (np.uint64, 2),
+            "next": np.int32,
+            "first": np.int64,
+        }
+    )
+
+
+def _ids() -> Keys:
+    # `vector`: the vector's number plus one when released, else VOID or PENDING. `row`: scratch.
+    return Keys({"vector": np.int32, "log_time_ms": np.int64, "row": np.int64})
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Everything that ordering knows of the past."""
+
+    dedup_ms: int
+    vectors: Keys = field(default_factory=_vectors)
+    origins: Keys = field(default_factory=lambda: Keys({}))
+    chains: Keys = field(default_factory=_chains)
+    ids: Keys = field(default_factory=_ids)
+    namespaces: list[bytes] = field(default_factory=list)  # by vector
+    vector_ids: list[bytes] = field(default_factory=list)
+    ranks: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # of origins, by bytes
+    time_ms: int = 0  # the latest log time looked at
+    _names: list[bytes] = field(default_factory=list)  # of origins
+
+    def vectors_of(self, batch: DeltaBatch) -> Numbers:
+        """Numbers of the rows' vectors; new ones are entered with their names."""
+        before = len(self.vectors)
+        found = self.vectors.add(batch.vector[:, 0], batch.vector[:, 1])
+        fresh = len(self.vectors) - before
+        if fresh:
+            row = np.empty(fresh, np.int64)
+            new = np.flatnonzero(found >= before)
+            row[found[new] - before] = new
+            namespaces, vector_ids = batch.take(row).name_bytes()
+            self.namespaces += namespaces
+            self.vector_ids += vector_ids
+        return found
+
+    def origins_of(self, origins: NDArray[np.uint64]) -> Numbers:
+        before = len(self.origins)
+        found = self.origins.add(origins[:, 0], origins[:, 1])
+        if len(self.origins) > before:
+            self.rank_origins()
+        return found
+
+    def rank_origins(self) -> None:
+        """Codes are given in order of sight; ties of time are settled by the origins' bytes."""
+        names = self._names = self.origin_names()
+        self.ranks = np.empty(len(names), np.int64)
+        self.ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+
+    def origin_names(self) -> list[bytes]:
+        table = self.origins.table
+        return sixteens(np.stack([table.rows("low"), table.rows("high")], axis=1))
+
+    def origin_name(self, code: int) -> bytes:
+        return self._names[code]
+
+    def chains_of(self, vectors: Numbers, origins: Numbers) -> Numbers:
+        before = len(self.chains)
+        found = self.chains.add(vectors.view(np.uint64), origins.view(np.uint64))
+        table = self.chains.table
+        first = self.vectors.table["chain"]
+        for chain in range(before, len(self.chains)) if len(self.chains) - before < 8 else ():
+            vector = int(table["low"][chain])
+            table["next"][chain] = first[vector]
+            first[vector] = chain + 1
+        if len(self.chains) - before >= 8:
+            self._link(before)
+        return found
+
+    def _link(self, before: int) -> None:
+        """Put new chains in front of their vectors' lists, several of one vector one by one."""
+        table, first = self.chains.table, self.vectors.table["chain"]
+        waiting = np.arange(before, len(self.chains))
+        while len(waiting):
+            vector = table["low"][waiting].view(np.int64)
+            old = first[vector]
+            first[vector] = waiting + 1
+            won = first[vector] == waiting + 1
+            table["next"][waiting[won]] = old[won]
+            waiting = waiting[~won]
+
+    def heads_of(self, vector: int) -> list[int]:
+        """A vector's chains, latest first."""
+        found, table = [], self.chains.table
+        chain = int(self.vectors.table["chain"][vector])
+        while chain:
+            found.append(chain - 1)
+            chain = int(table["next"][chain - 1])
+        return found
+
+    def known(self, entries: Numbers, log_times_ms: Numbers) -> NDArray[np.bool_]:
+        """Which entries (of `ids`; -1: none) were released and count as known at these times."""
+        table = self.ids.table
+        recent = table["log_time_ms"][entries] >= log_times_ms - self.dedup_ms
+        known: NDArray[np.bool_] = (entries >= 0) & (table["vector"][entries] > 0) & recent
+        return known
+
+    def mark_ids(self, low: Words, high: Words, state: int) -> None:
+        self.ids.table["vector"][self.ids.add(low, high)] = state
+
+    def sweep(self) -> None:
+        """Forget ids that are past their time, once they are half of all."""
+        if len(self.ids) < SWEEP_MIN:
+            return
+        table = self.ids.table
+        states = table.rows("vector")
+        recent = table.rows("log_time_ms") >= self.time_ms - self.dedup_ms
+        kept = np.flatnonzero(((states > 0) & recent) | (states == PENDING))
+        if 2 * len(kept) <= len(self.ids):
+            self.ids.keep(kept)
+
+    def validate(self) -> None:
+        for keys in (self.vectors, self.origins, self.chains, self.ids):
+            keys.validate()
+        assert len(self.namespaces) == len(self.vector_ids) == len(self.vectors)
+        assert not self.vectors.table.rows("mark").any(), "a mark was left behind"
+        linked = [chain for vector in range(len(self.vectors)) for chain in self.heads_of(vector)]
+        assert sorted(linked) == list(range(len(self.chains))), "a chain is in no list, or in two"

@@ -1,0 +1,284 @@
+"""Admit and order a batch: which deltas are released, in which order, and which are not.
+
+Most vectors of a batch get their deltas in order; for those every question is answered with whole
+columns. A vector is *affected* if something waits for it already, or if any of its rows is not
+plainly in order; all rows of an affected vector go one by one through `pending`. As a delta's
+causes are all of its own vector, the two never meet but in the order of release, which is that of
+the rows whose arrival released them.
+
+A step may stop before the batch's end (see `pending`): then nothing behind the stop has happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.deltas import DeltaBatch, sixteens
+from penstock.propagation.chains import PENDING, Ledger
+from penstock.propagation.decided import (
+    Refused,
+    Released,
+    refused_of,
+    released_of,
+    write_back,
+)
+from penstock.propagation.pending import Decided, Pending, Waiting
+from penstock.propagation.table import Numbers
+
+Mask = NDArray[np.bool_]
+Causes = tuple[Numbers, Numbers, Numbers]  # (row, chain, counter)
+
+
+@dataclass(slots=True)
+class Step:
+    stop: int  # rows of the batch that were looked at
+    released: Released
+    refused: Refused
+    duplicates: int
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A batch's rows in terms of the ledger."""
+
+    batch: DeltaBatch
+    times_ms: Numbers  # log times, ascending
+    vectors: Numbers
+    chains: Numbers
+    counters: Numbers
+    entries: Numbers  # of the rows' ids in the ledger
+    known: Mask  # ids released before this batch
+    first: Numbers  # the first row with the same id
+
+
+class Order:
+    def __init__(self, ledger: Ledger, pending: Pending) -> None:
+        self.ledger, self.pending = ledger, pending
+
+    def step(self, batch: DeltaBatch) -> Step:
+        """Order as many rows as there are until something has waited too long."""
+        rows = self._look_up(batch)
+        others = self._other_causes(rows)
+        sorted_rows = np.argsort(rows.chains, kind="stable")
+        affected = self._affected(rows, others, sorted_rows)
+        decided, stop = self._one_by_one(rows, others, affected)
+        numbers = np.arange(len(batch))
+        plain = ~affected & (numbers < stop)
+        fresh = plain & ~rows.known & (rows.first == numbers)
+        self._commit(rows, fresh, sorted_rows)
+        duplicates = int(plain.sum() - fresh.sum()) + decided.duplicates
+        released = self._released(rows, fresh, decided)
+        refused = refused_of(batch, decided)
+        write_back(self.ledger, self.pending, decided, batch)
+        if stop:
+            self.ledger.time_ms = int(batch.log_times_ms[stop - 1])
+        return Step(stop, released, refused, duplicates)
+
+    # --- looking up ---
+
+    def _look_up(self, batch: DeltaBatch) -> _Rows:
+        ledger, times_ms = self.ledger, batch.log_times_ms
+        vectors = ledger.vectors_of(batch)
+        chains = ledger.chains_of(vectors, ledger.origins_of(batch.origin))
+        ids = batch.delta_id
+        entries = ledger.ids.add(ids[:, 0], ids[:, 1])
+        known = ledger.known(entries, times_ms)
+        row = ledger.ids.table["row"]
+        numbers = np.arange(len(batch))
+        row[entries[::-1]] = numbers[::-1]
+        counters = batch.counter.astype(np.int64)
+        return _Rows(batch, times_ms, vectors, chains, counters, entries, known, row[entries])
+
+    def _other_causes(self, rows: _Rows) -> Causes:
+        """(row, chain, counter) of each clock entry that is not the delta's own."""
+        batch = rows.batch
+        if not len(batch) or batch.fixed["clocks"].max() <= 1:
+            none = np.empty(0, np.int64)
+            return none, none, none
+        offsets, origins, counters = batch.clocks()
+        other = np.ones(len(counters), np.bool_)
+        other[offsets[:-1]] = False
+        row = np.repeat(np.arange(len(batch)), np.diff(offsets))[other]
+        origin = self.ledger.origins_of(origins[other])
+        chain = self.ledger.chains_of(rows.vectors[row], origin)
+        return row, chain, counters[other].astype(np.int64)
+
+    # --- which vectors are affected ---
+
+    def _affected(self, rows: _Rows, others: Causes, sorted_rows: Numbers) -> Mask:
+        """Rows of vectors that cannot be ordered by columns."""
+        ledger = self.ledger
+        vectors = ledger.vectors.table
+        numbers = np.arange(len(rows.batch))
+        again = rows.first != numbers
+        bad: Mask = vectors["waiting"][rows.vectors] > 0
+        bad |= ledger.ids.table["vector"][rows.entries] == PENDING
+        if again.any():
+            bad |= self._odd_duplicates(rows, again)
+        fresh = ~(again | rows.known)
+        queue = sorted_rows if fresh.all() else sorted_rows[fresh[sorted_rows]]
+        bad[queue] |= self._out_of_count(rows, queue)
+        bad |= fresh & ~self._parents_fine(rows, queue)
+        if len(others[0]):
+            bad[others[0]] |= ~self._others_fine(rows, others, queue)
+        if not bad.any():
+            return bad
+        mark = vectors["mark"]
+        mark[rows.vectors[bad]] = True
+        affected: Mask = mark[rows.vectors]
+        mark[rows.vectors] = False
+        return affected
+
+    def _odd_duplicates(self, rows: _Rows, again: Mask) -> Mask:
+        """Repeated ids of different vectors, or so far apart that the first is forgotten."""
+        first = rows.first
+        odd: Mask = again & (
+            (rows.vectors[first] != rows.vectors)
+            | (rows.times_ms[first] < rows.times_ms - self.ledger.dedup_ms)
+        )
+        odd[first[odd]] = True
+        return odd
+
+    def _out_of_count(self, rows: _Rows, queue: Numbers) -> Mask:
+        """In the order of `queue` (by chain, then arrival): rows that are not the next ones."""
+        chain = rows.chains[queue]
+        rank, start = _ranks(chain)
+        seen = self.ledger.chains.table["seen"][chain]
+        self.ledger.chains.table["first"][chain] = start
+        out: Mask = rows.counters[queue] != seen + 1 + rank
+        return out
+
+    def _parents_fine(self, rows: _Rows, queue: Numbers) -> Mask:
+        """Rows whose parent was released when they arrive, if the rows before them were."""
+        batch, ids = rows.batch, rows.batch.delta_id
+        parents = batch.parent
+        chain = rows.chains[queue]
+        previous = np.empty((len(queue), 2), np.uint64)
+        previous[1:] = ids[queue[:-1]]
+        begins = np.ones(len(queue), np.bool_)
+        begins[1:] = chain[1:] != chain[:-1]
+        previous[begins] = self.ledger.chains.table["head"][chain[begins]]
+        wanted = parents[queue]
+        good = (wanted == previous).all(axis=1) | (wanted == 0).all(axis=1)
+        fine = np.zeros(len(batch), np.bool_)
+        fine[queue] = good
+        doubtful = queue[~good]
+        if len(doubtful):
+            fine[doubtful] = self._parents_known(rows, doubtful)
+        return fine
+
+    def _parents_known(self, rows: _Rows, some: Numbers) -> Mask:
+        ledger, table = self.ledger, self.ledger.ids.table
+        parents = rows.batch.parent[some]
+        entry = ledger.ids.find(parents[:, 0], parents[:, 1])
+        vectors, times_ms = rows.vectors[some], rows.times_ms[some]
+        known = ledger.known(entry, times_ms) & (table["vector"][entry] == vectors + 1)
+        row = np.minimum(table["row"][entry], len(rows.batch) - 1)
+        here = (entry >= 0) & (rows.entries[row] == entry) & (row < some)
+        here &= rows.vectors[row] == vectors
+        here &= rows.times_ms[row] >= times_ms - ledger.dedup_ms
+        fine: Mask = known | here
+        return fine
+
+    def _others_fine(self, rows: _Rows, others: Causes, queue: Numbers) -> Mask:
+        """Causes of other chains that were seen, or stand earlier in the batch, in order."""
+        row, chain, counter = others
+        table = self.ledger.chains.table
+        ahead = counter - table["seen"][chain] - 1
+        fine: Mask = ahead < 0
+        if fine.all() or not len(queue):
+            return fine
+        at = np.minimum(table["first"][chain] + ahead, len(queue) - 1)
+        cause = queue[np.maximum(at, 0)]
+        fine |= (rows.chains[cause] == chain) & (rows.counters[cause] == counter) & (cause < row)
+        return fine
+
+    # --- the affected ones ---
+
+    def _one_by_one(self, rows: _Rows, others: Causes, affected: Mask) -> tuple[Decided, int]:
+        some = np.flatnonzero(affected)
+        if not len(some) and not self.pending.arrivals:
+            return Decided(), len(rows.batch)
+        arrivals = self._waiting(rows, others, some)
+        return self.pending.take(arrivals, rows.known[some].tolist(), rows.times_ms)
+
+    def _waiting(self, rows: _Rows, others: Causes, some: Numbers) -> list[Waiting]:
+        batch, chains = rows.batch, rows.chains[some]
+        seen = self.ledger.chains.table["seen"]
+        self.pending.seen.update(zip(chains.tolist(), seen[chains].tolist(), strict=True))
+        causes: dict[int, list[tuple[int, int]]] = {}
+        row, chain, counter = others
+        if len(row):
+            mine = np.isin(row, some)
+            chain = chain[mine]
+            self.pending.seen.update(zip(chain.tolist(), seen[chain].tolist(), strict=True))
+            entries = zip(row[mine].tolist(), chain.tolist(), counter[mine].tolist(), strict=True)
+            for number, other, count in entries:
+                causes.setdefault(number, []).append((other, count))
+        parents: list[bytes | None] = list(sixteens(batch.parent[some]))
+        for settled in np.flatnonzero(self._parents_settled(rows, some)).tolist():
+            parents[settled] = None
+        numbers = some.tolist()
+        columns = (
+            numbers, batch.sequences[some].tolist(), rows.times_ms[some].tolist(),
+            sixteens(batch.delta_id[some]), parents, rows.vectors[some].tolist(),
+            chains.tolist(), rows.counters[some].tolist(),
+            [causes.get(number, ()) for number in numbers],
+        )  # fmt: skip
+        return [Waiting(*fields) for fields in zip(*columns, strict=True)]
+
+    def _parents_settled(self, rows: _Rows, some: Numbers) -> Mask:
+        """Without a parent, or with one that had been released before this batch."""
+        parents = rows.batch.parent[some]
+        entry = self.ledger.ids.find(parents[:, 0], parents[:, 1])
+        same = self.ledger.ids.table["vector"][entry] == rows.vectors[some] + 1
+        known = self.ledger.known(entry, rows.times_ms[some])
+        settled: Mask = (same & known) | (parents == 0).all(axis=1)
+        return settled
+
+    # --- writing down what happened ---
+
+    def _commit(self, rows: _Rows, fresh: Mask, sorted_rows: Numbers) -> None:
+        """Enter the rows that were released by columns."""
+        queue = sorted_rows if fresh.all() else sorted_rows[fresh[sorted_rows]]
+        if not len(queue):
+            return
+        chain, chains, ids = rows.chains[queue], self.ledger.chains.table, self.ledger.ids.table
+        last = np.ones(len(queue), np.bool_)
+        last[:-1] = chain[1:] != chain[:-1]
+        ends, chain = queue[last], chain[last]
+        chains["seen"][chain] = rows.counters[ends]
+        chains["head"][chain] = rows.batch.delta_id[ends]
+        entries = rows.entries[queue]
+        ids["vector"][entries] = rows.vectors[queue] + 1
+        ids["log_time_ms"][entries] = rows.times_ms[queue]
+
+    def _released(self, rows: _Rows, fresh: Mask, decided: Decided) -> Released:
+        batch = rows.batch
+        if not decided.released:
+            if fresh.all():
+                return Released(batch, batch.sequences, rows.vectors, rows.chains)
+            plain = batch.take(fresh)
+            return Released(plain, plain.sequences, rows.vectors[fresh], rows.chains[fresh])
+        own = np.flatnonzero(fresh)
+        single = released_of(batch, decided)
+        at = np.concatenate([own, np.array(decided.at, np.int64)])
+        order = np.argsort(at, kind="stable")
+        return Released(
+            DeltaBatch.concat([batch.take(own), single.batch]).take(order),
+            batch.sequences[at[order]],
+            np.concatenate([rows.vectors[own], single.vectors])[order],
+            np.concatenate([rows.chains[own], single.chains])[order],
+        )
+
+
+def _ranks(groups: Numbers) -> tuple[Numbers, Numbers]:
+    """Of neighbours that belong together: each one's place among them, and where they begin."""
+    numbers = np.arange(len(groups))
+    begins = np.ones(len(groups), np.bool_)
+    begins[1:] = groups[1:] != groups[:-1]
+    start = np.maximum.accumulate(np.where(begins, numbers, 0)) if len(groups) else numbers
+    return numbers - start, start

@@ -1,0 +1,233 @@
+"""The fold of one log partition: admit, order and merge, one feed at a time.
+
+`feed` takes the deltas of a stretch of the log and returns what that stretch released, changed and
+refused. All of it is a function of the log: cutting the log into other feeds gives the same
+releases with the same positions and ordinals, the same refusals and the same states.
+
+A fold may *pause* inside a feed: deltas have waited too long and only the log can say whether their
+parents were ever released. Then `missing()` names those parents, `resolve(found)` goes on with the
+rest of the feed, and `sequence` stands still until that is through:
+
+    outcomes = [propagator.feed(deltas, through=last)]
+    while ids := propagator.missing():
+        outcomes.append(propagator.resolve(looked_up(ids)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.model.delta_format import DIMENSIONS_MAX, NO_ID
+from penstock.model.deltas import DeltaBatch, sound_rows
+from penstock.propagation.chains import Ledger
+from penstock.propagation.decided import (
+    Refused,
+    Released,
+    refused_of,
+    released_of,
+    write_back,
+)
+from penstock.propagation.merge import Merge
+from penstock.propagation.options import PropagationOptions
+from penstock.propagation.order import Order
+from penstock.propagation.pending import INVALID, LATE, Decided, Pending
+from penstock.propagation.states import VectorStates
+
+__all__ = ["Outcome", "PropagationOptions", "Propagator", "VectorStates"]
+
+STRETCH_MIN: Final = 4096  # rows looked at after a stop, and twice as many each time
+STRETCH_MAX: Final = 1 << 20  # that there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    released: DeltaBatch  # in causal order
+    positions: NDArray[np.uint64]  # the sequence whose arrival released each
+    ordinals: NDArray[np.uint64]  # 1, 2, 3 … over the whole life of the partition
+    touched: VectorStates
+    quarantined: DeltaBatch
+    reasons: list[str]
+    missing: list[bytes]  # the parent each quarantined delta lacks, or zeros
+    # read, duplicates, released and quarantined in this feed; pending at its end, and how long the
+    # eldest of those has waited by then in log time (pending_oldest_ms)
+    counts: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a feed has come to so far."""
+
+    released: list[Released]
+    refused: list[Refused]
+    read: int = 0
+    duplicates: int = 0
+
+
+class Propagator:
+    def __init__(self, dimensions: int, options: PropagationOptions | None = None) -> None:
+        if not 1 <= dimensions <= DIMENSIONS_MAX:
+            raise InvalidArgument(
+                f"dimensions is {dimensions}, must be from 1 to {DIMENSIONS_MAX}",
+                field="dimensions",
+                limit=DIMENSIONS_MAX,
+            )
+        self.dimensions = dimensions
+        self.options = (options or PropagationOptions()).validate()
+        self.sequence = 0  # folded up to here
+        self.ordinal = 0  # deltas released so far
+        self.ledger = Ledger(self.options.dedup_ms)
+        self.pending = Pending(
+            self.ledger,
+            pending_max=self.options.pending_max,
+            pending_ms=self.options.pending_ms,
+        )
+        self.order = Order(self.ledger, self.pending)
+        self.merge = Merge(self.ledger, dimensions, self.options)
+        self._rest: DeltaBatch | None = None  # what a paused feed has still to look at
+        self._through = 0
+        self._position = 0  # the sequence at which the fold paused
+        self._stretch = STRETCH_MAX
+
+    # --- folding ---
+
+    def feed(self, deltas: DeltaBatch, *, through: int) -> Outcome:
+        """Fold deltas, in log order and behind `sequence`; `through` is the last sequence read."""
+        if self._rest is not None:
+            raise FailedPrecondition("the fold is paused: resolve what is missing first")
+        self._check_range(deltas, through)
+        tally = _Tally([], [], read=len(deltas))
+        self._through = through
+        self._rest = self._admissible(deltas, tally)
+        return self._advance(tally)
+
+    def _check_range(self, deltas: DeltaBatch, through: int) -> None:
+        if len(deltas):
+            rising = bool((deltas.sequences[1:] > deltas.sequences[:-1]).all())
+            if not rising or int(deltas.sequences[0]) <= self.sequence:
+                raise InvalidArgument(
+                    f"deltas must ascend from behind sequence {self.sequence}", field="deltas"
+                )
+        least = int(deltas.sequences[-1]) if len(deltas) else self.sequence
+        if through < least:
+            raise InvalidArgument(
+                f"through is {through}, must be at least {least}", field="through", limit=least
+            )
+
+    def _admissible(self, deltas: DeltaBatch, tally: _Tally) -> DeltaBatch:
+        """The rows that are deltas at all, with log times that never step back."""
+        sound = sound_rows(deltas, dimensions=self.dimensions)
+        times_ms = np.maximum.accumulate(np.maximum(deltas.log_times_ms, self.ledger.time_ms))
+        deltas = replace(deltas, log_times_ms=times_ms)
+        if sound.all():
+            return deltas
+        bad = deltas.take(~sound)
+        count = len(bad)
+        tally.refused.append(Refused(bad, bad.sequences, [INVALID] * count, [NO_ID] * count))
+        return deltas.take(sound)
+
+    def missing(self) -> list[bytes]:
+        """Ids of parents that are to be looked up in the log before the fold can go on."""
+        return self.pending.missing()
+
+    def resolve(self, found: Iterable[bytes]) -> Outcome:
+        """Go on after a pause. `found`: those of the missing that the log has, below the pause."""
+        if self._rest is None:
+            raise FailedPrecondition("nothing is missing")
+        tally = _Tally([], [])
+        self._settle(self.pending.answer({bytes(id_) for id_ in found}), tally)
+        return self._advance(tally)
+
+    def _advance(self, tally: _Tally) -> Outcome:
+        """Fold until the feed is through, or until a question is open."""
+        while self._rest is not None and not self.pending.asked:
+            rest = self._rest
+            piece = rest.take(np.arange(self._stretch)) if len(rest) > self._stretch else rest
+            step = self.order.step(piece)
+            tally.duplicates += step.duplicates
+            tally.refused.append(step.refused)
+            self._merge(step.released, tally)
+            self._rest = self._after(rest, piece, step.stop, tally)
+        if self._rest is None:
+            self.sequence = self._through
+            self.ledger.sweep()
+        return self._outcome(tally)
+
+    def _after(
+        self, rest: DeltaBatch, piece: DeltaBatch, stop: int, tally: _Tally
+    ) -> DeltaBatch | None:
+        """What is left of a feed after a step, having turned out what has waited too long."""
+        crowded = len(self.pending) > self.options.pending_max
+        if crowded or stop < len(piece):
+            at = stop - 1 if crowded else stop
+            self._position = int(piece.sequences[at])
+            self._settle(self.pending.turn_out(int(piece.log_times_ms[at])), tally)
+            self._stretch = STRETCH_MIN
+        else:
+            self._stretch = min(2 * self._stretch, STRETCH_MAX)
+        if stop < len(rest) or self.pending.asked:
+            return rest.take(np.arange(stop, len(rest)))
+        return None
+
+    def _settle(self, decided: Decided, tally: _Tally) -> None:
+        """Enter what became of deltas that had waited."""
+        none = DeltaBatch.empty()
+        released = released_of(none, decided, self._position)
+        tally.refused.append(refused_of(none, decided, self._position))
+        write_back(self.ledger, self.pending, decided, none)
+        self._merge(released, tally)
+
+    def _merge(self, released: Released, tally: _Tally) -> None:
+        if not len(released.batch):
+            return
+        merged = self.merge.merge(released)
+        if not merged.all():
+            late = released.take(~merged)
+            count = len(late.batch)
+            tally.refused.append(
+                Refused(late.batch, late.positions, [LATE] * count, [NO_ID] * count)
+            )
+            released = released.take(merged)
+        tally.released.append(released)
+
+    def _outcome(self, tally: _Tally) -> Outcome:
+        batch = DeltaBatch.concat([part.batch for part in tally.released])
+        positions = np.concatenate(
+            [np.empty(0, np.uint64), *(part.positions for part in tally.released)]
+        )
+        ordinals = np.arange(self.ordinal + 1, self.ordinal + 1 + len(batch), dtype=np.uint64)
+        self.ordinal += len(batch)
+        refused = Refused.join(tally.refused)
+        counts = {
+            "read": tally.read,
+            "duplicates": tally.duplicates,
+            "released": len(batch),
+            "quarantined": len(refused.batch),
+            "pending": len(self.pending),
+            "pending_oldest_ms": self._oldest_ms(),
+        }
+        return Outcome(
+            batch, positions, ordinals, self.merge.take_touched(), refused.batch, refused.reasons,
+            refused.missing, counts,
+        )  # fmt: skip
+
+    def _oldest_ms(self) -> int:
+        eldest = self.pending.eldest()
+        return 0 if eldest is None else self.ledger.time_ms - eldest.log_time_ms
+
+    # --- results ---
+
+    def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
+        """All vectors, deleted ones too, ascending by their newest sequence."""
+        return self.merge.states(rows)
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self.ledger.validate()
+        self.pending.validate()
+        self.merge.validate()

@@ -1,0 +1,340 @@
+"""Deltas that wait for a cause, and the order in which they are released.
+
+This is the plain statement of the order, one delta at a time; `order` takes a short cut for
+vectors of which every delta arrives in order, and must give the same.
+
+A delta is *ready* when its own counter is the next of its chain, every other cause in its clock was
+seen, and its parent was released as a delta of the same vector. One that arrives ready is released
+at once; then, oldest arrival first, whatever that made ready, until nothing is. One that is not
+ready waits for *one* missing cause, its key, and is looked at again when that is released: as
+causes are counted without gaps, each waits at most once per cause.
+
+A counter that was seen before under another id is refused ("counter reused").
+
+When a delta has waited for `pending_ms` of log time, or `pending_max` wait, the eldest are turned
+out. Whether a parent that is not known was released before the ids' time is for the log to say: if
+nothing but the parent is missing it is asked for, and the fold pauses until it is answered. So what
+follows never depends on when the answer came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from penstock.model.delta_format import NO_ID
+from penstock.propagation.chains import Ledger
+from penstock.propagation.table import Numbers
+
+REUSED: Final = "counter reused"
+PARENT_MISSING: Final = "parent missing"
+PARENT_ELSEWHERE: Final = "parent of another vector"
+CAUSE_MISSING: Final = "cause missing"
+LATE: Final = "late"
+INVALID: Final = "invalid"
+TURNED_OUT_SHARE: Final = 8  # of the pending that leave together when there are too many
+
+Key = tuple[int, int] | tuple[int, bytes]  # (chain, counter), or (vector, parent)
+
+
+class Waiting:
+    """One delta, while its order is being decided."""
+
+    __slots__ = (
+        "chain", "counter", "done", "headers", "id", "key", "log_time_ms", "others", "parent",
+        "payload", "row", "sequence", "vector",
+    )  # fmt: skip
+
+    def __init__(
+        self, row: int, sequence: int, log_time_ms: int, id_: bytes, parent: bytes | None,
+        vector: int, chain: int, counter: int, others: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        self.row = row  # in the batch at hand, or -1
+        self.sequence = sequence
+        self.log_time_ms = log_time_ms
+        self.id = id_
+        self.parent = parent  # None: there is none, or it is known
+        self.vector = vector
+        self.chain = chain
+        self.counter = counter
+        self.others = others
+        self.payload = b""  # kept from when it starts to wait
+        self.headers = b""
+        self.key: Key | None = None  # what it waits for
+        self.done = False
+
+    @property
+    def was_kept(self) -> bool:
+        """Whether it waited through the end of an earlier batch."""
+        return self.row < 0
+
+    def __lt__(self, other: Waiting) -> bool:
+        return self.sequence < other.sequence
+
+
+class Refusal(NamedTuple):
+    waiting: Waiting
+    reason: str
+    missing: bytes  # the parent that is not known, or zeros
+    at: int  # the row whose arrival made it so
+
+
+@dataclass(slots=True)
+class Decided:
+    """What became of deltas in one stretch of the log."""
+
+    released: list[Waiting] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)  # the row whose arrival released each
+    refused: list[Refusal] = field(default_factory=list)
+    duplicates: int = 0
+
+
+class Pending:
+    def __init__(self, ledger: Ledger, *, pending_max: int, pending_ms: int) -> None:
+        self.ledger = ledger
+        self.pending_max, self.pending_ms = pending_max, pending_ms
+        self.by_id: dict[bytes, Waiting] = {}
+        self.by_key: dict[Key, list[Waiting]] = {}
+        self.arrivals: deque[Waiting] = deque()  # ascending by sequence; done ones linger
+        self.asked: list[Waiting] = []  # turned out, but for the answer about their parents
+        # What the batch at hand has changed, written to the ledger when it is through:
+        self.seen: dict[int, int] = {}
+        self.heads: dict[int, bytes] = {}
+        self.released: dict[bytes, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    # --- arrivals ---
+
+    def take(
+        self, arrivals: list[Waiting], known: list[bool], times_ms: Numbers
+    ) -> tuple[Decided, int]:
+        """Decide on deltas in the order of their arrival.
+
+        `known` says which ids the ledger had released before. `times_ms` are the log times of all
+        rows of the batch: the stretch ends, at the row returned, when a delta has waited too long
+        or too many wait.
+        """
+        decided = Decided()
+        # A row at which nothing is overdue yet; the eldest only gets younger, so it stays true.
+        limit = self._limit(times_ms) if self.arrivals else 0
+        for waiting, is_known in zip(arrivals, known, strict=True):
+            if waiting.row >= limit:
+                limit = self._limit(times_ms)
+                if waiting.row >= limit:
+                    return decided, limit
+            if is_known or self._duplicate(waiting):
+                decided.duplicates += 1
+            elif self._arrive(waiting, decided):
+                if len(self.by_id) > self.pending_max:
+                    return decided, waiting.row + 1
+                limit = min(limit, waiting.row + 1)
+        return decided, self._limit(times_ms)
+
+    def _limit(self, times_ms: Numbers) -> int:
+        """The row at which the eldest has waited too long."""
+        eldest = self.eldest()
+        if eldest is None:
+            return len(times_ms)
+        return int(np.searchsorted(times_ms, eldest.log_time_ms + self.pending_ms))
+
+    def eldest(self) -> Waiting | None:
+        while self.arrivals and self.arrivals[0].done:
+            self.arrivals.popleft()
+        return self.arrivals[0] if self.arrivals else None
+
+    def _duplicate(self, waiting: Waiting) -> bool:
+        if waiting.id in self.by_id:
+            return True
+        first = self.released.get(waiting.id)
+        return first is not None and self._recent(first, waiting)
+
+    def _recent(self, first: Waiting, then: Waiting) -> bool:
+        return first.log_time_ms >= then.log_time_ms - self.ledger.dedup_ms
+
+    def _arrive(self, waiting: Waiting, decided: Decided) -> bool:
+        """Whether it has to wait."""
+        unmet = self._unmet(waiting)
+        if unmet is None:
+            self._release(waiting, decided, waiting.row)
+        elif unmet is REUSED:
+            decided.refused.append(Refusal(waiting, REUSED, NO_ID, waiting.row))
+        else:
+            self._wait(waiting, unmet)  # type: ignore[arg-type]
+            return True
+        return False
+
+    def _wait(self, waiting: Waiting, key: Key) -> None:
+        if waiting.key is None:
+            self.by_id[waiting.id] = waiting
+            self.arrivals.append(waiting)
+        waiting.key = key
+        self.by_key.setdefault(key, []).append(waiting)
+
+    # --- readiness ---
+
+    def _unmet(self, waiting: Waiting) -> Key | str | None:
+        """The first cause that is missing, clock before parent; REUSED; None if it is ready."""
+        seen = self._seen(waiting.chain)
+        if waiting.counter != seen + 1:
+            if waiting.counter <= seen:
+                return REUSED
+            return waiting.chain, waiting.counter - 1
+        for chain, counter in waiting.others:
+            if self._seen(chain) < counter:
+                return chain, counter
+        if waiting.parent is None or self._parent_released(waiting):
+            return None
+        return waiting.vector, waiting.parent
+
+    def _seen(self, chain: int) -> int:
+        seen = self.seen.get(chain)
+        if seen is None:
+            seen = self.seen[chain] = int(self.ledger.chains.table["seen"][chain])
+        return seen
+
+    def _parent_released(self, waiting: Waiting) -> bool:
+        parent = waiting.parent
+        assert parent is not None
+        first = self.released.get(parent)
+        if first is not None and first.vector == waiting.vector and self._recent(first, waiting):
+            return True
+        entry = self._find(parent)
+        if self.ledger.known(entry, np.array([waiting.log_time_ms]))[0]:
+            vector = int(self.ledger.ids.table["vector"][entry[0]]) - 1
+            if vector == waiting.vector:
+                return True
+        return any(self._head(chain) == parent for chain in self.ledger.heads_of(waiting.vector))
+
+    def _find(self, id_: bytes) -> Numbers:
+        low, high = np.frombuffer(id_, "<u8")
+        return self.ledger.ids.find(np.array([low]), np.array([high]))
+
+    def _head(self, chain: int) -> bytes:
+        head = self.heads.get(chain)
+        return self.ledger.chains.table["head"][chain].tobytes() if head is None else head
+
+    # --- releases ---
+
+    def _release(self, waiting: Waiting, decided: Decided, at: int) -> None:
+        """Release a delta, and then what that makes ready."""
+        ready: list[Waiting] = []
+        self._let_go(waiting, decided, at, ready)
+        while ready:
+            following = heappop(ready)
+            unmet = self._unmet(following)
+            if unmet is None:
+                self._let_go(following, decided, at, ready)
+            elif unmet is REUSED:
+                self._remove(following)
+                decided.refused.append(Refusal(following, REUSED, NO_ID, at))
+            else:
+                self._wait(following, unmet)  # type: ignore[arg-type]
+
+    def _let_go(self, waiting: Waiting, decided: Decided, at: int, ready: list[Waiting]) -> None:
+        if waiting.key is not None:
+            self._remove(waiting)
+        self.seen[waiting.chain] = waiting.counter
+        self.heads[waiting.chain] = waiting.id
+        self.released[waiting.id] = waiting
+        decided.released.append(waiting)
+        decided.at.append(at)
+        by_key = self.by_key
+        if by_key:
+            for key in ((waiting.chain, waiting.counter), (waiting.vector, waiting.id)):
+                for woken in by_key.pop(key, ()):
+                    heappush(ready, woken)
+
+    def _remove(self, waiting: Waiting) -> None:
+        del self.by_id[waiting.id]
+        waiting.done = True
+
+    # --- those that waited too long ---
+
+    def turn_out(self, now_ms: int) -> Decided:
+        """Refuse the deltas that are overdue at `now_ms`, or the eldest of too many.
+
+        Those of which only the parent is missing are kept in `asked`; `answer` decides on them.
+        """
+        decided = Decided()
+        spare = 0
+        if len(self.by_id) > self.pending_max:
+            spare = max(1, len(self.by_id) // TURNED_OUT_SHARE)
+        for waiting in list(self.arrivals):
+            overdue = waiting.log_time_ms + self.pending_ms <= now_ms
+            if not overdue and spare <= 0:
+                break
+            if waiting.done:
+                continue
+            spare -= 1
+            self._turn_out(waiting, decided)
+        return decided
+
+    def _turn_out(self, waiting: Waiting, decided: Decided) -> None:
+        key, parent = waiting.key, waiting.parent
+        assert key is not None
+        if key[1] != parent:
+            self._refuse(waiting, decided, CAUSE_MISSING, parent or NO_ID)
+            return
+        assert parent is not None
+        if self.ledger.known(self._find(parent), np.array([waiting.log_time_ms]))[0]:
+            self._refuse(waiting, decided, PARENT_ELSEWHERE, parent)
+        else:
+            self.asked.append(waiting)
+
+    def _refuse(self, waiting: Waiting, decided: Decided, reason: str, missing: bytes) -> None:
+        self._forget_key(waiting)
+        self._remove(waiting)
+        decided.refused.append(Refusal(waiting, reason, missing, 0))
+
+    def _forget_key(self, waiting: Waiting) -> None:
+        key = waiting.key
+        assert key is not None
+        others = self.by_key[key]
+        others.remove(waiting)
+        if not others:
+            del self.by_key[key]
+
+    def answer(self, found: set[bytes]) -> Decided:
+        """Release those whose parents the log has, refuse the others."""
+        decided = Decided()
+        asked, self.asked = self.asked, []
+        for waiting in asked:
+            if waiting.done:
+                continue  # released by one before it
+            parent = waiting.parent
+            assert parent is not None
+            if parent in found:
+                self._forget_key(waiting)
+                waiting.parent = None
+                self._again(waiting, decided)
+            else:
+                self._refuse(waiting, decided, PARENT_MISSING, parent)
+        return decided
+
+    def _again(self, waiting: Waiting, decided: Decided) -> None:
+        """An asked delta's clock was met when it was turned out, and still is unless reused."""
+        if self._unmet(waiting) is None:
+            self._release(waiting, decided, 0)
+        else:
+            self._remove(waiting)
+            decided.refused.append(Refusal(waiting, REUSED, NO_ID, 0))
+
+    def missing(self) -> list[bytes]:
+        return list(dict.fromkeys(w.parent for w in self.asked if w.parent is not None))
+
+    def validate(self) -> None:
+        assert len(self.by_id) <= self.pending_max + 1
+        waiting = [w for w in self.arrivals if not w.done]
+        assert [w.sequence for w in waiting] == sorted(w.sequence for w in waiting)
+        assert set(self.by_id) == {w.id for w in waiting}
+        keyed = [w for some in self.by_key.values() for w in some]
+        assert {id(w) for w in keyed} == {id(w) for w in waiting}
+        assert all(w.key == key for key, some in self.by_key.items() for w in some)
+        assert not self.seen, "a batch was not written back"

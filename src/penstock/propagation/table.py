@@ -1,0 +1,165 @@
+"""Columns that grow together, and keys that number their rows.
+
+`Table` holds columns whose rows are added at the end and never move. `Keys` gives each distinct
+pair of 64-bit numbers a row number, 0, 1, 2 … in order of first sight, by open addressing in a
+numpy array: a batch of lookups costs a few gathers, not a Python call per key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+ROWS_MIN: Final = 1024
+_A: Final = np.uint64(0x9E3779B97F4A7C15)
+_B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_HALF: Final = np.uint64(32)
+
+Numbers = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+class Table:
+    """Columns by name. An array is valid until rows are added: ask again after that."""
+
+    __slots__ = ("_columns", "capacity", "count")
+
+    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
+        self.count = 0
+        self.capacity = ROWS_MIN
+        self._columns: dict[str, NDArray[Any]] = {}
+        for name, kind in columns.items():
+            dtype, *width = kind if isinstance(kind, tuple) else (kind,)
+            self._columns[name] = np.zeros((self.capacity, *width), dtype)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """The column with room beyond its rows: for picking and setting rows by number."""
+        return self._columns[name]
+
+    def __setitem__(self, name: str, column: NDArray[Any]) -> None:
+        self._columns[name] = column
+
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def rows(self, name: str) -> NDArray[Any]:
+        return self._columns[name][: self.count]
+
+    def extend(self, count: int) -> int:
+        """Add rows of zeros; returns the first of them."""
+        first = self.count
+        self.count += count
+        if self.count > self.capacity:
+            self.capacity = max(self.count, self.capacity * 3 // 2)
+            for name, old in self._columns.items():
+                self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
+                self._columns[name][:first] = old[:first]
+        return first
+
+    def keep(self, rows: Numbers) -> None:
+        """Drop all rows but these, which are numbered anew in the given order."""
+        for name, column in self._columns.items():
+            kept = column[rows]
+            column[: len(rows)] = kept
+            column[len(rows) : self.count] = 0
+            self._columns[name] = column
+        self.count = len(rows)
+
+
+class Keys:
+    """Row numbers of pairs of numbers. At most half of the places are taken."""
+
+    __slots__ = ("_bits", "_places", "table")
+
+    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
+        self.table = Table({"low": np.uint64, "high": np.uint64, **columns})
+        self._clear(11)
+
+    def _clear(self, bits: int) -> None:
+        self._bits = bits
+        self._places = np.full(1 << bits, -1, np.int32)
+
+    def __len__(self) -> int:
+        return self.table.count
+
+    def find(self, low: Words, high: Words) -> Numbers:
+        """Rows of keys, -1 where a key is unknown."""
+        return self._probe(low, high)[0]
+
+    def _hash(self, low: Words, high: Words) -> Numbers:
+        mixed = low * _A ^ high * _B
+        mixed ^= mixed >> _HALF
+        mixed *= _A
+        mixed >>= np.uint64(64 - self._bits)
+        return mixed.view(np.int64)
+
+    def _probe(self, low: Words, high: Words) -> tuple[Numbers, Numbers]:
+        """Rows, and the places where the search of each key ended."""
+        lows, highs = self.table["low"], self.table["high"]
+        places, last = self._places, len(self._places) - 1
+        place = self._hash(low, high)
+        found = places[place].astype(np.int64)
+        # A row of -1 reads the last row of the columns: harmless, as it is masked.
+        other = (found >= 0) & ((lows[found] != low) | (highs[found] != high))
+        active = np.flatnonzero(other)
+        while len(active):
+            at = (place[active] + 1) & last
+            row = places[at].astype(np.int64)
+            place[active], found[active] = at, row
+            differs = (lows[row] != low[active]) | (highs[row] != high[active])
+            active = active[(row >= 0) & differs]
+        return found, place
+
+    def add(self, low: Words, high: Words) -> Numbers:
+        """Rows of keys; unknown ones are given new rows."""
+        self._reserve(len(low))
+        found, place = self._probe(low, high)
+        waiting = np.flatnonzero(found < 0)
+        while len(waiting):
+            # Everyone writes itself into the free place it found: the last one to do so wins it.
+            at = place[waiting]
+            self._places[at] = waiting
+            won = self._places[at] == waiting
+            winners = waiting[won]
+            rows = self.table.extend(len(winners)) + np.arange(len(winners))
+            self.table["low"][rows], self.table["high"][rows] = low[winners], high[winners]
+            self._places[at[won]] = rows
+            found[winners] = rows
+            waiting = waiting[~won]
+            if len(waiting):
+                rest = self._probe(low[waiting], high[waiting])
+                found[waiting], place[waiting] = rest
+                waiting = waiting[rest[0] < 0]
+        return found
+
+    def _reserve(self, count: int) -> None:
+        need = 2 * (self.table.count + count)
+        if need > len(self._places):
+            self._clear(need.bit_length())
+            self._place_all()
+
+    def _place_all(self) -> None:
+        """Put every row into an empty set of places; all keys differ."""
+        count, last = self.table.count, len(self._places) - 1
+        place = self._hash(self.table.rows("low"), self.table.rows("high"))
+        waiting = np.arange(count)
+        while len(waiting):
+            at = place[waiting]
+            free = self._places[at] < 0
+            self._places[at[free]] = waiting[free]
+            settled = free & (self._places[at] == waiting)
+            waiting = waiting[~settled]
+            place[waiting] = (place[waiting] + 1) & last
+
+    def keep(self, rows: Numbers) -> None:
+        self.table.keep(rows)
+        self._clear(max(11, (2 * len(rows)).bit_length()))
+        self._place_all()
+
+    def validate(self) -> None:
+        known = self.find(self.table.rows("low"), self.table.rows("high"))
+        assert np.array_equal(known, np.arange(self.table.count)), "a key is not found"
+        assert (self._places >= 0).sum() == self.table.count
+        assert 2 * self.table.count <= len(self._places)
