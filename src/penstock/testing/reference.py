@@ -48,7 +48,7 @@ class Folded:
             self.values[slice(None) if indices is None else indices] += values
         elif delta.op is Op.DELETE:
             self.deleted = True
-        if delta.metadata is not None:
+        if delta.metadata is not None or delta.op in (Op.CREATE, Op.DELETE):
             self.metadata = delta.metadata
         self.revision += 1
 

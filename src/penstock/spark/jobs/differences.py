@@ -40,6 +40,15 @@ class Comparison:
             found.counts[kind] += count
             found.shown += ({"kind": kind, **p} for p in islice(places, self._room(found)))
 
+    def add(self, other: Comparison) -> None:
+        """Take over what another comparison found."""
+        self.expected += other.expected
+        self.compared += other.compared
+        for excuses, more in other._found.items():
+            found = self._found.setdefault(excuses, _Found())
+            found.counts += more.counts
+            found.shown += more.shown[: self._room(found)]
+
     def _room(self, found: _Found) -> int:
         return max(0, SHOWN_MAX - len(found.shown))
 

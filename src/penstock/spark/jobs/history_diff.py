@@ -1,7 +1,7 @@
 """A history of deltas held against what one log partition released: each of them once, unchanged.
 
-Both sides are DELTAS tables of one partition. Released deltas are numbered 1, 2, 3 … (`ordinal`),
-so a row's place is known, and a row that is missing, twice or beyond the end is seen by counting.
+Both sides are DELTAS tables of one partition. Released deltas are numbered (`ordinal`), so a row's
+place is known, and a row that is missing, there twice or beyond the end is seen by counting.
 """
 
 from __future__ import annotations
@@ -23,24 +23,32 @@ _SHOWN: Final = ("topic", "partition", "ordinal", "sequence", "namespace", "vect
 def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
     """Add what differs between the two to `found`. `expected` is in the order of release."""
     actual = _like(actual.select(COMPARED))
-    total = expected.num_rows
-    found.expected += total
+    found.expected += expected.num_rows
     found.compared += actual.num_rows
-    ordinals = actual["ordinal"].to_numpy()
-    beyond = (ordinals < 1) | (ordinals > total)
-    rows = np.flatnonzero(beyond)
-    found.differ("extra", (_shown(actual, row) for row in rows), len(rows), "ahead")
-    times = np.bincount(ordinals[~beyond], minlength=total + 1)[1:]
+    rows = _rows(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
+    strays = np.flatnonzero(rows < 0)
+    found.differ("extra", (_shown(actual, row) for row in strays), len(strays), "ahead")
+    times = np.bincount(rows[rows >= 0], minlength=expected.num_rows)
     missing = np.flatnonzero(times == 0)
     found.differ("missing", (_shown(expected, row) for row in missing), len(missing), "behind")
     repeated = np.flatnonzero(times > 1)
     found.differ("twice", (_shown(expected, row) for row in repeated), len(repeated))
-    _compare_rows(expected, actual.filter(pa.array(~beyond)), found)
+    known = rows >= 0
+    _compare_rows(expected, rows[known], actual.filter(pa.array(known)), found)
 
 
-def _compare_rows(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
+def _rows(expected: NDArray[np.int64], actual: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each number stands among the expected ones, which ascend; -1: nowhere."""
+    rows = np.searchsorted(expected, actual)
+    rows[rows == len(expected)] = -1
+    rows[(rows >= 0) & (expected[rows] != actual)] = -1
+    return rows
+
+
+def _compare_rows(
+    expected: pa.Table, rows: NDArray[np.int64], actual: pa.Table, found: Comparison
+) -> None:
     """Every row against the released delta of its number, column by column."""
-    rows = actual["ordinal"].to_numpy() - 1
     wanted = expected.select(COMPARED)
     if not np.array_equal(rows, np.arange(wanted.num_rows)):
         wanted = wanted.take(pa.array(rows))

@@ -11,7 +11,7 @@ of the same revision must be equal always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.spark.jobs.differences import Comparison
+from penstock.spark.jobs.differences import Comparison, Excuse
 
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
@@ -32,25 +32,25 @@ class Expected:
     def __init__(self, tables: Sequence[pa.Table]) -> None:
         self._tables = [table.combine_chunks() for table in tables if table.num_rows]
         hashes = [keys_of(t["namespace"], t["vector_id"]) for t in self._tables]
-        sizes = [len(keys) for keys in hashes]
-        keys = np.concatenate(hashes) if hashes else np.zeros((0, 2), np.uint64)
-        order = np.lexsort((keys[:, 1], keys[:, 0]))
-        self._keys = keys[order]
-        self._table = np.repeat(np.arange(len(sizes)), sizes)[order]
-        starts = np.cumsum([0, *sizes])[:-1]
-        self._row = order - starts[self._table] if sizes else order
-        self.alive = ~self._gather(lambda t: _numbers(t, "deleted").astype(np.bool_), np.bool_)
-        self.revision = self._gather(lambda t: _numbers(t, "revision"), np.int64)
+        keys = np.concatenate([np.zeros((0, 2), np.uint64), *hashes])
+        revision = np.concatenate(
+            [np.zeros(0, np.int64), *(_numbers(t, "revision") for t in self._tables)]
+        )
+        deleted = np.concatenate(
+            [np.zeros(0, np.bool_), *(_numbers(t, "deleted") for t in self._tables)]
+        )
+        table = np.repeat(np.arange(len(hashes)), [len(keys) for keys in hashes])
+        row = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(keys)) for keys in hashes)])
+        # Of a vector that two topics have, sinks keep the higher revision.
+        order = np.lexsort((revision, keys[:, 1], keys[:, 0]))
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = (keys[order][1:] != keys[order][:-1]).any(axis=1)
+        kept = order[last]
+        self._keys, self._table, self._row = keys[kept], table[kept], row[kept]
+        self.revision, self.alive = revision[kept], ~deleted[kept]
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def _gather(self, column: Callable[[pa.Table], Any], dtype: Any) -> NDArray[Any]:
-        found = np.zeros(len(self._row), dtype)
-        for number, table in enumerate(self._tables):
-            mine = self._table == number
-            found[mine] = column(table)[self._row[mine]]
-        return found
 
     def find(self, keys: NDArray[np.uint64]) -> Places:
         """Where each key is, -1: nowhere."""
@@ -76,7 +76,7 @@ class Expected:
             index = np.flatnonzero(self._table[places] == number)
             yield self._tables[number], self._row[places[index]], index
 
-    def name(self, place: int) -> dict[str, Any]:
+    def name(self, place: Any) -> dict[str, Any]:
         """Who a row is, for people."""
         table, row = self._tables[self._table[place]], int(self._row[place])
         fields = ("namespace", "vector_id", "topic", "partition")
@@ -119,7 +119,11 @@ def _compare_batch(
     found.differ("not routed", (_row(batch, row) for row in stray), len(stray))
     known = known[wanted[places[known]]]
     gap = _numbers(batch, "revision")[known] - expected.revision[places[known]]
-    for excuse, rows in (("behind", known[gap < 0]), ("ahead", known[gap > 0])):
+    apart: tuple[tuple[Excuse, Places], ...] = (
+        ("behind", known[gap < 0]),
+        ("ahead", known[gap > 0]),
+    )
+    for excuse, rows in apart:
         described = (_revision(expected, batch, row, places) for row in rows)
         found.differ("revision", described, len(rows), excuse)
     same = known[gap == 0]
@@ -177,7 +181,8 @@ def _values(table: pa.Table | pa.RecordBatch) -> NDArray[np.uint32]:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-    return flat.view(np.uint32).reshape(len(column), -1)
+    bits: NDArray[np.uint32] = flat.view(np.uint32).reshape(len(column), -1)
+    return bits
 
 
 def _metadata(column: Any) -> NDArray[np.object_]:

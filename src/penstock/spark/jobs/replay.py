@@ -1,0 +1,142 @@
+"""A range of the log into sinks once more.
+
+The log is folded from its beginning, for a state is made of all of it. Of what came out, a sink
+gets the deltas that were released within the window, and the states, as they are at the window's
+end, of the vectors those touched. Sinks compare revisions and producer keys, so what they hold
+already changes nothing; what they had lost comes back. A sink that numbers its writes by trigger
+(the lake) gets them under a name of the replay's own, and knows deltas by their place in the log.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.errors import Corruption, FailedPrecondition
+from penstock.sinks.protocol import Feed, Sink, Work
+from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
+from penstock.spark.jobs.ranges import connecting, log_until, whole_log
+from penstock.spark.jobs.scratch import scratch
+from penstock.spark.jobs.states_diff import keys_of
+from penstock.spark.jobs.stores import opened_sink, pipeline_id, sink_settings
+from penstock.spark.routes import Routes
+from penstock.spark.settings import PipelineSettings, SinkSettings
+from penstock.spark.state_folder import StateFolder
+
+WORK_ROWS: Final = 50_000  # given to a sink at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which part of the log: by log time, both ends included; None: open."""
+
+    from_ms: int | None = None
+    to_ms: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one partition has within the window."""
+
+    states: pa.Table
+    deltas: pa.Table
+
+
+def replay(
+    spark: Any, settings: PipelineSettings, sinks: Sequence[str], *, window: Window
+) -> dict[str, Any]:
+    """Give the sinks what the window holds; how many rows each of them got.
+
+    The pipeline must not run meanwhile: a sink is written to by one at a time.
+    """
+    chosen = [sink_settings(settings, name) for name in sinks] or list(settings.sinks)
+    held = StateFolder(settings.state)
+    try:
+        with scratch(settings.state) as folder:
+            folds = _fold(spark, settings, folder, window)
+            found = {one.name: _replay(settings, one, folder, folds, window) for one in chosen}
+    finally:
+        held.close()
+    return {"sinks": found}
+
+
+def _fold(
+    spark: Any, settings: PipelineSettings, folder: Path, window: Window
+) -> list[PartitionFold]:
+    node, to_ms = connecting(settings), window.to_ms
+    if to_ms is None:
+        ranges = whole_log(node, settings.topics)
+    else:
+        ranges = log_until(node, settings.topics, time_ms=to_ms)
+    if not all(one.complete for one in ranges):
+        raise FailedPrecondition("retention has deleted the log's beginning", field="topics")
+    tasks = [
+        FoldTask(node=node, range=one, folder=folder, deltas=True, payloads=True) for one in ranges
+    ]
+    folds = fold_partitions(spark, tasks)
+    for fold in folds:
+        if fold.damage is not None:
+            raise Corruption(f"{fold.topic}/{fold.partition}: {fold.damage['reason']}")
+    return folds
+
+
+def _replay(
+    settings: PipelineSettings,
+    one: SinkSettings,
+    folder: Path,
+    folds: Sequence[PartitionFold],
+    window: Window,
+) -> dict[str, int]:
+    given = {"states": 0, "deltas": 0}
+    with opened_sink(settings, one) as attached:
+        sink = attached.sink
+        pipeline = _pipeline(settings, sink)
+        for trigger, fold in enumerate(folds):
+            part = _part(folder, fold, window, attached.routes)
+            for work in _works(sink, part, pipeline=pipeline, trigger=trigger):
+                sink.write(work)
+            for name, table in (("states", part.states), ("deltas", part.deltas)):
+                given[name] += table.num_rows
+    wanted = {"states": Feed.STATES, "deltas": Feed.DELTAS | Feed.PAYLOADS}
+    return {name: rows for name, rows in given.items() if sink.feed & wanted[name]}
+
+
+def _pipeline(settings: PipelineSettings, sink: Sink) -> str:
+    """The name under which a sink is written to."""
+    name = pipeline_id(settings)
+    numbered = sink.feed & Feed.STATES and sink.feed & Feed.DELTAS
+    return f"{name}-replay-{uuid.uuid4().hex[:12]}" if numbered else name
+
+
+def _part(folder: Path, fold: PartitionFold, window: Window, routes: Routes) -> Part:
+    assert fold.states is not None
+    assert fold.released is not None
+    deltas, states = open_table(folder, fold.released), open_table(folder, fold.states)
+    if window.from_ms is not None:
+        deltas = deltas.filter(pc.field("log_time_ms") >= window.from_ms)
+        touched = {key.tobytes() for key in keys_of(deltas["namespace"], deltas["vector_id"])}
+        keys = keys_of(states["namespace"], states["vector_id"])
+        states = states.filter(pa.array([key.tobytes() in touched for key in keys], pa.bool_()))
+    return Part(routes.states(states, deltas), routes.deltas(deltas))
+
+
+def _works(sink: Sink, part: Part, *, pipeline: str, trigger: int) -> Iterator[Work]:
+    """A sink that is fed both gets both at once, as a trigger brings them."""
+    states = part.states if sink.feed & Feed.STATES else None
+    deltas = part.deltas if sink.feed & (Feed.DELTAS | Feed.PAYLOADS) else None
+    place = {"pipeline": pipeline, "first": trigger, "last": trigger}
+    if states is not None and deltas is not None:
+        yield Work(**place, states=states, deltas=deltas)  # type: ignore[arg-type]
+        return
+    table = states if deltas is None else deltas
+    assert table is not None
+    for start in range(0, table.num_rows, WORK_ROWS):
+        rows = table.slice(start, WORK_ROWS)
+        fed = {"states": rows} if deltas is None else {"deltas": rows}
+        yield Work(**place, **fed)  # type: ignore[arg-type]
