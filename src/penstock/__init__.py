@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from penstock.client.connection import Connection
     from penstock.client.consumer import BatchConsumer, MessageConsumer
     from penstock.client.deadletters import DeadLetters
+    from penstock.client.delta_fold import Vector
+    from penstock.client.delta_subscription import Released
+    from penstock.client.deltas import Deltas
     from penstock.client.entries import Item
     from penstock.client.leases import LeasedMessage, MessageBatch
     from penstock.client.logreader import LogReader
@@ -55,8 +58,11 @@ if TYPE_CHECKING:
         WorldMoved,
         WrongEpoch,
     )
-    from penstock.model.topic import Compression, Mode, TopicConfig
+    from penstock.model.delta import Delta
+    from penstock.model.delta_format import Op, PriorityClass, Source
+    from penstock.model.topic import Compression, Mode, TopicConfig, TopicKind
     from penstock.server.embedded import EmbeddedNode
+    from penstock.sinks.index import Index
 
 DATA_FOLDER = "penstock-data"
 
@@ -76,6 +82,8 @@ _HOMES = {
     "Connection": "penstock.client.connection",
     "DeadLetters": "penstock.client.deadletters",
     "DeadMessage": "penstock.client.messages",
+    "Delta": "penstock.model.delta",
+    "Deltas": "penstock.client.deltas",
     "Item": "penstock.client.entries",
     "LeasedMessage": "penstock.client.leases",
     "LogReader": "penstock.client.logreader",
@@ -83,11 +91,17 @@ _HOMES = {
     "MessageBatch": "penstock.client.leases",
     "MessageConsumer": "penstock.client.consumer",
     "Mode": "penstock.model.topic",
+    "Op": "penstock.model.delta_format",
     "Options": "penstock.client.options",
     "PartitionStats": "penstock.client.stats",
+    "PriorityClass": "penstock.model.delta_format",
+    "Released": "penstock.client.delta_subscription",
+    "Source": "penstock.model.delta_format",
     "Topic": "penstock.client.topic",
     "TopicConfig": "penstock.model.topic",
+    "TopicKind": "penstock.model.topic",
     "TopicStats": "penstock.client.stats",
+    "Vector": "penstock.client.delta_fold",
     **dict.fromkeys(_ERRORS, "penstock.errors"),
 }
 
@@ -103,6 +117,8 @@ __all__ = [
     "Corruption",
     "DeadLetters",
     "DeadMessage",
+    "Delta",
+    "Deltas",
     "DiskFull",
     "FailedPrecondition",
     "Fatal",
@@ -117,25 +133,32 @@ __all__ = [
     "MessageConsumer",
     "Mode",
     "NotFound",
+    "Op",
     "Options",
     "PartitionStats",
     "PenstockError",
+    "PriorityClass",
     "QuorumUnavailable",
+    "Released",
     "RetryableError",
     "SequenceConflict",
     "SinkRejected",
+    "Source",
     "StaleProducer",
     "StorageFailed",
     "Topic",
     "TopicConfig",
+    "TopicKind",
     "TopicStats",
     "Unauthenticated",
     "Unavailable",
     "Unsupported",
+    "Vector",
     "WorldMoved",
     "WrongEpoch",
     "__version__",
     "connect",
+    "open_index",
 ]
 
 
@@ -162,6 +185,14 @@ def connect(
         name = f"penstock-python/{__version__}"
         return Client(Remote(where, api_key=key, tls=tls, client=name), options or Options())
     return Client(_Embedded(where, api_key=key), options or Options())
+
+
+def open_index(path: str | os.PathLike[str]) -> Index:
+    """The nearest-neighbour index that a pipeline's `index` sink keeps in a folder (or at an
+    object store's address), to be searched. Needs `penstock[index]`."""
+    from penstock.sinks.index import Index
+
+    return Index(os.fspath(path))
 
 
 class _Embedded:

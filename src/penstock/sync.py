@@ -20,7 +20,16 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock import connect as connect_async
-from penstock.client import client, consumer, deadletters, leases, logreader, topic
+from penstock.client import (
+    client,
+    consumer,
+    deadletters,
+    delta_subscription,
+    deltas,
+    leases,
+    logreader,
+    topic,
+)
 from penstock.client.address import Tls
 from penstock.client.options import Options
 from penstock.client.tracing import Span
@@ -240,6 +249,40 @@ class Topic(Twin[topic.Topic[T]], Generic[T]):
         return LogReader(self._portal, self._original.log(*args, **kwargs))
 
 
+class Deltas(Twin[deltas.Deltas]):
+    """The vectors of a delta topic."""
+
+    create = blocking(deltas.Deltas.create)
+    replace = blocking(deltas.Deltas.replace)
+    set = blocking(deltas.Deltas.set)
+    scale = blocking(deltas.Deltas.scale)
+    offset = blocking(deltas.Deltas.offset)
+    delete = blocking(deltas.Deltas.delete)
+    set_metadata = blocking(deltas.Deltas.set_metadata)
+    change = blocking(deltas.Deltas.change)
+    put = blocking(deltas.Deltas.put)
+    put_many = blocking(deltas.Deltas.put_many)
+    put_columns = blocking(deltas.Deltas.put_columns)
+    get = blocking(deltas.Deltas.get)
+    history = blocking(deltas.Deltas.history)
+
+    @property
+    def name(self) -> str:
+        return self._original.name
+
+    @property
+    def origin(self) -> str:
+        return self._original.origin
+
+    @property
+    def dimensions(self) -> int:
+        return self._original.dimensions
+
+    def subscribe(self, **kwargs: Any) -> Iterator[delta_subscription.Released]:
+        """Deltas in causal order; it goes on for ever, so leave the loop when it is enough."""
+        return _iterate(self._portal, self._original.subscribe(**kwargs))
+
+
 class Client(Twin[client.Client]):
     """Use it as a context manager; leaving it drains what is under way."""
 
@@ -263,6 +306,11 @@ class Client(Twin[client.Client]):
         """A topic, opened: it exists when this returns."""
         made = self._portal.do(lambda: self._original.topic(name, of, **kwargs))
         return Topic(self._portal, self._portal.run(made.opened()))
+
+    def deltas(self, topic: str, **kwargs: Any) -> Deltas:
+        """The vectors of a delta topic, opened: it exists when this returns."""
+        made = self._portal.do(lambda: self._original.deltas(topic, **kwargs))
+        return Deltas(self._portal, self._portal.run(made.opened()))
 
     def __enter__(self) -> Self:
         try:

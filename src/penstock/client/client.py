@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from penstock.client.address import Address, Tls
 from penstock.client.connection import Connection, open_connection
@@ -18,6 +18,9 @@ from penstock.client.options import Options
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
+
+if TYPE_CHECKING:
+    from penstock.client.deltas import Deltas
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.client")
@@ -55,6 +58,7 @@ class Client:
         self._identities: dict[str, Identity] = {}
         self._options = options
         self._topics: dict[Any, Topic[Any]] = {}
+        self._deltas: dict[Any, Deltas] = {}
 
     async def __aenter__(self) -> Self:
         await self.link.open()
@@ -103,6 +107,31 @@ class Client:
         found = self._topics.get(key)
         if found is None:
             found = self._topics[key] = Topic(self, name, of=of, create=create, config=wanted)
+        return found
+
+    def deltas(
+        self,
+        topic: str,
+        *,
+        dimensions: int | None = None,
+        create: bool = False,
+        origin: str | None = None,
+        namespace: str = "default",
+        partitions: int | None = None,
+        **config: Any,
+    ) -> Deltas:
+        """The vectors of a delta topic. `origin` names this writer: one that is alive at a time.
+
+        `create` makes the topic, with `dimensions`, if it is not there yet."""
+        from penstock.client.deltas import Deltas
+
+        key = ("deltas", topic, origin, namespace)
+        found = self._deltas.get(key)
+        if found is None:
+            wanted = {"kind": "delta", "dimensions": dimensions, **config} if create else {}
+            owner = self.topic(topic, bytes, partitions=partitions, create=create, **wanted)
+            found = Deltas(owner, origin=origin, namespace=namespace, dimensions=dimensions)
+            self._deltas[key] = found
         return found
 
     def identity(self, topic: str) -> Identity:

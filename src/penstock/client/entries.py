@@ -18,6 +18,7 @@ from penstock.client.content import Content
 from penstock.client.options import milliseconds
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
+from penstock.model.columns import Binary
 from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import (
     BATCH_ENTRIES_MAX,
@@ -220,6 +221,20 @@ def sealed(
         bodies.append(body)
     request = Enqueue(config.name, parts, atomic, expected_sequence)
     return Shipment(request, bodies, count=count, order=order)
+
+
+def sealed_payloads(
+    payloads: Binary, *, config: TopicConfig, identity: Identity, partition: int, headers: bytes
+) -> Shipment:
+    """The same for payloads of one partition that lie in a column already."""
+    count = len(payloads)
+    columns: dict[str, Any] = {"payload": payloads}
+    if headers:
+        columns["headers"] = [headers] * count
+    columns |= identity.run(partition, identity.take(partition, count), count)
+    body = _ENQ.encode(count, columns, runs=1)
+    request = Enqueue(config.name, [Part(partition, count, len(body))])
+    return Shipment(request, [body], count=count, order=None)
 
 
 def _groups(entries: Entries, config: TopicConfig, sticky: int) -> dict[int, Sequence[int]]:

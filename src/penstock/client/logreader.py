@@ -46,8 +46,10 @@ class LogReader(Generic[T]):
         from_sequence: int,
         credit_entries: int,
         credit_bytes: int,
+        through: int = 0,
     ) -> None:
         self._topic, self._partition = topic, partition
+        self._through = through  # where it ends by itself; 0: it follows
         self._next = from_sequence
         self._credit = (credit_entries, credit_bytes)
         self._undecided: dict[bytes, list[Batch]] = {}
@@ -55,16 +57,28 @@ class LogReader(Generic[T]):
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """Every committed batch, of every kind."""
+        slices = self.slices()
+        try:
+            async for found in slices:
+                for batch in found:
+                    self._next = batch.last + 1  # whoever stops here goes on from here
+                    yield batch
+        finally:
+            await slices.aclose()
+
+    async def slices(self) -> AsyncGenerator[list[Batch], None]:
+        """The same as they arrive: about a MiB of batches at a time."""
         await self._topic.opened()
         while True:
             stream = await self._topic.link.request(self._open)
             try:
                 async for found in stream:
                     self.sequence_committed = stream.sequence_committed
-                    for batch in found:
-                        self._next = batch.last + 1
-                        yield batch
-                return
+                    if found:
+                        self._next = found[-1].last + 1
+                        yield found
+                if not self._through or self._next > self._through:
+                    return
             except Unavailable:
                 continue  # the next request waits for a connection, within the retry bound
             finally:
@@ -78,6 +92,7 @@ class LogReader(Generic[T]):
             from_sequence=self._next,
             credit_entries=entries,
             credit_bytes=size,
+            through=self._through,
         )
 
     def __aiter__(self) -> AsyncIterator[Message[T]]:

@@ -15,9 +15,10 @@ from collections import deque
 from functools import partial
 
 from penstock.client.connection import Connection
-from penstock.client.entries import Entries, Identity, Shipment, sealed
+from penstock.client.entries import Entries, Identity, Shipment, sealed, sealed_payloads
 from penstock.client.link import Link
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.model.columns import Binary
 from penstock.model.topic import TopicConfig
 from penstock.wire.messages import Enqueued
 
@@ -256,6 +257,25 @@ class Producer:
             return shipment.ids(await self._sent(shipment))
         finally:
             self.release(len(entries), entries.bytes)
+
+    async def put_payloads(self, payloads: Binary, *, partition: int, headers: bytes = b"") -> None:
+        """One request of its own for payloads that belong to one partition."""
+        size = len(payloads.blob)
+        await self.room()
+        self._entries += len(payloads)
+        self._bytes += size
+        try:
+            await self._sent(
+                sealed_payloads(
+                    payloads,
+                    config=self.config,
+                    identity=self._identity,
+                    partition=partition,
+                    headers=headers,
+                )
+            )
+        finally:
+            self.release(len(payloads), size)
 
     async def _sent(self, shipment: Shipment) -> Enqueued:
         connection = self._link.live

@@ -134,6 +134,12 @@ class Topic(Administration[T]):
             span.end(None)
         return message_id
 
+    async def producer(self) -> Producer:
+        """The enqueueing half, for whoever lays out columns."""
+        await self.opened()
+        assert self._producer is not None
+        return self._producer
+
     async def _admitted(self) -> Producer:
         await self.opened()
         assert self._producer is not None

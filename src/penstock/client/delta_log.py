@@ -1,0 +1,73 @@
+"""A delta topic's log, read as columns of deltas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.client.logreader import LogReader, Source
+from penstock.model.batch import Batch, Kind
+from penstock.model.delta_batch import DeltaBatch
+
+CREDIT_ENTRIES: Final = 200_000  # read ahead of whoever folds them
+CREDIT_BYTES: Final = 8 << 20
+
+
+def deltas_of(batches: Sequence[Batch]) -> DeltaBatch:
+    """The deltas in these batches of a log, in its order."""
+    return DeltaBatch.concat([_deltas(batch) for batch in batches if batch.kind is Kind.ENQ])
+
+
+def _deltas(batch: Batch) -> DeltaBatch:
+    columns = batch.columns()
+    payloads = columns.binary("payload")
+    if payloads is None:
+        return DeltaBatch.empty()
+    sequences = np.arange(batch.first, batch.first + batch.entries, dtype=np.uint64)
+    if batch.compacted:
+        sequences = columns.fixed("sequence")
+    return DeltaBatch.of(
+        payloads,
+        sequences=sequences,
+        log_times_ms=np.full(len(payloads), batch.time_ms, np.int64),
+        headers=columns.binary("headers"),
+    )
+
+
+async def read_deltas(
+    topic: Source,
+    *,
+    partition: int,
+    from_sequence: int,
+    through: int = 0,
+    vector: bytes | None = None,
+) -> AsyncGenerator[tuple[DeltaBatch, int], None]:
+    """Deltas from a sequence on, and how far the log is read with them; 0: follow it for ever.
+
+    `vector`: only the deltas of that vector hash. The last batch may reach past `through`.
+    """
+    if through and from_sequence > through:
+        return
+    reader: LogReader[Any] = LogReader(
+        topic,
+        partition=partition,
+        from_sequence=from_sequence,
+        credit_entries=CREDIT_ENTRIES,
+        credit_bytes=CREDIT_BYTES,
+        through=through,
+    )
+    wanted = None if vector is None else np.frombuffer(vector, "<u8")
+    slices = reader.slices()
+    try:
+        async for batches in slices:
+            deltas = deltas_of(batches)
+            if wanted is not None:
+                deltas = deltas.take((deltas.vector == wanted).all(axis=1))
+            if len(deltas) and int(deltas.sequences[0]) < from_sequence:
+                # A slice begins with the whole batch that holds the first sequence asked for.
+                deltas = deltas.take(deltas.sequences >= from_sequence)
+            yield deltas, batches[-1].last
+    finally:
+        await slices.aclose()

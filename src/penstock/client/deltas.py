@@ -1,0 +1,316 @@
+"""A delta topic as a Python object: change vectors, and read them back.
+
+    vectors = client.deltas("vectors", dimensions=3, create=True)
+    await vectors.create("a", [1.0, 0.0, 0.0], metadata={"kind": "unit"})
+    await vectors.set("a", {1: 0.5})
+    print((await vectors.get("a")).values)
+
+Every change is a delta in the topic's log. Its parent, its clock and its time are filled in for one
+writer at a time under one `origin`; several writers use an origin each, or name the causes of a
+delta themselves (`parent=`, `clock=`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypedDict, Unpack
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.client.delta_columns import DeltaColumns, Ids, Names, encode_columns
+from penstock.client.delta_heads import Head, Heads, HybridClock
+from penstock.client.delta_reading import DeltaReading
+from penstock.client.entries import Item, encode_headers
+from penstock.client.producer import Producer
+from penstock.client.topic import Topic
+from penstock.errors import InvalidArgument
+from penstock.model.delta import Delta, Op, PriorityClass, Source, encode, vector_hash
+from penstock.model.delta_format import ORIGIN_BYTES_MAX
+from penstock.model.partitioning import partitions_of_digests
+from penstock.model.topic import BATCH_ENTRIES_MAX
+
+Components = Mapping[int, float] | tuple[ArrayLike, ArrayLike]
+BULK_BYTES: Final = 4 << 20  # payload of one request of a bulk load
+BULK_REQUESTS: Final = 4  # of them under way at once
+
+
+class How(TypedDict, total=False):
+    """What any change may be told besides what it changes."""
+
+    namespace: str
+    priority: PriorityClass
+    source: Source
+    headers: Mapping[str, Any]  # of the message, for routes
+    parent: bytes  # the delta it follows; without one: the vector's last as known here
+    clock: Mapping[str, int]  # origin → deltas of the vector seen, the own new one included
+
+
+def new_delta_id() -> bytes:
+    return secrets.token_bytes(16)
+
+
+class Deltas(DeltaReading):
+    """The vectors of one delta topic. It is opened at its first use, or by awaiting it."""
+
+    def __init__(
+        self,
+        topic: Topic[bytes],
+        *,
+        origin: str | None = None,
+        namespace: str = "default",
+        dimensions: int | None = None,
+    ) -> None:
+        self.origin = origin or secrets.token_hex(6)
+        if not 1 <= len(self.origin.encode()) <= ORIGIN_BYTES_MAX:
+            raise InvalidArgument(
+                f"origin must have 1 to {ORIGIN_BYTES_MAX} bytes",
+                field="origin",
+                limit=ORIGIN_BYTES_MAX,
+            )
+        super().__init__(
+            topic,
+            namespace=namespace,
+            dimensions=dimensions,
+            heads=Heads(self.origin.encode()),
+        )
+        self._clock = HybridClock()
+
+    # --- one change ---
+
+    async def create(
+        self,
+        vector_id: str,
+        values: ArrayLike,
+        *,
+        metadata: dict[str, Any] | None = None,
+        **how: Unpack[How],
+    ) -> Delta:
+        """A new vector with all its components. Over an old one it counts as `replace`."""
+        return await self.change(Op.CREATE, vector_id, values=values, metadata=metadata, **how)
+
+    async def replace(
+        self,
+        vector_id: str,
+        values: ArrayLike,
+        *,
+        metadata: dict[str, Any] | None = None,
+        **how: Unpack[How],
+    ) -> Delta:
+        """All components anew."""
+        return await self.change(Op.DENSE, vector_id, values=values, metadata=metadata, **how)
+
+    async def set(self, vector_id: str, components: Components, **how: Unpack[How]) -> Delta:
+        """Some components anew: {index: value}, or (indices, values)."""
+        indices, values = _components(components)
+        return await self.change(Op.SPARSE, vector_id, indices=indices, values=values, **how)
+
+    async def scale(self, vector_id: str, factor: float, **how: Unpack[How]) -> Delta:
+        """Multiply every component."""
+        return await self.change(Op.SCALE, vector_id, values=[factor], **how)
+
+    async def offset(
+        self, vector_id: str, components: Components | Sequence[float], **how: Unpack[How]
+    ) -> Delta:
+        """Add to some components, given as for `set`, or to all: one number for each."""
+        if not isinstance(components, Mapping | tuple):
+            return await self.change(Op.OFFSET, vector_id, values=components, **how)
+        indices, values = _components(components)
+        return await self.change(Op.OFFSET, vector_id, indices=indices, values=values, **how)
+
+    async def delete(self, vector_id: str, **how: Unpack[How]) -> Delta:
+        return await self.change(Op.DELETE, vector_id, **how)
+
+    async def set_metadata(
+        self, vector_id: str, metadata: dict[str, Any], **how: Unpack[How]
+    ) -> Delta:
+        """Replace the metadata; the components stay."""
+        return await self.change(Op.METADATA, vector_id, metadata=metadata, **how)
+
+    async def change(
+        self,
+        op: Op,
+        vector_id: str,
+        *,
+        indices: ArrayLike | None = None,
+        values: ArrayLike | None = None,
+        metadata: dict[str, Any] | None = None,
+        **how: Unpack[How],
+    ) -> Delta:
+        """Any change by its op: what the methods above are made of."""
+        await self.opened()
+        namespace = how.get("namespace", self.namespace)
+        vector = vector_hash(namespace, vector_id)
+        if "clock" not in how or "parent" not in how:
+            await self.look_up([vector])
+        head = self.heads.get(vector)
+        delta = Delta(
+            delta_id=new_delta_id(),
+            namespace=namespace,
+            vector_id=vector_id,
+            op=op,
+            origin=self.origin,
+            time=max(self._clock.tick(), head.time + 1),
+            parent=how.get("parent", None if "clock" in how else head.delta_id),
+            clock=dict(how["clock"]) if "clock" in how else self._counted(head),
+            indices=None if indices is None else np.asarray(indices),
+            values=None if values is None else np.asarray(values),
+            metadata=metadata,
+            priority=how.get("priority", PriorityClass.NORMAL),
+            source=how.get("source", Source.WRITER),
+        )
+        await self.put(delta, headers=how.get("headers"))
+        return _as_written(delta)
+
+    def _counted(self, head: Head) -> dict[str, int]:
+        """The clock of the delta that follows `head`."""
+        clock = {self.origin: head.counter + 1}
+        if head.origin and head.origin != self.heads.origin:
+            clock[head.origin.decode()] = head.origin_counter
+        return clock
+
+    # --- deltas as they are ---
+
+    async def put(self, delta: Delta, *, headers: Mapping[str, Any] | None = None) -> str:
+        """Write a delta as it stands; the id of its message, once it is durable."""
+        await self.opened()
+        payload = encode(delta, dimensions=self.dimensions)
+        vector = self._advance(delta)
+        try:
+            return await self.topic.put(payload, headers=headers)
+        except BaseException:
+            self.heads.forget([vector])
+            raise
+
+    async def put_many(self, deltas: Iterable[Delta] | DeltaColumns) -> int:
+        """Write many deltas, in order for each vector; how many, once all are durable."""
+        if isinstance(deltas, DeltaColumns):
+            return len(await self._put_columns(deltas, fresh=False))
+        await self.opened()
+        found = list(deltas)
+        items = [Item(encode(delta, dimensions=self.dimensions)) for delta in found]
+        vectors = [self._advance(delta) for delta in found]
+        try:
+            await self.topic.put_many(items, atomic=False)
+        except BaseException:
+            self.heads.forget(vectors)
+            raise
+        return len(found)
+
+    def _advance(self, delta: Delta) -> bytes:
+        vector = vector_hash(delta.namespace, delta.vector_id)
+        if delta.origin == self.origin:
+            self.heads.advance(
+                vector,
+                delta_id=delta.delta_id,
+                counter=delta.clock[delta.origin],
+                time=delta.time,
+            )
+        return vector
+
+    # --- in bulk ---
+
+    async def put_columns(
+        self,
+        vector_ids: Sequence[str] | Sequence[bytes],
+        values: ArrayLike,
+        *,
+        indices: ArrayLike | None = None,
+        op: Op | NDArray[np.uint8] | None = None,
+        namespace: str | None = None,
+        priority: PriorityClass | NDArray[np.uint8] = PriorityClass.NORMAL,
+        source: Source = Source.IMPORT,
+        metadata: Sequence[bytes] | None = None,
+        headers: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+    ) -> Ids:
+        """Write a delta per row; their ids as an (n, 16) array, once all are durable.
+
+        `values` and `indices` are (n, k) arrays; without indices rows are dense. Rows of one
+        vector follow each other. `fresh`: none of these vectors has a delta of this origin yet, nor
+        comes again in another call; nothing is looked up then, and nothing remembered.
+        """
+        columns = DeltaColumns(
+            vector_ids=vector_ids,
+            values=np.asarray(values),
+            indices=None if indices is None else np.asarray(indices),
+            namespace=self.namespace if namespace is None else namespace,
+            op=op,
+            priority=priority,
+            source=source,
+            metadata=metadata,
+            headers=encode_headers(headers),
+        )
+        return await self._put_columns(columns, fresh=fresh)
+
+    async def _put_columns(self, columns: DeltaColumns, *, fresh: bool) -> Ids:
+        await self.opened()
+        columns = columns.checked()
+        if not len(columns):
+            return np.empty((0, 16), np.uint8)
+        names = Names.of(columns.namespace, columns.vector_ids)
+        heads = Heads(self.origin.encode()) if fresh else self.heads
+        if not fresh:
+            await self.look_up([v for v in set(names.digests) if v not in heads])
+        causes = heads.chain(names, self._clock)
+        producer = await self.topic.producer()
+        under_way = asyncio.Semaphore(BULK_REQUESTS)
+
+        async def send(partition: int, rows: NDArray[np.int64]) -> None:
+            async with under_way:
+                payloads = encode_columns(
+                    columns, names, causes, origin=self.origin.encode(), rows=rows
+                )
+                await producer.put_payloads(payloads, partition=partition, headers=columns.headers)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for partition, rows in _portions(columns, names, producer):
+                    group.create_task(send(partition, rows))
+        except BaseExceptionGroup as failed:
+            heads.forget(names.digests)
+            raise failed.exceptions[0] from None
+        except BaseException:
+            heads.forget(names.digests)
+            raise
+        return causes.delta_ids
+
+
+def _as_written(delta: Delta) -> Delta:
+    """The delta with the numbers that its bytes hold."""
+    indices, values = delta.indices, delta.values
+    return msgspec.structs.replace(
+        delta,
+        indices=None if indices is None else indices.astype(np.uint16),
+        values=None if values is None else values.astype(np.float32),
+    )
+
+
+def _portions(
+    columns: DeltaColumns, names: Names, producer: Producer
+) -> Iterable[tuple[int, NDArray[np.int64]]]:
+    """The rows of each partition, in requests of a few MiB."""
+    digests = np.ascontiguousarray(names.hashes).view("<u8")[:, 0]
+    partitions = producer.config.partitions
+    homes = partitions_of_digests(np.ascontiguousarray(digests), partitions)
+    width = columns.values.shape[1] * (4 if columns.indices is None else 6) + 256
+    step = max(1, min(BATCH_ENTRIES_MAX, BULK_BYTES // width))
+    for partition in np.unique(homes).tolist():
+        rows = np.flatnonzero(homes == partition)
+        for at in range(0, len(rows), step):
+            yield partition, rows[at : at + step]
+
+
+def _components(components: Components) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Indices and values, by index."""
+    if isinstance(components, Mapping):
+        indices, values = np.array(list(components)), np.array(list(components.values()))
+    else:
+        indices, values = (np.asarray(part) for part in components)
+    if indices.ndim != 1 or indices.shape != values.shape:
+        raise InvalidArgument("indices and values differ in shape", field="indices")
+    order = np.argsort(indices, kind="stable")
+    return indices[order], values[order]
