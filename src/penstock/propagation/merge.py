@@ -32,6 +32,8 @@ Mask = NDArray[np.bool_]
 
 
 class Merge:
+    no_lane = NO_LANE
+
     def __init__(self, ledger: Ledger, dimensions: int, options: PropagationOptions) -> None:
         self.ledger = ledger
         self.registers = Registers(dimensions)
@@ -51,7 +53,7 @@ class Merge:
     def merge(self, released: Released) -> Mask:
         """Merge deltas in the order of release; says which were merged, and not late."""
         batch, vectors = released.batch, released.vectors
-        self._reserve()
+        self.reserve()
         chains = self.ledger.chains.table
         times = ascending(batch.time, released.chains, chains["time"])
         writers = chains["high"][released.chains].view(np.int64)
@@ -70,7 +72,8 @@ class Merge:
             self._count(batch.take(merged), vectors[merged], times[merged])
         return merged
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
+        """Make room for all vectors that are known."""
         count = len(self.ledger.vectors)
         self.registers.reserve(count)
         if count > self.table.count:
@@ -165,7 +168,7 @@ class Merge:
 
     def states(self, vectors: Numbers | None = None) -> VectorStates:
         """States by vector number, all of them by default."""
-        self._reserve()
+        self.reserve()
         table = self.table
         if vectors is None:
             vectors = np.flatnonzero(table.rows("revision"))

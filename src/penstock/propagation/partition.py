@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.model.columns import Buffer
 from penstock.model.delta_format import DIMENSIONS_MAX, NO_ID
 from penstock.model.deltas import DeltaBatch, sound_rows
 from penstock.propagation.chains import Ledger
@@ -33,10 +34,12 @@ from penstock.propagation.decided import (
     released_of,
     write_back,
 )
+from penstock.propagation.digest import digest
 from penstock.propagation.merge import Merge
 from penstock.propagation.options import PropagationOptions
 from penstock.propagation.order import Order
 from penstock.propagation.pending import INVALID, LATE, Decided, Pending
+from penstock.propagation.snapshot import dump, fill, load
 from penstock.propagation.states import VectorStates
 
 __all__ = ["Outcome", "PropagationOptions", "Propagator", "VectorStates"]
@@ -225,6 +228,26 @@ class Propagator:
     def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
         """All vectors, deleted ones too, ascending by their newest sequence."""
         return self.merge.states(rows)
+
+    def digest(self) -> int:
+        """One number for all that the log determines: equal whatever the feeds were."""
+        return digest(self)
+
+    @property
+    def paused(self) -> bool:
+        """Whether `resolve` has to be called before anything else."""
+        return self._rest is not None
+
+    def snapshot(self) -> list[Buffer]:
+        return dump(self)
+
+    @classmethod
+    def restore(cls, data: Buffer, options: PropagationOptions | None = None) -> Propagator:
+        """The fold that `snapshot` was taken of; it goes on exactly as that would."""
+        head, columns = load(data)
+        found = cls(head["dimensions"], options)
+        fill(found, head, columns)
+        return found
 
     def validate(self) -> None:
         """Check every invariant; for tests."""

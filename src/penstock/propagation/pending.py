@@ -166,11 +166,12 @@ class Pending:
         elif unmet is REUSED:
             decided.refused.append(Refusal(waiting, REUSED, NO_ID, waiting.row))
         else:
-            self._wait(waiting, unmet)  # type: ignore[arg-type]
+            self.wait(waiting, unmet)  # type: ignore[arg-type]
             return True
         return False
 
-    def _wait(self, waiting: Waiting, key: Key) -> None:
+    def wait(self, waiting: Waiting, key: Key) -> None:
+        """Let it wait for a cause, for the first time or for a next one."""
         if waiting.key is None:
             self.by_id[waiting.id] = waiting
             self.arrivals.append(waiting)
@@ -235,7 +236,7 @@ class Pending:
                 self._remove(following)
                 decided.refused.append(Refusal(following, REUSED, NO_ID, at))
             else:
-                self._wait(following, unmet)  # type: ignore[arg-type]
+                self.wait(following, unmet)  # type: ignore[arg-type]
 
     def _let_go(self, waiting: Waiting, decided: Decided, at: int, ready: list[Waiting]) -> None:
         if waiting.key is not None:

@@ -1,0 +1,225 @@
+"""A fold's state as bytes.
+
+    magic 4 | u32 length of the head | u64 xxh3 of all that follows | head (msgpack) | blocks
+
+The head holds what is small, and for every column its name, type, shape and the sizes of its
+blocks. A block is up to BLOCK bytes of a column, the bytes of its numbers sorted by significance
+(their upper bytes are nearly equal, and lz4 finds that out), compressed by lz4. Places of keys and
+lists of waiting deltas are not stored: they are a function of the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import lz4.block
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, FailedPrecondition
+from penstock.model.columns import Buffer
+from penstock.propagation.chains import PENDING
+from penstock.propagation.operations import Operation
+from penstock.propagation.pending import Waiting
+from penstock.propagation.table import Keys, Table
+
+if TYPE_CHECKING:
+    from penstock.propagation.partition import Propagator
+
+VERSION: Final = 1
+BLOCK: Final = 8 << 20
+_PREFIX: Final = struct.Struct("<4sIQ")
+_MAGIC: Final = b"PSP1"
+_SCRATCH: Final = frozenset({"mark", "row", "first", "waiting", "lane"})
+
+Column = NDArray[Any]
+
+
+def dump(fold: Propagator) -> list[Buffer]:
+    """Buffers that together are the snapshot; none of them changes with the fold."""
+    if fold.paused:
+        raise FailedPrecondition("a paused fold has no snapshot: resolve what is missing first")
+    blocks: list[Buffer] = []
+    described = []
+    for name, column in _columns(fold):
+        sizes = []
+        for packed in _blocks(column):
+            blocks.append(packed)
+            sizes.append(len(packed))
+        described.append([name, column.dtype.str, list(column.shape), sizes])
+    head = msgspec.msgpack.encode({**_head(fold), "columns": described})
+    checksum = xxhash.xxh3_64(head)
+    for block in blocks:
+        checksum.update(block)
+    return [_PREFIX.pack(_MAGIC, len(head), checksum.intdigest()), head, *blocks]
+
+
+def load(data: Buffer) -> tuple[dict[str, Any], dict[str, Column]]:
+    """The head and the columns; raises `Corruption` for bytes that `dump` did not write."""
+    view = memoryview(data).cast("B")
+    if len(view) < _PREFIX.size:
+        raise Corruption("a snapshot is shorter than its prefix")
+    magic, size, checksum = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise Corruption("not a snapshot of a fold")
+    if xxhash.xxh3_64_intdigest(view[_PREFIX.size :]) != checksum:
+        raise Corruption("a snapshot's checksum does not match")
+    at = _PREFIX.size + size
+    head = msgspec.msgpack.decode(view[_PREFIX.size : at])
+    if head["version"] != VERSION:
+        raise Corruption(f"snapshot version {head['version']} is not {VERSION}")
+    columns = {}
+    for name, dtype, shape, sizes in head["columns"]:
+        columns[name] = _column(view[at : at + sum(sizes)], np.dtype(dtype), shape, sizes)
+        at += sum(sizes)
+    return head, columns
+
+
+# --- columns ---
+
+
+def _blocks(column: Column) -> Iterator[bytes]:
+    flat = np.ascontiguousarray(column).reshape(-1)
+    step = BLOCK // flat.itemsize
+    for at in range(0, len(flat), step):
+        part = flat[at : at + step].view(np.uint8).reshape(-1, flat.itemsize)
+        yield lz4.block.compress(part.T.tobytes(), store_size=False)
+
+
+def _column(data: memoryview, dtype: np.dtype[Any], shape: list[int], sizes: list[int]) -> Column:
+    flat = np.empty(int(np.prod(shape, dtype=np.int64)), dtype)
+    step = BLOCK // dtype.itemsize
+    for number, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        part = flat[number * step : (number + 1) * step]
+        raw = lz4.block.decompress(data[start:end], uncompressed_size=part.nbytes)
+        part[:] = (
+            np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1).T.copy().view(dtype)[:, 0]
+        )
+    return flat.reshape(shape)
+
+
+def _columns(fold: Propagator) -> Iterator[tuple[str, Column]]:
+    ledger, registers = fold.ledger, fold.merge.registers
+    for name, table in _tables(fold).items():
+        for column in table.names():
+            if column not in _SCRATCH:
+                yield f"{name}.{column}", table.rows(column)
+    ids = ledger.ids.table
+    states, times_ms = ids.rows("vector"), ids.rows("log_time_ms")
+    kept = ((states > 0) & (times_ms >= ledger.time_ms - ledger.dedup_ms)) | (states == PENDING)
+    for column in ("low", "high", "vector", "log_time_ms"):
+        yield f"ids.{column}", ids.rows(column)[kept]
+    yield from _texts("namespaces", ledger.namespaces)
+    yield from _texts("vector_ids", ledger.vector_ids)
+    yield "metadata.vector", np.fromiter(registers.metadata, np.int64, len(registers.metadata))
+    yield from _texts("metadata", list(registers.metadata.values()))
+
+
+def _tables(fold: Propagator) -> dict[str, Table]:
+    ledger, merge = fold.ledger, fold.merge
+    return {
+        "vectors": ledger.vectors.table,
+        "origins": ledger.origins.table,
+        "chains": ledger.chains.table,
+        "registers": merge.registers.table,
+        "merge": merge.table,
+    }
+
+
+def _texts(name: str, texts: list[bytes]) -> Iterator[tuple[str, Column]]:
+    yield f"{name}.size", np.fromiter(map(len, texts), np.uint32, len(texts))
+    yield f"{name}.bytes", np.frombuffer(b"".join(texts), np.uint8)
+
+
+def _listed(columns: dict[str, Column], name: str) -> list[bytes]:
+    data = columns[f"{name}.bytes"].tobytes()
+    ends = np.concatenate(([0], np.cumsum(columns[f"{name}.size"], dtype=np.int64))).tolist()
+    return [data[a:b] for a, b in pairwise(ends)]
+
+
+# --- the head ---
+
+
+def _head(fold: Propagator) -> dict[str, Any]:
+    operations = fold.merge.operations
+    return {
+        "version": VERSION,
+        "dimensions": fold.dimensions,
+        "sequence": fold.sequence,
+        "ordinal": fold.ordinal,
+        "time_ms": fold.ledger.time_ms,
+        "operations": [
+            [vector, o.time, o.writer, o.scale, _raw(o.indices), _raw(o.values)]
+            for vector, some in operations.lists.items()
+            for o in some
+        ],
+        "folds": [[vector, *stamp] for vector, stamp in operations.folds.items()],
+        "pending": [
+            [
+                w.sequence, w.log_time_ms, w.id, w.parent, w.vector, w.chain, w.counter, w.others,
+                w.payload, w.headers, w.key,
+            ]
+            for w in fold.pending.arrivals
+            if not w.done
+        ],
+    }  # fmt: skip
+
+
+def _raw(column: Column | None) -> bytes | None:
+    return None if column is None else column.tobytes()
+
+
+def fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) -> None:
+    """Give an empty fold the state of a snapshot."""
+    fold.sequence, fold.ordinal = head["sequence"], head["ordinal"]
+    ledger, merge = fold.ledger, fold.merge
+    for name, table in _tables(fold).items():
+        _fill_table(table, columns, name)
+    _fill_table(ledger.ids.table, columns, "ids")
+    for keys in (ledger.vectors, ledger.origins, ledger.chains, ledger.ids):
+        _place(keys)
+    ledger.time_ms = head["time_ms"]
+    ledger.namespaces = _listed(columns, "namespaces")
+    ledger.vector_ids = _listed(columns, "vector_ids")
+    ledger.rank_origins()
+    vectors = columns["metadata.vector"].tolist()
+    merge.registers.metadata = dict(zip(vectors, _listed(columns, "metadata"), strict=True))
+    merge.table["lane"][: merge.table.count] = merge.no_lane
+    for vector, time, writer, scale, indices, values in head["operations"]:
+        named = None if indices is None else np.frombuffer(indices, np.uint16)
+        origin = ledger.origin_name(writer)
+        operation = Operation(time, origin, writer, scale, named, np.frombuffer(values, np.float32))
+        merge.operations.lists.setdefault(vector, []).append(operation)
+    merge.operations.folds = {vector: (time, origin) for vector, time, origin in head["folds"]}
+    for waiting in head["pending"]:
+        _wait(fold, *waiting)
+
+
+def _fill_table(table: Table, columns: dict[str, Column], name: str) -> None:
+    own = {c: columns[f"{name}.{c}"] for c in table.names() if f"{name}.{c}" in columns}
+    table.extend(len(next(iter(own.values()))))
+    for column, data in own.items():
+        if table[column].dtype != data.dtype:  # origins may have outgrown two bytes
+            table[column] = table[column].astype(data.dtype)
+        table[column][: table.count] = data
+
+
+def _place(keys: Keys) -> None:
+    keys.keep(np.arange(len(keys)))
+
+
+def _wait(
+    fold: Propagator, sequence: int, log_time_ms: int, id_: bytes, parent: bytes | None,
+    vector: int, chain: int, counter: int, others: list[list[int]], payload: bytes, headers: bytes,
+    key: list[Any],
+) -> None:  # fmt: skip
+    causes = [(other, count) for other, count in others]
+    waiting = Waiting(-1, sequence, log_time_ms, id_, parent, vector, chain, counter, causes)
+    waiting.payload, waiting.headers = payload, headers
+    fold.pending.wait(waiting, (key[0], key[1]))
+    fold.ledger.vectors.table["waiting"][vector] += 1
