@@ -38,21 +38,21 @@ class NewFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known = set(self._walk()[0])
+        self._files, self._folders = self._walk()
 
     def sync(self) -> None:
+        """Sync them, and the folders that have got a new entry."""
         files, folders = self._walk()
-        fresh = [path for path in files if path not in self._known]
-        changed = {path.parent for path in fresh}
-        sync(fresh)
-        sync(folder for folder in folders if folder in changed)
-        self._known = set(files)
+        fresh = sorted(files - self._files)
+        changed = {path.parent for path in [*fresh, *(folders - self._folders)]}
+        sync([*fresh, *sorted(changed)])
+        self._files, self._folders = files, folders
 
-    def _walk(self) -> tuple[list[Path], list[Path]]:
-        files: list[Path] = []
-        folders: list[Path] = []
+    def _walk(self) -> tuple[set[Path], set[Path]]:
+        files: set[Path] = set()
+        folders: set[Path] = set()
         for folder, _, names in os.walk(self.folder):
             here = Path(folder)
-            folders.append(here)
-            files += [here / name for name in names]
+            folders.add(here)
+            files.update(here / name for name in names)
         return files, folders

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
@@ -174,7 +175,7 @@ def vectors_of(states: pa.Table) -> pa.Table:
 
 def _unsized(vectors: pa.FixedSizeListArray) -> pa.ListArray:
     width = vectors.type.list_size
-    offsets = pa.array(range(0, (len(vectors) + 1) * width, width), pa.int32())
+    offsets = pa.array(np.arange(0, (len(vectors) + 1) * width, width, dtype=np.int32))
     return pa.ListArray.from_arrays(offsets, vectors.flatten())
 
 

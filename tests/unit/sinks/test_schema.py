@@ -1,0 +1,86 @@
+"""States and deltas as Arrow tables."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from tests.conformance.sinks.changes import START_MS, State, delta, deltas, states
+
+from penstock.model.columns import Binary
+from penstock.model.delta import Op
+from penstock.model.delta_batch import DeltaBatch
+from penstock.sinks.schema import DELTAS, deltas_table, dimensions_of, states_schema
+from penstock.testing.corpus import CorpusOptions, generate
+
+
+def outcome(batch: DeltaBatch) -> SimpleNamespace:
+    numbers = np.arange(1, len(batch) + 1, dtype=np.uint64)
+    return SimpleNamespace(released=batch, positions=numbers, ordinals=numbers)
+
+
+def test_deltas_say_what_their_payloads_do() -> None:
+    ops = dict.fromkeys(Op, 1.0)
+    options = CorpusOptions(
+        deltas=500, vectors=40, dimensions=8, components=3, concurrent=0.3, origins=5, ops=ops
+    )
+    batch = DeltaBatch.of(generate(options).chunk(0, 500).payloads)
+    table = deltas_table(outcome(batch), topic="t", partition=3, payloads=True)
+    table.validate(full=True)
+    assert table.schema.equals(DELTAS)
+    for row, wanted in zip(table.to_pylist(), batch.decoded(), strict=True):
+        for name in ("delta_id", "parent", "namespace", "vector_id", "op", "origin", "time"):
+            assert row[name] == getattr(wanted, name), name
+        assert msgspec.msgpack.decode(row["clock"]) == wanted.clock
+        assert row["values"] == ([] if wanted.values is None else wanted.values.tolist())
+        if wanted.indices is not None:
+            assert row["indices"] == wanted.indices.tolist()
+        packed = row["metadata"]
+        assert (None if packed is None else msgspec.msgpack.decode(packed)) == wanted.metadata
+        assert (row["topic"], row["partition"]) == ("t", 3)
+    assert table["payload"].to_pylist() == list(batch.payloads)
+
+
+def test_a_clock_may_have_many_origins() -> None:
+    clock = {f"origin-{i}": 1000**i % 2**60 + 1 for i in range(32)}
+    table = deltas(1, delta(1, origin="origin-0", clock=clock), delta(2))
+    first, second = table["clock"].to_pylist()
+    assert msgspec.msgpack.decode(first) == clock
+    assert msgspec.msgpack.decode(second) == {"writer": 2}
+
+
+def test_headers_are_null_where_there_are_none() -> None:
+    payloads = Binary.of(deltas(1, delta(1), delta(2))["payload"].to_pylist())
+    batch = DeltaBatch.of(payloads, headers=Binary.of([b"", b"\x80"]))
+    table = deltas_table(outcome(batch), topic="t", partition=0)
+    assert table["headers"].to_pylist() == [None, b"\x80"]
+    assert table["payload"].null_count == 2
+
+
+def test_nothing_released_is_an_empty_table() -> None:
+    table = deltas_table(outcome(DeltaBatch.empty()), topic="t", partition=0, payloads=True)
+    table.validate(full=True)
+    assert len(table) == 0
+    assert table.schema.equals(DELTAS)
+
+
+def test_states_keep_every_column() -> None:
+    table = states(
+        State(vector_id="é", revision=3, metadata={"a": 1}),
+        State(vector_id="b", revision=2**40, deleted=True),
+        partition=5,
+    )
+    table.validate(full=True)
+    assert table.schema.equals(states_schema(4))
+    assert dimensions_of(table) == 4
+    first, second = table.to_pylist()
+    assert first["vector"] == [1.0, 2.0, 3.0, 4.0]
+    assert msgspec.msgpack.decode(first["metadata"]) == {"a": 1}
+    assert (second["metadata"], second["deleted"], second["revision"]) == (None, True, 2**40)
+    assert second["vector"] == [0.0] * 4
+    assert (first["partition"], first["lane"], first["log_time_ms"]) == (5, 2, START_MS + 3)
+
+
+def test_no_states_are_an_empty_table() -> None:
+    table = states(State(vector_id="a", revision=1)).slice(0, 0)
+    assert pa.concat_tables([table, states(State(vector_id="a", revision=1))]).num_rows == 1
