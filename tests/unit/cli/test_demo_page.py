@@ -110,6 +110,16 @@ def test_the_page_is_whole_and_fetches_nothing() -> None:
     assert "1 &lt; 2 &amp; more" in text and "<script" not in text
 
 
+def test_the_page_shows_the_search_before_and_after() -> None:
+    search = {
+        "question": "space + comedy", "corrected": "B", "before": ["A", "C"], "after": ["B", "A"],
+        "took_s": 1.26,
+    }  # fmt: skip
+    text = page({**document(), "figures": {"search": search}}, recorded())
+    assert "<td>A</td><td><strong>B</strong></td>" in text and "1.3 s later" in text
+    assert "Before" not in page(document(), recorded())
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_the_page_tells_the_verdict(ok: bool) -> None:
     text = page(document(ok=ok), recorded())

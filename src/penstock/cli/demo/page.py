@@ -18,7 +18,7 @@ p { margin: .2rem 0 .8rem; max-width: 44rem; }
 .lead { font-size: 1.1rem; color: #45515d; }
 .verdict { font-weight: 600; color: #0b6b52; }
 .verdict.failed { color: #b3261e; }
-.muted, td:last-child { color: #66717d; }
+.muted, .claims td:last-child { color: #66717d; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 1rem 1.5rem;
   margin: 1.6rem 0 0; padding: 1.1rem 0; border: solid #e6e9ed; border-width: 1px 0; }
 dt { font-size: .82rem; color: #66717d; }
@@ -52,6 +52,7 @@ def page(document: dict[str, Any], recording: Recording) -> str:
         " a Spark pipeline, and five sinks of which one is slow and one fails for a while.</p>\n"
         f'<p class="{kind}">{escape(verdict)}.</p>\n'
         f"{_tiles(document.get('headline', {}))}\n{drawn}\n"
+        f"{_search(document.get('figures', {}).get('search'))}"
         f"<h2>What was checked</h2>\n{_claims(document['claims'])}\n"
         f"<footer>{escape(document.get('made', ''))} Every number on this page was measured"
         " during that run.</footer>\n</body></html>\n"
@@ -81,6 +82,29 @@ def _figure(number: int, chart: Chart) -> str:
     )
 
 
+def _search(search: dict[str, Any] | None) -> str:
+    """The same question before and after a person's correction, side by side."""
+    if search is None:
+        return ""
+    rows = "\n".join(
+        f"<tr><td>{number}</td><td>{_found(before, search)}</td><td>{_found(after, search)}</td></tr>"
+        for number, (before, after) in enumerate(
+            zip(search["before"], search["after"], strict=True), 1
+        )
+    )
+    head = '<tr><th><span aria-hidden="true"></span></th><th>Before</th><th>After</th></tr>'
+    return (
+        f"<h2>Nearest to “{escape(search['question'])}”</h2>\n"
+        f'<p class="muted">An editor corrected one film; {search["took_s"]:.1f} s later the search'
+        f" found it.</p>\n<table><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>\n"
+    )
+
+
+def _found(name: str, search: dict[str, Any]) -> str:
+    shown = escape(name)
+    return f"<strong>{shown}</strong>" if name == search["corrected"] else shown
+
+
 def _claims(claims: list[dict[str, Any]]) -> str:
     rows = "\n".join(
         f"<tr><td{'' if c['holds'] else ' class=failed'}>{'✓' if c['holds'] else '✗'}</td>"
@@ -88,4 +112,4 @@ def _claims(claims: list[dict[str, Any]]) -> str:
         for c in claims
     )
     head = '<tr><th><span aria-hidden="true"></span></th><th>Claim</th><th>Evidence</th></tr>'
-    return f"<table><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>"
+    return f'<table class="claims"><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>'

@@ -97,12 +97,14 @@ class Models:
 
     async def _probe(self) -> None:
         """A vector of its own: it is visible when it is there at all."""
-        from penstock.model.delta import PriorityClass
+        from penstock.model.delta import Op, PriorityClass
 
         self.probes += 1
         name = f"lookout-{self.probes:04d}"
-        values = np.full(films.DIMENSIONS, 0.1, np.float32)
-        await self.deltas.create(name, values, priority=PriorityClass.LOW)
+        values = np.full((1, films.DIMENSIONS), 0.1, np.float32)
+        await self.deltas.put_columns(
+            [name], values, op=Op.CREATE, priority=PriorityClass.LOW, fresh=True
+        )
         self.house.wrote(STILLS, 1)
         self.house.prober.expect((films.STILLS, name), revision=1, lane="LOW")
 
