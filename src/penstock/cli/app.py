@@ -10,6 +10,7 @@ import typer
 from penstock.cli import (
     bench,
     completion,
+    deltas,
     demo,
     dlq,
     doctor,
@@ -53,6 +54,7 @@ def version(cli: Invocation) -> Answer:
 for _module in (node, gateway, messages, tail, stats, fsck, doctor, demo, completion):
     app.add_typer(_module.app)  # without a name its commands join the root's
 app.add_typer(topic.app, name="topic")
+app.add_typer(deltas.app, name="deltas")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(key.app, name="key")
 app.add_typer(bench.app, name="bench")

@@ -11,6 +11,7 @@ from penstock.cli.command import folder_of
 from penstock.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
+    from penstock.client.client import Client
     from penstock.client.connection import Connection
 
 
@@ -45,6 +46,21 @@ async def connected(
             await connection.close()
     finally:
         await node.close()
+
+
+@asynccontextmanager
+async def opened_client(
+    url: str, *, api_key: str | None = None, ca: Path | None = None
+) -> AsyncIterator[Client]:
+    """The same as a client of the SDK, for commands that do more than call."""
+    from penstock import connect
+
+    quiet_logs()
+    folder = folder_of(url)
+    if folder is not None and not folder.is_dir():
+        raise NotFound(f"no data folder at {folder}", folder=str(folder))
+    async with connect(url, api_key, ca) as client:
+        yield client
 
 
 @asynccontextmanager

@@ -29,6 +29,8 @@ async def create(
     name: Name,
     mode: Annotated[str, typer.Option(help="min or max: which priority goes first.")] = "min",
     partitions: Annotated[int, typer.Option(help="Partitions; fixed at creation.")] = 1,
+    kind: Annotated[str, typer.Option(help="queue, or delta: changes of vectors.")] = "queue",
+    dimensions: Annotated[int, typer.Option(help="Of a delta topic's vectors.")] = 0,
     settings: Settings = None,
     exists_ok: Annotated[bool, typer.Option(help="Be content with an equal topic.")] = False,
 ) -> Answer:
@@ -37,6 +39,8 @@ async def create(
         "name": name,
         "mode": mode,
         "partitions": partitions,
+        "kind": kind,
+        "dimensions": dimensions,
         **values_of(settings, option="set"),
     }
     async with cli.connection() as connection:
@@ -49,11 +53,11 @@ async def list_topics(cli: Invocation) -> Answer:
     """List all topics."""
     async with cli.connection() as connection:
         found = await connection.call("topic_list")
-    names = ("name", "mode", "partitions", "k", "max_retries", "paused")
+    names = ("name", "kind", "mode", "partitions", "k", "max_retries", "paused")
     return Answer(
         document=found,
         view=lambda: table(
-            "topic", "mode", ">partitions", ">k", ">retries", "paused",
+            "topic", "kind", "mode", ">partitions", ">k", ">retries", "paused",
             rows=[[config[name] for name in names] for config in found["topics"]],
         ),
     )  # fmt: skip
