@@ -4,14 +4,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.errors import NotFound
 from penstock.model.batch import SCHEMAS, Batch, Kind, decode, seal, verify_chain
 from penstock.model.columns import Column, Domain, Schema
 from penstock.model.delivery import DELIVERY
+from penstock.model.delta import Delta, Op, vector_hash
+from penstock.model.delta import encode as encode_delta
 from penstock.model.ids import LeaseToken, MessageId
-from penstock.model.partitioning import partition_of
+from penstock.model.partitioning import partition_of, partitions_of_deltas
 from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode
 from penstock.wire.messages import (
     Call,
@@ -65,6 +68,16 @@ def delivery_body() -> bytes:
     return DELIVERY.encode(1, values)
 
 
+def delta_body() -> bytes:
+    """Two components of a vector, after another delta of the same writer."""
+    delta = Delta(
+        delta_id=bytes(range(1, 17)), namespace="default", vector_id="a", op=Op.SPARSE,
+        origin="docs", time=TIME_MS << 16, parent=bytes(range(17, 33)), clock={"docs": 2},
+        indices=np.array([1, 3]), values=np.array([0.5, 2.0]),
+    )  # fmt: skip
+    return encode_delta(delta, dimensions=4)
+
+
 def batch() -> Batch:
     return seal(
         Kind.ENQ, enq_body(), topic=1, partition=0, epoch=1, epoch_previous=1, first=2, count=1,
@@ -109,6 +122,7 @@ VECTORS: dict[str, Callable[[], bytes]] = {
         FrameType.SUBSCRIBE, 2, pack(OpenLease("jobs", 2, "worker")), flags=WANTED
     ),
     "body-delivery": delivery_body,
+    "body-delta": delta_body,
     "delivery": frame_delivery,
     "settle": lambda: frame(FrameType.ACK, 3, pack(Settle("jobs", PARTS)), TOKEN, flags=WANTED),
     "settled": lambda: frame(FrameType.ACK, 3, pack(Settled([0]))),
@@ -168,6 +182,12 @@ def test_the_documented_texts() -> None:
     assert f"`{LeaseToken(0, 1, 26)}`" in text
     for key, partitions in ((b"user-7", 4), (b"user-8", 4), (b"user-7", 16)):
         assert f"| `{key.decode()}` | {partitions} | {partition_of(key, partitions)} |" in text
+
+
+def test_the_documented_partition_of_a_delta() -> None:
+    [home] = partitions_of_deltas([documented()["body-delta"]], 4).tolist()
+    assert f"| `a` in `default` | 4 | {home} |" in DOC.read_text()
+    assert documented()["body-delta"][64:80] == vector_hash("default", "a")
 
 
 SHORT = {"uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "uint64": "u64"}
