@@ -8,6 +8,7 @@ to two windows (a minute each); what Prometheus scrapes counts from the start.
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 import numpy as np
@@ -22,11 +23,12 @@ EXPORTED: Final = tuple(range(0, len(BOUNDS_S), 3))
 
 
 class Freshness:
-    """Seconds from a row's place in the log to its visibility in one sink. One thread records."""
+    """Seconds from a row's place in the log to its visibility in one sink."""
 
-    __slots__ = ("_current", "_greatest", "_previous", "_since", "counts", "seconds_sum")
+    __slots__ = ("_current", "_greatest", "_lock", "_previous", "_since", "counts", "seconds_sum")
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # the sink's thread records, whoever asks turns windows
         self.counts = _zeros()
         self.seconds_sum = 0.0
         self._current, self._previous = _zeros(), _zeros()
@@ -37,22 +39,24 @@ class Freshness:
         """Rows that became visible; `now` is monotonic."""
         if not len(seconds):
             return
-        self._turn(now)
         seconds = np.maximum(seconds, 0.0)  # the node's clock may be ahead of ours
         found = np.bincount(np.searchsorted(BOUNDS_S, seconds), minlength=len(BOUNDS_S) + 1)
-        self.counts = self.counts + found
-        self._current = self._current + found
-        self.seconds_sum += float(seconds.sum())
-        self._greatest[0] = max(self._greatest[0], float(seconds.max()))
+        with self._lock:
+            self._turn(now)
+            self.counts = self.counts + found
+            self._current = self._current + found
+            self.seconds_sum += float(seconds.sum())
+            self._greatest[0] = max(self._greatest[0], float(seconds.max()))
 
     def recent(self, *, now: float) -> dict[str, float | int]:
         """Percentiles of the last minute or two, in seconds; empty if nothing was written."""
-        self._turn(now)
-        counts = self._current + self._previous
+        with self._lock:
+            self._turn(now)
+            counts = self._current + self._previous
+            greatest = max(self._greatest)
         total = int(counts.sum())
         if not total:
             return {}
-        greatest = max(self._greatest)
         found = {f"p{percent}": _quantile(counts, percent / 100) for percent in (50, 95, 99)}
         return {
             **{name: round(min(seconds, greatest), 6) for name, seconds in found.items()},

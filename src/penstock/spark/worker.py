@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from penstock.errors import FailedPrecondition
+from penstock.errors import FailedPrecondition, PenstockError
 from penstock.log.crash import crash_point
 from penstock.node.logs import get_logger
 from penstock.sinks.protocol import Sink
@@ -55,7 +55,7 @@ class SinkWorker:
         self.retry = Retry(options)
         self.halted: str | None = None
         self._file = file
-        self._opened = False
+        self._opened = self._established = False
         self._write: Write | None = None
         self._saved_at = 0.0
         self._stopping = threading.Event()
@@ -94,7 +94,9 @@ class SinkWorker:
         self._thread.start()
 
     def caught_up(self, trigger: int) -> bool:
-        return self.cursor.through >= trigger
+        """Whether the sink holds `trigger`; one with a cursor of its own is asked for it first."""
+        known = self._established or self.cursor.told is None
+        return known and self.halted is None and self.cursor.through >= trigger
 
     def stop(self) -> None:
         """Begin to stop: what is under way is finished, nothing new is begun."""
@@ -185,7 +187,7 @@ class SinkWorker:
 
     def _open(self) -> None:
         if self.retry.probing:  # it failed for long: begin with a new connection
-            self._call(self.sink.close)
+            self._close()
         self._call(self.sink.open)
         held = self._call(self.sink.cursor)
         laned = not self.sink.ordered and self.planner.can_lane and held is None
@@ -197,7 +199,9 @@ class SinkWorker:
         if cursor.position != self.cursor.position:
             self._write = None  # it was planned for another place
         self._save(cursor)
-        self._opened = True
+        self._opened = self._established = True
+        if self._write is None:  # else the write will show whether it is well
+            self.retry.succeeded(now=time.monotonic())
 
     def _check(self, cursor: Cursor) -> None:
         """Halt where going on would leave rows out."""
@@ -263,13 +267,19 @@ class SinkWorker:
             self._file.save(found)
         return found
 
+    def _close(self) -> None:
+        try:
+            self._call(self.sink.close)
+        except Exception as error:  # noqa: BLE001  what is wrong with it will show when it opens
+            log.warning("sink did not close", sink=self.name, error=str(error))
+
     def _end(self) -> None:
         try:
             self._save_moved(after_s=0.0)
-            if self._opened:
-                self._call(self.sink.close)
-        except Exception as error:  # noqa: BLE001  the thread's end: nobody is left to try again
-            log.warning("sink did not close", sink=self.name, error=str(error))
+        except PenstockError as error:
+            log.warning("cursor not saved", sink=self.name, error=str(error))
+        if self._opened:
+            self._close()
 
 
 def _now_ms() -> int:
