@@ -88,7 +88,8 @@ class IndexSink:
     def open(self) -> None:
         local = local_path(self.path)
         if local is not None:
-            local.mkdir(parents=True, exist_ok=True)
+            with lance_errors(self.path):
+                local.mkdir(parents=True, exist_ok=True)
         self._index = Index(self.path, storage_options=self._storage)
         self._open = {found: self._opened(found) for found in self.index.dimensions()}
 

@@ -61,10 +61,10 @@ class LakeTable:
         return self._table
 
     def open(self) -> None:
-        if self._local is not None:
-            self._local.mkdir(parents=True, exist_ok=True)
         named = {name for name in STATISTICS.split(",") if name in self.schema.names}
         with delta_errors(self.uri):
+            if self._local is not None:
+                self._local.mkdir(parents=True, exist_ok=True)
             self._table = DeltaTable.create(
                 self.uri,
                 self.schema,

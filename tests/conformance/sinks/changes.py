@@ -1,7 +1,9 @@
-"""Triggers made by hand: the states and deltas that a fold would give out."""
+"""Triggers made by hand, as a fold would give them out, and what became of them in a sink."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +14,12 @@ import pyarrow as pa
 from penstock.model.columns import Binary
 from penstock.model.delta import Delta, Op, PriorityClass, encode, hybrid_time
 from penstock.model.delta_batch import DeltaBatch
-from penstock.sinks.protocol import Work
+from penstock.sinks.protocol import Sink, Work
 from penstock.sinks.schema import deltas_table, states_table
 
 DIMENSIONS = 4
 START_MS = 1_700_000_000_000
+Effect = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +154,23 @@ def work(trigger: int, table: pa.Table, *, pipeline: str = "pipeline") -> Work:
     """Work with states alone, or deltas alone."""
     kind = "states" if "vector" in table.schema.names else "deltas"
     return Work(pipeline=pipeline, first=trigger, last=trigger, **{kind: table})
+
+
+@contextmanager
+def opened(sink: Sink) -> Iterator[Sink]:
+    sink.open()
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def held(sink: Sink) -> Effect:
+    """What a sink with state holds, vectors as their bytes."""
+    found = []
+    for batch in sink.scan():
+        for row in batch.to_pylist():
+            values = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
+            name = (row["namespace"], row["vector_id"])
+            found.append((*name, row["revision"], values, row["metadata"]))
+    return sorted(found, key=lambda row: row[:3])

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import pyarrow as pa
 import pytest
-from tests.conformance.sinks.changes import DIMENSIONS, State, delta, deltas, states
+from tests.conformance.sinks.changes import (
+    DIMENSIONS,
+    Effect,
+    State,
+    delta,
+    deltas,
+    held,
+    opened,
+    states,
+)
 from tests.spark.conftest import RunningNode
 
 from penstock.model.delta import decode
@@ -23,8 +32,6 @@ from penstock.sinks.remote import RemoteSink
 from penstock.spark.access import NodeAccess
 from penstock.spark.topic_writer import NodeTopicWriter
 from penstock.testing.redis import RedisProcess, redis_process
-
-Effect = list[Any]
 
 
 class Place(Protocol):
@@ -130,26 +137,6 @@ def payloads(node: RunningNode, topic: str) -> Iterator[bytes]:
         for batches in access.read_range(topic, partition, 1, status.readable):
             for batch in batches:
                 yield from batch.columns().binary("payload") or ()
-
-
-@contextmanager
-def opened(sink: Sink) -> Iterator[Sink]:
-    sink.open()
-    try:
-        yield sink
-    finally:
-        sink.close()
-
-
-def held(sink: Sink) -> Effect:
-    """What a sink with state holds, vectors as their bytes."""
-    found = []
-    for batch in sink.scan():
-        for row in batch.to_pylist():
-            values = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
-            name = (row["namespace"], row["vector_id"])
-            found.append((*name, row["revision"], values, row["metadata"]))
-    return sorted(found, key=lambda row: row[:3])
 
 
 def rows_of(batches: Iterator[pa.RecordBatch]) -> Effect:

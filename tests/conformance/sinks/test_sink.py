@@ -3,8 +3,8 @@
 import msgspec
 import numpy as np
 import pytest
-from tests.conformance.sinks.changes import State, Triggers, states, work
-from tests.conformance.sinks.conftest import Place, held, opened
+from tests.conformance.sinks.changes import State, Triggers, held, opened, states, work
+from tests.conformance.sinks.conftest import Place
 
 from penstock.errors import SinkRejected, Unsupported
 from penstock.sinks.protocol import Feed, Sink
