@@ -149,11 +149,14 @@ class DeltaBatch:
     def name_bytes(self) -> tuple[list[bytes], list[bytes]]:
         """Namespaces and vector ids of all rows."""
         at = self.names_at
-        middle = at + self.fixed["namespace_bytes"]
-        end = middle + self.fixed["vector_id_bytes"]
-        blob, cuts = self.blob, zip(at.tolist(), middle.tolist(), end.tolist(), strict=True)
-        pairs = [(bytes(blob[a:m]), bytes(blob[m:e])) for a, m, e in cuts]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        cuts = self.fixed["namespace_bytes"].tolist()
+        end = at + self.fixed["namespace_bytes"] + self.fixed["vector_id_bytes"]
+        view = memoryview(self.blob)
+        names = [view[a:b].tobytes() for a, b in zip(at.tolist(), end.tolist(), strict=True)]
+        return (
+            [name[:cut] for name, cut in zip(names, cuts, strict=True)],
+            [name[cut:] for name, cut in zip(names, cuts, strict=True)],
+        )
 
     def names(self, row: int) -> tuple[str, str]:
         one = self.take(np.array([row], np.int64))

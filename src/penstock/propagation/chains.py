@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.model.deltas import DeltaBatch, sixteens
 from penstock.propagation.table import Keys, Numbers, Words
+from penstock.propagation.texts import Texts
 
 VOID: Final = 0
 PENDING: Final = -1
@@ -56,8 +57,8 @@ class Ledger:
     origins: Keys = field(default_factory=lambda: Keys({}))
     chains: Keys = field(default_factory=_chains)
     ids: Keys = field(default_factory=_ids)
-    namespaces: list[bytes] = field(default_factory=list)  # by vector
-    vector_ids: list[bytes] = field(default_factory=list)
+    namespaces: Texts = field(default_factory=Texts)  # by vector
+    vector_ids: Texts = field(default_factory=Texts)
     ranks: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # of origins, by bytes
     time_ms: int = 0  # the latest log time looked at
     _names: list[bytes] = field(default_factory=list)  # of origins
@@ -72,8 +73,8 @@ class Ledger:
             new = np.flatnonzero(found >= before)
             row[found[new] - before] = new
             namespaces, vector_ids = batch.take(row).name_bytes()
-            self.namespaces += namespaces
-            self.vector_ids += vector_ids
+            self.namespaces.extend(namespaces)
+            self.vector_ids.extend(vector_ids)
         return found
 
     def origins_of(self, origins: NDArray[np.uint64]) -> Numbers:

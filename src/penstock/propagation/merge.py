@@ -174,20 +174,12 @@ class Merge:
             vectors = np.flatnonzero(table.rows("revision"))
         vectors = vectors[np.argsort(table["sequence"][vectors])]
         deleted = self.registers.table["existence"][vectors] == DEAD
-        chosen = vectors.tolist()
-        namespaces, vector_ids = self.ledger.namespaces, self.ledger.vector_ids
-        metadata = self.registers.metadata
-        gone = set(vectors[deleted].tolist())
         lane = table["lane"][vectors]
         return VectorStates(
-            namespace=Binary.of([namespaces[vector] for vector in chosen]),
-            vector_id=Binary.of([vector_ids[vector] for vector in chosen]),
+            namespace=self.ledger.namespaces.take(vectors),
+            vector_id=self.ledger.vector_ids.take(vectors),
             values=self._values(vectors, deleted),
-            metadata=Binary.of(
-                [b"" if v in gone else metadata.get(v, b"") for v in chosen]
-                if metadata
-                else [b""] * len(chosen)
-            ),
+            metadata=self._metadata(vectors, deleted),
             deleted=deleted,
             revision=table["revision"][vectors].view(np.uint64),
             time=table["time"][vectors],
@@ -195,6 +187,13 @@ class Merge:
             log_time_ms=table["log_time_ms"][vectors],
             lane=np.where(lane == NO_LANE, np.uint8(PriorityClass.NORMAL), lane),
         )
+
+    def _metadata(self, vectors: Numbers, deleted: Mask) -> Binary:
+        known = self.registers.metadata
+        if not known:
+            return Binary(np.zeros(len(vectors) + 1, np.int32), b"")
+        pairs = zip(vectors.tolist(), deleted.tolist(), strict=True)
+        return Binary.of([b"" if gone else known.get(vector, b"") for vector, gone in pairs])
 
     def _values(self, vectors: Numbers, deleted: Mask) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.registers.table["values"][vectors]

@@ -27,6 +27,7 @@ from penstock.propagation.chains import PENDING
 from penstock.propagation.operations import Operation
 from penstock.propagation.pending import Waiting
 from penstock.propagation.table import Keys, Table
+from penstock.propagation.texts import Texts
 
 if TYPE_CHECKING:
     from penstock.propagation.partition import Propagator
@@ -114,10 +115,16 @@ def _columns(fold: Propagator) -> Iterator[tuple[str, Column]]:
     kept = ((states > 0) & (times_ms >= ledger.time_ms - ledger.dedup_ms)) | (states == PENDING)
     for column in ("low", "high", "vector", "log_time_ms"):
         yield f"ids.{column}", ids.rows(column)[kept]
-    yield from _texts("namespaces", ledger.namespaces)
-    yield from _texts("vector_ids", ledger.vector_ids)
+    metadata = Texts()
+    metadata.extend(list(registers.metadata.values()))
     yield "metadata.vector", np.fromiter(registers.metadata, np.int64, len(registers.metadata))
-    yield from _texts("metadata", list(registers.metadata.values()))
+    for name, texts in (
+        ("namespaces", ledger.namespaces),
+        ("vector_ids", ledger.vector_ids),
+        ("metadata", metadata),
+    ):
+        yield f"{name}.size", texts.table.rows("size")
+        yield f"{name}.bytes", texts.joined()
 
 
 def _tables(fold: Propagator) -> dict[str, Table]:
@@ -129,17 +136,6 @@ def _tables(fold: Propagator) -> dict[str, Table]:
         "registers": merge.registers.table,
         "merge": merge.table,
     }
-
-
-def _texts(name: str, texts: list[bytes]) -> Iterator[tuple[str, Column]]:
-    yield f"{name}.size", np.fromiter(map(len, texts), np.uint32, len(texts))
-    yield f"{name}.bytes", np.frombuffer(b"".join(texts), np.uint8)
-
-
-def _listed(columns: dict[str, Column], name: str) -> list[bytes]:
-    data = columns[f"{name}.bytes"].tobytes()
-    ends = np.concatenate(([0], np.cumsum(columns[f"{name}.size"], dtype=np.int64))).tolist()
-    return [data[a:b] for a, b in pairwise(ends)]
 
 
 # --- the head ---
@@ -184,11 +180,16 @@ def fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) -> 
     for keys in (ledger.vectors, ledger.origins, ledger.chains, ledger.ids):
         _place(keys)
     ledger.time_ms = head["time_ms"]
-    ledger.namespaces = _listed(columns, "namespaces")
-    ledger.vector_ids = _listed(columns, "vector_ids")
+    metadata = Texts()
+    for name, texts in (
+        ("namespaces", ledger.namespaces),
+        ("vector_ids", ledger.vector_ids),
+        ("metadata", metadata),
+    ):
+        texts.append(columns[f"{name}.bytes"].tobytes(), columns[f"{name}.size"])
     ledger.rank_origins()
     vectors = columns["metadata.vector"].tolist()
-    merge.registers.metadata = dict(zip(vectors, _listed(columns, "metadata"), strict=True))
+    merge.registers.metadata = {vector: metadata[i] for i, vector in enumerate(vectors)}
     merge.table["lane"][: merge.table.count] = merge.no_lane
     for vector, time, writer, scale, indices, values in head["operations"]:
         named = None if indices is None else np.frombuffer(indices, np.uint16)

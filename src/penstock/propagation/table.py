@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 ROWS_MIN: Final = 1024
+LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
 _A: Final = np.uint64(0x9E3779B97F4A7C15)
 _B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _HALF: Final = np.uint64(32)
@@ -52,11 +53,16 @@ class Table:
         first = self.count
         self.count += count
         if self.count > self.capacity:
-            self.capacity = max(self.count, self.capacity * 3 // 2)
+            self.capacity = max(self.count, self._larger())
             for name, old in self._columns.items():
                 self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
                 self._columns[name][:first] = old[:first]
         return first
+
+    def _larger(self) -> int:
+        """Zeros that nobody touched take no memory, so room is cheap, and moving rows is not."""
+        size = sum(column.nbytes for column in self._columns.values())
+        return self.capacity * 4 if size < LAVISH_BYTES else self.capacity * 3 // 2
 
     def keep(self, rows: Numbers) -> None:
         """Drop all rows but these, which are numbered anew in the given order."""
