@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -11,10 +12,12 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 import trustme
 
 from penstock.config import Config, TlsOptions
+from penstock.model.delta import Delta, Op, encode
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
@@ -222,3 +225,23 @@ async def test_both_listeners_speak_tls(tmp_path: Path) -> None:
     finally:
         await gateway.stop()
         await node.close()
+
+
+async def test_deltas_go_in_and_are_not_popped(site: Site) -> None:
+    made = await site.post("/v1/heaps", topic="vectors", kind="delta", dimensions=2, partitions=2)
+    assert (made["kind"], made["dimensions"]) == ("delta", 2)
+    delta = Delta(
+        delta_id=b"d" * 16, namespace="n", vector_id="v", op=Op.CREATE, origin="w", time=1,
+        clock={"w": 1}, values=np.ones(2),
+    )  # fmt: skip
+    payload = base64.b64encode(encode(delta, dimensions=2)).decode()
+    written = await site.post("/v1/enqueue", topic="vectors", payload_base64=payload)
+    assert not written["duplicate"]
+    bad = await site.http.post("/v1/enqueue", json={"topic": "vectors", "payload": "x"})
+    assert (bad.status_code, bad.json()["field"]) == (400, "payload")
+    popped = await site.http.post("/v1/pop", json={"topic": "vectors"})
+    assert (popped.status_code, popped.json()["field"]) == (400, "topic")
+    heap = await site.stub.GetHeap(pb.GetHeapRequest(topic="vectors"))
+    assert (heap.kind, heap.dimensions) == (pb.DELTA, 2)
+    with pytest.raises(grpc.aio.AioRpcError, match="is a delta topic"):
+        await site.stub.Peek(pb.PeekRequest(topic="vectors"))
