@@ -2,7 +2,8 @@
 
 After the n-th failure in a row the pause is drawn evenly from 0 to `base · 2^(n-1)`, at most
 `cap`: sinks that failed together do not come back together. The breaker opens at the tenth, and
-from then on only one try in thirty seconds goes out, as a probe; the first success closes it.
+from then on only one try in thirty seconds goes out, as a probe; the first success closes it. Both
+numbers are the options' defaults.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ DOUBLINGS_MAX: Final = 30
 class Retry:
     """One sink's patience. `now` is monotonic; one thread calls, any thread looks."""
 
-    def __init__(self, options: DeliveryOptions, breaker: Breaker | None = None) -> None:
+    def __init__(self, options: DeliveryOptions) -> None:
         self._options = options
-        self._breaker = Breaker() if breaker is None else breaker
+        self._breaker = Breaker(
+            failures_max=options.breaker_failures, open_s=options.breaker_open_s
+        )
         self._not_before = 0.0
         self.failures = 0  # in a row
 
