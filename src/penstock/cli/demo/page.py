@@ -87,7 +87,8 @@ def _search(search: dict[str, Any] | None) -> str:
     if search is None:
         return ""
     rows = "\n".join(
-        f"<tr><td>{number}</td><td>{_found(before, search)}</td><td>{_found(after, search)}</td></tr>"
+        f"<tr><td>{number}</td><td>{_found(before, search)}</td>"
+        f"<td>{_found(after, search)}</td></tr>"
         for number, (before, after) in enumerate(
             zip(search["before"], search["after"], strict=True), 1
         )
