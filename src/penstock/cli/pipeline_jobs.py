@@ -139,6 +139,7 @@ def materialise(
     """The vectors as they were at a time, folded from the log, as Parquet or a Delta table."""
     from penstock.spark.jobs.materialise import materialise as run
     from penstock.spark.jobs.ranges import connecting
+    from penstock.spark.jobs.stores import propagation_of
 
     settings = None if config is None else _settings(config, master)
     topics = list(topic or (settings.topics if settings else ()))
@@ -148,7 +149,14 @@ def materialise(
     at_ms = None if at is None else time_ms(at, field="at")
     with _spark("materialise", settings, master=master) as spark:
         document = run(
-            spark, node, topics, output, at_ms=at_ms, format=format.value, overwrite=overwrite
+            spark,
+            node,
+            topics,
+            output,
+            at_ms=at_ms,
+            format=format.value,
+            options=None if settings is None else propagation_of(settings),
+            overwrite=overwrite,
         )
     return Answer(document=document, view=f"{cell(document['vectors'])} vectors in {output}")
 

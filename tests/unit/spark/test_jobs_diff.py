@@ -7,7 +7,7 @@ import pytest
 from penstock.sinks.schema import DELTAS, states_schema
 from penstock.spark.jobs.differences import Comparison
 from penstock.spark.jobs.history_diff import compare_history
-from penstock.spark.jobs.states_diff import Expected, compare_states
+from penstock.spark.jobs.states_diff import Expected, compare_states, keys_of
 
 DIMENSIONS = 4
 
@@ -106,14 +106,13 @@ def test_lag_excuses_what_is_behind_and_nothing_else() -> None:
     assert wrong.wrong({"ahead"}) == {"revision": 1, "values": 1}
 
 
-def test_only_the_wanted_vectors_are_expected() -> None:
+def test_what_a_sink_refused_is_excused_by_its_dead_letters() -> None:
     expected = Expected([A, B])
-    wanted = np.zeros(len(expected), np.bool_)
-    wanted[expected.find_names(["default"] * 2, ["a", "e"])] = True
-    table = scan(A, B)
-    kept = table.filter(pa.compute.is_in(table["vector_id"], pa.array(["a", "e"])))
-    assert not compare_states(expected, kept.to_batches(), wanted=wanted).wrong()
-    assert compare_states(expected, table.to_batches(), wanted=wanted).wrong() == {"not routed": 4}
+    letters = expected.among(keys_of(pa.array(["default"]), pa.array(["g"])))
+    found = compare_states(expected, scan(A, B).slice(1).to_batches(), dead=letters)
+    assert (found.wrong({"dead"}), found.wrong()) == ({}, {"missing": 1})
+    lost = compare_states(expected, scan(A, B).slice(2).to_batches(), dead=letters)
+    assert lost.wrong({"dead"}) == {"missing": 1}
 
 
 def deltas(count: int) -> pa.Table:

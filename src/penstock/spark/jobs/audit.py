@@ -23,7 +23,7 @@ from penstock.spark.jobs.progress import Progress, read_progress, wait_for
 from penstock.spark.jobs.ranges import LogRange, connecting, whole_log
 from penstock.spark.jobs.scratch import scratch
 from penstock.spark.jobs.sink_audit import Fold, always_behind, compare_sink
-from penstock.spark.jobs.stores import opened_sink
+from penstock.spark.jobs.stores import opened_sink, propagation_of
 from penstock.spark.settings import PipelineSettings, SinkSettings
 
 Verdict = Literal["equal", "lagging", "different", "unavailable", "unproven"]
@@ -55,8 +55,10 @@ class Audit:
         return document | ({"reasons": reasons} if reasons else {})
 
     def _tasks(self, folder: Path) -> list[FoldTask]:
+        options = propagation_of(self._settings)
         return [
-            FoldTask(node=self._node, range=one, folder=folder, deltas=True) for one in self._ranges
+            FoldTask(node=self._node, range=one, folder=folder, options=options, deltas=True)
+            for one in self._ranges
         ]
 
     def _sinks(self, fold: Fold) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class Audit:
 
     def _excuses(self, sink: str, progress: Progress) -> set[Excuse]:
         """What may explain a difference. The log is looked at after the comparison."""
-        excuses: set[Excuse] = set()
+        excuses: set[Excuse] = {"dead"}
         if not progress.reached(sink, self._ranges):
             excuses.add("behind")
         now = whole_log(self._node, self._settings.topics)

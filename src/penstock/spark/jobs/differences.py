@@ -2,7 +2,8 @@
 
 Time goes on while things are compared. A difference may have an *excuse*: the sink is `behind` the
 log, or `ahead` of the place up to which the log was folded. Whether the excuse holds is for the
-caller to know, who looks at cursors and at the log: at rest none does.
+caller to know, who looks at cursors and at the log: at rest none does. What a sink refused and its
+dead letters hold is excused as `dead`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import islice
 from typing import Any, Final, Literal
 
 SHOWN_MAX: Final = 20  # differences that are described one by one; all are counted
-Excuse = Literal["behind", "ahead"]
+Excuse = Literal["behind", "ahead", "dead"]
 
 
 @dataclass

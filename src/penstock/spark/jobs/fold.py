@@ -26,7 +26,7 @@ from penstock.spark.decisions import Decisions
 from penstock.spark.fold_output import LAST
 from penstock.spark.jobs.logcheck import LogCheck
 from penstock.spark.jobs.ranges import LogRange
-from penstock.spark.log_deltas import deltas_of, read_deltas
+from penstock.spark.log_deltas import deltas_of, find_ids
 from penstock.spark.options import Connecting
 from penstock.spark.rows import Piece, pieces
 
@@ -42,6 +42,7 @@ class FoldTask:
     node: Connecting
     range: LogRange
     folder: Path
+    options: PropagationOptions = field(default_factory=PropagationOptions)
     deltas: bool = False  # write what was released, too
     payloads: bool = False  # and with the original bytes
 
@@ -87,7 +88,7 @@ def fold_partition(task: FoldTask) -> PartitionFold:
         last=task.range.last,
         dimensions=task.range.dimensions,
     )
-    propagator = Propagator(task.range.dimensions, PropagationOptions())
+    propagator = Propagator(task.range.dimensions, task.options)
     check = LogCheck(first=task.range.first)
     try:
         with (released := _Released(task)):
@@ -131,21 +132,14 @@ def _feeds(task: FoldTask, check: LogCheck) -> Feeds:
 
 
 def _fold(task: FoldTask, state: Propagator, feeds: Feeds) -> Iterator[Outcome]:
+    one = task.range
     for deltas, through in feeds:
         yield state.feed(deltas, through=through)
         while wanted := state.missing():
-            yield state.resolve(_found(task, set(wanted)))
-
-
-def _found(task: FoldTask, wanted: set[bytes]) -> set[bytes]:
-    """Which of these deltas the range holds, wherever in it."""
-    one, found = task.range, set[bytes]()
-    reading = read_deltas(
-        task.node.access(), one.topic, one.partition, first=one.first, last=one.last
-    )
-    for deltas, _ in reading:
-        found |= wanted.intersection(deltas.delta_ids())
-    return found
+            below = state.paused_at
+            access = task.node.access()
+            found = find_ids(access, one.topic, one.partition, set(wanted), below=below)
+            yield state.resolve(found)
 
 
 def _write_states(task: FoldTask, state: Propagator) -> str:

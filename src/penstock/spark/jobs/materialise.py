@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import AlreadyExists, Corruption, FailedPrecondition
+from penstock.propagation.options import PropagationOptions
 from penstock.sinks.lake import VECTORS, vectors_of
 from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
 from penstock.spark.jobs.ranges import LogRange, log_until, whole_log
@@ -38,6 +39,7 @@ def materialise(
     *,
     at_ms: int | None = None,
     format: Output = "parquet",
+    options: PropagationOptions | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write the living vectors as of `at_ms` (None: now) to `output`, whole or not at all."""
@@ -47,7 +49,8 @@ def materialise(
     _reject_cut_log(ranges)
     output.parent.mkdir(parents=True, exist_ok=True)
     with scratch(output.parent) as folder:
-        tasks = [FoldTask(node=node, range=one, folder=folder) for one in ranges]
+        bounds = options or PropagationOptions()
+        tasks = [FoldTask(node=node, range=one, folder=folder, options=bounds) for one in ranges]
         folds = fold_partitions(spark, tasks)
         _reject_damage(folds)
         made = folder / "made"

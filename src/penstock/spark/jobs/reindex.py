@@ -27,7 +27,12 @@ from penstock.spark.jobs.fold import FoldTask, fold_partitions, open_table
 from penstock.spark.jobs.progress import read_progress
 from penstock.spark.jobs.ranges import connecting, whole_log
 from penstock.spark.jobs.scratch import scratch
-from penstock.spark.jobs.stores import opened_sink, pipeline_id, sink_settings
+from penstock.spark.jobs.stores import (
+    opened_sink,
+    pipeline_id,
+    propagation_of,
+    sink_settings,
+)
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.state_folder import StateFolder
 
@@ -83,7 +88,10 @@ class Filling:
             ranges = whole_log(node, settings.topics)
             if not all(one.complete for one in ranges):
                 raise FailedPrecondition("retention has deleted the log's beginning", field="from")
-            tasks = [FoldTask(node=node, range=one, folder=folder) for one in ranges]
+            options = propagation_of(settings)
+            tasks = [
+                FoldTask(node=node, range=one, folder=folder, options=options) for one in ranges
+            ]
             for fold in fold_partitions(self._spark, tasks):
                 if fold.states is None:
                     raise Corruption(f"{fold.topic}/{fold.partition}: {fold.damage}")

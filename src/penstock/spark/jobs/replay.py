@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +24,12 @@ from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, o
 from penstock.spark.jobs.ranges import connecting, log_until, whole_log
 from penstock.spark.jobs.scratch import scratch
 from penstock.spark.jobs.states_diff import keys_of
-from penstock.spark.jobs.stores import opened_sink, pipeline_id, sink_settings
+from penstock.spark.jobs.stores import (
+    opened_sink,
+    pipeline_id,
+    propagation_of,
+    sink_settings,
+)
 from penstock.spark.routes import Routes
 from penstock.spark.settings import PipelineSettings, SinkSettings
 from penstock.spark.state_folder import StateFolder
@@ -76,9 +81,15 @@ def _fold(
         ranges = log_until(node, settings.topics, time_ms=to_ms)
     if not all(one.complete for one in ranges):
         raise FailedPrecondition("retention has deleted the log's beginning", field="topics")
-    tasks = [
-        FoldTask(node=node, range=one, folder=folder, deltas=True, payloads=True) for one in ranges
-    ]
+    whole = FoldTask(
+        node=node,
+        range=ranges[0],
+        folder=folder,
+        options=propagation_of(settings),
+        deltas=True,
+        payloads=True,
+    )
+    tasks = [replace(whole, range=one) for one in ranges]
     folds = fold_partitions(spark, tasks)
     for fold in folds:
         if fold.damage is not None:

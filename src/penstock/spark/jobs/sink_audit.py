@@ -8,9 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from penstock.errors import NotFound
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.schema import DELTAS
 from penstock.spark.access import NodeAccess
@@ -20,6 +23,8 @@ from penstock.spark.jobs.fold import PartitionFold, open_table
 from penstock.spark.jobs.forwarded import Ids, compare_forwarded, delta_ids, notice_ids
 from penstock.spark.jobs.history_diff import COMPARED, compare_history
 from penstock.spark.jobs.states_diff import Expected, compare_states
+from penstock.spark.letters import dead_letter_topic
+from penstock.spark.log_deltas import read_deltas
 from penstock.spark.options import Connecting
 from penstock.spark.routes import Routes
 from penstock.spark.settings import SinkSettings
@@ -59,20 +64,46 @@ def compare_sink(
     """What of the sink differs from the fold, by part."""
     if one.kind in _FORWARDING:
         return {"messages": _compare_messages(fold, one, attached.routes, node)}
-    parts = {"vectors": _compare_vectors(fold, one, attached)}
+    parts = {"vectors": _compare_vectors(fold, one, attached, node)}
     if isinstance(attached.sink, LakeSink):
         parts["history"] = _compare_history(fold, attached.sink, attached.routes)
     return parts
 
 
-def _compare_vectors(fold: Fold, one: SinkSettings, attached: Attached) -> Comparison:
-    if not one.route:
-        return compare_states(fold.expected, attached.sink.scan())
-    tables = []
-    for partition in fold.partitions:
-        touching = fold.released(partition) if attached.routes.judge_states_by_deltas else None
-        tables.append(attached.routes.states(fold.states(partition), touching))
-    return compare_states(Expected(tables), attached.sink.scan())
+def _compare_vectors(
+    fold: Fold, one: SinkSettings, attached: Attached, node: Connecting
+) -> Comparison:
+    expected = fold.expected
+    if one.route:
+        expected = Expected([_routed(fold, part, attached.routes) for part in fold.partitions])
+    dead = expected.among(_refused(fold, one, node))
+    return compare_states(expected, attached.sink.scan(), dead=dead)
+
+
+def _routed(fold: Fold, partition: PartitionFold, routes: Routes) -> pa.Table:
+    touching = fold.released(partition) if routes.judge_states_by_deltas else None
+    return routes.states(fold.states(partition), touching)
+
+
+def _refused(fold: Fold, one: SinkSettings, node: Connecting) -> NDArray[np.uint64]:
+    """The vectors of the sink's dead letters, by the hashes of their names."""
+    access, found = node.access(), [np.empty((0, 2), np.uint64)]
+    for topic in dict.fromkeys(partition.topic for partition in fold.partitions):
+        letters = dead_letter_topic(topic, one.name)
+        try:
+            partitions = access.log_status(letters)
+        except NotFound:
+            continue  # nothing was ever refused
+        for status in partitions:
+            reading = read_deltas(
+                access,
+                letters,
+                status.partition,
+                first=status.sequence_first,
+                last=status.readable,
+            )
+            found += [deltas.vector for deltas, _ in reading]
+    return np.concatenate(found)
 
 
 def _compare_history(fold: Fold, lake: LakeSink, routes: Routes) -> Comparison:

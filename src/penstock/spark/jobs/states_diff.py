@@ -67,8 +67,12 @@ class Expected:
             at[todo] += 1
         return found
 
-    def find_names(self, namespaces: Sequence[str], vector_ids: Sequence[str]) -> Places:
-        return self.find(keys_of(pa.array(namespaces), pa.array(vector_ids)))
+    def among(self, keys: NDArray[np.uint64]) -> Mask:
+        """Which of the rows have one of these keys."""
+        mask = np.zeros(len(self), np.bool_)
+        places = self.find(keys)
+        mask[places[places >= 0]] = True
+        return mask
 
     def groups(self, places: Places) -> Iterator[tuple[pa.Table, Places, Places]]:
         """(table, rows in it, index into `places`) for every table that has some of them."""
@@ -84,20 +88,22 @@ class Expected:
 
 
 def compare_states(
-    expected: Expected, scan: Iterable[pa.RecordBatch], *, wanted: Mask | None = None
+    expected: Expected, scan: Iterable[pa.RecordBatch], *, dead: Mask | None = None
 ) -> Comparison:
-    """Compare a scan with the rows of the fold that a sink should hold (`wanted`: all)."""
-    wanted = np.ones(len(expected), np.bool_) if wanted is None else wanted
-    due = expected.alive & wanted
-    found = Comparison(expected=int(np.count_nonzero(due)))
+    """Compare a scan with the fold. `dead`: rows that the sink once refused, for dead letters."""
+    dead = np.zeros(len(expected), np.bool_) if dead is None else dead
+    found = Comparison(expected=int(np.count_nonzero(expected.alive)))
     met = np.zeros(len(expected), np.int64)
     for batch in scan:
-        _compare_batch(expected, batch, wanted=wanted, met=met, found=found)
+        _compare_batch(expected, batch, dead=dead, met=met, found=found)
     twice = np.flatnonzero(met > 1)
     found.differ("twice", map(expected.name, twice), len(twice))
     # Not yet there, or there once and deleted since.
-    missing = np.flatnonzero(due & (met == 0))
-    found.differ("missing", map(expected.name, missing), len(missing), "behind", "ahead")
+    missing = expected.alive & (met == 0)
+    refused = np.flatnonzero(missing & dead)
+    found.differ("missing", map(expected.name, refused), len(refused), "behind", "ahead", "dead")
+    lost = np.flatnonzero(missing & ~dead)
+    found.differ("missing", map(expected.name, lost), len(lost), "behind", "ahead")
     return found
 
 
@@ -105,7 +111,7 @@ def _compare_batch(
     expected: Expected,
     batch: pa.RecordBatch,
     *,
-    wanted: Mask,
+    dead: Mask,
     met: NDArray[np.int64],
     found: Comparison,
 ) -> None:
@@ -115,20 +121,19 @@ def _compare_batch(
     found.differ("extra", (_row(batch, row) for row in unknown), len(unknown), "ahead")
     known = np.flatnonzero(places >= 0)
     np.add.at(met, places[known], 1)
-    stray = known[~wanted[places[known]]]
-    found.differ("not routed", (_row(batch, row) for row in stray), len(stray))
-    known = known[wanted[places[known]]]
     gap = _numbers(batch, "revision")[known] - expected.revision[places[known]]
-    apart: tuple[tuple[Excuse, Places], ...] = (
-        ("behind", known[gap < 0]),
-        ("ahead", known[gap > 0]),
+    refused = dead[places[known]]
+    apart: tuple[tuple[Places, tuple[Excuse, ...]], ...] = (
+        (known[(gap < 0) & ~refused], ("behind",)),
+        (known[(gap < 0) & refused], ("behind", "dead")),
+        (known[gap > 0], ("ahead",)),
     )
-    for excuse, rows in apart:
+    for rows, excuses in apart:
         described = (_revision(expected, batch, row, places) for row in rows)
-        found.differ("revision", described, len(rows), excuse)
+        found.differ("revision", described, len(rows), *excuses)
     same = known[gap == 0]
-    dead = same[~expected.alive[places[same]]]
-    found.differ("deleted but present", (_row(batch, row) for row in dead), len(dead))
+    buried = same[~expected.alive[places[same]]]
+    found.differ("deleted but present", (_row(batch, row) for row in buried), len(buried))
     rows = same[expected.alive[places[same]]]
     _compare_contents(expected, batch, rows=rows, places=places, found=found)
 
@@ -168,7 +173,7 @@ def keys_of(namespaces: Any, vector_ids: Any) -> NDArray[np.uint64]:
     """The hash of each vector's name, as two numbers."""
     pairs = zip(namespaces.to_pylist(), vector_ids.to_pylist(), strict=True)
     digests = [xxhash.xxh3_128_digest(f"{space}\0{name}".encode()) for space, name in pairs]
-    return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).reshape(-1, 2)
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
 
 def _numbers(table: pa.Table | pa.RecordBatch, column: str) -> NDArray[Any]:

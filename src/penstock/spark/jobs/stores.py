@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from penstock.errors import NotFound
+from penstock.propagation.options import PropagationOptions
 from penstock.spark.attaching import attach
 from penstock.spark.delivery import Attached
 from penstock.spark.jobs.ranges import connecting
@@ -28,6 +29,12 @@ def pipeline_id(settings: PipelineSettings) -> str:
     """The id of the pipeline's numbering of triggers; its name if it never ran."""
     identity = read_identity(settings.state)
     return settings.name if identity is None else identity.id
+
+
+def propagation_of(settings: PipelineSettings) -> PropagationOptions:
+    """The bounds that the pipeline folds with: those of its first run, if there was one."""
+    identity = read_identity(settings.state)
+    return settings.propagation if identity is None else identity.propagation
 
 
 @contextmanager
