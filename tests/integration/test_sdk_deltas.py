@@ -96,6 +96,17 @@ async def test_a_writer_that_comes_back_goes_on_where_it_was(tmp_path: Path) -> 
         assert await values_of(client.deltas("v"), "a") == [1, 1, 1, 0]
 
 
+async def test_one_origin_counts_once_however_often_it_is_asked_for(
+    client: penstock.Client, vectors: penstock.Deltas
+) -> None:
+    again = client.deltas("vectors", origin="w", namespace="other")
+    assert again is not vectors
+    await vectors.create("a", ZEROS)
+    delta = await again.set("a", {0: 1}, namespace="default")
+    assert delta.clock == {"w": 2}
+    assert client.deltas("vectors") is client.deltas("vectors")
+
+
 async def test_a_second_writer_follows_the_first(client: penstock.Client) -> None:
     first = await client.deltas("v", dimensions=4, create=True, origin="one")
     head = await first.create("a", ZEROS)
@@ -174,6 +185,20 @@ async def test_a_refused_change_changes_nothing(vectors: penstock.Deltas) -> Non
     delta = await vectors.set("a", {0: 1})
     assert delta.clock == {"w": 2}
     assert len(await vectors.history("a")) == 2
+
+
+async def test_a_delta_that_the_node_refuses_is_not_built_on(vectors: penstock.Deltas) -> None:
+    root = await vectors.create("a", ZEROS)
+    early = Delta(
+        delta_id=new_delta_id(), namespace="default", vector_id="a", op=Op.SCALE, origin="w",
+        time=root.time + (3_600_000 << 16), parent=root.delta_id, clock={"w": 2},
+        values=np.ones(1),
+    )  # fmt: skip
+    with pytest.raises(penstock.InvalidArgument) as refused:
+        await vectors.put(early)
+    assert refused.value.field == "time"
+    delta = await vectors.set("a", {0: 1})
+    assert (delta.parent, delta.clock) == (root.delta_id, {"w": 2})
 
 
 async def test_a_subscriber_gets_what_it_asked_for(vectors: penstock.Deltas) -> None:

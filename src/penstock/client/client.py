@@ -20,6 +20,7 @@ from penstock.errors import InvalidArgument
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
 
 if TYPE_CHECKING:
+    from penstock.client.delta_heads import Writer
     from penstock.client.deltas import Deltas
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class Client:
         self._options = options
         self._topics: dict[Any, Topic[Any]] = {}
         self._deltas: dict[Any, Deltas] = {}
+        self._writers: dict[Any, Writer] = {}  # two of one origin would count the same deltas twice
 
     async def __aenter__(self) -> Self:
         await self.link.open()
@@ -123,15 +125,20 @@ class Client:
         """The vectors of a delta topic. `origin` names this writer: one that is alive at a time.
 
         `create` makes the topic, with `dimensions`, if it is not there yet."""
+        from penstock.client.delta_heads import Writer
         from penstock.client.deltas import Deltas
 
-        key = ("deltas", topic, origin, namespace)
+        wanted = {"kind": "delta", "dimensions": dimensions, **config} if create else {}
+        owner = self.topic(topic, bytes, partitions=partitions, create=create, **wanted)
+        key = (owner, origin, namespace, dimensions)
         found = self._deltas.get(key)
         if found is None:
-            wanted = {"kind": "delta", "dimensions": dimensions, **config} if create else {}
-            owner = self.topic(topic, bytes, partitions=partitions, create=create, **wanted)
-            found = Deltas(owner, origin=origin, namespace=namespace, dimensions=dimensions)
-            self._deltas[key] = found
+            found = self._deltas[key] = Deltas(
+                owner,
+                writer=self._writers.setdefault((topic, origin), Writer(origin)),
+                namespace=namespace,
+                dimensions=dimensions,
+            )
         return found
 
     def identity(self, topic: str) -> Identity:

@@ -22,14 +22,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.client.delta_columns import DeltaColumns, Ids, Names, encode_columns
-from penstock.client.delta_heads import Head, Heads, HybridClock
+from penstock.client.delta_heads import Head, Heads, Writer
 from penstock.client.delta_reading import DeltaReading
 from penstock.client.entries import Item, encode_headers
 from penstock.client.producer import Producer
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass, Source, encode, vector_hash
-from penstock.model.delta_format import ORIGIN_BYTES_MAX
 from penstock.model.partitioning import partitions_of_digests
 from penstock.model.topic import BATCH_ENTRIES_MAX
 
@@ -60,24 +59,12 @@ class Deltas(DeltaReading):
         self,
         topic: Topic[bytes],
         *,
-        origin: str | None = None,
+        writer: Writer,
         namespace: str = "default",
         dimensions: int | None = None,
     ) -> None:
-        self.origin = origin or secrets.token_hex(6)
-        if not 1 <= len(self.origin.encode()) <= ORIGIN_BYTES_MAX:
-            raise InvalidArgument(
-                f"origin must have 1 to {ORIGIN_BYTES_MAX} bytes",
-                field="origin",
-                limit=ORIGIN_BYTES_MAX,
-            )
-        super().__init__(
-            topic,
-            namespace=namespace,
-            dimensions=dimensions,
-            heads=Heads(self.origin.encode()),
-        )
-        self._clock = HybridClock()
+        super().__init__(topic, namespace=namespace, dimensions=dimensions, heads=writer.heads)
+        self.origin, self._clock = writer.origin, writer.clock
 
     # --- one change ---
 

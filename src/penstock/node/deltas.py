@@ -3,53 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.columns import Columns
-from penstock.model.deltas import DeltaBatch, validate
-from penstock.model.partitioning import partitions_of_digests
+from penstock.model.columns import Binary, Columns
+from penstock.model.delta_batch import explain
+from penstock.model.deltas import SMALL, DeltaBatch, validate
+from penstock.model.partitioning import partitions_of_deltas, partitions_of_digests
 from penstock.model.topic import TopicConfig
 
-_MEANINGLESS = ("delay_ms", "max_retries")  # where nothing is ever leased
+_MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
 
 
-def check_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> DeltaBatch:
-    """The deltas of a checked ENQ body; raises `InvalidArgument` for the first that is none."""
+def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> NDArray[np.int64]:
+    """Where each delta of a checked ENQ body belongs: all deltas of a vector lie in one log.
+
+    Raises `InvalidArgument` for the first entry that is no valid delta.
+    """
     payloads = columns.binary("payload")
     if payloads is None:
         raise InvalidArgument("a delta has no payload", field="payload")
     for name in _MEANINGLESS:
         if name in columns and (columns.fixed(name) > 0).any():
             raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
+    if len(payloads) <= SMALL:
+        return _homes_of_few(payloads, config, now_ms)
     deltas = DeltaBatch.of(payloads)
     validate(deltas, dimensions=config.dimensions, now_ms=now_ms)
-    return deltas
+    return partitions_of_digests(np.ascontiguousarray(deltas.vector[:, 0]), config.partitions)
 
 
-def spread_deltas(deltas: DeltaBatch, partitions: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray[np.int64]:
+    """The same without columns, which take longer to set up than a few deltas to check."""
+    rows = payloads.tolist()
+    for row, payload in enumerate(rows):
+        explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
+    if config.partitions == 1:
+        return np.zeros(len(rows), np.int64)
+    return partitions_of_deltas(rows, config.partitions)
+
+
+def spread_deltas(homes: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Which deltas go where."""
-    where = _homes(deltas, partitions)
-    for partition in np.unique(where).tolist():
-        yield partition, np.flatnonzero(where == partition)
+    for partition in np.unique(homes).tolist():
+        yield partition, np.flatnonzero(homes == partition)
 
 
-def check_partition(deltas: DeltaBatch, partition: int, partitions: int) -> None:
+def check_partition(homes: NDArray[np.int64], partition: int, partitions: int) -> None:
     """Refuse a part whose producer has another idea of where its vectors belong."""
-    if partitions == 1:
-        return
-    wrong = _homes(deltas, partitions) != partition
+    wrong = homes != partition
     if wrong.any():
-        row = int(np.argmax(wrong))
         raise InvalidArgument(
-            f"delta {row}: its vector does not belong in partition {partition}",
+            f"delta {int(np.argmax(wrong))}: its vector does not belong in partition {partition}",
             field="partition",
             limit=partitions - 1,
         )
-
-
-def _homes(deltas: DeltaBatch, partitions: int) -> NDArray[np.int64]:
-    """Where each delta belongs: all deltas of a vector lie in one log."""
-    return partitions_of_digests(np.ascontiguousarray(deltas.vector[:, 0]), partitions)

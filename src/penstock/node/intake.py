@@ -14,7 +14,7 @@ from penstock.model.columns import Buffer, Columns
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
 from penstock.node.atomic import enqueue_atomically
 from penstock.node.bodies import ENQ, check_body, spread, subset
-from penstock.node.deltas import check_deltas, check_partition, spread_deltas
+from penstock.node.deltas import check_partition, homes_of_deltas, spread_deltas
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
 from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
@@ -120,14 +120,14 @@ def _place_deltas(
     placed: list[tuple[Partition, Make]] = []
     partitions, now_ms = len(topic.partitions), engine.clock.now_ms()
     for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
-        deltas = check_deltas(columns, topic.config, now_ms=now_ms)
+        homes = homes_of_deltas(columns, topic.config, now_ms=now_ms)
         if control.partitioned:
             target = topic.partition(part.partition)
-            check_partition(deltas, target.index, partitions)
+            check_partition(homes, target.index, partitions)
             indices = range(index, index + part.count)
             placed.append((target, _maker(control, columns, body, indices)))
         else:
-            shares = list(spread_deltas(deltas, partitions))
+            shares = list(spread_deltas(homes))
             placed += _spread(topic, control, (columns, body, index), shares)
     if control.atomic and len(placed) > 1:
         raise InvalidArgument(
