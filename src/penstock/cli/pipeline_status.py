@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -31,13 +32,16 @@ BAR: Final = 12
 def status(
     cli: Invocation,
     config: Annotated[
-        Path, typer.Argument(help="pipeline.toml, or the pipeline's state folder.")
+        Path, typer.Option("--config", "-c", help="The pipeline's TOML file.")
     ] = Path("pipeline.toml"),
+    state: Annotated[
+        Path | None, typer.Option(help="The state folder, instead of the file's.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Stop after this many refreshes.")] = None,
 ) -> Answer | None:
     """Show how far the sinks of a pipeline are, and what holds them up."""
-    folder = state_folder(config)
+    folder = state or state_folder(config)
     if watch:
         _watch(cli, folder, rounds=rounds)
         return None
@@ -47,9 +51,7 @@ def status(
 
 
 def state_folder(config: Path) -> Path:
-    """The folder that a configuration names, or the folder itself."""
-    if config.is_dir():
-        return config
+    """The folder that a configuration names."""
     from penstock.spark.settings import PipelineSettings
 
     return PipelineSettings.load(config).state
@@ -93,6 +95,7 @@ def view_of(found: Status) -> RenderableType:
     from rich.text import Text
 
     parts: list[RenderableType] = [_headline(found), _flow(found), _sinks(found)]
+    parts += [Text(line, style="red") for line in _source_problems(found["source"])]
     for sink in found["sinks"]:
         if sink["last_error"] and sink["state"] in ("waiting", "halted", "hanging"):
             error = sink["last_error"]
@@ -114,6 +117,13 @@ def _headline(found: Status) -> Text:
     text.append(f"  pid {found['pid']} on {found['host']}, since {when(found['started_ms'])}")
     text.append(f", told {duration(found['age_s'] * 1000)} ago\n")
     return text
+
+
+def _source_problems(source: Status) -> Iterator[str]:
+    if source.get("paused"):
+        yield "reading pauses: too much is not yet delivered"
+    if source.get("waiting") and source.get("last_error"):
+        yield f"source: {source['last_error']['message']}"
 
 
 def _flow(found: Status) -> RenderableType:

@@ -142,7 +142,10 @@ class Delivery:
         self._upkeep.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every sink holds what is committed now; False if some do not in time."""
+        """Wait until every sink holds what is committed now; False if some do not in time.
+
+        A halted sink is not waited for, as nothing would come of it: `halted` names those.
+        """
         goal = -1 if self._changes.last is None else self._changes.last
         deadline = time.monotonic() + timeout_s
         while not self.caught_up(goal):
@@ -152,7 +155,12 @@ class Delivery:
         return True
 
     def caught_up(self, trigger: int) -> bool:
-        return all(worker.caught_up(trigger) for worker in self.workers)
+        return all(w.halted is not None or w.caught_up(trigger) for w in self.workers)
+
+    @property
+    def halted(self) -> list[str]:
+        """The sinks that an operator must look after."""
+        return [worker.name for worker in self.workers if worker.halted is not None]
 
     def stop(self, timeout_s: float = 10.0) -> list[str]:
         """Stop all threads; returns the sinks that did not return in time and were let go of."""

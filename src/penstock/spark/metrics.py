@@ -58,6 +58,15 @@ _FOLDED: Final = (
     ("released_deltas", "Deltas released in causal order.", "released"),
     ("quarantined_deltas", "Deltas that could not be placed.", "quarantined"),
 )
+# Metric, help, and where it is in what the pipeline says of its source, if it says it.
+_SOURCE: Final = (
+    ("source_rows_per_trigger", "Rows that a trigger may take at present.", "rows_per_trigger"),
+    ("source_trigger_seconds", "Duration of the last trigger.", "seconds"),
+    ("source_lag_sequences", "Sequences in the log that are not yet folded.", "lag"),
+    ("source_paused", "1 while too much is undelivered to read on.", "paused"),
+    ("source_waiting", "1 while the query is down and waits to be started.", "waiting"),
+    ("source_restarts", "Times the query was started again.", "restarts"),
+)
 
 
 class PipelineMetrics(Collector):
@@ -101,6 +110,7 @@ class PipelineMetrics(Collector):
         build = {"version": __version__, "pipeline": name}
         yield InfoMetricFamily(f"{PREFIX}build", "What is running.", value=build)
         yield from _pipeline(status, name)
+        yield from _source(status["source"], name)
         yield from _partitions(status, name)
         for metric, help, value in _GAUGES:
             gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline", "sink"])
@@ -125,6 +135,14 @@ def _pipeline(status: Status, name: str) -> Iterator[Metric]:
         gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline"])
         if value is not None:
             gauge.add_metric([name], value)
+        yield gauge
+
+
+def _source(source: Status, name: str) -> Iterator[Metric]:
+    for metric, help, key in _SOURCE:
+        gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline"])
+        if isinstance(source.get(key), int | float):
+            gauge.add_metric([name], float(source[key]))
         yield gauge
 
 

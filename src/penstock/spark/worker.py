@@ -96,7 +96,7 @@ class SinkWorker:
     def caught_up(self, trigger: int) -> bool:
         """Whether the sink holds `trigger`; one with a cursor of its own is asked for it first."""
         known = self._established or self.cursor.told is None
-        return known and self.halted is None and self.cursor.through >= trigger
+        return known and self.cursor.through >= trigger
 
     def stop(self) -> None:
         """Begin to stop: what is under way is finished, nothing new is begun."""

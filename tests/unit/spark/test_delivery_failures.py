@@ -161,8 +161,9 @@ def test_a_sink_that_lost_what_is_deleted_halts_and_says_so(
     delivery.start()
     eventually(lambda: delivery.workers[0].state == "halted")
     assert "no longer in the change log" in (delivery.workers[0].halted or "")
-    assert not delivery.drain(0.05)
+    assert delivery.drain(1)
     delivery.stop()
+    assert delivery.halted == ["file"]
     assert sink.lines() == []
 
 
