@@ -243,6 +243,11 @@ def sixteens(pairs: NDArray[np.uint64]) -> list[bytes]:
     return [data[at : at + 16] for at in range(0, len(data), 16)]
 
 
+def halves(pairs: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Two numbers per row as two columns."""
+    return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+
+
 def _sizes(fixed: NDArray[Any]) -> Rows:
     """How long each payload is by its header."""
     n = fixed["n"].astype(np.int64)

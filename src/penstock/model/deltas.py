@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -9,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta_batch import FIXED, DeltaBatch, Rows, explain, gather, sixteens
+from penstock.model.delta_batch import FIXED, DeltaBatch, Rows, explain, gather, halves, sixteens
 from penstock.model.delta_format import (
     AHEAD_MS_MAX,
     CLOCK_ORIGINS_MAX,
@@ -28,7 +29,7 @@ from penstock.model.delta_format import (
     metadata_of,
 )
 
-__all__ = ["FIXED", "DeltaBatch", "gather", "sixteens", "sound_rows", "validate"]
+__all__ = ["FIXED", "DeltaBatch", "gather", "halves", "sixteens", "sound_rows", "validate"]
 
 SMALL: Final = 8  # rows up to which checking one by one is quicker than setting columns up
 
@@ -48,8 +49,7 @@ def validate(batch: DeltaBatch, *, dimensions: int, now_ms: int) -> None:
 def sound_rows(batch: DeltaBatch, *, dimensions: int) -> NDArray[np.bool_]:
     """Which rows have the shape and the numbers of a delta of `dimensions`.
 
-    For readers of a log: names, clocks and times were checked when the rows were written, and
-    nothing depends on them but what they say.
+    For readers of a log: the rest was checked when the rows were written, and is merely passed on.
     """
     found = _shaped(batch, dimensions)
     found &= _numbers_fit(batch, dimensions)
@@ -59,6 +59,7 @@ def sound_rows(batch: DeltaBatch, *, dimensions: int) -> NDArray[np.bool_]:
 def _sound(batch: DeltaBatch, dimensions: int, now_ms: int) -> bool:
     return (
         bool(_shaped(batch, dimensions).all())
+        and _headers_fit(batch)
         and bool((batch.time >> LOGICAL_BITS).max() <= now_ms + AHEAD_MS_MAX)
         and bool(_numbers_fit(batch, dimensions).all())
         and _clocks_fit(batch)
@@ -67,10 +68,11 @@ def _sound(batch: DeltaBatch, dimensions: int, now_ms: int) -> bool:
     )
 
 
-_INDEXED: Final = 8  # above the op in the key of _shapes
+_INDEXED: Final = 8  # above the op in the key of _shapes: HAS_INDICES, shifted
 _ANY: Final = -1
 
 
+@lru_cache
 def _shapes(dimensions: int) -> tuple[Rows, Rows]:
     """Least and most values by op and whether it has indices; an impossible pair has most < 0."""
     least, most = np.ones(16, np.int64), np.full(16, _ANY, np.int64)
@@ -92,25 +94,34 @@ _TAKES_METADATA: Final = np.isin(np.arange(8), (Op.CREATE, Op.DENSE, Op.METADATA
 
 
 def _shaped(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:
-    """Rows whose header's numbers are within bounds and agree with each other."""
+    """Rows whose operation, class, time and number of values are possible."""
     f = batch.fixed
-    flags, op, has_parent = f["flags"], f["op"], (f["parent"] != 0).any(axis=1)
+    op, flags, n = f["op"], f["flags"], f["n"]
     least, most = _shapes(dimensions)
-    shape = (op & 7) + _INDEXED * ((flags & HAS_INDICES) != 0)
-    has_metadata = f["metadata_bytes"] != 0
-    good: NDArray[np.bool_] = (op < len(Op)) & (flags <= 7)
-    good &= (f["n"] >= least[shape]) & (f["n"] <= most[shape])
-    good &= (f["priority"] < len(PriorityClass)) & (f["source"] < len(Source))
-    good &= ((flags & HAS_PARENT) != 0) == has_parent
-    good &= ((flags & HAS_METADATA) != 0) == has_metadata
-    good &= _TAKES_METADATA[op & 7] | ~has_metadata
-    good &= (op != Op.METADATA) | has_metadata
-    good &= (f["delta_id"] != 0).any(axis=1) & (f["delta_id"] != f["parent"]).any(axis=1)
-    good &= (f["clocks"] <= CLOCK_ORIGINS_MAX) & (f["time"] >= 1) & (f["time"] <= TIME_MAX)
-    good &= (f["namespace_bytes"] <= NAMESPACE_BYTES_MAX) & (f["namespace_bytes"] >= 1)
-    good &= (f["vector_id_bytes"] <= VECTOR_ID_BYTES_MAX) & (f["vector_id_bytes"] >= 1)
-    good &= batch.sizes <= PAYLOAD_BYTES_MAX
+    shape = (op & 7) | (flags & HAS_INDICES) << 2
+    good: NDArray[np.bool_] = (n >= least[shape]) & (n <= most[shape])
+    good &= op < len(Op)
+    good &= f["priority"] < len(PriorityClass)
+    time = np.ascontiguousarray(f["time"])
+    good &= (time >= 1) & (time <= TIME_MAX)
     return good
+
+
+def _headers_fit(batch: DeltaBatch) -> bool:
+    """The rest of the headers is within bounds, and flags say what there is."""
+    f = batch.fixed
+    op, flags, sizes = f["op"], f["flags"], f["metadata_bytes"] != 0
+    parent, id_ = halves(batch.parent), halves(batch.delta_id)
+    good: NDArray[np.bool_] = (flags <= 7) & (f["source"] < len(Source))
+    good &= ((flags & HAS_PARENT) != 0) == ((parent[0] | parent[1]) != 0)
+    good &= ((flags & HAS_METADATA) != 0) == sizes
+    good &= (_TAKES_METADATA[op] | ~sizes) & ((op != Op.METADATA) | sizes)
+    good &= ((id_[0] | id_[1]) != 0) & ((id_[0] != parent[0]) | (id_[1] != parent[1]))
+    good &= f["clocks"] <= CLOCK_ORIGINS_MAX
+    names = f["namespace_bytes"], f["vector_id_bytes"]
+    good &= (names[0] <= NAMESPACE_BYTES_MAX) & (names[0] >= 1)
+    good &= (names[1] <= VECTOR_ID_BYTES_MAX) & (names[1] >= 1)
+    return bool(good.all()) and int(batch.sizes.max()) <= PAYLOAD_BYTES_MAX
 
 
 def _numbers_fit(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:

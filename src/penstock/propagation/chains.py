@@ -22,6 +22,7 @@ from penstock.propagation.texts import Texts
 
 VOID: Final = 0
 PENDING: Final = -1
+ORIGINS_FEW: Final = 6
 SWEEP_MIN: Final = 1 << 14  # ids below which sweeping is not worth it
 
 
@@ -78,8 +79,19 @@ class Ledger:
         return found
 
     def origins_of(self, origins: NDArray[np.uint64]) -> Numbers:
+        low, high = np.ascontiguousarray(origins[:, 0]), np.ascontiguousarray(origins[:, 1])
         before = len(self.origins)
-        found = self.origins.add(origins[:, 0], origins[:, 1])
+        found = np.empty(len(low), np.int64)
+        rest = np.arange(len(low))
+        # A batch has few origins: comparing with each is quicker than looking every row up.
+        for _ in range(ORIGINS_FEW):
+            if not len(rest):
+                break
+            one = rest[:1]
+            same = (low[rest] == low[one]) & (high[rest] == high[one])
+            found[rest[same]] = self.origins.add(low[one], high[one])[0]
+            rest = rest[~same]
+        found[rest] = self.origins.add(low[rest], high[rest])
         if len(self.origins) > before:
             self.rank_origins()
         return found
@@ -99,14 +111,14 @@ class Ledger:
 
     def chains_of(self, vectors: Numbers, origins: Numbers) -> Numbers:
         before = len(self.chains)
-        found = self.chains.add(vectors.view(np.uint64), origins.view(np.uint64))
-        table = self.chains.table
-        first = self.vectors.table["chain"]
-        for chain in range(before, len(self.chains)) if len(self.chains) - before < 8 else ():
-            vector = int(table["low"][chain])
-            table["next"][chain] = first[vector]
-            first[vector] = chain + 1
-        if len(self.chains) - before >= 8:
+        # Most vectors have one writer: then their latest chain is the one, and no key is looked up.
+        found = self.vectors.table["chain"][vectors].astype(np.int64) - 1
+        other = (found < 0) | (self.chains.table["high"][found] != origins.view(np.uint64))
+        if other.any():
+            rest = np.flatnonzero(other)
+            found[rest] = self.chains.add(
+                vectors[rest].view(np.uint64), origins[rest].view(np.uint64)
+            )
             self._link(before)
         return found
 

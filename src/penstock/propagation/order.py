@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.deltas import DeltaBatch, sixteens
+from penstock.model.delta_format import HAS_PARENT
+from penstock.model.deltas import DeltaBatch, halves, sixteens
 from penstock.propagation.chains import PENDING, Ledger
 from penstock.propagation.decided import (
     Refused,
@@ -26,7 +27,7 @@ from penstock.propagation.decided import (
     write_back,
 )
 from penstock.propagation.pending import Decided, Pending, Waiting
-from penstock.propagation.table import Numbers
+from penstock.propagation.table import Numbers, Words, stable_order
 
 Mask = NDArray[np.bool_]
 Causes = tuple[Numbers, Numbers, Numbers]  # (row, chain, counter)
@@ -49,7 +50,9 @@ class _Rows:
     vectors: Numbers
     chains: Numbers
     counters: Numbers
-    entries: Numbers  # of the rows' ids in the ledger
+    low: Words  # the ids' halves
+    high: Words
+    entries: Numbers  # of the ids in the ledger
     known: Mask  # ids released before this batch
     first: Numbers  # the first row with the same id
 
@@ -62,7 +65,7 @@ class Order:
         """Order as many rows as there are until something has waited too long."""
         rows = self._look_up(batch)
         others = self._other_causes(rows)
-        sorted_rows = np.argsort(rows.chains, kind="stable")
+        sorted_rows = stable_order(rows.chains)
         affected = self._affected(rows, others, sorted_rows)
         decided, stop = self._one_by_one(rows, others, affected)
         numbers = np.arange(len(batch))
@@ -83,14 +86,16 @@ class Order:
         ledger, times_ms = self.ledger, batch.log_times_ms
         vectors = ledger.vectors_of(batch)
         chains = ledger.chains_of(vectors, ledger.origins_of(batch.origin))
-        ids = batch.delta_id
-        entries = ledger.ids.add(ids[:, 0], ids[:, 1])
+        low, high = halves(batch.delta_id)
+        entries = ledger.ids.add(low, high)
         known = ledger.known(entries, times_ms)
         row = ledger.ids.table["row"]
         numbers = np.arange(len(batch))
         row[entries[::-1]] = numbers[::-1]
         counters = batch.counter.astype(np.int64)
-        return _Rows(batch, times_ms, vectors, chains, counters, entries, known, row[entries])
+        return _Rows(
+            batch, times_ms, vectors, chains, counters, low, high, entries, known, row[entries]
+        )
 
     def _other_causes(self, rows: _Rows) -> Causes:
         """(row, chain, counter) of each clock entry that is not the delta's own."""
@@ -153,27 +158,32 @@ class Order:
 
     def _parents_fine(self, rows: _Rows, queue: Numbers) -> Mask:
         """Rows whose parent was released when they arrive, if the rows before them were."""
-        batch, ids = rows.batch, rows.batch.delta_id
-        parents = batch.parent
+        batch = rows.batch
+        if not (batch.fixed["flags"] & HAS_PARENT).any():
+            return np.ones(len(batch), np.bool_)
         chain = rows.chains[queue]
-        previous = np.empty((len(queue), 2), np.uint64)
-        previous[1:] = ids[queue[:-1]]
         begins = np.ones(len(queue), np.bool_)
         begins[1:] = chain[1:] != chain[:-1]
-        previous[begins] = self.ledger.chains.table["head"][chain[begins]]
-        wanted = parents[queue]
-        good = (wanted == previous).all(axis=1) | (wanted == 0).all(axis=1)
+        heads = self.ledger.chains.table["head"][chain[begins]]
+        good = (batch.fixed["flags"][queue] & HAS_PARENT) == 0
+        same = np.ones(len(queue), np.bool_)
+        wanted = batch.parent[queue]
+        for half, ids in enumerate((rows.low, rows.high)):
+            previous = np.empty(len(queue), np.uint64)
+            previous[1:] = ids[queue[:-1]]
+            previous[begins] = heads[:, half]
+            same &= wanted[:, half] == previous
+        good |= same
         fine = np.zeros(len(batch), np.bool_)
         fine[queue] = good
-        doubtful = queue[~good]
-        if len(doubtful):
+        if not good.all():
+            doubtful = queue[~good]
             fine[doubtful] = self._parents_known(rows, doubtful)
         return fine
 
     def _parents_known(self, rows: _Rows, some: Numbers) -> Mask:
         ledger, table = self.ledger, self.ledger.ids.table
-        parents = rows.batch.parent[some]
-        entry = ledger.ids.find(parents[:, 0], parents[:, 1])
+        entry = ledger.ids.find(*halves(rows.batch.parent[some]))
         vectors, times_ms = rows.vectors[some], rows.times_ms[some]
         known = ledger.known(entry, times_ms) & (table["vector"][entry] == vectors + 1)
         row = np.minimum(table["row"][entry], len(rows.batch) - 1)
@@ -232,11 +242,10 @@ class Order:
 
     def _parents_settled(self, rows: _Rows, some: Numbers) -> Mask:
         """Without a parent, or with one that had been released before this batch."""
-        parents = rows.batch.parent[some]
-        entry = self.ledger.ids.find(parents[:, 0], parents[:, 1])
+        entry = self.ledger.ids.find(*halves(rows.batch.parent[some]))
         same = self.ledger.ids.table["vector"][entry] == rows.vectors[some] + 1
         known = self.ledger.known(entry, rows.times_ms[some])
-        settled: Mask = (same & known) | (parents == 0).all(axis=1)
+        settled: Mask = (same & known) | ((rows.batch.fixed["flags"][some] & HAS_PARENT) == 0)
         return settled
 
     # --- writing down what happened ---

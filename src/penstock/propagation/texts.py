@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
-from penstock.propagation.table import Numbers, Table
+from penstock.propagation.table import Numbers, Table, stable_order
 
 BYTES_MIN: Final = 1 << 16
 
@@ -52,7 +52,7 @@ class Texts:
         offsets = np.zeros(len(numbers) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
         found = np.empty(offsets[-1], np.uint8)
-        order = np.argsort(sizes, kind="stable")
+        order = stable_order(sizes)
         ranked = sizes[order]
         cuts = np.flatnonzero(ranked[1:] != ranked[:-1]) + 1
         for a, b in pairwise([0, *cuts.tolist(), len(order)]):
