@@ -36,8 +36,10 @@ state = "{folder}/state"
 cores = 2
 trigger_interval_s = 0.5
 drain_s = 20.0
-# Small triggers, so that there is something to watch.
+# Small triggers, and little patience: so that there is something to watch.
 rows_per_trigger = {{ min = 1000, max = {rows}, initial = {rows} }}
+delivery = {{ backoff_s_cap = 1.0, breaker_failures = 5, breaker_open_s = 4.0, status_s = 0.5 }}
+propagation = {{ pending_ms = 15000 }}
 
 [[sink]]
 kind = "lake"

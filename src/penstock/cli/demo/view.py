@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 WIDTH: Final = 100
-LINE_EVERY_S: Final = 4.0  # of progress, where there is no terminal to show it in one place
+LINE_EVERY_S: Final = 5.0  # of progress, where there is no terminal to show it in one place
 
 
 class Screen:
@@ -24,6 +24,7 @@ class Screen:
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
+        self._console = console()  # one for all: a line that changes must know of the others
         self._chapters = 0
         self._status: Status | None = None
         self._line_at = float("-inf")
@@ -33,7 +34,7 @@ class Screen:
 
     def show(self, what: RenderableType) -> None:
         if not self._quiet:
-            console().print(what)
+            self._console.print(what)
 
     def act(self, title: str, text: str) -> None:
         self.show(f"\n[bold]{title}[/bold]\n[dim]{text}[/dim]\n")
@@ -44,7 +45,7 @@ class Screen:
             return
         if sys.stdout.isatty():
             if self._status is None:
-                self._status = console().status(text, spinner="dots")
+                self._status = self._console.status(text, spinner="dots")
                 self._status.start()
             self._status.update(f"[dim]{text}[/dim]")
         elif time.monotonic() - self._line_at >= LINE_EVERY_S:
