@@ -36,7 +36,11 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Fold:
-    """The fold of a partition, or of the deltas of `only` one vector of it."""
+    """The fold of a partition, or of the deltas of `only` one vector of it.
+
+    Time passes in a fold by the deltas that it is fed. So in the fold of one vector a delta that
+    lacks its cause is given up, or its cause looked for, only when another of that vector comes.
+    """
 
     def __init__(
         self, topic: Source, *, partition: int, dimensions: int, only: bytes | None = None
