@@ -38,21 +38,24 @@ class NewFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files, self._folders = self._walk()
+        self._seen = self._walk()
 
     def sync(self) -> None:
         """Sync them, and the folders that have got a new entry."""
-        files, folders = self._walk()
-        fresh = sorted(files - self._files)
-        changed = {path.parent for path in [*fresh, *(folders - self._folders)]}
+        seen = self._walk()
+        fresh: list[Path] = []
+        changed: set[Path] = set()
+        for folder, names in seen.items():
+            before = self._seen.get(folder)
+            if before is None:
+                changed.add(Path(folder).parent)
+            new = names - (before or set())
+            if new:
+                changed.add(Path(folder))
+                fresh += [Path(folder, name) for name in sorted(new)]
         sync([*fresh, *sorted(changed)])
-        self._files, self._folders = files, folders
+        self._seen = seen
 
-    def _walk(self) -> tuple[set[Path], set[Path]]:
-        files: set[Path] = set()
-        folders: set[Path] = set()
-        for folder, _, names in os.walk(self.folder):
-            here = Path(folder)
-            folders.add(here)
-            files.update(here / name for name in names)
-        return files, folders
+    def _walk(self) -> dict[str, set[str]]:
+        """The names of files by folder; texts, because there may be thousands."""
+        return {folder: set(names) for folder, _, names in os.walk(self.folder)}

@@ -29,7 +29,7 @@ from penstock.sinks.protocol import Feed, Work
 from penstock.sinks.schema import dimensions_of
 
 DAY_MS: Final = 24 * 3600 * 1000
-OLD_VERSIONS: Final = timedelta(minutes=10)  # kept for whoever is reading them
+OLD_VERSIONS: Final = timedelta(minutes=5)  # kept for whoever is reading them
 STRETCH: Final = 4  # a table that changed little is tidied this much later
 CHANGED_SHARE: Final = 10  # "little" is less than this part of its rows
 TRAIN_ROWS_MIN: Final = 256  # LanceDB trains no codebook on less
