@@ -90,8 +90,9 @@ def fold_partition(task: FoldTask) -> PartitionFold:
     )
     propagator = Propagator(task.range.dimensions, task.options)
     check = LogCheck(first=task.range.first)
+    released = _Released(task)
     try:
-        with (released := _Released(task)):
+        with released:
             for outcome in _fold(task, propagator, _feeds(task, check)):
                 released.add(outcome)
                 _add(found.counts, outcome.counts)

@@ -1,0 +1,95 @@
+"""What the tests of jobs share: a topic full of deltas, and a pipeline that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from tests.spark.conftest import RunningNode
+
+from penstock.sinks.protocol import Items
+from penstock.spark.access import NodeAccess
+from penstock.spark.jobs.audit import Audit
+from penstock.spark.pipeline import Pipeline
+from penstock.spark.settings import PipelineSettings
+from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
+
+MIXED = CorpusOptions(
+    deltas=3_000, vectors=120, dimensions=16, components=4, duplicates=0.05, disorder=0.2,
+    concurrent=0.1, window=100, ops=ALL_OPS, namespaces=("docs", "images"), seed=7,
+)  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[RunningNode]:
+    """A node that several tests share."""
+    node = RunningNode(folder)
+    try:
+        yield node
+    finally:
+        NodeAccess.close_shared()
+        node.close()
+
+
+def make_topic(node: RunningNode, name: str, *, dimensions: int, partitions: int = 2) -> None:
+    config = {"name": name, "kind": "delta", "dimensions": dimensions, "partitions": partitions}
+    node.access().call("topic_create", config=config, exists_ok=True)
+
+
+def load(
+    node: RunningNode, corpus: Corpus, *, topic: str = "vectors", first: int = 0,
+    end: int | None = None,
+) -> None:  # fmt: skip
+    """Arrivals `first` to `end` of the corpus into a delta topic."""
+    make_topic(node, topic, dimensions=corpus.options.dimensions)
+    writer = NodeTopicWriter(node.access())
+    end = len(corpus) if end is None else end
+    for start in range(first, end, 1_000):
+        chunk = corpus.chunk(start, min(end, start + 1_000))
+        items = Items(
+            sequences=np.arange(start + 1, start + 1 + len(chunk), dtype=np.int64),
+            payloads=pa.array(chunk.payloads.tolist(), pa.binary()),
+        )
+        writer.append(topic, producer="corpus", epoch=1, items=items, partition=0)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A node, and a pipeline of it with its stores in one folder."""
+
+    node: RunningNode
+    spark: SparkSession
+    folder: Path
+    settings: PipelineSettings
+
+    @classmethod
+    def of(cls, node: RunningNode, spark: SparkSession, folder: Path, **sinks: Any) -> Ground:
+        tree = {
+            "name": "ground",
+            "url": node.url,
+            "topics": ["vectors"],
+            "state": str(folder / "state"),
+            "drain_s": 30.0,
+            "sink": [{"kind": kind, **options} for kind, options in sinks.items()],
+        }
+        return cls(node, spark, folder, PipelineSettings.of(tree))
+
+    def run(self, **changes: Any) -> None:
+        """The pipeline up to the log's end."""
+        settings = msgspec.structs.replace(self.settings, **changes)
+        Pipeline(settings, session=self.spark).run(available_now=True)
+
+    def audit(self, *, wait_s: float = 0.0) -> dict[str, Any]:
+        return Audit(self.spark, self.settings, wait_s=wait_s).run()
+
+
+def mixed() -> Corpus:
+    return generate(MIXED)
