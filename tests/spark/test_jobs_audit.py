@@ -1,0 +1,236 @@
+"""The audit: everything equal at rest, lag told apart from damage, every damage found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import redis
+from deltalake import DeltaTable, write_deltalake
+from pyspark.sql import SparkSession
+from tests.spark.jobs_support import Ground, load, make_topic, mixed, running
+
+from penstock.sinks.cache import HEADER
+from penstock.sinks.index import Index
+from penstock.testing.redis import redis_process
+
+
+@pytest.fixture(scope="module")
+def ground(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """A pipeline that has brought a mixed corpus into every kind of sink, at rest."""
+    folder = tmp_path_factory.mktemp("ground")
+    with running(folder / "node") as node, redis_process(folder / "redis", durable=False) as server:
+        load(node, mixed())
+        make_topic(node, "copy", dimensions=16, partitions=1)
+        node.access().call("topic_create", config={"name": "vectors-changes"})
+        made = Ground.of(
+            node, spark, folder,
+            lake={"path": str(folder / "lake")},
+            index={"path": str(folder / "index")},
+            cache={"url": server.url},
+            remote={"topic": "copy"},
+            notify={},
+        )  # fmt: skip
+        made.run()
+        yield made
+
+
+def test_at_rest_everything_is_equal(ground: Ground) -> None:
+    found = ground.audit()
+    assert found["ok"], found
+    assert {name: sink["verdict"] for name, sink in found["sinks"].items()} == dict.fromkeys(
+        ("lake", "index", "cache", "remote", "notify"), "equal"
+    )
+    facts = mixed().facts
+    assert sum(partition["messages"] for partition in found["partitions"]) == facts["rows"]
+    assert found["sinks"]["lake"]["history"]["compared"] == facts["deltas"]
+    assert found["sinks"]["notify"]["messages"]["compared"] == facts["deltas"]
+    assert not list((ground.folder / "state").glob(".job-*"))
+
+
+class Store(Protocol):
+    """A store with vectors that can be changed behind its sink's back."""
+
+    def vector(self) -> tuple[str, str]: ...
+    def flip(self) -> None: ...
+    def drop(self) -> None: ...
+    def add(self) -> None: ...
+
+
+class Lake:
+    """Row changes of the newest revision of one vector."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path / "vectors")
+        self._rows = DeltaTable(self._path).to_pyarrow_table()
+        alive = self._rows.filter(pc.invert(self._rows["deleted"]))
+        self._newest = alive.sort_by([("revision", "descending")]).slice(0, 1)
+
+    def vector(self) -> tuple[str, str]:
+        row = self._newest.to_pylist()[0]
+        return row["namespace"], row["vector_id"]
+
+    def _write(self, *tables: pa.Table) -> None:
+        write_deltalake(self._path, pa.concat_tables(tables), mode="overwrite")
+
+    def _others(self, *, revision: bool) -> pa.Table:
+        mine = pc.equal(self._rows["vector_id"], self.vector()[1])
+        if revision:
+            mine = pc.and_(mine, pc.equal(self._rows["revision"], self._newest["revision"][0]))
+        return self._rows.filter(pc.invert(mine))
+
+    def flip(self) -> None:
+        values = self._newest["vector"].to_pylist()[0]
+        changed = pa.array([[values[0] + 1, *values[1:]]], pa.list_(pa.float32()))
+        at = self._newest.schema.get_field_index("vector")
+        row = self._newest.set_column(at, self._newest.schema.field(at), changed)
+        self._write(self._others(revision=True), row)
+
+    def drop(self) -> None:
+        self._write(self._others(revision=False))
+
+    def add(self) -> None:
+        at = self._newest.schema.get_field_index("vector_id")
+        field = self._newest.schema.field(at)
+        self._write(self._rows, self._newest.set_column(at, field, pa.array(["stray"])))
+
+
+class Lance:
+    def __init__(self, path: Path) -> None:
+        self._index = Index(str(path))
+        self._row = next(iter(self._index.scan())).slice(0, 1).to_pylist()[0]
+        self._table = self._index.database.open_table("vectors_16")
+        self._where = f"vector_id = '{self._row['vector_id']}'"
+
+    def vector(self) -> tuple[str, str]:
+        return self._row["namespace"], self._row["vector_id"]
+
+    def flip(self) -> None:
+        values = list(self._row["vector"])
+        self._table.update(where=self._where, values={"vector": [values[0] + 1, *values[1:]]})
+
+    def drop(self) -> None:
+        self._table.delete(self._where)
+
+    def add(self) -> None:
+        row = self._table.search().where(self._where).to_arrow()
+        at = row.schema.get_field_index("vector_id")
+        stray = row.set_column(at, row.schema.field(at), pa.array(["stray"]))
+        at = row.schema.get_field_index("key")
+        self._table.add(stray.set_column(at, row.schema.field(at), pa.array(["docs\0stray"])))
+
+
+class Cache:
+    def __init__(self, url: str) -> None:
+        self._redis = redis.Redis.from_url(url)
+        self._keys = sorted(key for key in self._redis.scan_iter() if self._redis.ttl(key) < 0)
+        self._key, self._value = self._keys[0], self._redis.get(self._keys[0])
+
+    def vector(self) -> tuple[str, str]:
+        _, namespace, vector_id = self._key.decode().split(":")
+        return namespace, vector_id
+
+    def flip(self) -> None:
+        changed = bytearray(self._value)
+        changed[HEADER.itemsize] ^= 1
+        self._redis.set(self._key, bytes(changed))
+
+    def drop(self) -> None:
+        self._redis.delete(self._key)
+
+    def add(self) -> None:
+        self._redis.set(self._key.replace(self.vector()[1].encode(), b"stray"), self._value)
+
+
+@pytest.fixture
+def stores(ground: Ground, tmp_path: Path) -> Iterator[tuple[Ground, dict[str, Store]]]:
+    """The pipeline on copies of its stores."""
+    changed = []
+    for sink in ground.settings.sinks:
+        if path := sink.options.get("path"):
+            shutil.copytree(path, tmp_path / sink.name)
+            options = sink.options | {"path": str(tmp_path / sink.name)}
+            changed.append(msgspec.structs.replace(sink, options=options))
+        elif sink.kind == "cache":
+            changed.append(sink)
+    server = redis.Redis.from_url(changed[2].options["url"])
+    before = {key: (server.dump(key), server.pttl(key)) for key in server.scan_iter()}
+    settings = msgspec.structs.replace(ground.settings, sinks=tuple(changed))
+    yield (
+        replace(ground, settings=settings),
+        {"lake": Lake(tmp_path / "lake"), "index": Lance(tmp_path / "index"),
+         "cache": Cache(changed[2].options["url"])},
+    )  # fmt: skip
+    server.flushall()
+    for key, (value, left_ms) in before.items():
+        server.restore(key, max(0, left_ms), value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"), [("flip", "values"), ("drop", "missing"), ("add", "extra")]
+)
+def test_damage_is_found_in_every_store(
+    stores: tuple[Ground, dict[str, Store]], damage: str, kind: str
+) -> None:
+    ground, damaged = stores
+    for store in damaged.values():
+        getattr(store, damage)()
+    found = ground.audit()
+    assert not found["ok"]
+    for name, store in damaged.items():
+        sink = found["sinks"][name]
+        assert (sink["verdict"], sink["vectors"]["differences"]) == ("different", {kind: 1}), name
+        (place,) = sink["vectors"]["first_differences"]
+        wanted = "stray" if damage == "add" else store.vector()[1]
+        assert (place["kind"], place["vector_id"]) == (kind, wanted)
+
+
+def test_a_history_with_a_row_twice_and_one_lost_is_found(
+    stores: tuple[Ground, dict[str, Store]],
+) -> None:
+    ground, _ = stores
+    path = ground.settings.sinks[0].options["path"] + "/history"
+    rows = DeltaTable(path).to_pyarrow_table()
+    write_deltalake(path, pa.concat_tables([rows.slice(1), rows.slice(5, 1)]), mode="overwrite")
+    found = ground.audit()
+    history = found["sinks"]["lake"]["history"]
+    assert not found["ok"]
+    assert history["differences"] == {"missing": 1, "twice": 1}
+    lost = rows.slice(0, 1).to_pylist()[0]
+    assert history["first_differences"][0]["ordinal"] in (lost["ordinal"], rows["ordinal"][5])
+    assert found["sinks"]["index"]["verdict"] == "equal"
+
+
+def test_a_sink_that_lags_is_named_with_its_lag(ground: Ground) -> None:
+    """What came into the log since is not held against the sinks."""
+    before = ground.audit()
+    assert before["ok"]
+    vectors = ground.node.client.deltas("vectors", origin="late")
+    vectors.create("late", np.ones(16, np.float32), namespace="docs")
+    found = ground.audit(wait_s=0.3)
+    assert not found["ok"]
+    assert {sink["verdict"] for sink in found["sinks"].values()} == {"lagging"}
+    assert found["sinks"]["index"]["lag"] == {"triggers": 0, "sequences": 1}
+    ground.run()
+    assert ground.audit()["ok"]
+
+
+def test_a_store_that_is_away_is_not_called_wrong(
+    stores: tuple[Ground, dict[str, Store]],
+) -> None:
+    ground, _ = stores
+    sinks = list(ground.settings.sinks)
+    sinks[2] = msgspec.structs.replace(sinks[2], options={"url": "redis://127.0.0.1:1/0"})
+    away = replace(ground, settings=msgspec.structs.replace(ground.settings, sinks=tuple(sinks)))
+    found = away.audit()
+    assert not found["ok"]
+    assert found["sinks"]["cache"]["verdict"] == "unavailable"
+    assert found["sinks"]["lake"]["verdict"] == "equal"
