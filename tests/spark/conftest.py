@@ -19,6 +19,9 @@ from penstock.node.listener import listen, port_of
 from penstock.spark.access import NodeAccess
 from penstock.spark.session import spark_session
 
+# For a JVM that does not live long: less compiling halves what its start costs.
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
@@ -28,6 +31,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
         "spark.local.dir": str(folder / "local"),
         "spark.sql.shuffle.partitions": "2",
+        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     }
     session = spark_session("penstock-tests", cores=2, conf=conf)
     yield session
