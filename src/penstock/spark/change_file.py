@@ -113,7 +113,7 @@ class ChangeWriter:
 
 def write_apart(path: Path, buffers: list[Any]) -> None:
     """Write a file whose twin another task may be writing at this moment: under a name of its
-    own, synced, then renamed. Both have the same bytes, so whoever is last changes nothing."""
+    own, synced, then renamed. Both say the same, so it does not matter who is last."""
     own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with storage_errors(path.parent):
         try:

@@ -25,6 +25,8 @@ import msgspec
 
 from penstock.errors import InvalidArgument
 from penstock.model.topic import NAME as TOPIC_NAME
+from penstock.propagation.options import PropagationOptions
+from penstock.spark.delivery_options import DeliveryOptions
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64
@@ -86,6 +88,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     trigger_interval_s: float = 0.5  # at least this long from one trigger's start to the next
     target_trigger_s: float = 5.0  # the rate is adapted so that a trigger takes less
     rows_per_trigger: RowsPerTrigger = RowsPerTrigger()
+    propagation: PropagationOptions = PropagationOptions()  # fixed at the first run
+    delivery: DeliveryOptions = DeliveryOptions()  # sizes of writes, patience with sinks
     snapshot_deltas: int = 500_000  # folded by a partition between two snapshots of its state
     changes_bytes_max: int = 20 << 30  # not yet delivered; past it nothing more is read
     drain_s: float = 60.0  # for the sinks to catch up when the pipeline is told to stop
@@ -135,6 +139,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     f"{name} is {value}, must be from {low} to {high}", field=name, limit=high
                 )
         self.rows_per_trigger.validate()
+        self.propagation.validate()
+        self.delivery.validate()
         if self.api_key is not None and self.api_key_file is not None:
             raise InvalidArgument("give api_key or api_key_file, not both", field="api_key_file")
         self._validate_sinks()

@@ -46,7 +46,7 @@ class Snapshots:
     def write(
         self, buffers: Sequence[Buffer], *, topic: str, partition: int, sequence: int
     ) -> Stored:
-        """Make a snapshot durable; writing it again changes nothing."""
+        """Make a snapshot durable. Written again it may differ in bytes, never in what it says."""
         name = f"{topic}-{partition}-{sequence}.snapshot"
         content = xxhash.xxh3_64()
         size = 0

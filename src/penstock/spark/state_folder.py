@@ -1,6 +1,6 @@
 """A pipeline's folder: whose it is, who uses it now, and which slot each partition has.
 
-    pipeline.json   version, id, and for each topic its id, dimensions and slots
+    pipeline.json   version, id, how it folds, and each topic's id, dimensions and slots
     LOCK            held by the process that runs the pipeline; its pid is in it
     checkpoint/     Spark's: offsets, commits, and the heads of the partitions
     snapshots/      states of partitions, to begin a fold from
@@ -31,6 +31,7 @@ import msgspec
 from penstock.errors import Corruption, FailedPrecondition, Unavailable
 from penstock.log.files import Handle, storage_errors, write_whole
 from penstock.model.topic import TopicConfig, TopicKind
+from penstock.propagation.options import PropagationOptions
 
 VERSION: Final = 1
 CANDIDATES_PER_TASK: Final = 64  # integers looked at for each slot that is wanted
@@ -49,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     tasks: int  # of the stateful stage, as Spark's checkpoint has it
+    propagation: PropagationOptions = PropagationOptions()  # another fold would be another state
     topics: dict[str, TopicSlots] = {}
 
     def with_topics(
@@ -111,16 +113,23 @@ class StateFolder:
     def rate_file(self) -> Path:
         return self.path / "rate.json"
 
-    def identity(self, *, name: str, tasks: int) -> Identity:
-        """Whose folder this is; a new one becomes `name`'s, with `tasks`."""
+    def identity(self, *, name: str, tasks: int, propagation: PropagationOptions) -> Identity:
+        """Whose folder this is; a new one becomes `name`'s, with `tasks` and `propagation`."""
         known = read_identity(self.path)
         if known is None:
             self._reject_leftovers()
-            return Identity(id=f"{name}-{uuid.uuid4().hex[:12]}", name=name, tasks=tasks)
+            id = f"{name}-{uuid.uuid4().hex[:12]}"
+            return Identity(id=id, name=name, tasks=tasks, propagation=propagation)
         if known.name != name:
             raise FailedPrecondition(
                 f"{self.path} holds the state of the pipeline {known.name}, not of {name}",
                 field="state",
+            )
+        if known.propagation != propagation:
+            raise FailedPrecondition(
+                f"{self.path} was folded with {known.propagation}, which cannot be changed:"
+                " start over with another state folder",
+                field="propagation",
             )
         return known
 

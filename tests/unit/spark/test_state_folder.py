@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import Corruption, FailedPrecondition, Unavailable
 from penstock.model.topic import TopicConfig, TopicKind
+from penstock.propagation.options import PropagationOptions
 from penstock.spark.state_folder import (
     Identity,
     StateFolder,
@@ -27,16 +28,20 @@ def identity() -> Identity:
     return Identity(id="p-1", name="p", tasks=4)
 
 
+def opened(folder: StateFolder, *, name: str = "p", tasks: int = 1) -> Identity:
+    return folder.identity(name=name, tasks=tasks, propagation=PropagationOptions())
+
+
 def test_a_new_folder_gets_an_id_that_it_keeps(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path / "state")
-    made = folder.identity(name="p", tasks=3)
+    made = opened(folder, tasks=3)
     folder.save(made)
     folder.close()
     again = StateFolder(tmp_path / "state")
-    assert again.identity(name="p", tasks=7) == made
+    assert opened(again, tasks=7) == made
     assert made.tasks == 3
     other = StateFolder(tmp_path / "other")
-    assert other.identity(name="p", tasks=3).id != made.id
+    assert opened(other, tasks=3).id != made.id
 
 
 def test_a_second_user_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
@@ -52,16 +57,24 @@ def test_a_second_user_is_refused_until_the_first_lets_go(tmp_path: Path) -> Non
 
 def test_the_folder_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
-    folder.save(folder.identity(name="p", tasks=1))
+    folder.save(opened(folder))
     with pytest.raises(FailedPrecondition, match="state of the pipeline p, not of q"):
-        folder.identity(name="q", tasks=1)
+        opened(folder, name="q")
+
+
+def test_a_folder_that_was_folded_otherwise_is_refused(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    folder.save(opened(folder))
+    other = PropagationOptions(pending_ms=1)
+    with pytest.raises(FailedPrecondition, match="cannot be changed"):
+        folder.identity(name="p", tasks=1, propagation=other)
 
 
 def test_triggers_without_an_identity_are_refused(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
     (folder.changes / "000000000000.json").write_text("{}")
     with pytest.raises(Corruption, match=r"no pipeline\.json"):
-        folder.identity(name="p", tasks=1)
+        opened(folder)
 
 
 @pytest.mark.parametrize("content", ["{", '{"id":1}'])

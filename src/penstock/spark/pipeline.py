@@ -1,0 +1,247 @@
+"""A running pipeline: Spark folds the log into triggers, sinks follow the triggers.
+
+    node ──► source (ranges) ──► stage (fold) ──► commit (manifest) ──► delivery ──► sinks
+                  ▲                                    │
+                  └──────── rate.json ◄────────────────┘
+
+Two halves that meet in the change log alone. The query ends with the manifest; a sink that lags or
+fails is not its business, until so much is undelivered that reading pauses. Whatever kills this
+process, the next `run` goes on with the trigger that was under way: Spark's checkpoint has its
+ranges, and folding them again gives what it gave, or would have given.
+
+    with Pipeline(settings) as pipeline:      # starts it
+        …                                     # and stops it, once its sinks have caught up
+    Pipeline(settings).run(available_now=True)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from penstock.errors import FailedPrecondition
+from penstock.node.logs import get_logger
+from penstock.spark.attaching import LazyTopicWriter, attach, payloads_wanted
+from penstock.spark.changes import ChangeLog
+from penstock.spark.delivery import Delivery
+from penstock.spark.folding import FoldPlan
+from penstock.spark.ingest import Ingest
+from penstock.spark.letters import LetterBox, create_on
+from penstock.spark.options import Connecting
+from penstock.spark.session import spark_session
+from penstock.spark.settings import PipelineSettings
+from penstock.spark.snapshots import Snapshots
+from penstock.spark.stage import slot_candidates
+from penstock.spark.state_folder import Identity, StateFolder, delta_topics
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = get_logger(__name__)
+STOP_S: Final = 60.0  # for a trigger under way, and for a sink's write under way
+DRAIN_S_MAX: Final = 7 * 24 * 3600.0  # of a run that ends by itself: until its sinks have it all
+
+
+class Pipeline:
+    """One pipeline, run once. `session` lends it a Spark session; else it makes one of its own."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        *,
+        session: SparkSession | None = None,
+        metrics: str | None = None,
+    ) -> None:
+        self.settings = settings.validate()
+        self._session, self._metrics = session, metrics
+        self._open = ExitStack()
+        self._wanted = threading.Event()  # somebody asked for a stop
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        self._watcher: threading.Thread | None = None
+        self._drain_s = settings.drain_s
+
+    def run(self, *, available_now: bool = False) -> dict[str, Any]:
+        """Run until `stop`, or with `available_now` until all that is in the log now has reached
+        the sinks. Returns the last status; raises what ended it."""
+        self.start(available_now=available_now)
+        return self.wait()
+
+    def start(self, *, available_now: bool = False) -> None:
+        """Start everything and return; a failure to start leaves nothing behind."""
+        if self._watcher is not None:
+            raise FailedPrecondition("a pipeline is started once")
+        try:
+            self._build()
+            self.delivery.start()
+            self._open.callback(self._stop_delivery)
+            self.ingest.start(available_now=available_now)
+        except BaseException:
+            self._drain_s = 0.0
+            self._open.close()
+            raise
+        if available_now:
+            self._drain_s = DRAIN_S_MAX
+        self._watcher = threading.Thread(
+            target=self._watch, name=f"penstock-{self.settings.name}", daemon=True
+        )
+        self._watcher.start()
+
+    def request_stop(self) -> None:
+        """Ask for a stop and return at once; asked again, the sinks are not waited for."""
+        if self._wanted.is_set():
+            self._drain_s = 0.0
+        self._wanted.set()
+
+    def stop(self) -> dict[str, Any]:
+        """Finish the trigger under way, let the sinks catch up within `drain_s`, and end."""
+        self._wanted.set()
+        return self.wait()
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the end, whoever asks for it; the last status."""
+        assert self._watcher is not None, "a pipeline that was not started has no end"
+        while not self._ended.wait(1.0):
+            pass  # a wait without an end would not let signals through
+        self._watcher.join()
+        if self._failure is not None:
+            raise self._failure
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        return self.delivery.status()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.stop()
+
+    # --- putting it together ---
+
+    def _build(self) -> None:
+        settings = self.settings
+        folder = StateFolder(settings.state)
+        self._open.callback(folder.close)
+        node = _connecting(settings)
+        access = node.access()
+        configs = delta_topics({topic: access.config(topic) for topic in settings.topics})
+        identity = folder.identity(
+            name=settings.name, tasks=settings.tasks or 0, propagation=settings.propagation
+        )
+        sinks = attach(settings, pipeline=identity.id, node=node)
+        spark = self._spark()
+        partitions = sum(config.partitions for config in configs)
+        if not identity.tasks:
+            tasks = min(partitions, spark.sparkContext.defaultParallelism)
+            identity = msgspec.structs.replace(identity, tasks=tasks)
+        slots = partitions + sum(len(topic.slots) for topic in identity.topics.values())
+        candidates = slot_candidates(spark, tasks=identity.tasks, wanted=slots)
+        identity = identity.with_topics(configs, candidates=candidates)
+        folder.save(identity)
+        changes = self._changes(folder)
+        plan = _fold_plan(settings, identity, node=node, payloads=payloads_wanted(sinks))
+        self.changes, self.identity = changes, identity
+        self.ingest = Ingest(
+            settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
+        )
+        self.delivery = Delivery(
+            changes,
+            sinks,
+            folder=settings.state,
+            pipeline=identity.id,
+            letters=LetterBox(writer=LazyTopicWriter(node), create=create_on(access)),
+            name=settings.name,
+            options=settings.delivery,
+            metrics=self._metrics,
+            describe=self.ingest.describe,
+        )
+
+    def _spark(self) -> SparkSession:
+        """The session that was lent to us, or one that ends with us."""
+        if self._session is not None:
+            return self._session
+        settings = self.settings
+        session = spark_session(
+            f"penstock-{settings.name}",
+            master=settings.master,
+            cores=settings.cores,
+            conf=settings.spark,
+        )
+        self._open.callback(session.stop)
+        return session
+
+    def _changes(self, folder: StateFolder) -> ChangeLog:
+        changes = ChangeLog(folder.changes)
+        if changes.last is not None and not any(folder.checkpoint.glob("offsets/*")):
+            raise FailedPrecondition(
+                f"{folder.path} has triggers but Spark's checkpoint is gone: start over with"
+                " another state folder",
+                field="state",
+            )
+        swept = changes.sweep() + Snapshots(folder.snapshots).sweep()
+        if swept:
+            log.info("files of an interrupted trigger removed", files=swept)
+        return changes
+
+    # --- its life ---
+
+    def _watch(self) -> None:
+        """The pipeline's own thread: looks after the query, then ends everything."""
+        try:
+            while not self._wanted.is_set():
+                through = min(worker.durable_through for worker in self.delivery.workers)
+                if not self.ingest.step(undelivered=self.changes.bytes_after(through)):
+                    break
+            self.ingest.stop(timeout_s=STOP_S)
+        except BaseException as error:  # noqa: BLE001  handed to whoever waits for the end
+            self._failure = error
+            log.error("pipeline ends", error=str(error))
+        try:
+            self._open.close()
+        except BaseException as error:  # noqa: BLE001  as above; the first failure is the cause
+            self._failure = self._failure or error
+        self._ended.set()
+
+    def _stop_delivery(self) -> None:
+        began = time.monotonic()
+        while not self.delivery.drain(0.2):
+            if time.monotonic() - began >= self._drain_s:
+                log.warning("stopped before every sink had caught up")
+                break
+        hanging = self.delivery.stop(STOP_S if self._drain_s else 1.0)
+        if hanging:
+            log.warning("sinks did not return", sinks=hanging)
+
+
+def _connecting(settings: PipelineSettings) -> Connecting:
+    file, ca = settings.api_key_file, settings.ca
+    return Connecting(
+        url=settings.url,
+        api_key=settings.api_key,
+        api_key_file=None if file is None else str(file.absolute()),
+        tls=None if ca is None else str(ca.absolute()),
+    )
+
+
+def _fold_plan(
+    settings: PipelineSettings, identity: Identity, *, node: Connecting, payloads: bool
+) -> FoldPlan:
+    return FoldPlan(
+        pipeline=identity.id,
+        node=node,
+        state=settings.state,
+        dimensions={name: topic.dimensions for name, topic in identity.topics.items()},
+        options=identity.propagation,
+        snapshot_deltas=settings.snapshot_deltas,
+        payloads=payloads,
+    )
