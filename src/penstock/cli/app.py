@@ -19,6 +19,7 @@ from penstock.cli import (
     key,
     messages,
     node,
+    pipeline,
     stats,
     tail,
     topic,
@@ -57,6 +58,7 @@ app.add_typer(topic.app, name="topic")
 app.add_typer(deltas.app, name="deltas")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(key.app, name="key")
+app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(bench.app, name="bench")
 
 
