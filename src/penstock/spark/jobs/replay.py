@@ -5,6 +5,8 @@ gets the deltas that were released within the window, and the states, as they ar
 end, of the vectors those touched. Sinks compare revisions and producer keys, so what they hold
 already changes nothing; what they had lost comes back. A sink that numbers its writes by trigger
 (the lake) gets them under a name of the replay's own, and knows deltas by their place in the log.
+If it has lost its place among the pipeline's triggers, the last write of a replay of everything
+gives it back: from then on the pipeline can serve it again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import pyarrow.compute as pc
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.sinks.protocol import Feed, Sink, Work
+from penstock.spark.cursors import NONE
 from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
+from penstock.spark.jobs.progress import read_progress
 from penstock.spark.jobs.ranges import connecting, log_until, whole_log
 from penstock.spark.jobs.scratch import scratch
 from penstock.spark.jobs.states_diff import keys_of
@@ -107,22 +111,32 @@ def _replay(
     given = {"states": 0, "deltas": 0}
     with opened_sink(settings, one) as attached:
         sink = attached.sink
-        pipeline = _pipeline(settings, sink)
-        for trigger, fold in enumerate(folds):
-            part = _part(folder, fold, window, attached.routes)
-            for work in _works(sink, part, pipeline=pipeline, trigger=trigger):
-                sink.write(work)
-            for name, table in (("states", part.states), ("deltas", part.deltas)):
-                given[name] += table.num_rows
-    wanted = {"states": Feed.STATES, "deltas": Feed.DELTAS | Feed.PAYLOADS}
-    return {name: rows for name, rows in given.items() if sink.feed & wanted[name]}
+        parts = [_part(folder, fold, window, attached.routes) for fold in folds]
+        for work in _works(sink, parts, _numbering(settings, sink, window)):
+            sink.write(work)
+            for name, table in (("states", work.states), ("deltas", work.deltas)):
+                given[name] += 0 if table is None else table.num_rows
+    return {name: rows for name, rows in given.items() if rows}
 
 
-def _pipeline(settings: PipelineSettings, sink: Sink) -> str:
-    """The name under which a sink is written to."""
+@dataclass(frozen=True)
+class _Numbering:
+    """Under which name and number works go to a sink."""
+
+    pipeline: str
+    replay: str
+    last: int | None = None  # the trigger up to which the sink holds everything afterwards
+
+
+def _numbering(settings: PipelineSettings, sink: Sink, window: Window) -> _Numbering:
+    """A sink that lost its place in the pipeline's triggers gets it back by a whole replay."""
     name = pipeline_id(settings)
-    numbered = sink.feed & Feed.STATES and sink.feed & Feed.DELTAS
-    return f"{name}-replay-{uuid.uuid4().hex[:12]}" if numbered else name
+    if not (sink.feed & Feed.STATES and sink.feed & Feed.DELTAS):
+        return _Numbering(name, name)
+    own = f"{name}-replay-{uuid.uuid4().hex[:12]}"
+    last, held = read_progress(settings.state, ()).last, sink.cursor()
+    lost = last > NONE and (held is None or held < last)
+    return _Numbering(name, own, last if lost and window == Window() else None)
 
 
 def _part(folder: Path, fold: PartitionFold, window: Window, routes: Routes) -> Part:
@@ -137,17 +151,27 @@ def _part(folder: Path, fold: PartitionFold, window: Window, routes: Routes) -> 
     return Part(routes.states(states, deltas), routes.deltas(deltas))
 
 
-def _works(sink: Sink, part: Part, *, pipeline: str, trigger: int) -> Iterator[Work]:
+def _works(sink: Sink, parts: Sequence[Part], numbering: _Numbering) -> Iterator[Work]:
     """A sink that is fed both gets both at once, as a trigger brings them."""
+    both = bool(sink.feed & Feed.STATES and sink.feed & Feed.DELTAS)
+    full = [part for part in parts if part.states.num_rows and part.deltas.num_rows]
+    for number, part in enumerate(parts):
+        if both and numbering.last is not None and part is full[-1]:
+            continue
+        yield from _cut(sink, part, numbering.replay, number)
+    if both and numbering.last is not None and full:
+        yield from _cut(sink, full[-1], numbering.pipeline, numbering.last)
+
+
+def _cut(sink: Sink, part: Part, pipeline: str, trigger: int) -> Iterator[Work]:
     states = part.states if sink.feed & Feed.STATES else None
     deltas = part.deltas if sink.feed & (Feed.DELTAS | Feed.PAYLOADS) else None
-    place = {"pipeline": pipeline, "first": trigger, "last": trigger}
+    whole = Work(pipeline=pipeline, first=trigger, last=trigger, states=states, deltas=deltas)
     if states is not None and deltas is not None:
-        yield Work(**place, states=states, deltas=deltas)  # type: ignore[arg-type]
-        return
-    table = states if deltas is None else deltas
-    assert table is not None
-    for start in range(0, table.num_rows, WORK_ROWS):
-        rows = table.slice(start, WORK_ROWS)
-        fed = {"states": rows} if deltas is None else {"deltas": rows}
-        yield Work(**place, **fed)  # type: ignore[arg-type]
+        yield whole
+    elif states is not None:
+        for start in range(0, states.num_rows, WORK_ROWS):
+            yield replace(whole, states=states.slice(start, WORK_ROWS))
+    elif deltas is not None:
+        for start in range(0, deltas.num_rows, WORK_ROWS):
+            yield replace(whole, deltas=deltas.slice(start, WORK_ROWS))

@@ -12,7 +12,7 @@ import pytest
 from deltalake import write_deltalake
 from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
-from tests.spark.jobs_support import make_topic
+from tests.spark.jobs.support import make_topic
 
 from penstock.errors import InvalidArgument
 from penstock.spark.jobs import import_plan

@@ -9,38 +9,15 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import redis
 from deltalake import DeltaTable, write_deltalake
-from pyspark.sql import SparkSession
-from tests.spark.jobs_support import Ground, load, make_topic, mixed, running
+from tests.spark.jobs.support import Ground, mixed
 
 from penstock.sinks.cache import HEADER
 from penstock.sinks.index import Index
-from penstock.testing.redis import redis_process
-
-
-@pytest.fixture(scope="module")
-def ground(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """A pipeline that has brought a mixed corpus into every kind of sink, at rest."""
-    folder = tmp_path_factory.mktemp("ground")
-    with running(folder / "node") as node, redis_process(folder / "redis", durable=False) as server:
-        load(node, mixed())
-        make_topic(node, "copy", dimensions=16, partitions=1)
-        node.access().call("topic_create", config={"name": "vectors-changes"})
-        made = Ground.of(
-            node, spark, folder,
-            lake={"path": str(folder / "lake")},
-            index={"path": str(folder / "index")},
-            cache={"url": server.url},
-            remote={"topic": "copy"},
-            notify={},
-        )  # fmt: skip
-        made.run()
-        yield made
 
 
 def test_at_rest_everything_is_equal(ground: Ground) -> None:
@@ -207,20 +184,6 @@ def test_a_history_with_a_row_twice_and_one_lost_is_found(
     lost = rows.slice(0, 1).to_pylist()[0]
     assert history["first_differences"][0]["ordinal"] in (lost["ordinal"], rows["ordinal"][5])
     assert found["sinks"]["index"]["verdict"] == "equal"
-
-
-def test_a_sink_that_lags_is_named_with_its_lag(ground: Ground) -> None:
-    """What came into the log since is not held against the sinks."""
-    before = ground.audit()
-    assert before["ok"]
-    vectors = ground.node.client.deltas("vectors", origin="late")
-    vectors.create("late", np.ones(16, np.float32), namespace="docs")
-    found = ground.audit(wait_s=0.3)
-    assert not found["ok"]
-    assert {sink["verdict"] for sink in found["sinks"].values()} == {"lagging"}
-    assert found["sinks"]["index"]["lag"] == {"triggers": 0, "sequences": 1}
-    ground.run()
-    assert ground.audit()["ok"]
 
 
 def test_a_store_that_is_away_is_not_called_wrong(

@@ -69,6 +69,7 @@ class Ground:
     spark: SparkSession
     folder: Path
     settings: PipelineSettings
+    between_ms: int = 0  # a time between two runs
 
     @classmethod
     def of(cls, node: RunningNode, spark: SparkSession, folder: Path, **sinks: Any) -> Ground:
