@@ -1,4 +1,4 @@
-"""A Spark program for a cluster: copies a topic and says what it saw."""
+"""A program for `spark-submit`: copies a topic and says what it saw."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ def executor(_: Iterator[object]) -> Iterator[int]:
     yield os.getppid()
 
 
-def main(master: str, url: str, checkpoint: str, java_options: str) -> None:
-    conf = {
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.extraJavaOptions": java_options,
-        "spark.executor.extraJavaOptions": java_options,
-        "spark.executor.memory": "512m",
-        "spark.sql.shuffle.partitions": "2",
-    }
-    spark = spark_session("penstock-cluster", master=master, conf=conf)
+def main(url: str, checkpoint: str) -> None:
+    spark = spark_session("penstock-cluster")
     source = {"url": url, "topic": "source", "splitRows": "300"}
     target = {"url": url, "topic": "target", "checkpointLocation": checkpoint}
     table = spark.read.format("penstock").options(**source).load()
@@ -31,7 +24,8 @@ def main(master: str, url: str, checkpoint: str, java_options: str) -> None:
     stream = spark.readStream.format("penstock").options(**source).load().select("value")
     query = stream.writeStream.format("penstock").options(**target)
     query.trigger(availableNow=True).start().awaitTermination()
-    print(json.dumps({"rows": table.count(), "executors": executors}))
+    shuffle = spark.conf.get("spark.sql.shuffle.partitions")
+    print(json.dumps({"rows": table.count(), "executors": executors, "shuffle": shuffle}))
     spark.stop()
 
 

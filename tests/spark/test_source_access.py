@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 from tests.spark.conftest import RunningNode
 
 from penstock.client.entries import Item
+from penstock.config import Config, UpkeepOptions
 from penstock.errors import NotFound
+from penstock.log import LogOptions
 from penstock.model.batch import SCHEMAS, Batch, Kind
+from penstock.spark import access
+from penstock.spark.access import NodeAccess
+from penstock.spark.bounds import Bounds
+from penstock.spark.options import ReadOptions
 
 
 def payloads(batches: list[Batch]) -> list[bytes]:
@@ -15,9 +24,8 @@ def payloads(batches: list[Batch]) -> list[bytes]:
 
 
 def read(node: RunningNode, topic: str, partition: int = 0, *, first: int = 1) -> list[Batch]:
-    access = node.access()
-    last = access.log_status(topic)[partition].readable
-    ranges = access.read_range(topic, partition, first, last)
+    last = node.access().log_status(topic)[partition].readable
+    ranges = node.access().read_range(topic, partition, first, last)
     return [batch for batches in ranges for batch in batches]
 
 
@@ -64,10 +72,9 @@ def test_a_decision_beyond_the_range_is_found(node: RunningNode) -> None:
 
 def test_the_log_has_every_kind(node: RunningNode) -> None:
     node.topic("jobs", [b"a"])
-    access = node.access()
-    last = access.log_status("jobs")[0].sequence_committed
+    last = node.access().log_status("jobs")[0].sequence_committed
 
-    found = [b for batches in access.read_log("jobs", 0, 1, last) for b in batches]
+    found = [b for batches in node.access().read_log("jobs", 0, 1, last) for b in batches]
 
     assert [batch.kind for batch in found][:1] == [Kind.BARRIER]
     assert found[-1].last == last
@@ -90,15 +97,61 @@ def test_an_enqueue_again_changes_nothing(node: RunningNode) -> None:
 
 def test_a_restarted_node_is_found_again(node: RunningNode) -> None:
     node.topic("jobs", [b"a"])
-    access = node.access()
-    before = access.log_status("jobs")
+    before = node.access().log_status("jobs")
     node.stop()
     node.start()
 
-    assert access.log_status("jobs")[0].sequence_last >= before[0].sequence_last
+    assert node.access().log_status("jobs")[0].sequence_last >= before[0].sequence_last
     assert payloads(read(node, "jobs")) == [b"a"]
 
 
 def test_an_unknown_topic_is_named(node: RunningNode) -> None:
     with pytest.raises(NotFound, match="jobs"):
         node.access().log_status("jobs")
+
+
+def test_a_read_goes_on_after_the_connection_was_lost(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "WINDOW_BYTES", 1 << 10)  # so that most is still to come
+    topic = node.topic("jobs", [])
+    for i in range(20):
+        topic.put_many([b"%d" % i * 1000])
+    last = node.access().log_status("jobs")[0].readable
+    ranges = node.access().read_range("jobs", 0, 1, last)
+
+    found = next(ranges)
+    node.stop()
+    node.start()
+    found += [batch for batches in ranges for batch in batches]
+
+    assert payloads(found) == [b"%d" % i * 1000 for i in range(20)]
+
+
+def test_what_retention_dropped_is_told(tmp_path: Path) -> None:
+    log = LogOptions(segment_bytes=64 << 10, allocate_bytes=32 << 10, reserve_bytes=8 << 10)
+    upkeep = UpkeepOptions(retention_s=0.05, snapshot_s=0.05)
+    node = RunningNode(tmp_path / "small", config=Config(log=log, upkeep=upkeep, drain_s=5.0))
+    try:
+        first = dropped(node)
+        options = ReadOptions.of({"url": node.url, "topic": "jobs"})
+        with pytest.raises(NotFound) as gone:
+            list(node.access().read_range("jobs", 0, 1, first))
+        assert gone.value.details["sequence_first"] >= first
+        with pytest.raises(NotFound, match="the first that can be read is"):
+            Bounds(node.access(), options).held({"jobs": {0: 1}})
+        lenient = msgspec.structs.replace(options, fail_on_data_loss=False)
+        assert Bounds(node.access(), lenient).held({"jobs": {0: 1}})["jobs"][0] >= first
+    finally:
+        NodeAccess.close_shared()
+        node.close()
+
+
+def dropped(node: RunningNode) -> int:
+    """Fill a topic and empty it until the node drops the beginning of its log."""
+    topic = node.client.topic("jobs", retention_ms=0)
+    while (first := node.access().log_status("jobs")[0].sequence_first) == 1:
+        topic.put_many([b"x" * 10_000] * 5)
+        for message in topic.pop(limit=5):
+            message.ack()
+    return first

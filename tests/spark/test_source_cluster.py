@@ -9,14 +9,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyspark
 import pytest
 from tests.spark.clusters import standalone
 from tests.spark.conftest import JAVA_OPTIONS, RunningNode
 
+from penstock.spark import java
+
 DRIVER = Path(__file__).with_name("cluster_driver.py")
+SETTINGS = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.memory": "512m",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.pyspark.python": sys.executable,
+}
 
 
-@pytest.mark.timeout(300)
+def submit(master: str) -> list[str]:
+    program = str(Path(pyspark.__file__).parent / "bin" / "spark-submit")
+    settings = [word for name, value in SETTINGS.items() for word in ("--conf", f"{name}={value}")]
+    return [program, "--master", master, *settings]
+
+
+@pytest.mark.timeout(400)
 def test_a_cluster_reads_and_writes_topics(node: RunningNode, tmp_path: Path) -> None:
     node.topic("target", [])
     topic = node.topic("source", [])
@@ -25,14 +42,18 @@ def test_a_cluster_reads_and_writes_topics(node: RunningNode, tmp_path: Path) ->
 
     with standalone(tmp_path / "cluster") as master:
         answer = subprocess.run(
-            [sys.executable, DRIVER, master, node.url, str(tmp_path / "c"), JAVA_OPTIONS],
-            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1"},
+            [*submit(master), DRIVER, node.url, str(tmp_path / "checkpoint")],
+            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java.resolve())},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
 
-    assert json.loads(answer.stdout.splitlines()[-1]) == {"rows": 2000, "executors": 2}
+    assert json.loads(answer.stdout.splitlines()[-1]) == {
+        "rows": 2000,
+        "executors": 2,
+        "shuffle": "2",
+    }
     assert node.client.topic("target").stats().ready == 2000
 
 

@@ -46,13 +46,13 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     sequence_first: int  # the oldest sequence that can still be read
     sequence_last: int
     sequence_committed: int
-    sequence_stable: int = -1  # committed, and every atomic batch up to here is decided
-    chain: int = 0
+    sequence_stable: int  # committed, and every atomic batch up to here is decided
+    chain: int
 
     @property
     def readable(self) -> int:
-        """The last sequence that a range may end at."""
-        return self.sequence_committed if self.sequence_stable < 0 else self.sequence_stable
+        """The last sequence that a range may end at: what it holds never changes."""
+        return self.sequence_stable
 
 
 class NodeAccess:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Json = dict[str, dict[str, int]]
+ROWS_MAX: Final = 1 << 62  # says that there is a bound, not which
 
 
 class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -48,9 +49,10 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Asked for once. The rows of a `rateFile` change: `latestOffset` looks them up."""
         options = self._options
-        rows = options.rows_max or self._rate()
-        if rows is not None:
-            return ReadMaxRows(max(1, rows))  # a rate of 0 is a pause, and no limit to Spark
+        if options.rate_file is not None:
+            return ReadMaxRows(ROWS_MAX)
+        if options.rows_max is not None:
+            return ReadMaxRows(options.rows_max)
         if options.bytes_max is not None:
             return ReadMaxBytes(options.bytes_max)
         return ReadAllAvailable()
