@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.bench.targets import METRICS
+from penstock.cli.bench.targets import METRICS, PIPELINE_METRICS
 from penstock.cli.output import cell
 
 
-def view_of(document: dict[str, Any]) -> Any:
+def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
     from rich import box
     from rich.table import Table
 
     settings, machine = document["settings"], document["machine"]
     made = Table(
-        title=f"penstock bench queue: medians of {settings['runs']} runs"
+        title=f"penstock bench {what}: medians of {settings['runs']} runs"
         f"{' (quick: a tenth of the work)' if settings['quick'] else ''}",
         caption=f"{machine['cores']} cores, {machine['cpu']}, load {machine['load_1m']},"
         f" fsync {machine['fsync']}; {document['took_s']} s",
@@ -24,7 +24,7 @@ def view_of(document: dict[str, Any]) -> Any:
     )
     for name in ("metric", "value", "unit", "target", "aim", ""):
         made.add_column(name, justify="right" if name in ("value", "target", "aim") else "left")
-    for metric in METRICS:
+    for metric in (*METRICS, *PIPELINE_METRICS):
         if metric.name not in document:
             continue
         value = document[metric.name]

@@ -43,3 +43,11 @@ METRICS: Final = (
     _at_least("http_put_single_per_s", "http", 4_000),
 )
 STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in METRICS))
+
+PIPELINE_METRICS: Final = (
+    Metric("read_per_s", "read", "deltas/s", 300_000, 600_000),
+    Metric("ordered_per_s", "ordered", "deltas/s", 150_000, 300_000),
+    Metric("full_per_s", "full", "deltas/s", 40_000, 80_000),
+    _at_most("freshness_s_p95", "freshness", "s", 5),
+)
+PIPELINE_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in PIPELINE_METRICS))

@@ -1,0 +1,261 @@
+"""The pipeline's stages: reading, ordering, the whole way, and how old what one finds is.
+
+A stage is counted from the end of its first triggers on: they start Spark's Python workers, and
+they hold the vectors' creation, which is not what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from penstock.cli.bench.pipeline_load import (
+    PROBE,
+    TOPIC,
+    Load,
+    pipeline_settings,
+    steady_changes,
+)
+from penstock.cli.bench.stages import Values
+from penstock.errors import Unavailable
+from penstock.testing.redis import redis_process
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TRIGGERS: Final = 6  # that a stage takes for all there is
+FRESHNESS_PER_S: Final = 1_000
+FRESHNESS_S: Final = 30.0
+FRESHNESS_WARM_S: Final = 10.0
+PROBE_EVERY_S: Final = 0.5
+VISIBLE_S_MAX: Final = 120.0
+POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every stage has at hand."""
+
+    spark: SparkSession
+    load: Load
+
+    @property
+    def rows_per_trigger(self) -> int:
+        return (self.load.vectors + self.load.deltas) // TRIGGERS
+
+
+# --- reading ---
+
+
+def read(bench: Bench, folder: Path) -> Values:
+    """Every delta as a row, and every log batch as one, into Spark's sink for nothing."""
+    return {
+        "read_per_s": _streamed(bench, folder / "rows", mode="messages"),
+        "read_envelopes_per_s": _streamed(bench, folder / "envelopes", mode="envelopes"),
+    }
+
+
+def _streamed(bench: Bench, folder: Path, *, mode: str) -> float:
+    stream = (
+        bench.spark.readStream.format("penstock")
+        .options(url=bench.load.url, topic=TOPIC, mode=mode)
+        .option("maxRowsPerTrigger", str(bench.rows_per_trigger))
+        .load()
+    )
+    query = (
+        stream.writeStream.format("noop")
+        .option("checkpointLocation", str(folder))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    triggers = [p for p in query.recentProgress if p["numInputRows"]][1:]
+    rows = sum(_sequences(p["sources"][0]) for p in triggers)
+    ms: int = sum(p["durationMs"]["triggerExecution"] for p in triggers)
+    return rows / ms * 1000
+
+
+def _sequences(source: Any) -> int:
+    begin, end = (_offsets(source[name]) for name in ("startOffset", "endOffset"))
+    return sum(end[place] - begin.get(place, 1) for place in end)
+
+
+def _offsets(text: Any) -> dict[tuple[str, str], int]:
+    tree = json.loads(text) if isinstance(text, str) else (text or {})
+    return {(topic, p): at for topic, found in tree.items() for p, at in found.items()}
+
+
+# --- folding, without and with sinks ---
+
+
+def ordered(bench: Bench, folder: Path) -> Values:
+    """Admit, order and merge, committed once, with nobody to deliver to."""
+    return {"ordered_per_s": _folded(bench, folder, sinks=[])}
+
+
+def full(bench: Bench, folder: Path) -> Values:
+    """The same into lake, index and cache, until all of them hold everything."""
+    with redis_process(folder / "redis", durable=False) as redis:
+        return {"full_per_s": _folded(bench, folder, sinks=_sinks(folder, redis.url))}
+
+
+def _sinks(folder: Path, redis_url: str) -> list[dict[str, Any]]:
+    return [
+        {"kind": "lake", "path": str(folder / "lake")},
+        {"kind": "index", "path": str(folder / "index")},
+        {"kind": "cache", "url": redis_url},
+    ]
+
+
+@dataclass
+class Triggers:
+    """When each trigger was first seen to have ended, and how many sequences were folded then."""
+
+    seen: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def look(self, source: dict[str, Any]) -> None:
+        number = source.get("trigger")
+        if number is not None and number not in self.seen:
+            folded = sum(source["to"].values())
+            self.seen[number] = (time.perf_counter(), folded)
+
+    def counted_from(self, sequences: int) -> tuple[float, int]:
+        """The end of the first trigger that got past `sequences`."""
+        for ended, folded in self.seen.values():
+            if folded >= sequences:
+                return ended, folded
+        raise Unavailable(f"no trigger got past {sequences} sequences")
+
+
+@contextmanager
+def _watching(look: Callable[[], None]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(POLL_S):
+            look()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        look()
+
+
+def _folded(bench: Bench, folder: Path, *, sinks: list[dict[str, Any]]) -> float:
+    from penstock.spark.pipeline import Pipeline
+
+    rows = bench.rows_per_trigger
+    settings = pipeline_settings(
+        bench.load,
+        folder,
+        sinks=sinks,
+        rows_per_trigger={"min": rows, "max": rows, "initial": rows},
+    )
+    pipeline = Pipeline(settings, session=bench.spark)
+    triggers = Triggers()
+    pipeline.start(available_now=True)
+    with _watching(lambda: triggers.look(pipeline.ingest.describe())):
+        pipeline.wait()
+        ended = time.perf_counter()
+    began, folded = triggers.counted_from(bench.load.vectors)
+    last = max(sequences for _, sequences in triggers.seen.values())
+    return (last - folded) / (ended - began)
+
+
+# --- freshness ---
+
+
+def freshness(bench: Bench, folder: Path) -> Values:
+    """From a put to the moment a reader of the index finds it, under a steady load."""
+    with redis_process(folder / "redis", durable=False) as redis:
+        return asyncio.run(_freshness(bench, folder, redis.url))
+
+
+async def _freshness(bench: Bench, folder: Path, redis_url: str) -> Values:
+    from penstock.spark.pipeline import Pipeline
+
+    settings = pipeline_settings(
+        bench.load, folder, sinks=_sinks(folder, redis_url), trigger_interval_s=0.0
+    )
+    pipeline = Pipeline(settings, session=bench.spark)
+    await asyncio.to_thread(pipeline.start)
+    stop = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as group:
+            load = group.create_task(steady_changes(bench.load, per_s=FRESHNESS_PER_S, stop=stop))
+            took = await _probe(bench.load, folder / "index")
+            stop.set()
+            await load
+    finally:
+        await asyncio.to_thread(pipeline.stop)
+    return {
+        "freshness_s_p50": float(np.percentile(took, 50)),
+        "freshness_s_p95": float(np.percentile(took, 95)),
+    }
+
+
+async def _probe(load: Load, index: Path) -> list[float]:
+    """Change one vector again and again; how long each change took to be found."""
+    import penstock
+
+    async with penstock.connect(load.url) as client:
+        topic = client.deltas(TOPIC)
+        await topic.replace(PROBE, np.zeros(topic.dimensions, np.float32))
+        await asyncio.to_thread(_await_visible, index, 0.0)  # what was there before has been read
+        puts: dict[int, float] = {}
+        took: list[float] = []
+        watcher = asyncio.create_task(asyncio.to_thread(_watch_probe, index, puts, took))
+        start = time.perf_counter()
+        for number in range(1, round((FRESHNESS_WARM_S + FRESHNESS_S) / PROBE_EVERY_S) + 1):
+            puts[number] = time.perf_counter()
+            await topic.set(PROBE, {0: float(number)})
+            due = start + number * PROBE_EVERY_S
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        puts[-1] = 0.0  # no more to come
+        await watcher
+    return took[round(FRESHNESS_WARM_S / PROBE_EVERY_S) :]
+
+
+def _value(index: Any) -> float | None:
+    found = index.get(PROBE)
+    return None if found is None else float(found.values[0])
+
+
+def _await_visible(path: Path, value: float) -> None:
+    from penstock.sinks.index import Index
+
+    deadline = time.monotonic() + VISIBLE_S_MAX
+    while time.monotonic() < deadline:
+        if path.exists() and _value(Index(str(path))) == value:
+            return
+        time.sleep(0.2)
+    raise Unavailable(f"a change was not in the index after {VISIBLE_S_MAX:.0f} s")
+
+
+def _watch_probe(path: Path, puts: dict[int, float], took: list[float]) -> None:
+    """Note for every change when it, or a later one, is in the index."""
+    from penstock.sinks.index import Index
+
+    index, seen = Index(str(path)), 0
+    deadline = time.monotonic() + VISIBLE_S_MAX
+    while -1 not in puts or seen < max(puts):
+        now_at = int(_value(index) or 0)
+        found = time.perf_counter()
+        took += [found - puts[number] for number in range(seen + 1, now_at + 1)]
+        seen = now_at
+        if time.monotonic() > deadline:
+            raise Unavailable(f"change {seen + 1} was not in the index in time")
+        time.sleep(POLL_S)
