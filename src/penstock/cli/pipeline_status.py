@@ -149,7 +149,7 @@ def _sinks(found: Status) -> RenderableType:
 
     worst = max([sink["lag"]["seconds"] for sink in found["sinks"]] + [1.0])
     made = table(
-        "sink", "state", "lag", ">behind", ">rows", ">p50", ">p99", ">rows/s", ">written",
+        "sink", "state", "lag", ">behind", ">to go", ">p50", ">p99", ">rows/s", ">written",
         ">retries", ">dead", "breaker",
     )  # fmt: skip
     for sink in found["sinks"]:

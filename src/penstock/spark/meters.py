@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.spark.freshness import Freshness
 
-RATE_S: Final = 10.0  # rows per second are those of so many last seconds
+RATE_S: Final = 10.0  # rows per second are those of so many last seconds, or of all so far
 TEXT_MAX: Final = 500  # of an error's message
 
 
@@ -44,12 +44,14 @@ class SinkMeter:
     last_error: Failure | None = None
     busy_since: float | None = None  # monotonic; a call of the sink is under way since then
     freshness: Freshness = field(default_factory=Freshness)
+    _began: float | None = None  # when the first write began
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def wrote(self, rows: int, *, seconds: float, now: float) -> None:
         self.rows += rows
         self.writes += 1
         self.write_s += seconds
+        self._began = now - seconds if self._began is None else self._began
         self._recent.append((now, rows))
         while self._recent[0][0] < now - RATE_S:
             self._recent.popleft()
@@ -59,7 +61,8 @@ class SinkMeter:
         self.last_error = Failure.of(error, time_ms=time_ms)
 
     def rows_per_s(self, *, now: float) -> float:
-        return sum(rows for at, rows in list(self._recent) if at >= now - RATE_S) / RATE_S
+        seconds = RATE_S if self._began is None else min(RATE_S, max(1.0, now - self._began))
+        return sum(rows for at, rows in list(self._recent) if at >= now - seconds) / seconds
 
     def busy_s(self, *, now: float) -> float:
         since = self.busy_since
