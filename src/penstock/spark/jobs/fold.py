@@ -26,7 +26,7 @@ from penstock.spark.decisions import Decisions
 from penstock.spark.fold_output import LAST
 from penstock.spark.jobs.logcheck import LogCheck
 from penstock.spark.jobs.ranges import LogRange
-from penstock.spark.log_deltas import deltas_of, find_ids
+from penstock.spark.log_deltas import deltas_of, find_forgotten
 from penstock.spark.options import Connecting
 from penstock.spark.rows import Piece, pieces
 
@@ -136,10 +136,8 @@ def _fold(task: FoldTask, state: Propagator, feeds: Feeds) -> Iterator[Outcome]:
     one = task.range
     for deltas, through in feeds:
         yield state.feed(deltas, through=through)
-        while wanted := state.missing():
-            below = state.paused_at
-            access = task.node.access()
-            found = find_ids(access, one.topic, one.partition, set(wanted), below=below)
+        while state.missing():
+            found = find_forgotten(task.node.access(), one.topic, one.partition, state)
             yield state.resolve(found)
 
 
