@@ -165,9 +165,16 @@ class DeltaBatch:
 
     def metadata(self, row: int) -> bytes:
         """The msgpack map of a row, empty where it has none."""
-        head = self.fixed[row]
-        end = int(self.starts[row]) + int(self.sizes[row])
-        return bytes(self.blob[end - int(head["metadata_bytes"]) : end])
+        return self.metadata_of(np.array([row]))[0]
+
+    def metadata_of(self, rows: Rows) -> list[bytes]:
+        """The msgpack maps of these rows."""
+        fixed = self.fixed[rows]
+        ends = self.starts[rows] + _sizes(fixed)
+        starts = ends - fixed["metadata_bytes"]
+        view = memoryview(self.blob)
+        cuts = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [view[a:b].tobytes() for a, b in cuts]
 
     @property
     def sizes(self) -> Rows:

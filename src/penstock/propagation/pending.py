@@ -122,53 +122,49 @@ class Pending:
         or too many wait.
         """
         decided = Decided()
-        # A row at which nothing is overdue yet; the eldest only gets younger, so it stays true.
-        limit = self._limit(times_ms) if self.arrivals else 0
+        limit = 0  # nothing is overdue below this row
         for waiting, is_known in zip(arrivals, known, strict=True):
-            if waiting.row >= limit:
-                limit = self._limit(times_ms)
-                if waiting.row >= limit:
+            row = waiting.row
+            if row >= limit:
+                limit = self._safe_until(row, times_ms)
+                if row >= limit:
                     return decided, limit
-            if is_known or self._duplicate(waiting):
+            if is_known or waiting.id in self.by_id or self._released_now(waiting):
                 decided.duplicates += 1
-            elif self._arrive(waiting, decided):
+                continue
+            unmet = self._unmet(waiting)
+            if unmet is None:
+                self._release(waiting, decided, row)
+            elif unmet is REUSED:
+                decided.refused.append(Refusal(waiting, REUSED, NO_ID, row))
+            else:
+                self.wait(waiting, unmet)  # type: ignore[arg-type]
                 if len(self.by_id) > self.pending_max:
-                    return decided, waiting.row + 1
-                limit = min(limit, waiting.row + 1)
-        return decided, self._limit(times_ms)
+                    return decided, row + 1
+        eldest = self.eldest()
+        return decided, len(times_ms) if eldest is None else self._overdue(eldest, times_ms)
 
-    def _limit(self, times_ms: Numbers) -> int:
-        """The row at which the eldest has waited too long."""
+    def _safe_until(self, row: int, times_ms: Numbers) -> int:
+        """The row at which the eldest has waited too long, or would one that came at `row`."""
         eldest = self.eldest()
         if eldest is None:
-            return len(times_ms)
-        return int(np.searchsorted(times_ms, eldest.log_time_ms + self.pending_ms))
+            return int(times_ms.searchsorted(times_ms[row] + self.pending_ms))
+        return self._overdue(eldest, times_ms)
+
+    def _overdue(self, waiting: Waiting, times_ms: Numbers) -> int:
+        return int(times_ms.searchsorted(waiting.log_time_ms + self.pending_ms))
 
     def eldest(self) -> Waiting | None:
         while self.arrivals and self.arrivals[0].done:
             self.arrivals.popleft()
         return self.arrivals[0] if self.arrivals else None
 
-    def _duplicate(self, waiting: Waiting) -> bool:
-        if waiting.id in self.by_id:
-            return True
+    def _released_now(self, waiting: Waiting) -> bool:
         first = self.released.get(waiting.id)
         return first is not None and self._recent(first, waiting)
 
     def _recent(self, first: Waiting, then: Waiting) -> bool:
         return first.log_time_ms >= then.log_time_ms - self.ledger.dedup_ms
-
-    def _arrive(self, waiting: Waiting, decided: Decided) -> bool:
-        """Whether it has to wait."""
-        unmet = self._unmet(waiting)
-        if unmet is None:
-            self._release(waiting, decided, waiting.row)
-        elif unmet is REUSED:
-            decided.refused.append(Refusal(waiting, REUSED, NO_ID, waiting.row))
-        else:
-            self.wait(waiting, unmet)  # type: ignore[arg-type]
-            return True
-        return False
 
     def wait(self, waiting: Waiting, key: Key) -> None:
         """Let it wait for a cause, for the first time or for a next one."""
@@ -182,22 +178,20 @@ class Pending:
 
     def _unmet(self, waiting: Waiting) -> Key | str | None:
         """The first cause that is missing, clock before parent; REUSED; None if it is ready."""
-        seen = self._seen(waiting.chain)
-        if waiting.counter != seen + 1:
-            if waiting.counter <= seen:
-                return REUSED
-            return waiting.chain, waiting.counter - 1
+        seen = self.seen
+        chain, counter = waiting.chain, waiting.counter
+        own = seen[chain] if chain in seen else self._seen(chain)
+        if counter != own + 1:
+            return REUSED if counter <= own else (chain, counter - 1)
         for chain, counter in waiting.others:
-            if self._seen(chain) < counter:
+            if (seen[chain] if chain in seen else self._seen(chain)) < counter:
                 return chain, counter
         if waiting.parent is None or self._parent_released(waiting):
             return None
         return waiting.vector, waiting.parent
 
     def _seen(self, chain: int) -> int:
-        seen = self.seen.get(chain)
-        if seen is None:
-            seen = self.seen[chain] = int(self.ledger.chains.table["seen"][chain])
+        seen = self.seen[chain] = int(self.ledger.chains.table["seen"][chain])
         return seen
 
     def _parent_released(self, waiting: Waiting) -> bool:
@@ -239,18 +233,19 @@ class Pending:
                 self.wait(following, unmet)  # type: ignore[arg-type]
 
     def _let_go(self, waiting: Waiting, decided: Decided, at: int, ready: list[Waiting]) -> None:
+        chain, counter, id_ = waiting.chain, waiting.counter, waiting.id
         if waiting.key is not None:
             self._remove(waiting)
-        self.seen[waiting.chain] = waiting.counter
-        self.heads[waiting.chain] = waiting.id
-        self.released[waiting.id] = waiting
+        self.seen[chain] = counter
+        self.heads[chain] = id_
+        self.released[id_] = waiting
         decided.released.append(waiting)
         decided.at.append(at)
-        by_key = self.by_key
-        if by_key:
-            for key in ((waiting.chain, waiting.counter), (waiting.vector, waiting.id)):
-                for woken in by_key.pop(key, ()):
-                    heappush(ready, woken)
+        if self.by_key:
+            for woken in self.by_key.pop((chain, counter), ()):
+                heappush(ready, woken)
+            for woken in self.by_key.pop((waiting.vector, id_), ()):
+                heappush(ready, woken)
 
     def _remove(self, waiting: Waiting) -> None:
         del self.by_id[waiting.id]

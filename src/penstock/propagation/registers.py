@@ -110,12 +110,9 @@ class Registers:
         newer = saying & self._newer("metadata", vectors, times, writers, ranks)
         self._write("metadata", vectors[newer], times[newer], writers[newer])
         rows = np.flatnonzero(newer)
-        some = size[rows] > 0
-        for row, vector, has in zip(
-            rows.tolist(), vectors[rows].tolist(), some.tolist(), strict=True
-        ):
-            if has:
-                self.metadata[vector] = batch.metadata(row)
+        for vector, data in zip(vectors[rows].tolist(), batch.metadata_of(rows), strict=True):
+            if data:
+                self.metadata[vector] = data
             else:
                 self.metadata.pop(vector, None)
 
