@@ -73,8 +73,7 @@ class TaskWriter:
 
     def _of(self, batch: pa.RecordBatch) -> Iterator[list[Part]]:
         first = self._base + self._sent.total()
-        seeds = [f"{self._producer}:{first + row}" for row in range(batch.num_rows)]
-        columns = Columns(batch, self._config, seeds=seeds)
+        columns = Columns(batch, self._config, producer=self._producer, first=first)
         targets = self._targets(columns)
         rows = Rows(
             sequences=self._number(targets),

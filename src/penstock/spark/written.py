@@ -6,7 +6,6 @@ reads them: then each row becomes the payload of one delta.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -70,14 +69,16 @@ def check_schema(schema: StructType) -> None:
 
 
 class Columns:
-    """The rows of a record batch as a message has them."""
+    """The rows of a record batch as a message has them; `first` of them went before."""
 
-    def __init__(self, batch: pa.RecordBatch, config: TopicConfig, *, seeds: Sequence[str]) -> None:
+    def __init__(
+        self, batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
+    ) -> None:
         self._batch = batch
         if "value" in batch.schema.names:
             self.payloads = _bytes(batch.column("value"), field="value")
         else:
-            self.payloads = _encoded(batch, config, seeds=seeds)
+            self.payloads = _encoded(batch, config, producer=producer, first=first)
         self.keys = None
         if "key" in batch.schema.names and config.kind is TopicKind.QUEUE:
             self.keys = _bytes(batch.column("key"), field="key", nulls=True)
@@ -87,7 +88,7 @@ class Columns:
         if "priority" not in self._batch.schema.names:
             return None
         found = self._batch.column("priority")
-        return np.asarray(pc.fill_null(found, 0).cast(pa.int64()))
+        return np.asarray(pc.fill_null(found.cast(pa.int64()), 0))
 
     @property
     def headers(self) -> pa.BinaryArray | None:
@@ -108,15 +109,16 @@ def _bytes(column: pa.Array, *, field: str, nulls: bool = False) -> pa.BinaryArr
     return column.cast(pa.binary())
 
 
-def _encoded(batch: pa.RecordBatch, config: TopicConfig, *, seeds: Sequence[str]) -> pa.BinaryArray:
+def _encoded(
+    batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
+) -> pa.BinaryArray:
     if config.kind is not TopicKind.DELTA:
         raise InvalidArgument(
             f"{config.name} is no delta topic: write a column value", field="topic"
         )
-    rows = batch.to_pylist()
     payloads = [
-        encode(_delta(row, seed), dimensions=config.dimensions)
-        for row, seed in zip(rows, seeds, strict=True)
+        encode(_delta(row, f"{producer}:{number}"), dimensions=config.dimensions)
+        for number, row in enumerate(batch.to_pylist(), first)
     ]
     return pa.array(payloads, pa.binary())
 
