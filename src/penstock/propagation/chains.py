@@ -54,6 +54,7 @@ class Ledger:
     """Everything that ordering knows of the past."""
 
     dedup_ms: int
+    pending_ms: int
     vectors: Keys = field(default_factory=_vectors)
     origins: Keys = field(default_factory=lambda: Keys({}))
     chains: Keys = field(default_factory=_chains)
@@ -157,12 +158,17 @@ class Ledger:
         """Forget ids that are past their time, once they are half of all."""
         if len(self.ids) < SWEEP_MIN:
             return
-        table = self.ids.table
-        states = table.rows("vector")
-        recent = table.rows("log_time_ms") >= self.time_ms - self.dedup_ms
-        kept = np.flatnonzero(((states > 0) & recent) | (states == PENDING))
+        kept = np.flatnonzero(self.remembered())
         if 2 * len(kept) <= len(self.ids):
             self.ids.keep(kept)
+
+    def remembered(self) -> NDArray[np.bool_]:
+        """Ids that may matter again: known to what comes, or to what waits since earlier."""
+        table = self.ids.table
+        states = table.rows("vector")
+        recent = table.rows("log_time_ms") >= self.time_ms - self.dedup_ms - self.pending_ms
+        remembered: NDArray[np.bool_] = ((states > 0) & recent) | (states == PENDING)
+        return remembered
 
     def validate(self) -> None:
         for keys in (self.vectors, self.origins, self.chains, self.ids):

@@ -84,7 +84,7 @@ class Propagator:
         self.options = (options or PropagationOptions()).validate()
         self.sequence = 0  # folded up to here
         self.ordinal = 0  # deltas released so far
-        self.ledger = Ledger(self.options.dedup_ms)
+        self.ledger = Ledger(self.options.dedup_ms, self.options.pending_ms)
         self.pending = Pending(
             self.ledger,
             pending_max=self.options.pending_max,

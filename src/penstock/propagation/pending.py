@@ -276,7 +276,9 @@ class Pending:
         key, parent = waiting.key, waiting.parent
         assert key is not None
         if key[1] != parent:
-            self._refuse(waiting, decided, CAUSE_MISSING, parent or NO_ID)
+            lacks_parent = parent is not None and not self._parent_released(waiting)
+            missing = parent if lacks_parent and parent else NO_ID
+            self._refuse(waiting, decided, CAUSE_MISSING, missing)
             return
         assert parent is not None
         if self.ledger.known(self._find(parent), np.array([waiting.log_time_ms]))[0]:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.model.columns import Buffer
-from penstock.propagation.chains import PENDING
 from penstock.propagation.operations import Operation
 from penstock.propagation.pending import Waiting
 from penstock.propagation.table import Keys, Table
@@ -111,8 +110,7 @@ def _columns(fold: Propagator) -> Iterator[tuple[str, Column]]:
             if column not in _SCRATCH:
                 yield f"{name}.{column}", table.rows(column)
     ids = ledger.ids.table
-    states, times_ms = ids.rows("vector"), ids.rows("log_time_ms")
-    kept = ((states > 0) & (times_ms >= ledger.time_ms - ledger.dedup_ms)) | (states == PENDING)
+    kept = ledger.remembered()
     for column in ("low", "high", "vector", "log_time_ms"):
         yield f"ids.{column}", ids.rows(column)[kept]
     metadata = Texts()

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
@@ -57,6 +57,7 @@ def encoded(found: list[Delta]) -> list[bytes]:
     return [encode(delta, dimensions=DIMENSIONS) for delta in found]
 
 
+@settings(max_examples=40)
 @given(st.lists(deltas(), max_size=20))
 def test_columns_are_what_the_deltas_hold(found: list[Delta]) -> None:
     batch = DeltaBatch.of(encoded(found))
@@ -79,6 +80,7 @@ def test_columns_are_what_the_deltas_hold(found: list[Delta]) -> None:
         assert bool(batch.metadata(row)) == (delta.metadata is not None)
 
 
+@settings(max_examples=40)
 @given(st.lists(deltas(), min_size=1, max_size=12), st.data())
 def test_taking_and_joining_keep_payloads(found: list[Delta], data: st.DataObject) -> None:
     count = len(found)
@@ -97,6 +99,7 @@ def test_taking_and_joining_keep_payloads(found: list[Delta], data: st.DataObjec
         assert joined.headers.tolist() == [b"h%d" % row for row in rows.tolist()] + [b""] * count
 
 
+@settings(max_examples=40)
 @given(st.lists(deltas(), min_size=9, max_size=12), st.data())
 def test_columns_and_single_checks_agree(found: list[Delta], data: st.DataObject) -> None:
     payloads = [bytearray(payload) for payload in encoded(found)]
@@ -122,6 +125,7 @@ def refusal(payload: bytes) -> str:
     return ""
 
 
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=400), max_size=12))
 def test_noise_is_refused(noise: list[bytes]) -> None:
     try:
