@@ -1,7 +1,7 @@
 """Columns that grow together, and keys that number their rows.
 
 `Table` holds columns whose rows are added at the end and never move. `Keys` gives each distinct
-pair of 64-bit numbers a row number, 0, 1, 2 … in order of first sight, by open addressing in a
+pair of 64-bit numbers a row number, 0, 1, 2 … batch by batch, by open addressing in a
 numpy array: a batch of lookups costs a few gathers, not a Python call per key.
 """
 

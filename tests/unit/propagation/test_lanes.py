@@ -1,0 +1,32 @@
+import pytest
+
+from penstock.errors import InvalidArgument
+from penstock.propagation.lanes import Lanes
+
+
+@pytest.mark.parametrize(
+    ("waits", "lane"),
+    [
+        ([0, 0, 0, 0], 0),
+        ([None, None, 0, 0], 2),
+        ([0, None, None, 29_999], 0),
+        ([0, None, None, 30_001], 3),
+        ([0, None, None, 30_000], 0),  # equal ranks: the more urgent
+        ([5_000, 20_000, None, None], 1),
+        ([-50, None, None, 0], 0),
+    ],
+)
+def test_age_counts_against_class(waits: list[float | None], lane: int) -> None:
+    assert Lanes().choose(waits) == lane
+
+
+def test_ageing_is_an_option() -> None:
+    assert Lanes(ageing_ms=100).choose([0, None, None, 301]) == 3
+    with pytest.raises(InvalidArgument):
+        Lanes(ageing_ms=0)
+
+
+@pytest.mark.parametrize("waits", [[None] * 4, [0] * 3])
+def test_there_is_something_to_choose_from(waits: list) -> None:
+    with pytest.raises(InvalidArgument):
+        Lanes().choose(waits)

@@ -1,0 +1,52 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.propagation.table import Keys, Table, stable_order
+
+few = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=40)
+
+
+def halves(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    both = np.array(pairs, np.uint64).reshape(-1, 2)
+    return both[:, 0].copy(), both[:, 1].copy()
+
+
+@settings(max_examples=50)
+@given(st.lists(few, max_size=5), few)
+def test_keys_are_numbered_as_a_dictionary_would(batches: list, asked: list) -> None:
+    keys, known = Keys({}), {}
+    for pairs in batches:
+        for pair, number in zip(pairs, keys.add(*halves(pairs)).tolist(), strict=True):
+            assert known.setdefault(pair, number) == number
+        keys.validate()
+    assert sorted(known.values()) == list(range(len(keys)))
+    assert keys.find(*halves(asked)).tolist() == [known.get(pair, -1) for pair in asked]
+
+
+def test_keys_survive_growth_and_sweeping() -> None:
+    keys = Keys({"x": np.int64})
+    low = np.arange(50_000, dtype=np.uint64) * np.uint64(1 << 40)  # differ in high bits only
+    rows = keys.add(low, low)
+    keys.table["x"][rows] = np.arange(len(low))
+    keys.keep(rows[::7])
+    keys.validate()
+    found = keys.find(low, low)
+    assert (found[::7] == np.arange(len(keys))).all() and (found >= 0).sum() == len(keys)
+    assert (keys.table["x"][found[::7]] == np.arange(0, 50_000, 7)).all()
+
+
+def test_a_table_keeps_its_rows_when_it_grows() -> None:
+    table = Table({"a": np.int32, "b": (np.float32, 3)})
+    for number in range(5):
+        first = table.extend(700)
+        table["a"][first : table.count] = number
+        table["b"][first : table.count, 1] = number
+    assert table.rows("a").tolist() == [n for n in range(5) for _ in range(700)]
+    assert table.rows("b")[:, 1].sum() == 7000 and not table.rows("b")[:, 2].any()
+
+
+@given(st.lists(st.integers(0, 5) | st.integers(1 << 61, 1 << 62)))
+def test_stable_order_is_a_stable_argsort(keys: list[int]) -> None:
+    found = stable_order(np.array(keys, np.int64))
+    assert found.tolist() == np.argsort(np.array(keys), kind="stable").tolist()
