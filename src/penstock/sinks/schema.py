@@ -83,24 +83,37 @@ def dimensions_of(states: pa.Table | pa.Schema) -> int:
 class States(Protocol):
     """The columns of `VectorStates` that a table is made of."""
 
-    namespace: Binary | Sequence[str]
-    vector_id: Binary | Sequence[str]
-    values: NDArray[np.float32]
-    metadata: Binary
-    deleted: NDArray[np.bool_]
-    revision: NDArray[np.uint64]
-    time: NDArray[np.int64]
-    sequence: NDArray[np.uint64]
-    log_time_ms: NDArray[np.int64]
-    lane: NDArray[np.uint8]
+    @property
+    def namespace(self) -> Binary | Sequence[str]: ...
+    @property
+    def vector_id(self) -> Binary | Sequence[str]: ...
+    @property
+    def values(self) -> NDArray[np.float32]: ...
+    @property
+    def metadata(self) -> Binary: ...
+    @property
+    def deleted(self) -> NDArray[np.bool_]: ...
+    @property
+    def revision(self) -> NDArray[np.uint64]: ...
+    @property
+    def time(self) -> NDArray[np.int64]: ...
+    @property
+    def sequence(self) -> NDArray[np.uint64]: ...
+    @property
+    def log_time_ms(self) -> NDArray[np.int64]: ...
+    @property
+    def lane(self) -> NDArray[np.uint8]: ...
 
 
 class Released(Protocol):
     """The part of an `Outcome` that says what was released."""
 
-    released: DeltaBatch
-    positions: NDArray[np.uint64]
-    ordinals: NDArray[np.uint64]
+    @property
+    def released(self) -> DeltaBatch: ...
+    @property
+    def positions(self) -> NDArray[np.uint64]: ...
+    @property
+    def ordinals(self) -> NDArray[np.uint64]: ...
 
 
 def states_table(states: States, *, topic: str, partition: int) -> pa.Table:
