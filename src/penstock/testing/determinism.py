@@ -25,7 +25,7 @@ from penstock.spark.options import Connecting
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.topic_writer import NodeTopicWriter
-from penstock.testing.corpus import Corpus, CorpusOptions, generate
+from penstock.testing.corpus import Chunk, Corpus, CorpusOptions, generate
 
 TOPIC: Final = "vectors"
 PARTITIONS: Final = 2
@@ -47,15 +47,20 @@ def fill_topic(
     access.call("topic_create", config=config, exists_ok=True)
     writer, first = NodeTopicWriter(access), 1
     for chunk in corpus.chunks(PUT_ROWS):
-        payloads = chunk.payloads
-        buffers = [None, pa.py_buffer(payloads.offsets), pa.py_buffer(payloads.blob)]
-        items = Items(
-            sequences=np.arange(first, first + len(chunk), dtype=np.int64),
-            payloads=pa.Array.from_buffers(pa.binary(), len(chunk), buffers),
-            priorities=chunk.priorities.astype(np.int64),
-        )
+        items = items_of(chunk, first=first)
         writer.append(topic, producer="corpus", epoch=1, items=items, partition=0)
         first += len(chunk)
+
+
+def items_of(chunk: Chunk, *, first: int) -> Items:
+    """A chunk's arrivals as messages, numbered from `first` on."""
+    payloads = chunk.payloads
+    buffers = [None, pa.py_buffer(payloads.offsets), pa.py_buffer(payloads.blob)]
+    return Items(
+        sequences=np.arange(first, first + len(chunk), dtype=np.int64),
+        payloads=pa.Array.from_buffers(pa.binary(), len(chunk), buffers),
+        priorities=chunk.priorities.astype(np.int64),
+    )
 
 
 class Ways:

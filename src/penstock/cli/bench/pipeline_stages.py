@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.cli.bench.pipeline_load import (
+    DIMENSIONS,
     PROBE,
     TOPIC,
     Load,
@@ -213,7 +214,7 @@ async def _probe(load: Load, index: Path) -> list[float]:
 
     async with penstock.connect(load.url) as client:
         topic = client.deltas(TOPIC)
-        await topic.replace(PROBE, np.zeros(topic.dimensions, np.float32))
+        await topic.replace(PROBE, np.zeros(DIMENSIONS, np.float32))
         await asyncio.to_thread(_await_visible, index, 0.0)  # what was there before has been read
         puts: dict[int, float] = {}
         took: list[float] = []

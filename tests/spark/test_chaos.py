@@ -1,0 +1,17 @@
+"""Kills under load, then the audit: the short form of `scripts/pipeline_chaos.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.spark import chaos
+
+
+@pytest.mark.timeout(400)
+async def test_kills_of_driver_node_and_redis_lose_and_double_nothing(tmp_path: Path) -> None:
+    kills = ["driver", "node", "redis", "driver", "redis", "node"]
+    found = await chaos.play(tmp_path, kills=kills, rows=20_000, seconds=30, seed=1)
+    assert found["put"] == 20_000
+    assert found["ok"], found
+    assert set(found["sinks"]) == {"lake", "index", "cache"}
