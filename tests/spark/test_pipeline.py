@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
 from penstock.errors import FailedPrecondition, Unavailable
+from penstock.propagation.options import PropagationOptions
 from penstock.propagation.partition import Propagator
 from penstock.sinks.protocol import Feed, Items, Work
+from penstock.spark.change_file import Part
 from penstock.spark.changes import ChangeLog
 from penstock.spark.log_deltas import read_deltas
 from penstock.spark.pipeline import Pipeline
@@ -30,6 +32,7 @@ from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 8
 PARTITIONS = 3
+PENDING_MS = 3_600_000  # a slow machine between two halves of the corpus quarantines nothing
 OPTIONS = CorpusOptions(
     deltas=3000,
     vectors=200,
@@ -53,6 +56,7 @@ state = "{folder}/state"
 cores = 2
 tasks = 2
 trigger_interval_s = 0.0
+propagation = {{ pending_ms = 3600000 }}
 rows_per_trigger = {{ min = 10, max = 100000, initial = 1000 }}
 
 [[sink]]
@@ -119,6 +123,7 @@ def settings_of(node: RunningNode, folder: Path, **fields: Any) -> PipelineSetti
         "state": str(folder / "state"),
         "tasks": 2,
         "trigger_interval_s": 0.0,
+        "propagation": {"pending_ms": PENDING_MS},
         "rows_per_trigger": {"min": 10, "max": 100_000, "initial": 1000},
         "sink": [{"kind": f"{__name__}:FileSink", "name": "out", "path": str(folder / "out")}],
     }
@@ -138,7 +143,7 @@ def expected_states(node: RunningNode) -> dict[str, tuple[int, bool, list[float]
     """By the kernels alone, each partition in one go."""
     found = {}
     for status in node.access().log_status("vectors"):
-        state = Propagator(DIMENSIONS)
+        state = Propagator(DIMENSIONS, PropagationOptions(pending_ms=PENDING_MS))
         for deltas, through in read_deltas(
             node.access(), "vectors", status.partition, first=1, last=status.readable
         ):
@@ -191,6 +196,29 @@ def test_a_running_pipeline_is_stopped_and_goes_on(
     assert all(sink["lag"]["rows"] == 0 for sink in rest["sinks"])
     put(node, corpus, 1500, 3000)
     Pipeline(settings, session=spark).run(available_now=True)
+    assert states_written(tmp_path) == expected_states(node)
+    released_once(tmp_path, corpus)
+
+
+def test_a_failure_that_passes_ends_the_query_and_not_the_pipeline(
+    spark: SparkSession, node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta_topic(node)
+    corpus = generate(OPTIONS)
+    pipeline = Pipeline(settings_of(node, tmp_path), session=spark)
+    commit, failures = ChangeLog.commit, iter([Unavailable("the folder is away")])
+
+    def flaky(changes: ChangeLog, trigger: int, parts: Iterable[Part]) -> bool:
+        for failure in failures:
+            raise failure
+        return commit(changes, trigger, parts)
+
+    monkeypatch.setattr(ChangeLog, "commit", flaky)
+    put(node, corpus, 0, 3000)
+    pipeline.run(available_now=True)
+    source = pipeline.status()["source"]
+    assert source["restarts"] == 1
+    assert source["last_error"]["message"] == "the folder is away"
     assert states_written(tmp_path) == expected_states(node)
     released_once(tmp_path, corpus)
 
