@@ -128,7 +128,7 @@ class Order:
         bad[queue] |= self._out_of_count(rows, queue)
         bad |= fresh & ~self._parents_fine(rows, queue)
         if len(others[0]):
-            bad[others[0]] |= ~self._others_fine(rows, others, queue)
+            bad[others[0][~self._others_fine(rows, others, queue)]] = True  # a row has several
         if not bad.any():
             return bad
         mark = vectors["mark"]
@@ -138,11 +138,12 @@ class Order:
         return affected
 
     def _odd_duplicates(self, rows: _Rows, again: Mask) -> Mask:
-        """Repeated ids of different vectors, or so far apart that the first is forgotten."""
+        """Repeated ids of different vectors, or so far apart that what came first is forgotten."""
         first = rows.first
         odd: Mask = again & (
             (rows.vectors[first] != rows.vectors)
             | (rows.times_ms[first] < rows.times_ms - self.ledger.dedup_ms)
+            | (rows.known[first] & ~rows.known)
         )
         odd[first[odd]] = True
         return odd

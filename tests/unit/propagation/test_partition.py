@@ -261,6 +261,14 @@ def test_a_duplicate_past_its_time_is_not_merged_again() -> None:
     assert outcome.reasons == ["counter reused"] and outcome.counts["released"] == 1
 
 
+@pytest.mark.parametrize("ends", [[0, 3], [0, 1, 3], [0, 2, 3]])
+def test_a_duplicate_does_not_prolong_an_ids_time(ends: list[int]) -> None:
+    one = sparse(World(), "a", "v", 1)
+    log = batch_of([one] * 3, times_ms=[START_MS, START_MS + 900, START_MS + 1001])
+    outcomes = run(Propagator(DIMENSIONS, options(dedup_ms=1000)), log, ends)
+    assert [r for o in outcomes for r in o.reasons] == ["counter reused"]
+
+
 def test_an_own_later_change_wins_though_the_clock_stepped_back() -> None:
     world = World()
     sparse(world, "a", "v", 9, value=1.0)
