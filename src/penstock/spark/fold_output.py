@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +41,7 @@ def write_outcomes(
     quarantined: int,
 ) -> None:
     """Add all sections; `quarantined` deltas of the partition came before these."""
-    place = {"topic": topic, "partition": partition}
+    place: dict[str, Any] = {"topic": topic, "partition": partition}
     states = _newest([states_table(outcome.touched, **place) for outcome in outcomes])
     lanes = states["lane"].to_numpy()
     for lane in range(LANES):

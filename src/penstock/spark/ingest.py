@@ -27,7 +27,7 @@ from penstock.spark.trigger_rate import TriggerRate
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 log = get_logger(__name__)
 POLL_S: Final = 0.1
@@ -127,7 +127,7 @@ class Ingest:
                 self.restarts += 1
             return True
         try:
-            ended = query.awaitTermination(POLL_S)
+            ended = query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # takes fractions
         except Exception as error:  # noqa: BLE001  the query's boundary: sorted out right here
             self._ended_by(self._failure or error)
             return True

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pandas as pd
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own habit
-from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
+from pyspark.sql.streaming.stateful_processor import (
+    StatefulProcessor,
+    StatefulProcessorHandle,
+)
 
 from penstock.errors import Corruption
 from penstock.spark.change_file import Part
