@@ -9,8 +9,8 @@ from penstock.cli.demo.watch import Ledger, Prober, counts_of, look
 def status(*, read: int, lag_s: float = 0.0, breaker: str = "closed") -> dict[str, Any]:
     """As `penstock pipeline run` writes it, as far as the demo looks."""
     sink = {
-        "name": "cache", "internal": False, "lag": {"seconds": lag_s}, "rows": 7, "retries": 2,
-        "breaker": {"state": breaker},
+        "name": "cache", "internal": False, "lag": {"seconds": lag_s, "rows": 5}, "rows": 7,
+        "retries": 2, "breaker": {"state": breaker},
     }  # fmt: skip
     return {
         "partitions": [
@@ -36,6 +36,7 @@ def test_a_sample_counts_what_waits_in_the_log_as_lag() -> None:
     assert [(s.name, s.lag_s, s.rows, s.failures) for s in behind.sinks] == [("cache", 3.0, 7, 2)]
     level = look(status(read=10, lag_s=0.5, breaker="half_open"), {"stills": ledger}, at=4.0)
     assert (level.sinks[0].lag_s, level.sinks[0].breaker) == (0.5, "half-open")
+    assert level.sinks[0].waiting == 5
 
 
 def test_before_the_pipeline_says_anything_there_are_no_sinks() -> None:

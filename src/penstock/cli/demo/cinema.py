@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.cli.demo import films
 from penstock.cli.demo.pipeline import EDITS, STILLS, PipelineProcess
 from penstock.cli.demo.recording import Event, Recording, Sample
 from penstock.cli.demo.view import Screen
@@ -17,6 +19,7 @@ from penstock.cli.demo.watch import Ledger, Prober, Vector, look
 from penstock.cli.process import ServerProcess
 
 if TYPE_CHECKING:
+    from penstock.cli.demo.writers import Scale
     from penstock.client.client import Client
     from penstock.sinks.cache import CacheSink
     from penstock.testing.redis import RedisProcess
@@ -113,16 +116,20 @@ class Cinema:
     def commands(self) -> list[str]:
         """What somebody who stays may want to type."""
         config, url = self.pipeline.config, self.server.url
+        like = f"--namespace {films.FILMS} --like {shlex.quote(films.MISFILED)}"
         return [
             f"penstock pipeline status --config {config}",
             f"penstock pipeline audit --config {config}",
+            f"penstock pipeline search --config {config} {like}",
             f"penstock --url {url} deltas tail {EDITS}",
             f"touch {self.pipeline.outage}    # the shop fails until you remove it",
         ]
 
 
 @asynccontextmanager
-async def cinema(folder: Path, server: ServerProcess, screen: Screen) -> AsyncIterator[Cinema]:
+async def cinema(
+    folder: Path, server: ServerProcess, screen: Screen, scale: Scale
+) -> AsyncIterator[Cinema]:
     """Start the stage; whatever happens, nothing of it outlives the block."""
     import penstock
     from penstock.sinks.cache import CacheSink
@@ -134,7 +141,10 @@ async def cinema(folder: Path, server: ServerProcess, screen: Screen) -> AsyncIt
         stack.callback(redis.kill)
         client = await stack.enter_async_context(penstock.connect(server.url))
         pipeline = PipelineProcess(folder=folder)
-        pipeline.configure(url=server.url, redis=redis.url)
+        pipeline.configure(
+            url=server.url, redis=redis.url, rows_per_trigger=scale.rows_per_trigger,
+            slow_rows_per_s=scale.slow_rows_per_s,
+        )  # fmt: skip
         stack.push_async_callback(pipeline.kill)
         cache = CacheSink("eyes", url=redis.url)
         await asyncio.to_thread(cache.open)

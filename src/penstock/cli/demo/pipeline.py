@@ -24,8 +24,6 @@ EDITS: Final = "edits"  # people's changes: the pipeline's first topic
 STILLS: Final = "stills"  # a model's, in bulk
 SLOW: Final = "partner"
 FAILING: Final = "shop"
-SLOW_ROWS_PER_S: Final = 2500
-ROWS_PER_TRIGGER: Final = 8_000
 
 CONFIG: Final = """\
 # Edits are read first in every trigger: what people do never waits for what a model does.
@@ -96,12 +94,14 @@ class PipelineProcess:
         assert self._process is not None
         return self._process.pid
 
-    def configure(self, *, url: str, redis: str) -> None:
+    def configure(
+        self, *, url: str, redis: str, rows_per_trigger: int, slow_rows_per_s: int
+    ) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = CONFIG.format(
             name=NAME, url=url, redis=redis, folder=self.folder.absolute(), edits=EDITS,
-            stills=STILLS, slow=SLOW, failing=FAILING, slow_rows=SLOW_ROWS_PER_S,
-            rows=ROWS_PER_TRIGGER,
+            stills=STILLS, slow=SLOW, failing=FAILING, slow_rows=slow_rows_per_s,
+            rows=rows_per_trigger,
         )  # fmt: skip
         self.config.write_text(text)
 

@@ -21,6 +21,7 @@ class SinkSample:
     name: str
     lag_s: float  # age of the oldest change that it has yet to show; 0 when there is none
     rows: int  # written so far
+    waiting: int = 0  # rows that are ready for it
     breaker: str = CLOSED
     failures: int = 0
 
@@ -89,6 +90,12 @@ class Recording:
     def worst_lag(self, name: str, *, since: float) -> float:
         times, lags = self.lags(name)
         return max((lag for at, lag in zip(times, lags, strict=True) if at >= since), default=0.0)
+
+    def mean_waiting(self, name: str, *, since: float) -> float:
+        """How many rows waited for a sink, on average."""
+        found = [s.sink(name) for s in self.samples if s.at >= since]
+        rows = [sink.waiting for sink in found if sink is not None]
+        return sum(rows) / len(rows) if rows else 0.0
 
     def breaker_spans(self, name: str) -> list[Span]:
         """The states of a sink's breaker, one after the other without a gap."""

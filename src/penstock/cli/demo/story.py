@@ -61,15 +61,15 @@ class Story:
     async def _second_act(self, server: ServerProcess) -> dict[str, Any]:
         from penstock.cli.demo.cinema import cinema
         from penstock.cli.demo.delta_story import tell_of_the_deltas
+        from penstock.cli.demo.writers import Scale
 
         self.screen.act(
             "Act two: deltas, and a pipeline on Spark",
             "Writers that disagree, a slow sink, a failing one, and proof that all ends well.",
         )
-        async with cinema(self.folder, server, self.screen) as house:
-            self.chapters += await tell_of_the_deltas(
-                house, quick=self.quick, stay=self.keep is not None
-            )
+        scale = Scale.of(quick=self.quick)
+        async with cinema(self.folder, server, self.screen, scale) as house:
+            self.chapters += await tell_of_the_deltas(house, scale, stay=self.keep is not None)
             running = Running({**_addresses(server), "redis": house.redis.url}, house.commands())
             return await self._end(house.recording, running)
 

@@ -64,6 +64,7 @@ def _sink(status: Mapping[str, Any], waits: float) -> SinkSample:
         name=status["name"],
         lag_s=max(waits, float(status["lag"]["seconds"])),
         rows=int(status["rows"]),
+        waiting=int(status["lag"]["rows"]),
         breaker=str(status["breaker"].get("state", CLOSED)).replace("_", "-"),
         failures=int(status["retries"]),
     )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ EDITORS: Final = ("ana", "ben")
 STRANGER: Final = "nobody"
 PARTITIONS: Final = {EDITS: 1, STILLS: 2}
 CHUNK: Final = 1_000
+PART_ENDS: Final = (0.3, 0.9)  # of the corpus: the first load, the bulk work, the outage's rest
 EDIT_EVERY_S: Final = 0.2
 ORPHAN: Final = "The Reel That Never Was"
 
@@ -35,12 +37,20 @@ class Scale:
     vectors: int
     deltas: int
     bulk_s: float
+    rows_per_trigger: int  # few, so that bulk work takes many triggers
+    slow_rows_per_s: int
 
     @classmethod
     def of(cls, *, quick: bool) -> Scale:
         if quick:
-            return cls(vectors=2_000, deltas=16_000, bulk_s=4.0)
-        return cls(vectors=20_000, deltas=200_000, bulk_s=10.0)
+            return cls(
+                vectors=2_000, deltas=16_000, bulk_s=3.0, rows_per_trigger=1_200,
+                slow_rows_per_s=300,
+            )  # fmt: skip
+        return cls(
+            vectors=20_000, deltas=200_000, bulk_s=10.0, rows_per_trigger=8_000,
+            slow_rows_per_s=2_500,
+        )  # fmt: skip
 
 
 def corpus_of(scale: Scale) -> Corpus:
@@ -59,18 +69,39 @@ def corpus_of(scale: Scale) -> Corpus:
     )  # fmt: skip
 
 
+def in_parts(corpus: Corpus, shares: Sequence[float]) -> tuple[Corpus, list[int]]:
+    """The corpus in parts that may be written with any time between them, and where they end.
+
+    Nobody waits over the end of a part for a cause: a delta whose vector's earlier changes arrive
+    in a later part arrives there too.
+    """
+    history, arrivals = corpus.history, corpus.arrivals
+    cuts = [int(share * len(arrivals)) for share in shares]
+    arrives = np.zeros(len(history), np.int64)
+    arrives[arrivals[::-1]] = np.arange(len(arrivals))[::-1]
+    part = np.searchsorted(cuts, arrives, side="right")
+    order = np.argsort(history.vector, kind="stable")  # a vector's deltas as they were written
+    base = history.vector[order] * (len(cuts) + 1)
+    part[order] = np.maximum.accumulate(base + part[order]) - base
+    sorted_arrivals = arrivals[np.argsort(part[arrivals], kind="stable")]
+    ends = np.cumsum(np.bincount(part[arrivals], minlength=len(cuts) + 1)).tolist()
+    return replace(corpus, arrivals=sorted_arrivals), ends
+
+
 @dataclass(kw_only=True)
 class Models:
     """Writes the corpus in order of arrival, with a fresh vector now and then to look out for."""
 
     house: Cinema
     corpus: Corpus
+    ends: list[int]  # of the parts that are not written yet
     deltas: Deltas
     position: int = 0
     probes: int = 0
 
-    async def write(self, end: int, *, within_s: float, probe: bool = False) -> None:
-        """Everything up to the arrival `end`, evenly over the time."""
+    async def write(self, *, within_s: float, probe: bool = False) -> None:
+        """The next part, evenly over the time."""
+        end = self.ends.pop(0)
         began, first = time.monotonic(), self.position
         pace = within_s / max(1, end - first)
         while self.position < end:
