@@ -88,20 +88,26 @@ def _filled(count: int, value: int) -> Sequences:
 
 def _collected(batch: DeltaBatch, some: list[Waiting]) -> DeltaBatch:
     """The deltas in the order given: rows of the batch, or kept from earlier ones."""
+    base, rows = with_kept(batch, some)
+    return base.take(rows)
+
+
+def with_kept(batch: DeltaBatch, some: list[Waiting]) -> tuple[DeltaBatch, Numbers]:
+    """The batch, followed by what was kept from earlier ones, and where each delta is in that."""
     rows = np.array([w.row for w in some], np.int64)
-    here = rows >= 0
-    if here.all():
-        return batch.take(rows)
+    before = rows < 0
+    if not before.any():
+        return batch, rows
     kept = [w for w in some if w.row < 0]
+    rows[before] = len(batch) + np.arange(len(kept))
     headers = Binary.of([w.headers for w in kept]) if any(w.headers for w in kept) else None
-    before = DeltaBatch.of(
+    earlier = DeltaBatch.of(
         [w.payload for w in kept],
         sequences=np.array([w.sequence for w in kept], np.uint64),
         log_times_ms=np.array([w.log_time_ms for w in kept], np.int64),
         headers=headers,
     )
-    place = np.where(here, np.cumsum(here) - 1, here.sum() + np.cumsum(~here) - 1)
-    return DeltaBatch.concat([batch.take(rows[here]), before]).take(place)
+    return DeltaBatch.concat([batch, earlier]), rows
 
 
 def write_back(ledger: Ledger, pending: Pending, decided: Decided, batch: DeltaBatch) -> None:

@@ -23,7 +23,7 @@ from penstock.propagation.decided import (
     Refused,
     Released,
     refused_of,
-    released_of,
+    with_kept,
     write_back,
 )
 from penstock.propagation.pending import Decided, Pending, Waiting
@@ -273,15 +273,17 @@ class Order:
                 return Released(batch, batch.sequences, rows.vectors, rows.chains)
             plain = batch.take(fresh)
             return Released(plain, plain.sequences, rows.vectors[fresh], rows.chains[fresh])
-        own = np.flatnonzero(fresh)
-        single = released_of(batch, decided)
+        own, single = np.flatnonzero(fresh), decided.released
         at = np.concatenate([own, np.array(decided.at, np.int64)])
-        order = np.argsort(at, kind="stable")
+        order = stable_order(at)
+        base, others = with_kept(batch, single)
+        vectors = np.array([w.vector for w in single], np.int64)
+        chains = np.array([w.chain for w in single], np.int64)
         return Released(
-            DeltaBatch.concat([batch.take(own), single.batch]).take(order),
+            base.take(np.concatenate([own, others])[order]),
             batch.sequences[at[order]],
-            np.concatenate([rows.vectors[own], single.vectors])[order],
-            np.concatenate([rows.chains[own], single.chains])[order],
+            np.concatenate([rows.vectors[own], vectors])[order],
+            np.concatenate([rows.chains[own], chains])[order],
         )
 
 

@@ -63,13 +63,14 @@ class Registers:
         if len(ranks) > CODES_SMALL and self.table["writers"].dtype == np.uint16:
             self.table["writers"] = self.table["writers"].astype(np.uint32)
         op = batch.op
-        setting = op <= Op.SPARSE
-        if setting.all():
-            self._set_components(batch, vectors, times, writers, ranks)
-        elif setting.any():
-            self._set_components(
-                batch.take(setting), vectors[setting], times[setting], writers[setting], ranks
-            )
+        for mask, offer in (
+            (op <= Op.DENSE, self._set_rows),
+            (op == Op.SPARSE, self._set_components),
+        ):
+            if mask.all():
+                offer(batch, vectors, times, writers, ranks)
+            elif mask.any():
+                offer(batch.take(mask), vectors[mask], times[mask], writers[mask], ranks)
         existing = (op <= Op.DENSE) | (op == Op.DELETE)
         if existing.any():
             newer = existing & self._newer("existence", vectors, times, writers, ranks)
@@ -77,6 +78,25 @@ class Registers:
             self._write("existence", vectors[newer], times[newer], writers[newer])
             self.table["existence"][vectors[newer]] = state
         self._set_metadata(batch, vectors, times, writers, ranks)
+
+    def _set_rows(
+        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Numbers
+    ) -> None:
+        """All components at once."""
+        table = self.table
+        values = batch.components()[2].reshape(-1, self.dimensions)
+        before, time, writer = table["times"][vectors], times[:, None], writers[:, None]
+        newer = time > before
+        if not newer.all():
+            rank, old = ranks[writer], ranks[table["writers"][vectors]]
+            newer |= (time == before) & (rank > old)
+            values = np.where(newer, values, table["values"][vectors])
+            time = np.where(newer, time, before)
+            writer = np.where(newer, writer, table["writers"][vectors])
+        # Of two rows of a vector the last stays; where it is not the newer one, the old value is.
+        table["times"][vectors] = time
+        table["writers"][vectors] = writer
+        table["values"][vectors] = values
 
     def _set_components(
         self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Numbers
