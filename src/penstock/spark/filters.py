@@ -88,18 +88,20 @@ def _push(selection: Selection, condition: Filter, name: str) -> Selection | Non
             return None
         field = "time_ms" if name == "time" else name
         low, high = getattr(selection, field)
-        return replace(selection, **{field: (max(low, bounds[0]), min(high, bounds[1]))})
+        narrowed: dict[str, Any] = {field: (max(low, bounds[0]), min(high, bounds[1]))}
+        return replace(selection, **narrowed)
     return None
 
 
 def _among(selection: Selection, name: str, values: frozenset[str]) -> Selection:
     field = name + "s"
     old = getattr(selection, field)
-    return replace(selection, **{field: values if old is None else old & values})
+    narrowed: dict[str, Any] = {field: values if old is None else old & values}
+    return replace(selection, **narrowed)
 
 
 def _column(condition: Filter) -> str:
-    path = getattr(condition, "attribute", ())
+    path: tuple[str, ...] = getattr(condition, "attribute", ())
     return path[0] if len(path) == 1 else ""
 
 
