@@ -164,8 +164,8 @@ class Scene:
 
     async def load(self, *, seconds: float) -> None:
         """The whole corpus, evenly over `seconds`; what was not answered is sent again."""
-        from penstock.spark.access import NodeAccess
-        from penstock.spark.topic_writer import NodeTopicWriter
+        from penstock.spark.source.access import NodeAccess
+        from penstock.spark.source.topic_writer import NodeTopicWriter
         from penstock.testing.determinism import items_of
 
         access = NodeAccess(self.server.url)

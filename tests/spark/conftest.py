@@ -16,8 +16,8 @@ from penstock import sync
 from penstock.config import Config
 from penstock.node.lifecycle import running_engine
 from penstock.node.listener import listen, port_of
-from penstock.spark.access import NodeAccess
 from penstock.spark.session import spark_session
+from penstock.spark.source.access import NodeAccess
 
 # For a JVM that does not live long: less compiling halves what its start costs.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"

@@ -21,13 +21,13 @@ from penstock.errors import FailedPrecondition, Unavailable
 from penstock.propagation.options import PropagationOptions
 from penstock.propagation.partition import Propagator
 from penstock.sinks.protocol import Feed, Items, Work
-from penstock.spark.change_file import Part
-from penstock.spark.changes import ChangeLog
-from penstock.spark.log_deltas import read_deltas
+from penstock.spark.fold.change_file import Part
+from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.fold.log_deltas import read_deltas
+from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.state_folder import StateFolder
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.topic_writer import NodeTopicWriter
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 8

@@ -13,10 +13,10 @@ from penstock.config import Config, UpkeepOptions
 from penstock.errors import NotFound
 from penstock.log import LogOptions
 from penstock.model.batch import SCHEMAS, Batch, Kind
-from penstock.spark import access
-from penstock.spark.access import NodeAccess
-from penstock.spark.bounds import Bounds
-from penstock.spark.options import ReadOptions
+from penstock.spark.source import access
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.bounds import Bounds
+from penstock.spark.source.options import ReadOptions
 
 
 def payloads(batches: list[Batch]) -> list[bytes]:

@@ -9,7 +9,7 @@ from tests.spark.conftest import RunningNode
 
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Items, TopicWriter
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.topic_writer import NodeTopicWriter
 
 
 def items(*sequences: int) -> Items:

@@ -17,8 +17,8 @@ from penstock.cli.output import cell, progress
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.spark.options import Connecting
     from penstock.spark.settings import PipelineSettings
+    from penstock.spark.source.options import Connecting
 
 app = group("Batch jobs over the log and the sinks.")
 
@@ -264,7 +264,7 @@ def _settings(config: Path, master: str | None = None) -> PipelineSettings:
 
 
 def _node(cli: Invocation) -> Connecting:
-    from penstock.spark.options import Connecting
+    from penstock.spark.source.options import Connecting
 
     return Connecting(url=cli.url, api_key=cli.api_key, tls=None if cli.ca is None else str(cli.ca))
 

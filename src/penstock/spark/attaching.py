@@ -13,11 +13,11 @@ import msgspec
 from penstock.errors import InvalidArgument
 from penstock.sinks import registry
 from penstock.sinks.protocol import Feed, Items, TopicWriter
-from penstock.spark.delivery import Attached
-from penstock.spark.options import Connecting
-from penstock.spark.routes import Routes
+from penstock.spark.delivery.delivery import Attached
+from penstock.spark.delivery.routes import Routes
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.options import Connecting
+from penstock.spark.source.topic_writer import NodeTopicWriter
 
 
 class LazyTopicWriter:

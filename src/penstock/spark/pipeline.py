@@ -27,17 +27,17 @@ import msgspec
 from penstock.errors import FailedPrecondition
 from penstock.node.logs import get_logger
 from penstock.spark.attaching import LazyTopicWriter, attach, payloads_wanted
-from penstock.spark.changes import ChangeLog
-from penstock.spark.delivery import Delivery
-from penstock.spark.folding import FoldPlan
-from penstock.spark.ingest import Ingest
-from penstock.spark.letters import LetterBox, create_on
-from penstock.spark.options import Connecting
+from penstock.spark.delivery.delivery import Delivery
+from penstock.spark.delivery.letters import LetterBox, create_on
+from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.fold.folding import FoldPlan
+from penstock.spark.fold.ingest import Ingest
+from penstock.spark.fold.snapshots import Snapshots
+from penstock.spark.fold.stage import slot_candidates
+from penstock.spark.fold.state_folder import Identity, StateFolder, delta_topics
 from penstock.spark.session import spark_session
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.snapshots import Snapshots
-from penstock.spark.stage import slot_candidates
-from penstock.spark.state_folder import Identity, StateFolder, delta_topics
+from penstock.spark.source.options import Connecting
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

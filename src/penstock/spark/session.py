@@ -66,7 +66,7 @@ def spark_session(
 
 def register(session: SparkSession) -> None:
     """Make `format("penstock")` known to a session that was not made here."""
-    from penstock.spark.source import PenstockSource
+    from penstock.spark.source.source import PenstockSource
 
     session.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     session.dataSource.register(PenstockSource)

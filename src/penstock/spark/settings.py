@@ -26,7 +26,7 @@ import msgspec
 from penstock.errors import InvalidArgument
 from penstock.model.topic import NAME as TOPIC_NAME
 from penstock.propagation.options import PropagationOptions
-from penstock.spark.delivery_options import DeliveryOptions
+from penstock.spark.delivery.options import DeliveryOptions
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64

@@ -21,10 +21,10 @@ from penstock.spark.jobs.differences import Comparison
 from penstock.spark.jobs.history_diff import COMPARED, compare_history
 from penstock.spark.jobs.materialise import materialise
 from penstock.spark.jobs.states_diff import Expected, compare_states
-from penstock.spark.options import Connecting
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.options import Connecting
+from penstock.spark.source.topic_writer import NodeTopicWriter
 from penstock.testing.corpus import Chunk, Corpus, CorpusOptions, generate
 
 TOPIC: Final = "vectors"

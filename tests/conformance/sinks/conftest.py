@@ -29,8 +29,8 @@ from penstock.sinks.lake import LakeSink
 from penstock.sinks.notify import NotifySink
 from penstock.sinks.protocol import Sink
 from penstock.sinks.remote import RemoteSink
-from penstock.spark.access import NodeAccess
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.topic_writer import NodeTopicWriter
 from penstock.testing.redis import RedisProcess, redis_process
 
 

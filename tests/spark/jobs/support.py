@@ -15,11 +15,11 @@ from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
 from penstock.sinks.protocol import Items
-from penstock.spark.access import NodeAccess
 from penstock.spark.jobs.audit import Audit
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.topic_writer import NodeTopicWriter
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 MIXED = CorpusOptions(

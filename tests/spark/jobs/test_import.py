@@ -20,7 +20,7 @@ from penstock.spark.jobs.import_plan import plan
 from penstock.spark.jobs.import_rows import Named
 from penstock.spark.jobs.imports import ImportOptions, import_files
 from penstock.spark.jobs.materialise import materialise
-from penstock.spark.options import Connecting
+from penstock.spark.source.options import Connecting
 
 NOW_MS = 1_790_000_000_000
 

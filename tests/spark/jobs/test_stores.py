@@ -13,12 +13,12 @@ from tests.spark.jobs.support import MIXED, Ground, mixed
 
 from penstock.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock.model.delta import decode
+from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.jobs.compact import compact
 from penstock.spark.jobs.materialise import materialise
 from penstock.spark.jobs.ranges import connecting
 from penstock.spark.jobs.reindex import reindex
 from penstock.spark.jobs.replay import Window, replay
-from penstock.spark.state_folder import StateFolder
 from penstock.testing.reference import fold
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.spark.delivering import FileSink, Triggers, delivery_of, eventually
+from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of, eventually
 
 from penstock.cli.command import Invocation, execute
 from penstock.cli.exits import Exit
 from penstock.cli.pipeline_status import look, status
-from penstock.spark.state_folder import StateFolder
+from penstock.spark.fold.state_folder import StateFolder
 
 ARGUMENTS: dict[str, Any] = {"config": Path("pipeline.toml"), "watch": False, "rounds": None}
 

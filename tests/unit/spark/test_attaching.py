@@ -8,9 +8,9 @@ import pytest
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Feed
 from penstock.spark.attaching import attach, payloads_wanted
-from penstock.spark.delivery import Attached
-from penstock.spark.options import Connecting
+from penstock.spark.delivery.delivery import Attached
 from penstock.spark.settings import PipelineSettings
+from penstock.spark.source.options import Connecting
 
 NOWHERE = Connecting(url="penstock://127.0.0.1:1")  # a connection to it would fail
 

@@ -22,13 +22,13 @@ from penstock.errors import Corruption
 from penstock.model.deltas import DeltaBatch
 from penstock.propagation.partition import Outcome, PropagationOptions, Propagator
 from penstock.sinks.schema import DELTAS, deltas_table, states_table
-from penstock.spark.decisions import Decisions
-from penstock.spark.fold_output import LAST
+from penstock.spark.fold.log_deltas import deltas_of, find_forgotten
+from penstock.spark.fold.output import LAST
 from penstock.spark.jobs.logcheck import LogCheck
 from penstock.spark.jobs.ranges import LogRange
-from penstock.spark.log_deltas import deltas_of, find_forgotten
-from penstock.spark.options import Connecting
-from penstock.spark.rows import Piece, pieces
+from penstock.spark.source.decisions import Decisions
+from penstock.spark.source.options import Connecting
+from penstock.spark.source.rows import Piece, pieces
 
 FEED_ROWS: Final = 50_000  # deltas given to the kernels at once
 STATES_ROWS: Final = 20_000  # of a record batch of states

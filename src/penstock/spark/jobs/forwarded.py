@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from penstock.errors import Unsupported
 from penstock.model.batch import Batch
 from penstock.sinks.notify import Notice
-from penstock.spark.access import NodeAccess
+from penstock.spark.fold.log_deltas import deltas_of
 from penstock.spark.jobs.differences import Comparison
-from penstock.spark.log_deltas import deltas_of
-from penstock.spark.rows import pieces
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.rows import pieces
 
 Ids = NDArray[np.void]  # sixteen bytes each
 _ID: Final = np.dtype([("low", "<u8"), ("high", "<u8")])

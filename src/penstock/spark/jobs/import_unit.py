@@ -17,8 +17,8 @@ from penstock.model.delta import Op, PriorityClass, Source
 from penstock.sinks.protocol import Items
 from penstock.spark.jobs.import_plan import Unit
 from penstock.spark.jobs.import_rows import Named, Rows, read_rows
-from penstock.spark.options import Connecting
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.source.options import Connecting
+from penstock.spark.source.topic_writer import NodeTopicWriter
 
 EPOCH: Final = 1
 

@@ -31,7 +31,7 @@ from penstock.model.topic import TopicKind
 from penstock.spark.jobs.import_plan import ImportPlan, Unit
 from penstock.spark.jobs.import_rows import Named
 from penstock.spark.jobs.import_unit import UnitDone, UnitTask, import_unit
-from penstock.spark.options import Connecting
+from penstock.spark.source.options import Connecting
 
 POLL_S: Final = 0.25
 UNIT_TIMES: Final = 1 << 20  # hybrid times that a unit has to itself: 16 ms

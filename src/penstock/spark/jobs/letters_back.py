@@ -21,9 +21,9 @@ from penstock.client.leases import LeasedMessage
 from penstock.client.options import Options
 from penstock.errors import FailedPrecondition
 from penstock.sinks.protocol import Items
-from penstock.spark.access import NodeAccess
-from penstock.spark.letters import PREFIX
-from penstock.spark.topic_writer import NodeTopicWriter
+from penstock.spark.delivery.letters import PREFIX
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.topic_writer import NodeTopicWriter
 
 LEASED_MAX: Final = 500  # letters under way at once
 EPOCH: Final = 1

@@ -22,7 +22,7 @@ from penstock.sinks.lake import VECTORS, vectors_of
 from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
 from penstock.spark.jobs.ranges import LogRange, log_until, whole_log
 from penstock.spark.jobs.scratch import scratch
-from penstock.spark.options import Connecting
+from penstock.spark.source.options import Connecting
 
 Output = Literal["parquet", "delta"]
 OUTPUTS: Final[tuple[str, ...]] = get_args(Output)

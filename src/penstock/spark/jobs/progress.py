@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Corruption
-from penstock.spark.cursors import NONE, CursorFile
+from penstock.spark.delivery.cursors import NONE, CursorFile
 from penstock.spark.jobs.ranges import LogRange
-from penstock.spark.offsets import Offsets, from_json
+from penstock.spark.source.offsets import Offsets, from_json
 
 POLL_S: Final = 0.2
 

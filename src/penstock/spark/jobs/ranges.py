@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from penstock.errors import FailedPrecondition
 from penstock.model.topic import TopicKind
-from penstock.spark.access import NodeAccess
-from penstock.spark.options import Connecting
 from penstock.spark.settings import PipelineSettings
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.options import Connecting
 
 
 def connecting(settings: PipelineSettings) -> Connecting:

@@ -21,8 +21,9 @@ from penstock.sinks import newest
 from penstock.sinks.lake import VECTORS, LakeSink
 from penstock.sinks.protocol import Feed, Work
 from penstock.sinks.schema import states_schema
-from penstock.spark.cursors import NONE, Cursor, CursorFile
-from penstock.spark.delivery import Attached
+from penstock.spark.delivery.cursors import NONE, Cursor, CursorFile
+from penstock.spark.delivery.delivery import Attached
+from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.jobs.fold import FoldTask, fold_partitions, open_table
 from penstock.spark.jobs.progress import read_progress
 from penstock.spark.jobs.ranges import connecting, whole_log
@@ -34,7 +35,6 @@ from penstock.spark.jobs.stores import (
     sink_settings,
 )
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.state_folder import StateFolder
 
 Origin = Literal["log", "lake"]
 WORK_ROWS: Final = 50_000  # states given to the sink at once

@@ -22,7 +22,9 @@ import pyarrow.compute as pc
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.sinks.protocol import Feed, Sink, Work
-from penstock.spark.cursors import NONE
+from penstock.spark.delivery.cursors import NONE
+from penstock.spark.delivery.routes import Routes
+from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
 from penstock.spark.jobs.progress import read_progress
 from penstock.spark.jobs.ranges import connecting, log_until, whole_log
@@ -34,9 +36,7 @@ from penstock.spark.jobs.stores import (
     propagation_of,
     sink_settings,
 )
-from penstock.spark.routes import Routes
 from penstock.spark.settings import PipelineSettings, SinkSettings
-from penstock.spark.state_folder import StateFolder
 
 WORK_ROWS: Final = 50_000  # given to a sink at once
 

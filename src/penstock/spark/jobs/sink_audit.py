@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from penstock.errors import NotFound
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.schema import DELTAS
-from penstock.spark.access import NodeAccess
-from penstock.spark.delivery import Attached
+from penstock.spark.delivery.delivery import Attached
+from penstock.spark.delivery.letters import dead_letter_topic
+from penstock.spark.delivery.routes import Routes
+from penstock.spark.fold.log_deltas import read_deltas
 from penstock.spark.jobs.differences import Comparison
 from penstock.spark.jobs.fold import PartitionFold, open_table
 from penstock.spark.jobs.forwarded import Ids, compare_forwarded, delta_ids, notice_ids
 from penstock.spark.jobs.history_diff import COMPARED, compare_history
 from penstock.spark.jobs.states_diff import Expected, compare_states
-from penstock.spark.letters import dead_letter_topic
-from penstock.spark.log_deltas import read_deltas
-from penstock.spark.options import Connecting
-from penstock.spark.routes import Routes
 from penstock.spark.settings import SinkSettings
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.options import Connecting
 
 _NO_HISTORY: Final = DELTAS.empty_table()
 # Sinks that keep no vectors but pass deltas on: how the ids in their topic are read, its name.

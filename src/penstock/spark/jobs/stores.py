@@ -10,10 +10,10 @@ import msgspec
 from penstock.errors import NotFound
 from penstock.propagation.options import PropagationOptions
 from penstock.spark.attaching import attach
-from penstock.spark.delivery import Attached
+from penstock.spark.delivery.delivery import Attached
+from penstock.spark.fold.state_folder import read_identity
 from penstock.spark.jobs.ranges import connecting
 from penstock.spark.settings import PipelineSettings, SinkSettings
-from penstock.spark.state_folder import read_identity
 
 
 def sink_settings(settings: PipelineSettings, name: str) -> SinkSettings:

@@ -1,0 +1,1 @@
+"""The half of a pipeline that follows the triggers: each sink at its own pace."""

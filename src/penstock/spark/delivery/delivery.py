@@ -1,0 +1,225 @@
+"""Delivery: from committed triggers to every sink, each at its own pace, each row's effect once.
+
+    change log ──► worker of sink A ──► A       one thread, one cursor, one breaker each;
+               ├─► worker of sink B ──► B       nobody waits for anybody
+               └─► worker of the quarantine ──► <topic>-quarantine
+    upkeep: status.json, deletion of triggers that all sinks hold
+
+Why a crash at any moment (`kill -9`, a power cut) neither loses a row nor doubles its effect. A
+write goes through these steps, each durable before the next begins:
+
+ 1. the trigger's manifest is committed; it never changes, and stays until step 6
+ 2. ordered sinks: the range about to be written is saved as the cursor's *attempt*
+ 3. the sink writes, durably
+ 4. rows it rejected are appended to the DLQ topic, under producer keys made of the log
+ 5. the cursor is saved: everything up to here is in the sink or its DLQ
+ 6. once all cursors are past it, the trigger is deleted
+
+*Nothing is lost*: a row leaves the change log at 6, only after 5 of every sink, which is after 3
+and 4. A crash before 5 leaves the old cursor, and the rows are delivered again.
+
+*Nothing is doubled*: what is repeated after a crash is 3 and 4. The sink is given the same rows
+under the same trigger numbers again (an ordered one exactly the attempt, an unordered one perhaps
+cut differently, which it must not mind: it compares revisions) and takes them once, as the
+contract of `Sink.write` says. The letters carry the same producer keys, and the node knows them.
+Deletion repeats harmlessly.
+
+A cursor that goes backwards only repeats; the one wrong that could lose rows, a cursor ahead of
+the change log or a sink behind its beginning, halts that sink instead.
+
+Shutdown is a crash that takes its time: `stop` lets each worker finish its write within a bound,
+and lets go of those that do not return. Their cursors stay where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.log.crash import crash_point
+from penstock.node.logs import get_logger
+from penstock.sinks.protocol import Feed, Sink
+from penstock.spark.delivery import status as reporting
+from penstock.spark.delivery.backlog import QUARANTINE, Backlog
+from penstock.spark.delivery.cursors import CursorFile
+from penstock.spark.delivery.deadletters import DeadLetters
+from penstock.spark.delivery.letters import LetterBox
+from penstock.spark.delivery.metrics import PipelineMetrics
+from penstock.spark.delivery.options import DeliveryOptions
+from penstock.spark.delivery.planning import Planner
+from penstock.spark.delivery.quarantine import Quarantine
+from penstock.spark.delivery.routes import Routes
+from penstock.spark.delivery.selection import Selection, columns_of
+from penstock.spark.delivery.worker import SinkWorker
+from penstock.spark.fold.changes import ChangeLog
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached:
+    """A sink and which deltas it gets."""
+
+    sink: Sink
+    routes: Routes = field(default_factory=Routes)
+
+
+class Delivery:
+    """Serves the sinks of one pipeline from its change log.
+
+    `folder` is the pipeline's state folder, `pipeline` the id of its numbering of triggers, `name`
+    what people call it. `letters` takes dead letters and quarantined deltas. `describe`
+    adds what the pipeline itself has to say to the status, under `source`.
+    """
+
+    def __init__(
+        self,
+        changes: ChangeLog,
+        sinks: Sequence[Attached],
+        *,
+        folder: Path,
+        pipeline: str,
+        letters: LetterBox,
+        name: str | None = None,
+        options: DeliveryOptions | None = None,
+        metrics: str | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._changes, self._folder = changes, folder
+        self._pipeline, self._name = pipeline, name or pipeline
+        self._letters, self._describe = letters, describe
+        self._options = (options or DeliveryOptions()).validate()
+        self._backlog = Backlog(changes)
+        self.workers = [
+            self._worker(one.sink, columns_of(one.sink.feed), routes=one.routes) for one in sinks
+        ]
+        self.workers.append(self._worker(Quarantine(letters), (QUARANTINE,), internal=True))
+        self._state = "starting"
+        self._started_ms = time.time_ns() // 1_000_000
+        self._stopped = threading.Event()
+        self._upkeep = threading.Thread(target=self._keep_up, name="penstock-upkeep", daemon=True)
+        self.metrics = PipelineMetrics(
+            self.status, lambda: [(w.name, w.meter.freshness) for w in self.workers]
+        )
+        self._metrics_address = metrics
+
+    def _worker(
+        self,
+        sink: Sink,
+        columns: tuple[int, ...],
+        *,
+        routes: Routes | None = None,
+        internal: bool = False,
+    ) -> SinkWorker:
+        selection = Selection(
+            changes=self._changes,
+            pipeline=self._pipeline,
+            routes=routes or Routes(),
+            payloads=bool(sink.feed & Feed.PAYLOADS),
+        )
+        return SinkWorker(
+            sink,
+            planner=Planner(backlog=self._backlog, columns=columns, options=self._options),
+            selection=selection,
+            letters=DeadLetters(box=self._letters, selection=selection, sink=sink.name),
+            file=CursorFile(path=self._folder / "sinks" / f"{sink.name}.json"),
+            options=self._options,
+            internal=internal,
+        )
+
+    def start(self) -> None:
+        if self._metrics_address is not None:
+            self.metrics.serve(self._metrics_address)
+        self._backlog.follow()
+        self._state = "running"
+        self._report()
+        for worker in self.workers:
+            worker.start()
+        self._upkeep.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every sink holds what is committed now; False if some do not in time.
+
+        A halted sink is not waited for, as nothing would come of it: `halted` names those.
+        """
+        goal = -1 if self._changes.last is None else self._changes.last
+        deadline = time.monotonic() + timeout_s
+        while not self.caught_up(goal):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._stopped.wait(min(left, 0.02)):
+                return self.caught_up(goal)
+        return True
+
+    def caught_up(self, trigger: int) -> bool:
+        return all(w.halted is not None or w.caught_up(trigger) for w in self.workers)
+
+    @property
+    def halted(self) -> list[str]:
+        """The sinks that an operator must look after."""
+        return [worker.name for worker in self.workers if worker.halted is not None]
+
+    def stop(self, timeout_s: float = 10.0) -> list[str]:
+        """Stop all threads; returns the sinks that did not return in time and were let go of."""
+        self._state = "stopping"
+        for worker in self.workers:
+            worker.stop()
+        self._changes.wake()
+        deadline = time.monotonic() + timeout_s
+        hanging = [w.name for w in self.workers if not w.join(deadline - time.monotonic())]
+        self._stopped.set()
+        if self._upkeep.ident is not None:
+            self._upkeep.join()
+        self._state = "stopped"
+        self._prune()
+        self._report()
+        self.metrics.close()
+        return hanging
+
+    def status(self) -> dict[str, Any]:
+        """The content of `status.json`."""
+        now, now_ms = time.monotonic(), time.time_ns() // 1_000_000
+        first, last = self._changes.first, self._changes.last
+        kept = 0 if first is None or last is None else last - first + 1
+        return {
+            "version": reporting.VERSION,
+            "pipeline": self._name,
+            "id": self._pipeline,
+            "state": self._state,
+            **reporting.process_status(),
+            "started_ms": self._started_ms,
+            "updated_ms": now_ms,
+            "metrics_port": self.metrics.port,
+            "changes": {
+                "first": first,
+                "last": last,
+                "triggers": kept,
+                "bytes": self._changes.bytes,
+            },
+            "partitions": reporting.partition_status(self._backlog),
+            "sinks": [reporting.sink_status(w, now=now, now_ms=now_ms) for w in self.workers],
+            "source": self._describe(),
+        }
+
+    # --- upkeep ---
+
+    def _keep_up(self) -> None:
+        while not self._stopped.wait(self._options.status_s):
+            try:
+                self._backlog.follow()
+                self._prune()
+                self._report()
+            except Exception:  # the thread's boundary; the next round tries again
+                log.exception("upkeep failed")
+
+    def _prune(self) -> None:
+        through = min(worker.durable_through for worker in self.workers)
+        if self._changes.prune(through):
+            crash_point("delivery.prune.after")
+            self._backlog.forget(through)
+
+    def _report(self) -> None:
+        reporting.write_status(self._folder, self.status())

@@ -1,0 +1,281 @@
+"""A node for code that waits: Spark's workers, its driver, and the threads of sinks.
+
+One `NodeAccess` serves a whole process (per url and key): it owns a client on an event loop in a
+thread of its own, so that the next slices of a range arrive while the caller works on the last.
+Everything here may be called from any thread. A lost connection is opened again and the call goes
+on; what cannot be repeated without harm is not offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Final, TypeVar
+
+import msgspec
+
+from penstock.client.client import Client, Remote
+from penstock.client.connection import Connection
+from penstock.client.options import Options
+from penstock.client.streams import LogStream
+from penstock.errors import Unavailable
+from penstock.model.batch import Batch
+from penstock.model.topic import TopicConfig
+from penstock.spark.source.decisions import Decisions
+from penstock.spark.source.offsets import Extent, Wanted
+from penstock.wire.frame import Buffer
+from penstock.wire.messages import Enqueued
+
+R = TypeVar("R")
+Part = tuple[int, int, Buffer]  # partition, entries, ENQ body
+WINDOW_ENTRIES: Final = 1_000_000
+WINDOW_BYTES: Final = 16 << 20  # sent ahead of the reader
+STALL_S: Final = 60.0  # without a batch of a range that should be there
+INFLIGHT: Final = 4  # enqueue requests that wait for their answer at once
+
+
+class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one partition's log reaches."""
+
+    partition: int
+    epoch: int
+    sequence_first: int  # the oldest sequence that can still be read
+    sequence_last: int
+    sequence_committed: int
+    sequence_stable: int  # committed, and every atomic batch up to here is decided
+    chain: int
+
+    @property
+    def readable(self) -> int:
+        """The last sequence that a range may end at: what it holds never changes."""
+        return self.sequence_stable
+
+
+class NodeAccess:
+    """Blocking calls to one node. Get it with `NodeAccess.shared`."""
+
+    _shared: ClassVar[dict[tuple[Any, ...], NodeAccess]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, url: str, *, api_key: str | None = None, tls: str | None = None) -> None:
+        self._url = url
+        self._configs: dict[str, TopicConfig] = {}
+        self._loop = _new_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="penstock-access", daemon=True
+        )
+        self._thread.start()
+        remote = Remote(url, api_key=api_key, tls=tls, client="penstock-spark")
+        try:
+            self._client = self.run(_opened(remote))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @classmethod
+    def shared(cls, url: str, *, api_key: str | None = None, tls: str | None = None) -> NodeAccess:
+        """This process' access to a node; a forked child gets one of its own."""
+        key = (os.getpid(), url, api_key, tls)
+        with cls._lock:
+            found = cls._shared.get(key)
+            if found is None:
+                found = cls._shared[key] = cls(url, api_key=api_key, tls=tls)
+            return found
+
+    @classmethod
+    def close_shared(cls) -> None:
+        """Close every shared access of this process."""
+        with cls._lock:
+            own = [key for key in cls._shared if key[0] == os.getpid()]
+            closing = [cls._shared.pop(key) for key in own]
+        for access in closing:
+            access.close()
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run `work` on the client's loop and wait for it; an interrupted caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
+        """Any administrative call of the protocol."""
+        return self.run(self._client.call(method, **arguments))
+
+    def close(self) -> None:
+        try:
+            self.run(self._client.close())
+        finally:
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # --- topics ---
+
+    def config(self, topic: str) -> TopicConfig:
+        """A topic's configuration; asked for once, so only its fixed attributes are to be used."""
+        found = self._configs.get(topic)
+        if found is None:
+            found = msgspec.convert(self.call("topic_get", topic=topic), TopicConfig)
+            self._configs[topic] = found
+        return found
+
+    def log_status(self, topic: str) -> list[LogStatus]:
+        """Every partition of the topic, in order."""
+        answer = self.call("log_status", topic=topic)
+        return msgspec.convert(answer["partitions"], list[LogStatus])
+
+    def find_time(self, topic: str, partition: int, time_ms: int) -> int:
+        """The first sequence of the first batch at or after a time; past the end if none is."""
+        found: int = self.call("log_find", topic=topic, partition=partition, time_ms=time_ms)[
+            "sequence"
+        ]
+        return found
+
+    def extents(self, topic: str, wanted: Sequence[Wanted]) -> list[Extent]:
+        """How far whole batches of each wanted range fit its bounds; at least one does."""
+        asked = [
+            {
+                "partition": w.partition,
+                "from_sequence": w.first,
+                "through": w.last,
+                **({} if w.rows_max is None else {"entries_max": w.rows_max}),
+                **({} if w.bytes_max is None else {"bytes_max": w.bytes_max}),
+            }
+            for w in wanted
+        ]
+        answer = self.call("log_extent", topic=topic, extents=asked)
+        return [Extent(found["last"], found["bytes"]) for found in answer["extents"]]
+
+    # --- reading ---
+
+    def read_range(
+        self, topic: str, partition: int, first: int, last: int
+    ) -> Iterator[list[Batch]]:
+        """The batches with messages of `[first, last]`, in log order, a slice at a time.
+
+        They are ENQ batches, and PREPARE batches whose atomic batch was decided for; a decision
+        beyond `last` is looked up there. The first and the last batch may reach over the edges:
+        `rows.within` trims. `last` must be committed (`LogStatus.readable`).
+        """
+        decisions = Decisions(last)
+        for batches in self.read_log(topic, partition, first, last, decisions=decisions):
+            if ready := decisions.feed(batches):
+                yield ready
+
+    def read_log(
+        self,
+        topic: str,
+        partition: int,
+        first: int,
+        last: int,
+        *,
+        decisions: Decisions | None = None,
+    ) -> Iterator[list[Batch]]:
+        """Every batch of `[first, last]`, of every kind, as it is stored."""
+        if first > last:
+            return
+        source = self._slices(topic, partition, first, last=last, decisions=decisions)
+        try:
+            while (batches := self.run(_step(source))) is not None:
+                yield batches
+        finally:
+            self.run(source.aclose())
+
+    async def _slices(
+        self, topic: str, partition: int, first: int, *, last: int, decisions: Decisions | None
+    ) -> AsyncGenerator[list[Batch], None]:
+        at = first
+
+        def wanted() -> bool:
+            return at <= last or (decisions is not None and decisions.open)
+
+        async def open_stream(connection: Connection) -> LogStream:
+            return await connection.log_stream(
+                topic,
+                partition=partition,
+                from_sequence=at,
+                credit_entries=WINDOW_ENTRIES,
+                credit_bytes=WINDOW_BYTES,
+                through=last if at <= last else 0,  # past it only the decisions are looked for
+            )
+
+        while wanted():
+            stream = await self._client.link.request(open_stream)
+            try:
+                while wanted():
+                    async with asyncio.timeout(STALL_S):
+                        batches = await anext(stream)
+                    at = batches[-1].last + 1
+                    yield batches
+            except TimeoutError as error:
+                raise Unavailable(
+                    f"{topic}/{partition}: nothing came from {at} to {last} in {STALL_S:.0f} s"
+                ) from error
+            except (Unavailable, StopAsyncIteration):
+                continue  # the next request waits for a connection, within the retry bound
+            finally:
+                with suppress(Unavailable):  # nothing to close on a connection that is gone
+                    await stream.close()
+
+    # --- writing ---
+
+    def enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
+        """Append ENQ bodies, which carry a producer key: it is sent again until it is answered."""
+        return self.run(self._enqueue(topic, parts))
+
+    def enqueue_all(self, topic: str, requests: Iterable[Sequence[Part]]) -> int:
+        """Many `enqueue`s, a few of them under way at a time; the number of new messages."""
+        waiting: list[Any] = []
+        written = 0
+        try:
+            for parts in requests:
+                work = self._enqueue(topic, parts)
+                waiting.append(asyncio.run_coroutine_threadsafe(work, self._loop))
+                if len(waiting) == INFLIGHT:
+                    written += _new(waiting.pop(0).result())
+            while waiting:
+                written += _new(waiting.pop(0).result())
+            return written
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    async def _enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
+        return await self._client.link.request(lambda connection: connection.enqueue(topic, parts))
+
+
+def _new(answer: Enqueued) -> int:
+    return sum(placed.count for placed in answer.placed)
+
+
+async def _opened(remote: Remote) -> Client:
+    client = Client(remote, Options())
+    await client.__aenter__()
+    return client
+
+
+async def _step(source: AsyncGenerator[list[Batch], None]) -> list[Batch] | None:
+    return await anext(source, None)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+# The loop's thread is a daemon: without this its sockets would be torn down in the middle.
+atexit.register(NodeAccess.close_shared)

@@ -1,0 +1,85 @@
+"""Where a read begins and ends: a user's words turned into offsets, on the node's word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InvalidArgument, NotFound
+from penstock.model.topic import TopicKind
+from penstock.spark.source.access import LogStatus, NodeAccess
+from penstock.spark.source.offsets import Offsets, chosen
+from penstock.spark.source.options import Place, ReadOptions
+
+
+class Bounds:
+    """The logs of a query's topics as they are now."""
+
+    def __init__(self, access: NodeAccess, options: ReadOptions) -> None:
+        self._access, self._options = access, options
+        if options.mode == "deltas":
+            _check_kinds(access, options.topics)
+        self.status: dict[str, list[LogStatus]] = {t: access.log_status(t) for t in options.topics}
+
+    def earliest(self) -> Offsets:
+        return {t: {s.partition: s.sequence_first for s in all_} for t, all_ in self.status.items()}
+
+    def latest(self) -> Offsets:
+        return {t: {s.partition: s.readable + 1 for s in all_} for t, all_ in self.status.items()}
+
+    def start(self) -> Offsets:
+        options = self._options
+        if options.starting_ms is not None:
+            return self._at(options.starting_ms)
+        return self._place(options.starting, self.earliest(), field="startingOffsets")
+
+    def end(self) -> Offsets:
+        """Of a batch read; never beyond what is final."""
+        options = self._options
+        if options.ending_ms is not None:
+            wanted = self._at(options.ending_ms)
+        else:
+            wanted = self._place(options.ending, self.latest(), field="endingOffsets")
+        latest = self.latest()
+        return {t: {p: min(n, latest[t][p]) for p, n in all_.items()} for t, all_ in wanted.items()}
+
+    def held(self, start: Offsets) -> Offsets:
+        """`start` for every partition there is, none before what the node still has.
+
+        A partition that `start` does not know is new, and read from its beginning.
+        """
+        found = self.earliest()
+        for topic, partitions in found.items():
+            for partition, first in partitions.items():
+                sequence = start.get(topic, {}).get(partition, first)
+                if sequence < first and self._options.fail_on_data_loss:
+                    raise _lost(topic, partition, sequence=sequence, first=first)
+                partitions[partition] = max(sequence, first)
+        return found
+
+    def _place(self, place: Place, bounds: Offsets, *, field: str) -> Offsets:
+        if place == "earliest":
+            return self.earliest()
+        if place == "latest":
+            return self.latest()
+        return chosen(place, bounds, field=field)
+
+    def _at(self, time_ms: int) -> Offsets:
+        find = self._access.find_time
+        return {
+            t: {s.partition: find(t, s.partition, time_ms) for s in all_}
+            for t, all_ in self.status.items()
+        }
+
+
+def _check_kinds(access: NodeAccess, topics: Sequence[str]) -> None:
+    for topic in topics:
+        if access.config(topic).kind is not TopicKind.DELTA:
+            raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
+
+
+def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:
+    return NotFound(
+        f"{topic}/{partition}: retention dropped the sequences {sequence} to {first - 1};"
+        f" the first that can be read is {first} (failOnDataLoss=false goes on from there)",
+        sequence_first=first,
+    )

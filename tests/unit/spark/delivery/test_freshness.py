@@ -1,0 +1,38 @@
+"""Percentiles of put to visible, from buckets."""
+
+import numpy as np
+
+from penstock.spark.delivery.freshness import BOUNDS_S, GROWTH, WINDOW_S, Freshness
+
+
+def test_percentiles_are_within_a_bucket_of_the_truth() -> None:
+    freshness = Freshness()
+    seconds = np.random.default_rng(1).lognormal(0, 2, 100_000)
+    freshness.record(seconds, now=0.0)
+    found = freshness.recent(now=1.0)
+    for percent in (50, 95, 99):
+        truth = float(np.percentile(seconds, percent))
+        assert truth <= found[f"p{percent}"] * 1.0001 <= truth * GROWTH * 1.001
+    assert found["max"] == round(float(seconds.max()), 6)
+    assert found["rows"] == 100_000
+
+
+def test_old_windows_are_forgotten_and_the_counts_stay() -> None:
+    freshness = Freshness()
+    freshness.record(np.array([5.0]), now=0.0)
+    assert freshness.recent(now=WINDOW_S + 1)["p50"] == 5.0
+    assert freshness.recent(now=2 * WINDOW_S + 1) == {}
+    assert (freshness.counts.sum(), freshness.seconds_sum) == (1, 5.0)
+
+
+def test_a_clock_ahead_of_ours_counts_as_no_time() -> None:
+    freshness = Freshness()
+    freshness.record(np.array([-3.0]), now=0.0)
+    assert freshness.recent(now=0.0)["max"] == 0.0
+
+
+def test_what_takes_for_ever_is_counted_too() -> None:
+    freshness = Freshness()
+    freshness.record(np.array([1e9]), now=0.0)
+    assert freshness.counts[len(BOUNDS_S)] == 1
+    assert freshness.recent(now=0.0)["p99"] == 1e9

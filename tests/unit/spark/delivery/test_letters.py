@@ -1,0 +1,87 @@
+"""Letters: payloads, headers, producer keys."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from tests.unit.spark.delivery.delivering import PIPELINE, FileTopics, delta
+
+from penstock.model.columns import Binary
+from penstock.model.delta import Delta, Op, PriorityClass, Source, decode, encode
+from penstock.model.deltas import DeltaBatch
+from penstock.model.topic import HEADERS_BYTES_MAX
+from penstock.sinks.schema import DELTAS, deltas_table
+from penstock.spark.delivery.letters import LetterBox, payloads_of
+
+COMMON = {"namespace": "default", "topic": "vectors", "log_time_ms": 1}
+
+
+def post(topics: FileTopics, *rows: dict[str, object], purpose: str = "dlq-x") -> None:
+    box = LetterBox(writer=topics, create=topics.create)
+    table = pa.Table.from_pylist(list(rows), DELTAS)
+    reasons = [{"penstock-reason": "because"}] * len(rows)
+    box.post(table, to=str.upper, pipeline=PIPELINE, purpose=purpose, reasons=reasons)
+
+
+def test_a_letter_is_written_once_per_purpose_and_source(tmp_path: Path) -> None:
+    topics = FileTopics(tmp_path / "topics.lines")
+    row = delta(7, "a", 1, 2, **COMMON)
+    other = row | {"partition": 1}
+    for _ in range(2):
+        post(topics, row, other)
+        post(topics, row, purpose="dlq-y")
+    found = topics.messages("VECTORS")
+    assert [m["n"] for m in found] == [7, 7, 7]
+    assert len({m["producer"] for m in found}) == 3
+
+
+def test_headers_of_the_delta_stay_beside_those_of_the_letter(tmp_path: Path) -> None:
+    topics = FileTopics(tmp_path / "topics.lines")
+    given = {"team": "search", "penstock-reason": "that of the last time", "penstock-missing": "ff"}
+    post(topics, delta(1, "a", 1, 2, headers=given, **COMMON))
+    headers = topics.messages("VECTORS")[0]["headers"]
+    assert headers["team"] == "search"
+    assert headers["penstock-reason"] == "because"
+    assert "penstock-missing" not in headers
+
+
+def test_headers_that_would_not_fit_are_left_out_and_said_so(tmp_path: Path) -> None:
+    topics = FileTopics(tmp_path / "topics.lines")
+    post(topics, delta(1, "a", 1, 2, headers={"x": "y" * (HEADERS_BYTES_MAX - 10)}, **COMMON))
+    headers = topics.messages("VECTORS")[0]["headers"]
+    assert headers["penstock-headers"] == "left out: too large"
+    assert headers["penstock-reason"] == "because"
+
+
+def test_payloads_that_the_file_lacks_are_encoded_again() -> None:
+    """Every operation comes out meaning what it meant; where indices were given, to the byte."""
+    shapes = {
+        Op.CREATE: (None, [1.0, 2.0], {"k": 1}), Op.DENSE: (None, [0.5, 0.25], None),
+        Op.SPARSE: ([1], [2.0], None), Op.SCALE: (None, [3.0], None),
+        Op.OFFSET: ([0, 1], [1.0, 1.0], None), Op.DELETE: (None, None, None),
+        Op.METADATA: (None, None, {"k": [1, 2]}),
+    }  # fmt: skip
+    deltas = [
+        Delta(
+            delta_id=bytes([op + 1] * 16), parent=b"p" * 16, namespace="ns", vector_id="v", op=op,
+            origin="o", time=op + 5, clock={"o": 2, "other": 1}, metadata=metadata,
+            indices=None if indices is None else np.array(indices, np.uint16),
+            values=None if values is None else np.array(values, np.float32),
+            priority=PriorityClass.HIGH, source=Source.IMPORT,
+        )
+        for op, (indices, values, metadata) in shapes.items()
+    ]  # fmt: skip
+    payloads = [encode(one, dimensions=2) for one in deltas]
+    numbers = np.arange(1, len(deltas) + 1)
+    batch = DeltaBatch.of(
+        Binary.of(payloads), sequences=numbers.astype(np.uint64), log_times_ms=numbers
+    )
+    released = type("Released", (), {
+        "released": batch, "positions": batch.sequences, "ordinals": batch.sequences,
+    })()  # fmt: skip
+    table = deltas_table(released, topic="t", partition=0)
+    found = payloads_of(table).to_pylist()
+    assert [decode(payload) for payload in found] == deltas
+    assert found == payloads
+    assert msgspec.msgpack.decode(table["clock"][0].as_py()) == {"o": 2, "other": 1}

@@ -1,0 +1,79 @@
+"""A pipeline's metrics, as Prometheus reads them."""
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
+
+from penstock.errors import InvalidArgument, Unavailable
+from penstock.spark.delivery.delivery import Delivery
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def delivery(tmp_path: Path) -> Delivery:
+    """One that has delivered a trigger and knows of another."""
+    triggers = Triggers(tmp_path)
+    made = delivery_of(
+        triggers, FileSink(tmp_path), folder=tmp_path, name="tests", metrics="127.0.0.1:0"
+    )
+    triggers.commit(("a", 1), ("b", 1), quarantine=["x"])
+    made.start()
+    assert made.drain(20)
+    return made
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By metric and the label that tells series apart here."""
+    return {
+        (s.name, s.labels.get("sink", s.labels.get("topic", ""))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if "le" not in s.labels
+    }
+
+
+def test_a_scrape_shows_what_the_status_says(delivery: Delivery) -> None:
+    url = f"http://127.0.0.1:{delivery.metrics.port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        found = samples(answer.read().decode())
+    delivery.stop()
+    assert found["penstock_pipeline_sink_rows_total", "file"] == 2
+    assert found["penstock_pipeline_sink_rows_total", "_quarantine"] == 1
+    assert found["penstock_pipeline_sink_lag_rows", "file"] == 0
+    assert found["penstock_pipeline_sink_up", "file"] == 1
+    assert found["penstock_pipeline_sink_breaker", "file"] == 0
+    assert found["penstock_pipeline_sink_visible_seconds_count", "file"] == 2
+    assert found["penstock_pipeline_sequence", "vectors"] == 100
+    assert found["penstock_pipeline_read_deltas_total", "vectors"] == 2
+    assert found["penstock_pipeline_trigger", ""] == 0
+
+
+def test_the_port_is_free_again_afterwards(delivery: Delivery) -> None:
+    port = delivery.metrics.port
+    delivery.stop()
+    delivery.metrics.serve(f"127.0.0.1:{port}")
+    with pytest.raises(Unavailable, match=str(port)):
+        delivery.metrics.serve(f"127.0.0.1:{port}")
+    delivery.metrics.close()
+
+
+@pytest.mark.parametrize("address", ["here", "127.0.0.1:", "127.0.0.1:70000"])
+def test_an_address_that_is_none_is_refused(delivery: Delivery, address: str) -> None:
+    delivery.stop()
+    with pytest.raises(InvalidArgument, match="host:port"):
+        delivery.metrics.serve(address)
+
+
+def test_every_metric_is_documented(delivery: Delivery) -> None:
+    delivery.stop()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    families = text_string_to_metric_families(delivery.metrics.text().decode())
+    names = {
+        f"{family.name}_total" if family.type == "counter" else family.name for family in families
+    }
+    assert len(names) > 20
+    assert {name for name in names if f"`{name}`" not in page} == set()

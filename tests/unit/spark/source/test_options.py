@@ -1,0 +1,79 @@
+"""What the data source may be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import InvalidArgument
+from penstock.spark.source.options import SPLIT_ROWS, ReadOptions, WriteOptions
+
+LEAST = {"url": "penstock://h:1", "topic": "jobs"}
+
+
+def test_the_least_that_must_be_said() -> None:
+    found = ReadOptions.of(LEAST)
+    assert (found.node.url, found.topics, found.mode) == ("penstock://h:1", ("jobs",), "messages")
+    assert (found.starting, found.ending, found.rows_max) == ("earliest", "latest", None)
+    assert (found.split_rows, found.fail_on_data_loss) == (SPLIT_ROWS, True)
+
+
+def test_case_does_not_count_and_topics_keep_their_order() -> None:
+    found = ReadOptions.of(
+        {
+            "URL": "penstock://h",
+            "Topics": "b, a",
+            "MAXROWSPERTRIGGER": "7",
+            "failondataloss": "False",
+        }
+    )
+    assert (found.topics, found.rows_max, found.fail_on_data_loss) == (("b", "a"), 7, False)
+
+
+def test_offsets_and_times() -> None:
+    found = ReadOptions.of(
+        LEAST
+        | {"startingOffsets": '{"jobs": {"0": 17}}', "endingTime": "2026-01-02T03:04:05.5+01:00"}
+    )
+    assert found.starting == {"jobs": {0: 17}}
+    assert found.ending_ms == 1767319445500
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"url": ""}, "url"),
+        ({"url": "http://h"}, "url"),
+        ({"topic": ""}, "topic"),
+        ({"topics": "a"}, "topic"),
+        ({"topic": "", "topics": "a,a"}, "topics"),
+        ({"apiKey": "k", "apiKeyFile": "f"}, "apiKey"),
+        ({"mode": "x"}, "mode"),
+        ({"splitRows": "0"}, "splitRows"),
+        ({"maxBytesPerTrigger": "1.5"}, "maxBytesPerTrigger"),
+        ({"startingOffsets": '{"jobs": 3}'}, "startingOffsets"),
+        ({"startingTime": "soon"}, "startingTime"),
+        ({"failOnDataLoss": "maybe"}, "failOnDataLoss"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_bad_option_is_named(
+    changes: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK_URL", raising=False)
+    with pytest.raises(InvalidArgument) as refused:
+        ReadOptions.of(LEAST | changes)
+    assert refused.value.field == field
+
+
+def test_a_key_file_must_be_there(tmp_path: Path) -> None:
+    missing = ReadOptions.of(LEAST | {"apiKeyFile": str(tmp_path / "none")})
+    with pytest.raises(InvalidArgument, match="apiKeyFile cannot be read"):
+        missing.node.access()
+
+
+def test_a_writer_takes_its_own_options_only() -> None:
+    assert WriteOptions.of(LEAST | {"producer": "p", "checkpointLocation": "/c"}).producer == "p"
+    with pytest.raises(InvalidArgument, match="no such option: mode"):
+        WriteOptions.of(LEAST | {"mode": "deltas"})
