@@ -11,9 +11,8 @@ its bytes. What the bytes *say* is checked by `penstock.model.deltas.validate`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary, Buffer
 from penstock.model.delta import decode
 from penstock.model.delta_format import CLOCK, HAS_INDICES, HEADER, VERSION, check, refuse
+from penstock.model.ragged import Rows, Slices, blank, gather, groups, joined, packed, sixteens
 
 PAIR: Final = ("<u8", (2,))  # 16 bytes as two numbers: equality is cheap, zeros are kept
 CLOCK_DTYPE: Final = np.dtype([("origin", *PAIR), ("counter", "<u8")])
@@ -36,7 +36,8 @@ FIXED: Final = np.dtype(
     ]
 )  # fmt: skip
 
-Rows = NDArray[np.int64]
+DENSE_BYTES: Final = 1024  # a buffer with less than this per row is copied to be sliced
+_VALUE_BYTES: Final = np.int64(4)  # and two more with the flag of indices, which happens to be 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,12 @@ class DeltaBatch:
         _check_bounds(payloads, sizes)
         fixed = gather(payloads.blob, starts, FIXED)
         _check_sizes(payloads, fixed, sizes)
+        parts = {"sizes": sizes}
         if sequences is None:
             sequences = np.arange(1, count + 1, dtype=np.uint64)
         if log_times_ms is None:
             log_times_ms = np.zeros(count, np.int64)
-        return DeltaBatch(payloads.blob, starts, fixed, sequences, log_times_ms, headers)
+        return DeltaBatch(payloads.blob, starts, fixed, sequences, log_times_ms, headers, parts)
 
     @staticmethod
     def empty() -> DeltaBatch:
@@ -148,15 +150,22 @@ class DeltaBatch:
 
     def name_bytes(self) -> tuple[list[bytes], list[bytes]]:
         """Namespaces and vector ids of all rows."""
+        pairs = list(self._names())
+        return [namespace for namespace, _ in pairs], [vector_id for _, vector_id in pairs]
+
+    def hashed_names(self) -> list[bytes]:
+        """What the vector hash is taken of, by row."""
+        return [namespace + b"\0" + vector_id for namespace, vector_id in self._names()]
+
+    def _names(self) -> Iterator[tuple[bytes, bytes]]:
         at = self.names_at
-        cuts = self.fixed["namespace_bytes"].tolist()
-        end = at + self.fixed["namespace_bytes"] + self.fixed["vector_id_bytes"]
-        view = memoryview(self.blob)
-        names = [view[a:b].tobytes() for a, b in zip(at.tolist(), end.tolist(), strict=True)]
-        return (
-            [name[:cut] for name, cut in zip(names, cuts, strict=True)],
-            [name[cut:] for name, cut in zip(names, cuts, strict=True)],
-        )
+        middle = at + self.fixed["namespace_bytes"]
+        end = middle + self.fixed["vector_id_bytes"]
+        # A few rows of a large buffer are not worth a copy of it.
+        sparse = len(self.blob) > DENSE_BYTES * len(self)
+        blob = Slices(self.blob) if sparse else bytes(self.blob)
+        for a, b, c in zip(at.tolist(), middle.tolist(), end.tolist(), strict=True):
+            yield blob[a:b], blob[b:c]
 
     def names(self, row: int) -> tuple[str, str]:
         one = self.take(np.array([row], np.int64))
@@ -178,7 +187,10 @@ class DeltaBatch:
 
     @property
     def sizes(self) -> Rows:
-        return _sizes(self.fixed)
+        found = self._parts.get("sizes")
+        if found is None:
+            found = self._parts["sizes"] = _sizes(self.fixed)
+        return found
 
     def payload(self, row: int) -> bytes:
         start = int(self.starts[row])
@@ -189,7 +201,7 @@ class DeltaBatch:
         """The payloads one behind the other; a copy, unless they already lie so."""
         found = self._parts.get("payloads")
         if found is None:
-            found = self._parts["payloads"] = _packed(self.blob, self.starts, self.sizes)
+            found = self._parts["payloads"] = packed(self.blob, self.starts, self.sizes)
         return found
 
     def delta_ids(self) -> list[bytes]:
@@ -204,7 +216,7 @@ class DeltaBatch:
         headers = self.headers
         if headers is not None:
             ends = headers.offsets.astype(np.int64)
-            headers = _packed(headers.blob, ends[rows], ends[rows + 1] - ends[rows])
+            headers = packed(headers.blob, ends[rows], ends[rows + 1] - ends[rows])
         return DeltaBatch(
             self.blob, self.starts[rows], self.fixed[rows], self.sequences[rows],
             self.log_times_ms[rows], headers,
@@ -215,11 +227,10 @@ class DeltaBatch:
         full = [batch for batch in batches if len(batch)]
         if len(full) <= 1:
             return full[0] if full else DeltaBatch.empty()
-        packed = [batch.payloads for batch in full]
         headers = None
         if any(batch.headers is not None for batch in full):
-            headers = _joined([batch.headers or _blank(len(batch)) for batch in full])
-        payloads = _joined(packed)
+            headers = joined([batch.headers or blank(len(batch)) for batch in full])
+        payloads = joined([batch.payloads for batch in full])
         return DeltaBatch(
             payloads.blob,
             payloads.offsets[:-1].astype(np.int64),
@@ -234,34 +245,14 @@ class DeltaBatch:
         return [decode(payload) for payload in self.payloads]
 
 
-def gather(blob: Buffer, starts: Rows, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The records of `dtype` that begin at `starts`: one copy each, wherever they lie."""
-    if not len(starts):
-        return np.empty(0, dtype)
-    size = dtype.itemsize
-    places = len(blob) - size + 1
-    everywhere: NDArray[Any] = np.ndarray((places,), f"V{size}", blob, strides=(1,))
-    return everywhere[starts].view(dtype)
-
-
-def sixteens(pairs: NDArray[np.uint64]) -> list[bytes]:
-    """Rows of two numbers back as the sixteen bytes they are."""
-    data = np.ascontiguousarray(pairs).tobytes()
-    return [data[at : at + 16] for at in range(0, len(data), 16)]
-
-
-def halves(pairs: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Two numbers per row as two columns."""
-    return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
-
-
 def _sizes(fixed: NDArray[Any]) -> Rows:
     """How long each payload is by its header."""
-    n = fixed["n"].astype(np.int64)
-    indexed = (fixed["flags"] & HAS_INDICES) != 0
-    names = fixed["namespace_bytes"].astype(np.int64) + fixed["vector_id_bytes"]
-    ragged = CLOCK.size * fixed["clocks"].astype(np.int64) + n * (4 + 2 * indexed)
-    total: Rows = HEADER.size + ragged + names + fixed["metadata_bytes"]
+    total: Rows = fixed["metadata_bytes"].astype(np.int64)
+    total += fixed["n"] * (_VALUE_BYTES + (fixed["flags"] & np.uint8(HAS_INDICES)))
+    total += CLOCK.size * fixed["clocks"].astype(np.int64)
+    total += fixed["namespace_bytes"]
+    total += fixed["vector_id_bytes"]
+    total += HEADER.size
     return total
 
 
@@ -269,9 +260,8 @@ def _check_bounds(payloads: Binary, sizes: Rows) -> None:
     """No payload is shorter than the fixed part, nor outside of the blob."""
     if not len(sizes):
         return
-    short = sizes < FIXED.itemsize
-    if short.any():
-        row = int(np.argmax(short))
+    if int(sizes.min()) < FIXED.itemsize:
+        row = int(np.argmax(sizes < FIXED.itemsize))
         raise refuse(
             f"delta {row}: it has {max(0, int(sizes[row]))} bytes, less than its header and clock",
             "payload",
@@ -297,32 +287,6 @@ def explain(payload: bytes, row: int, **bounds: int) -> None:
         raise refuse(f"delta {row}: {error.message}", error.field, error.limit) from None
 
 
-def _packed(blob: Buffer, starts: Rows, sizes: Rows) -> Binary:
-    """Pieces of a blob one behind the other, joined by stretches that already lie so."""
-    offsets = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise refuse("a batch of deltas holds at most 2 GiB", "payload", np.iinfo(np.int32).max)
-    ends = starts + sizes
-    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-    firsts = np.concatenate(([0], breaks)) if len(starts) else breaks
-    lasts = np.concatenate((breaks, [len(starts)])) if len(starts) else breaks
-    view = memoryview(blob)
-    cuts = zip(starts[firsts].tolist(), ends[lasts - 1].tolist(), strict=True)
-    pieces = [view[a:b] for a, b in cuts]
-    return Binary(offsets.astype(np.int32), pieces[0] if len(pieces) == 1 else b"".join(pieces))
-
-
-def _joined(parts: list[Binary]) -> Binary:
-    sizes = np.concatenate([np.diff(part.offsets).astype(np.int64) for part in parts])
-    blob = b"".join([memoryview(p.blob)[p.offsets[0] : p.offsets[-1]] for p in parts])
-    return _packed(blob, np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
-
-
-def _blank(count: int) -> Binary:
-    return Binary(np.zeros(count + 1, np.int32), b"")
-
-
 # --- ragged columns, by groups of rows of one shape ---
 
 
@@ -334,7 +298,7 @@ def _components(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint16], NDArray[np
     starts = batch.starts + HEADER.size + CLOCK.size * batch.fixed["clocks"]
     indices = np.empty(offsets[-1], np.uint16)
     values = np.empty(offsets[-1], np.float32)
-    for shape, rows in _groups(n * 2 + indexed):
+    for shape, rows in groups(n * 2 + indexed):
         width, has_indices = shape >> 1, shape & 1
         if not width:
             continue
@@ -352,7 +316,7 @@ def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uin
     offsets = np.zeros(len(count) + 1, np.int64)
     np.cumsum(count, out=offsets[1:])
     entries = np.empty(offsets[-1], CLOCK_DTYPE)
-    for width, rows in _groups(count):
+    for width, rows in groups(count):
         found = gather(batch.blob, batch.starts[rows] + HEADER.size, _row_of(CLOCK_DTYPE, width))
         entries[offsets[rows][:, None] + np.arange(width)] = found["x"]
     return offsets, entries["origin"], entries["counter"]
@@ -360,15 +324,3 @@ def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uin
 
 def _row_of(dtype: np.dtype[Any], width: int) -> np.dtype[Any]:
     return np.dtype([("x", dtype, (width,))])
-
-
-def _groups(shapes: Rows) -> list[tuple[int, Rows]]:
-    """Rows of equal shape together."""
-    if not len(shapes):
-        return []
-    if (shapes == shapes[0]).all():
-        return [(int(shapes[0]), np.arange(len(shapes)))]
-    order = np.argsort(shapes, kind="stable")
-    ranked = shapes[order]
-    cuts = [0, *(np.flatnonzero(ranked[1:] != ranked[:-1]) + 1).tolist(), len(ranked)]
-    return [(int(ranked[a]), order[a:b]) for a, b in pairwise(cuts)]

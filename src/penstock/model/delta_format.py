@@ -204,14 +204,14 @@ def _check_clock(payload: Buffer, head: Head) -> None:
             "clock",
             CLOCK_ORIGINS_MAX,
         )
-    _check_origin(head.origin, "origin")
+    check_origin(head.origin, "origin")
     seen: set[bytes] = set()
     for i in range(head.clocks):
         origin, counter = CLOCK.unpack_from(payload, HEADER.size + i * CLOCK.size)
         if not i and origin != head.origin:
             raise refuse("a clock must begin with the delta's own origin", "clock[0]")
         if i:
-            _check_origin(origin, f"clock[{i}]")
+            check_origin(origin, f"clock[{i}]")
         if not 1 <= counter <= COUNTER_MAX:
             raise refuse(f"clock[{i}] counts {counter}, must be at least 1", f"clock[{i}]", 1)
         if origin in seen:
@@ -219,7 +219,7 @@ def _check_clock(payload: Buffer, head: Head) -> None:
         seen.add(origin)
 
 
-def _check_origin(origin: bytes, field: str) -> None:
+def check_origin(origin: bytes, field: str) -> None:
     text = origin.rstrip(b"\0")
     if not text or b"\0" in text:
         raise refuse(

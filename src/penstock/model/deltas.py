@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta_batch import FIXED, DeltaBatch, Rows, explain, gather, halves, sixteens
+from penstock.model.delta_batch import FIXED, DeltaBatch, explain
 from penstock.model.delta_format import (
     AHEAD_MS_MAX,
     CLOCK_ORIGINS_MAX,
@@ -26,12 +26,14 @@ from penstock.model.delta_format import (
     Op,
     PriorityClass,
     Source,
+    check_origin,
     metadata_of,
 )
+from penstock.model.ragged import Rows, gather, halves, sixteens
 
 __all__ = ["FIXED", "DeltaBatch", "gather", "halves", "sixteens", "sound_rows", "validate"]
 
-SMALL: Final = 8  # rows up to which checking one by one is quicker than setting columns up
+SMALL: Final = 4  # rows up to which checking one by one is quicker than setting columns up
 
 
 def validate(batch: DeltaBatch, *, dimensions: int, now_ms: int) -> None:
@@ -90,7 +92,12 @@ def _shapes(dimensions: int) -> tuple[Rows, Rows]:
     return least, most
 
 
-_TAKES_METADATA: Final = np.isin(np.arange(8), (Op.CREATE, Op.DENSE, Op.METADATA))
+# By op, and whether there is metadata: METADATA must have some, CREATE and DENSE may.
+_METADATA_FITS: Final = np.isin(
+    np.arange(16),
+    [*(op for op in Op if op != Op.METADATA), *(8 + Op.CREATE, 8 + Op.DENSE, 8 + Op.METADATA)],
+)
+_ONE: Final = np.uint16(1)
 
 
 def _shaped(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:
@@ -110,17 +117,18 @@ def _shaped(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:
 def _headers_fit(batch: DeltaBatch) -> bool:
     """The rest of the headers is within bounds, and flags say what there is."""
     f = batch.fixed
-    op, flags, sizes = f["op"], f["flags"], f["metadata_bytes"] != 0
     parent, id_ = halves(batch.parent), halves(batch.delta_id)
-    good: NDArray[np.bool_] = (flags <= 7) & (f["source"] < len(Source))
-    good &= ((flags & HAS_PARENT) != 0) == ((parent[0] | parent[1]) != 0)
-    good &= ((flags & HAS_METADATA) != 0) == sizes
-    good &= (_TAKES_METADATA[op] | ~sizes) & ((op != Op.METADATA) | sizes)
+    metadata = f["metadata_bytes"] != 0
+    flags = ((parent[0] | parent[1]) != 0) * np.uint8(HAS_PARENT) | metadata * np.uint8(
+        HAS_METADATA
+    )
+    good: NDArray[np.bool_] = (f["flags"] & ~np.uint8(HAS_INDICES)) == flags
+    good &= _METADATA_FITS[f["op"] | metadata << 3]
     good &= ((id_[0] | id_[1]) != 0) & ((id_[0] != parent[0]) | (id_[1] != parent[1]))
-    good &= f["clocks"] <= CLOCK_ORIGINS_MAX
-    names = f["namespace_bytes"], f["vector_id_bytes"]
-    good &= (names[0] <= NAMESPACE_BYTES_MAX) & (names[0] >= 1)
-    good &= (names[1] <= VECTOR_ID_BYTES_MAX) & (names[1] >= 1)
+    good &= (f["source"] < len(Source)) & (f["clocks"] <= CLOCK_ORIGINS_MAX)
+    # These are unsigned: nothing less one is a lot.
+    good &= (f["namespace_bytes"] - _ONE) < NAMESPACE_BYTES_MAX
+    good &= (f["vector_id_bytes"] - _ONE) < VECTOR_ID_BYTES_MAX
     return bool(good.all()) and int(batch.sizes.max()) <= PAYLOAD_BYTES_MAX
 
 
@@ -128,36 +136,54 @@ def _numbers_fit(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:
     """Rows whose values are finite, and whose indices rise and stay below `dimensions`."""
     offsets, indices, values = batch.components()
     good = np.ones(len(batch), np.bool_)
-    wrong = np.flatnonzero(~(np.isfinite(values) & (indices < dimensions)))
-    good[np.searchsorted(offsets, wrong, side="right") - 1] = False
-    begins = np.zeros(len(values) + 1, np.bool_)
-    begins[offsets] = True
-    falling = np.flatnonzero((indices[1:] <= indices[:-1]) & ~begins[1:-1]) + 1
-    good[np.searchsorted(offsets, falling, side="right") - 1] = False
+    fine = np.isfinite(values)
+    if indices.max(initial=0) >= dimensions:
+        fine &= indices < dimensions
+    rising = indices[1:] > indices[:-1]
+    begins = offsets[1:-1]
+    rising[begins[(begins > 0) & (begins < len(values))] - 1] = True  # of a next row
+    fine[1:] &= rising
+    if not fine.all():
+        wrong = np.flatnonzero(~fine)
+        good[np.searchsorted(offsets, wrong, side="right") - 1] = False
     return good
 
 
 def _clocks_fit(batch: DeltaBatch) -> bool:
-    offsets, origins, counters = batch.clocks()
-    letters = np.ascontiguousarray(origins).view(np.uint8).reshape(-1, 16)
-    if letters.max(initial=0) >= 0x80 or not letters[:, 0].all():
-        return False  # not ASCII: let `check` see whether it is UTF-8
-    zero = letters == 0
-    if (zero[:, :-1] & ~zero[:, 1:]).any() or (batch.origin != batch.fixed["own"]).any():
+    if int(batch.fixed["clocks"].max()) == 1:
+        origins, counters = batch.fixed["own"], batch.counter
+    else:
+        offsets, origins, counters = batch.clocks()
+        if _repeats(offsets, origins):
+            return False
+    if batch.origin.tobytes() != batch.fixed["own"].tobytes():
         return False
-    if counters.min(initial=1) < 1 or counters.max(initial=1) > COUNTER_MAX:
+    if not 1 <= int(counters.min()) <= int(counters.max()) <= COUNTER_MAX:
         return False
-    if len(counters) == len(batch):
-        return True
-    row = np.repeat(np.arange(len(batch)), np.diff(offsets))
-    order = np.lexsort((origins[:, 0], origins[:, 1], row))
-    same = (origins[order[1:]] == origins[order[:-1]]).all(axis=1)
-    return not bool((same & (row[order[1:]] == row[order[:-1]])).any())
+    return all(map(_origin_fits, set(sixteens(origins))))
+
+
+def _repeats(offsets: Rows, origins: NDArray[np.uint64]) -> bool:
+    """Whether a clock names an origin twice."""
+    low, high = halves(origins)
+    row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    order = np.lexsort((low, high, row))
+    low, high, row = low[order], high[order], row[order]
+    same = (low[1:] == low[:-1]) & (high[1:] == high[:-1]) & (row[1:] == row[:-1])
+    return bool(same.any())
+
+
+@lru_cache(maxsize=4096)
+def _origin_fits(origin: bytes) -> bool:
+    try:
+        check_origin(origin, "origin")
+    except InvalidArgument:
+        return False
+    return True
 
 
 def _names_fit(batch: DeltaBatch) -> bool:
-    namespaces, vector_ids = batch.name_bytes()
-    names = [n + b"\0" + v for n, v in zip(namespaces, vector_ids, strict=True)]
+    names = batch.hashed_names()
     text = b"".join(names)
     if not text.isascii() or text.count(0) != len(names):
         return False

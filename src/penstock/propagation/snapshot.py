@@ -1,11 +1,12 @@
 """A fold's state as bytes.
 
-    magic 4 | u32 length of the head | u64 xxh3 of all that follows | head (msgpack) | blocks
+    magic 4 | u32 length of the head | u64 xxh3 of what follows | head (msgpack) | blocks
 
-The head holds what is small, and for every column its name, type, shape and the sizes of its
-blocks. A block is up to BLOCK bytes of a column, the bytes of its numbers sorted by significance
-(their upper bytes are nearly equal, and lz4 finds that out), compressed by lz4. Places of keys and
-lists of waiting deltas are not stored: they are a function of the rest.
+The checksum is seeded with the head's length. The head holds what is small, and for every column
+its name, type, shape and the sizes of its blocks. A block is up to BLOCK bytes of a column, the
+bytes of its numbers sorted by significance (their upper bytes are nearly equal, and lz4 finds that
+out), compressed by lz4. Places of keys and lists of waiting deltas are not stored: they are a
+function of the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def dump(fold: Propagator) -> list[Buffer]:
             sizes.append(len(packed))
         described.append([name, column.dtype.str, list(column.shape), sizes])
     head = msgspec.msgpack.encode({**_head(fold), "columns": described})
-    checksum = xxhash.xxh3_64(head)
+    checksum = xxhash.xxh3_64(head, seed=len(head))
     for block in blocks:
         checksum.update(block)
     return [_PREFIX.pack(_MAGIC, len(head), checksum.intdigest()), head, *blocks]
@@ -67,7 +68,7 @@ def load(data: Buffer) -> tuple[dict[str, Any], dict[str, Column]]:
     magic, size, checksum = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
         raise Corruption("not a snapshot of a fold")
-    if xxhash.xxh3_64_intdigest(view[_PREFIX.size :]) != checksum:
+    if xxhash.xxh3_64_intdigest(view[_PREFIX.size :], seed=size) != checksum:
         raise Corruption("a snapshot's checksum does not match")
     at = _PREFIX.size + size
     head = msgspec.msgpack.decode(view[_PREFIX.size : at])
