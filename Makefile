@@ -18,10 +18,10 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench soak format lock clean
+.PHONY: help setup run test check bench pipebench chaos soak format lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv from uv.lock
 
@@ -43,6 +43,12 @@ check: setup ## Lint, format, types, layers, sizes, generated code
 bench: setup ## Measure the queue (ARGS="...")
 	$(BIN)/penstock bench queue $(ARGS)
 
+pipebench: setup ## Measure the pipeline (ARGS="...")
+	$(BIN)/penstock bench pipeline $(ARGS)
+
+chaos: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
+	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)
+
 soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")
 	$(BIN)/python scripts/crash_soak.py $(ARGS)
 
@@ -55,7 +61,7 @@ lock: $(UV) ## Resolve the dependencies again
 
 clean: ## Remove what the other targets made
 	rm -rf .venv .uv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf build dist htmlcov .coverage penstock-data bench-results
+	rm -rf build dist htmlcov .coverage penstock-data bench-results penstock-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml uv.lock | $(UV)
