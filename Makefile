@@ -18,10 +18,10 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench pipebench chaos soak format lock clean
+.PHONY: help setup run test check bench bench-pipeline chaos-pipeline soak format lock clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv from uv.lock
 
@@ -43,10 +43,10 @@ check: setup ## Lint, format, types, layers, sizes, generated code
 bench: setup ## Measure the queue (ARGS="...")
 	$(BIN)/penstock bench queue $(ARGS)
 
-pipebench: setup ## Measure the pipeline (ARGS="...")
+bench-pipeline: setup ## Measure the pipeline (ARGS="...")
 	$(BIN)/penstock bench pipeline $(ARGS)
 
-chaos: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
+chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)
 
 soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")

@@ -38,6 +38,8 @@ drain_s = 20.0
 rows_per_trigger = {{ min = 1000, max = {rows}, initial = {rows} }}
 delivery = {{ backoff_s_cap = 1.0, breaker_failures = 5, breaker_open_s = 4.0, status_s = 0.5 }}
 propagation = {{ pending_ms = 15000 }}
+# For a Java that does not live long: less compiling halves what its start costs.
+spark = {{ "spark.driver.extraJavaOptions" = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC" }}
 
 [[sink]]
 kind = "lake"
