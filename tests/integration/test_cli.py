@@ -238,7 +238,7 @@ def test_the_demo_of_the_queue_holds_what_it_claims(tmp_path: Path) -> None:
     failed = [claim for claim in document["claims"] if not claim["holds"]]
     assert (done.returncode, failed, document["ok"]) == (0, [], True)
     assert len(document["claims"]) >= 12
-    assert Cli("").json("fsck", str(folder / "node"))["ok"] is True
+    assert Cli("").json("fsck", str(folder / "queue"))["ok"] is True
     assert Cli("").json("demo", "--data", str(folder), code=4)["error"]["field"] == "data"
 
 

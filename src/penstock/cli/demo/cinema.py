@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -96,9 +96,18 @@ class Cinema:
             self.look()
             await asyncio.sleep(LOOK_EVERY_S)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Something else is on the screen inside the block; it is watched all the same."""
+        doing, self.doing = self.doing, ""
+        yield
+        self.doing = doing
+
     def look(self) -> None:
         sample = look(self.pipeline.status(), self.ledgers, at=self.now())
         self.recording.samples.append(sample)
+        if not self.doing:
+            return
         lags = "  ".join(f"{sink.name} {sink.lag_s:.1f} s" for sink in sample.sinks)
         counts = f"{sample.released:,} of {sample.written:,} in order".replace(",", "\u202f")
         self.screen.progress(f"{self.now():.0f} s: {self.doing} · {counts} · {lags}")

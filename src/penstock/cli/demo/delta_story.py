@@ -8,13 +8,13 @@ cache, a partner who is slow and a shop that fails for a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.demo import films, writers
-from penstock.cli.demo.cinema import Cinema, watched
+from penstock.cli.demo.cinema import Cinema
 from penstock.cli.demo.claims import Chapter
 from penstock.cli.demo.ending import audit_everything, count_everything
 from penstock.cli.demo.pipeline import EDITS, FAILING, SLOW, STILLS
@@ -48,38 +48,52 @@ class Play:
     before: Answers | None = None
 
 
-async def tell_of_the_deltas(house: Cinema, scale: writers.Scale, *, stay: bool) -> list[Chapter]:
-    """Play the act; at the end everything still runs if somebody stays."""
-    play = await _prepare(house, scale)
+Part = Callable[["Play", Chapter], Awaitable[None]]
+
+
+async def prologue(play: Play) -> list[Chapter]:
+    return await _tell(play, ("Writers that disagree", write_first))
+
+
+async def second_act(play: Play) -> list[Chapter]:
+    return await _tell(
+        play,
+        ("In causal order, once, everywhere", settle_down),
+        ("People overtake machines", overtake),
+        ("The shop closes, and nobody else notices", lose_a_sink),
+        ("A change that a search finds", find_fresh),
+        ("Nothing lost, nothing twice", count_up),
+    )
+
+
+async def epilogue(play: Play, *, stop: bool) -> list[Chapter]:
+    """The audit, after the pipeline was stopped or while it goes on running."""
+
+    async def audit(play: Play, chapter: Chapter) -> None:
+        await audit_everything(play.house, chapter, stop=stop)
+
+    return await _tell(play, ("The audit", audit))
+
+
+async def _tell(play: Play, *parts: tuple[str, Part]) -> list[Chapter]:
     chapters = []
-    async with watched(house):
-        for title, act in (
-            ("Writers that disagree, while Spark is still starting", write_first),
-            ("In causal order, once, everywhere", settle_down),
-            ("People overtake machines", overtake),
-            ("The shop closes, and nobody else notices", lose_a_sink),
-            ("A change that a search finds", find_fresh),
-            ("Nothing lost, nothing twice", count_up),
-        ):
-            chapter = Chapter(title)
-            await act(play, chapter)
-            house.screen.chapter(chapter)
-            chapters.append(chapter)
-    last = Chapter("The audit")
-    await audit_everything(house, last, stop=not stay)
-    house.screen.chapter(last)
-    return [*chapters, last]
+    for title, part in parts:
+        chapter = Chapter(title)
+        await part(play, chapter)
+        play.house.screen.chapter(chapter)
+        chapters.append(chapter)
+    return chapters
 
 
-async def _prepare(house: Cinema, scale: writers.Scale) -> Play:
+async def begin(house: Cinema, scale: writers.Scale) -> Play:
+    """Topics, the pipeline's process, and the writers."""
     await writers.create_topics(house)
     await house.pipeline.start()
-    house.screen.say(
-        f"penstock pipeline run is process {house.pipeline.pid}; Spark takes some ten seconds"
-    )
-    corpus, ends = writers.in_parts(
-        await asyncio.to_thread(writers.corpus_of, scale), writers.PART_ENDS
-    )
+    house.screen.say(f"penstock serve is process {house.server.pid}, at {house.server.url}")
+    house.screen.say(f"Redis is process {house.redis.pid}, at {house.redis.url}")
+    house.screen.say(f"penstock pipeline run is process {house.pipeline.pid}; Spark is starting")
+    whole = await asyncio.to_thread(writers.corpus_of, scale)
+    corpus, ends = writers.in_parts(whole, writers.PART_ENDS)
     stills = writers.hand(house, STILLS, origin="lookout", namespace=films.STILLS)
     hands = [
         writers.hand(house, EDITS, origin=name, namespace=films.FILMS) for name in writers.EDITORS
@@ -145,14 +159,14 @@ async def settle_down(play: Play, chapter: Chapter) -> None:
 
 @asynccontextmanager
 async def _editing(play: Play) -> AsyncIterator[None]:
-    """The editors are at work inside the block."""
-    task = asyncio.create_task(play.editors.edit_until_cancelled())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    """The editors are at work inside the block; what they have begun they finish."""
+    end = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(play.editors.edit_until(end))
+        try:
+            yield
+        finally:
+            end.set()
 
 
 async def overtake(play: Play, chapter: Chapter) -> None:
@@ -270,7 +284,7 @@ def _judge_outage(
     )
     chapter.claim(
         "it comes back by itself and catches up", back,
-        f"{cell(shop['rows'])} rows there, {shop['coalesced']} older ones left out",
+        f"{cell(shop['rows'])} rows there, {cell(shop['coalesced'])} older ones left out",
     )  # fmt: skip
     chapter.headline["the closed shop was behind by"] = f"{behind:.1f} s"
     chapter.headline["the worst of lake, index and cache, meanwhile"] = f"{worst:.1f} s"

@@ -47,31 +47,46 @@ class Story:
     async def tell(self) -> dict[str, Any]:
         """Play the acts; the document says whether every claim held."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        async with server_process(self.folder / "node") as server:
-            self.screen.say(f"penstock serve is process {server.pid}, native at {server.url}")
-            if self.act is not Act.PIPELINE:
-                self.screen.act("Act one: the queue", "Priorities, retries, and kill -9.")
-                self.chapters += await tell_of_the_queue(server, self.screen)
-                if self.act is Act.ALL or self.keep is not None:
+        if self.act is Act.QUEUE:
+            async with server_process(self.folder / "queue") as server:
+                await self._first_act(server)
+                if self.keep is not None:
                     await server.start()
-            if self.act is Act.QUEUE:
                 return await self._end(None, Running(_addresses(server), _queue_commands(server)))
-            return await self._second_act(server)
+        async with server_process(self.folder / "node") as server:
+            return await self._whole(server)
 
-    async def _second_act(self, server: ServerProcess) -> dict[str, Any]:
-        from penstock.cli.demo.cinema import cinema
-        from penstock.cli.demo.delta_story import tell_of_the_deltas
+    async def _first_act(self, server: ServerProcess) -> None:
+        self.screen.act("Act one: the queue", "Priorities, retries, and kill -9.")
+        self.screen.say(f"penstock serve is process {server.pid}, native at {server.url}")
+        self.chapters += await tell_of_the_queue(server, self.screen)
+
+    async def _whole(self, server: ServerProcess) -> dict[str, Any]:
+        """Spark takes its time to start: the first act is played meanwhile, on its own node."""
+        from penstock.cli.demo import delta_story
+        from penstock.cli.demo.cinema import cinema, watched
         from penstock.cli.demo.writers import Scale
 
         self.screen.act(
-            "Act two: deltas, and a pipeline on Spark",
-            "Writers that disagree, a slow sink, a failing one, and proof that all ends well.",
+            "Prologue: an archive", "A node, Redis and Spark start. Nobody waits for them to write."
         )
         scale = Scale.of(quick=self.quick)
         async with cinema(self.folder, server, self.screen, scale) as house:
-            self.chapters += await tell_of_the_deltas(house, scale, stay=self.keep is not None)
-            running = Running({**_addresses(server), "redis": house.redis.url}, house.commands())
-            return await self._end(house.recording, running)
+            async with watched(house):
+                play = await delta_story.begin(house, scale)
+                self.chapters += await delta_story.prologue(play)
+                if self.act is Act.ALL:
+                    with house.aside():
+                        async with server_process(self.folder / "queue") as queue:
+                            await self._first_act(queue)
+                self.screen.act(
+                    "Act two: deltas, and a pipeline on Spark",
+                    "Writers that disagree, a slow sink, a failing one; and all ends well.",
+                )
+                self.chapters += await delta_story.second_act(play)
+            self.chapters += await delta_story.epilogue(play, stop=self.keep is None)
+            addresses = {**_addresses(server), "redis": house.redis.url}
+            return await self._end(house.recording, Running(addresses, house.commands()))
 
     async def _end(self, recording: Recording | None, running: Running) -> dict[str, Any]:
         """The document, the picture, the summary, and the wait of somebody who stays."""

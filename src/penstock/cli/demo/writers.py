@@ -25,7 +25,7 @@ EDITORS: Final = ("ana", "ben")
 STRANGER: Final = "nobody"
 PARTITIONS: Final = {EDITS: 1, STILLS: 2}
 CHUNK: Final = 1_000
-PART_ENDS: Final = (0.3, 0.9)  # of the corpus: the first load, the bulk work, the outage's rest
+PART_ENDS: Final = (0.15, 0.85)  # of the corpus: the first load, the bulk work; then a rest
 EDIT_EVERY_S: Final = 0.2
 ORPHAN: Final = "The Reel That Never Was"
 
@@ -48,7 +48,7 @@ class Scale:
                 slow_rows_per_s=300,
             )  # fmt: skip
         return cls(
-            vectors=20_000, deltas=200_000, bulk_s=10.0, rows_per_trigger=8_000,
+            vectors=20_000, deltas=160_000, bulk_s=8.0, rows_per_trigger=8_000,
             slow_rows_per_s=2_500,
         )  # fmt: skip
 
@@ -157,10 +157,12 @@ class Editors:
             )
             self._count(name)
 
-    async def edit_until_cancelled(self) -> None:
+    async def edit_until(self, end: asyncio.Event) -> None:
         """Small corrections of the films' noise: they move nothing, but each is a change."""
         names = [name for name in films.CATALOGUE if name != films.MISFILED]
         for name, number in zip(itertools.cycle(names), itertools.count(), strict=False):
+            if end.is_set():
+                return
             await self.correct(name, {films.DIMENSIONS - 1 - number % 8: 0.001 * (number % 40)})
             await asyncio.sleep(EDIT_EVERY_S)
 
