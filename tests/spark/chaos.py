@@ -210,7 +210,7 @@ class Scene:
         """Half of the time after a trigger or two, so that there is progress; else whenever."""
         wanted = self.driver.triggers() + self.dice.choice((0, 1, 2))
         async with asyncio.timeout(START_S_MAX):
-            while self.driver.triggers() < wanted:
+            while self.driver.triggers() < wanted and self.put < len(self.corpus):
                 process = self.driver.process
                 assert process is not None and process.returncode is None, self.driver.last_words()
                 await asyncio.sleep(0.05)
