@@ -24,6 +24,18 @@ def test_rates_are_growth_per_second() -> None:
     assert rates(samples[:1], "released") == ([], [])
 
 
+def test_rates_over_a_while_are_smooth() -> None:
+    samples = [sample(at, released=100 * (at // 2)) for at in range(9)]  # every other second
+    assert set(rates(samples, "released")[1]) == {0.0, 100.0}
+    assert set(rates(samples, "released", over_s=4.0)[1][4:]) == {50.0}
+
+
+def test_what_there_is_to_see_begins_before_the_first_release() -> None:
+    recording = Recording([sample(at, released=max(0, at - 20)) for at in range(40)])
+    assert (recording.begin, recording.end) == (16.0, 39)
+    assert Recording().begin == 0.0
+
+
 def test_a_counter_that_starts_anew_is_no_negative_rate() -> None:
     """A restarted pipeline counts from zero again."""
     assert rates([sample(0, released=50), sample(1, released=3)], "released") == ([1], [0.0])

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 WIDTH_IN: Final = 9.6
 MARGINS_IN: Final = {"left": 1.0, "right": 0.25, "bottom": 0.3, "top": 0.35}  # one axis for all
-WORDS_SHARE: Final = 0.28  # of the first chart's height is for the names of the events
+WORDS_SHARE: Final = 0.36  # of the first chart's height is for the names of the events
+WORDS_ROWS: Final = 4
+LETTER: Final = 0.0085  # of the axis's width
+RATE_OVER_S: Final = 3.0  # rates are those of so many seconds: triggers come once in a while
 INK: Final = "#1f2933"
 MUTED: Final = "#66717d"
 GRID: Final = "#e6e9ed"
@@ -56,7 +59,7 @@ def throughput(recording: Recording) -> Chart:
             ("written", "written to the log", COLOURS[5]),
             ("released", "put in causal order by Spark", COLOURS[0]),
         ):
-            times, values = rates(recording.samples, name)
+            times, values = rates(recording.samples, name, over_s=RATE_OVER_S)
             axes.plot(times, values, color=colour, label=label)
             axes.fill_between(times, values, color=colour, alpha=0.10, linewidth=0)
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.0) / (1 - WORDS_SHARE))
@@ -66,7 +69,7 @@ def throughput(recording: Recording) -> Chart:
         svg = _svg(figure)
     last = recording.samples[-1] if recording.samples else None
     written, released = (last.written, last.released) if last else (0, 0)
-    best = max(rates(recording.samples, "released")[1], default=0.0)
+    best = max(rates(recording.samples, "released", over_s=RATE_OVER_S)[1], default=0.0)
     return Chart(
         title="Throughput",
         caption="Deltas per second, into the log and out of the causal order.",
@@ -84,7 +87,8 @@ def freshness(recording: Recording) -> Chart:
         for number, name in enumerate(names):
             times, lags = recording.lags(name)
             colour = COLOURS[number % len(COLOURS)]
-            axes.plot(times, [max(lag, LAG_FLOOR_S) for lag in lags], color=colour, label=name)
+            shown = [max(lag, LAG_FLOOR_S) if lag else float("nan") for lag in lags]
+            axes.plot(times, shown, color=colour, label=name)
         _logarithmic_seconds(axes)
         _legend(axes, columns=len(names) or 1)
         svg = _svg(figure)
@@ -93,7 +97,8 @@ def freshness(recording: Recording) -> Chart:
     return Chart(
         title="Freshness lag of each sink",
         caption="Age of the oldest change that a sink has yet to show. Each has a cursor of its"
-        " own: the one that fails and the one that is slow fall behind alone.",
+        " own: the one that fails and the one that is slow fall behind alone. No line: nothing"
+        " waits.",
         alt=f"Line chart of the freshness lag per sink. At worst: {listed or 'no sinks'}.",
         svg=svg,
     )
@@ -165,7 +170,7 @@ def _drawing(recording: Recording, *, height: float) -> Iterator[tuple[Figure, A
             bottom=MARGINS_IN["bottom"] / height, top=1 - MARGINS_IN["top"] / height,
         )  # fmt: skip
         axes = figure.add_subplot()
-        axes.set_xlim(0, max(recording.end, 1.0))
+        axes.set_xlim(recording.begin, max(recording.end, recording.begin + 1.0))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f} s")
         yield figure, axes
 
@@ -197,13 +202,22 @@ def _shade(axes: Axes, recording: Recording, *, text: bool = True) -> None:
 
 
 def _mark_events(axes: Axes, recording: Recording) -> None:
-    """A thin line for each event; its words take one of three rows, so that they do not meet."""
-    for number, event in enumerate(recording.events):
+    """A thin line for each event, and its name in a row where it does not meet another."""
+    width = max(recording.end - recording.begin, 1.0)
+    taken = [0.0] * WORDS_ROWS  # up to where each row is full
+    for event in recording.events:
+        at = (event.at - recording.begin) / width
+        if at < 0:
+            continue
         axes.axvline(event.at, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
-        right = event.at > recording.end * 0.8
-        words = f"{event.text} " if right else f" {event.text}"
+        length = LETTER * (len(event.text) + 2)
+        right = at + length > 1
+        start = at - length if right else at
+        row = next((row for row, end in enumerate(taken) if end <= start), WORDS_ROWS - 1)
+        taken[row] = start + length
         axes.text(
-            event.at, 0.99 - WORDS_SHARE / 3 * (number % 3), words,
+            event.at, 0.99 - WORDS_SHARE / WORDS_ROWS * row,
+            f"{event.text} " if right else f" {event.text}",
             transform=axes.get_xaxis_transform(), ha="right" if right else "left", va="top",
             fontsize=8.5, color=MUTED,
         )  # fmt: skip

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Final
 
 CLOSED: Final = "closed"
+LEAD_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,12 @@ class Recording:
     def end(self) -> float:
         return self.samples[-1].at if self.samples else 0.0
 
+    @property
+    def begin(self) -> float:
+        """Shortly before the first trigger's outcome: what there is to see begins there."""
+        released = next((s.at for s in self.samples if s.released), 0.0)
+        return max(0.0, released - LEAD_S)
+
     def sink_names(self) -> list[str]:
         """In the order of their first appearance."""
         return list(dict.fromkeys(sink.name for s in self.samples for sink in s.sinks))
@@ -119,10 +125,16 @@ class Recording:
         return list(dict.fromkeys(probe.lane for probe in self.probes))
 
 
-def rates(samples: Sequence[Sample], field_name: str) -> tuple[list[float], list[float]]:
-    """A counter's growth per second between neighbouring samples, at the end of each interval."""
+def rates(
+    samples: Sequence[Sample], field_name: str, *, over_s: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """A counter's growth per second at each sample, over the last `over_s` seconds at least."""
     times, found = [], []
-    for before, after in pairwise(samples):
+    begin = 0
+    for end, after in enumerate(samples):
+        while begin + 1 < end and samples[begin + 1].at <= after.at - over_s:
+            begin += 1
+        before = samples[begin]
         if after.at > before.at:
             grown = getattr(after, field_name) - getattr(before, field_name)
             times.append(after.at)

@@ -48,7 +48,7 @@ class Scale:
                 slow_rows_per_s=300,
             )  # fmt: skip
         return cls(
-            vectors=20_000, deltas=160_000, bulk_s=8.0, rows_per_trigger=8_000,
+            vectors=20_000, deltas=120_000, bulk_s=5.0, rows_per_trigger=6_000,
             slow_rows_per_s=2_500,
         )  # fmt: skip
 
