@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -151,6 +152,11 @@ def _read_ports(ready: Path) -> dict[str, int] | None:
 def clean_environment() -> dict[str, str]:
     """Ours without Penstock's own settings, which are meant for another server."""
     return {name: v for name, v in os.environ.items() if not name.startswith("PENSTOCK_")}
+
+
+def penstock_program() -> str:
+    """What to type to run `penstock` here: the environment need not be activated."""
+    return "penstock" if shutil.which("penstock") else str(Path(sys.executable).parent / "penstock")
 
 
 @asynccontextmanager

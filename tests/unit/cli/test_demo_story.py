@@ -51,12 +51,12 @@ def test_a_person_sees_chapters_and_what_failed(capsys: pytest.CaptureFixture[st
     told = chapters(holds=False)
     for chapter in told:
         screen.chapter(chapter)
-    screen.summary(document_of(told, seconds=2.0))
+    screen.summary({**document_of(told, seconds=2.0), "picture": "here.html"})
     shown = capsys.readouterr().out
     assert "1 · One" in shown and "2 · Two" in shown and "a remark" in shown
     assert "felt it [too]" in shown  # not taken for markup
     assert "What did not hold" in shown and "A claim failed: 1 of 2 in 2 s." in shown
-    assert "wetness" in shown
+    assert "wetness" in shown and "here.html" in shown
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(

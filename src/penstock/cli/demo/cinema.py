@@ -16,7 +16,7 @@ from penstock.cli.demo.pipeline import EDITS, STILLS, PipelineProcess
 from penstock.cli.demo.recording import Event, Recording, Sample
 from penstock.cli.demo.view import Screen
 from penstock.cli.demo.watch import Ledger, Prober, Vector, look
-from penstock.cli.process import ServerProcess
+from penstock.cli.process import ServerProcess, penstock_program
 
 if TYPE_CHECKING:
     from penstock.cli.demo.writers import Scale
@@ -125,12 +125,13 @@ class Cinema:
     def commands(self) -> list[str]:
         """What somebody who stays may want to type."""
         config, url = self.pipeline.config, self.server.url
+        program = penstock_program()
         like = f"--namespace {films.FILMS} --like {shlex.quote(films.MISFILED)}"
         return [
-            f"penstock pipeline status --config {config}",
-            f"penstock pipeline audit --config {config}",
-            f"penstock pipeline search --config {config} {like}",
-            f"penstock --url {url} deltas tail {EDITS}",
+            f"{program} pipeline status --config {config}",
+            f"{program} pipeline audit --config {config}",
+            f"{program} pipeline search --config {config} {like}",
+            f"{program} --url {url} deltas tail {EDITS}",
             f"touch {self.pipeline.outage}    # the shop fails until you remove it",
         ]
 

@@ -16,7 +16,7 @@ from penstock.cli.demo.claims import Chapter, document_of
 from penstock.cli.demo.queue_story import tell_of_the_queue
 from penstock.cli.demo.recording import Recording
 from penstock.cli.demo.view import Screen
-from penstock.cli.process import ServerProcess, server_process
+from penstock.cli.process import ServerProcess, penstock_program, server_process
 from penstock.model.version import __version__
 
 
@@ -109,7 +109,8 @@ def _addresses(server: ServerProcess) -> dict[str, str]:
 
 
 def _queue_commands(server: ServerProcess) -> list[str]:
-    return [f"penstock --url {server.url} stats", f"penstock --url {server.url} topic list"]
+    program = penstock_program()
+    return [f"{program} --url {server.url} stats", f"{program} --url {server.url} topic list"]
 
 
 def _made() -> str:

@@ -71,7 +71,10 @@ class Screen:
         from rich import box
         from rich.table import Table
 
-        made = Table(title=title, title_justify="left", box=box.ROUNDED, width=WIDTH)
+        made = Table(
+            title=title, title_justify="left", box=box.ROUNDED, show_header=any(columns),
+            width=min(WIDTH, self._console.width),
+        )  # fmt: skip
         for name in columns:
             made.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
         for row in rows:
@@ -89,10 +92,12 @@ class Screen:
             rows = [(_mark(False), escape(c["text"]), escape(c["evidence"])) for c in failed]
             self.table("What did not hold", "", "claim", "evidence", rows=rows)
         if document["headline"]:
-            self.table("In short", "", ">", rows=list(document["headline"].items()))
+            self.table("In short", "", "", rows=list(document["headline"].items()))
         verdict = "[bold green]All claims hold" if document["ok"] else "[bold red]A claim failed"
         held = len(claims) - len(failed)
         self.show(f"{verdict}[/]: {held} of {len(claims)} in {document['seconds']:.0f} s.")
+        if "picture" in document:
+            self.show(f"What happened, as a picture: {escape(document['picture'])}")
 
 
 def _line(text: str, holds: bool, evidence: str) -> str:
