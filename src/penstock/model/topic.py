@@ -96,7 +96,7 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
         return self
 
     def _check_kind(self) -> None:
-        if self.kind is TopicKind.DELTA and not 1 <= self.dimensions <= DIMENSIONS_MAX:
+        if self.kind is TopicKind.DELTA and not self.dimensions:
             raise InvalidArgument(
                 f"dimensions of a delta topic must be from 1 to {DIMENSIONS_MAX}",
                 field="dimensions",
@@ -121,6 +121,7 @@ FIXED: Final = frozenset(
     {"name", "id", "kind", "dimensions", "mode", "partitions", "replication_factor"}
 )
 BOUNDS: Final[dict[str, tuple[int, int]]] = {
+    "dimensions": (0, DIMENSIONS_MAX),
     "partitions": (1, PARTITIONS_MAX),
     "k": (1, 100_000),
     "retention_ms": (0, RETENTION_MS_MAX),
