@@ -13,6 +13,7 @@ import typer
 from penstock.cli import pipeline_jobs, pipeline_status, search
 from penstock.cli.command import Answer, Invocation, command, group
 from penstock.cli.node import LogLevel
+from penstock.cli.exits import Exit
 from penstock.cli.output import say, to_json
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def run(
     _announce(pipeline, as_json=cli.json)
     pipeline.wait()
     found = pipeline_status.look(settings.state)
-    return Answer(document=found, view=lambda: pipeline_status.view_of(found))
+    code = Exit.FAILED if pipeline.delivery.halted else Exit.OK
+    return Answer(document=found, view=lambda: pipeline_status.view_of(found), code=code)
 
 
 def _stop_on_signals(pipeline: Pipeline) -> None:
