@@ -10,8 +10,8 @@ from tests.spark import chaos
 
 @pytest.mark.timeout(400)
 async def test_kills_of_driver_node_and_redis_lose_and_double_nothing(tmp_path: Path) -> None:
-    kills = ["driver", "node", "redis", "driver", "redis", "node"]
-    found = await chaos.play(tmp_path, kills=kills, rows=20_000, seconds=30, seed=1)
-    assert found["put"] == 20_000
+    kills = ["redis", "node", "driver"]
+    found = await chaos.play(tmp_path, kills=kills, rows=10_000, seconds=15, seed=1)
+    assert found["put"] == 10_000
     assert found["ok"], found
     assert set(found["sinks"]) == {"lake", "index", "cache"}
