@@ -12,8 +12,8 @@ import typer
 
 from penstock.cli import pipeline_jobs, pipeline_status, search
 from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.node import LogLevel
 from penstock.cli.exits import Exit
+from penstock.cli.node import LogLevel
 from penstock.cli.output import say, to_json
 
 if TYPE_CHECKING:
