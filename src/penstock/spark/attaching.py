@@ -61,6 +61,10 @@ def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> li
     return attached
 
 
-def payloads_wanted(sinks: Sequence[Attached]) -> bool:
-    """Whether some sink is fed the deltas' original bytes."""
-    return any(attached.sink.feed & Feed.PAYLOADS for attached in sinks)
+def feed_of(sinks: Sequence[Attached]) -> Feed:
+    """What some sink is fed. Deltas are wanted wherever there is a sink at all: its routes and
+    its dead letters are made of them."""
+    feed = Feed.DELTAS if sinks else Feed(0)
+    for attached in sinks:
+        feed |= attached.sink.feed
+    return feed

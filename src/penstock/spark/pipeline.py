@@ -26,7 +26,8 @@ import msgspec
 
 from penstock.errors import FailedPrecondition
 from penstock.node.logs import get_logger
-from penstock.spark.attaching import LazyTopicWriter, attach, payloads_wanted
+from penstock.sinks.protocol import Feed
+from penstock.spark.attaching import LazyTopicWriter, attach, feed_of
 from penstock.spark.delivery.delivery import Delivery
 from penstock.spark.delivery.letters import LetterBox, create_on
 from penstock.spark.fold.changes import ChangeLog
@@ -149,7 +150,7 @@ class Pipeline:
         identity = identity.with_topics(configs, candidates=candidates)
         folder.save(identity)
         changes = self._changes(folder)
-        plan = _fold_plan(settings, identity, node=node, payloads=payloads_wanted(sinks))
+        plan = _fold_plan(settings, identity, node=node, feed=feed_of(sinks))
         self.changes, self.identity = changes, identity
         self.ingest = Ingest(
             settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
@@ -234,7 +235,7 @@ def _connecting(settings: PipelineSettings) -> Connecting:
 
 
 def _fold_plan(
-    settings: PipelineSettings, identity: Identity, *, node: Connecting, payloads: bool
+    settings: PipelineSettings, identity: Identity, *, node: Connecting, feed: Feed
 ) -> FoldPlan:
     return FoldPlan(
         pipeline=identity.id,
@@ -243,5 +244,5 @@ def _fold_plan(
         dimensions={name: topic.dimensions for name, topic in identity.topics.items()},
         options=identity.propagation,
         snapshot_deltas=settings.snapshot_deltas,
-        payloads=payloads,
+        feed=feed,
     )

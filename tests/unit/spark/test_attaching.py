@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Feed
-from penstock.spark.attaching import attach, payloads_wanted
+from penstock.spark.attaching import attach, feed_of
 from penstock.spark.delivery.delivery import Attached
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import Connecting
@@ -30,12 +30,14 @@ def test_nothing_is_connected_to_before_it_is_opened(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_payloads_are_wanted_by_those_who_pass_them_on(tmp_path: Path) -> None:
+def test_what_is_written_is_what_the_sinks_take(tmp_path: Path) -> None:
     lake = attached(tmp_path, {"kind": "lake", "path": str(tmp_path / "lake")})
     remote = attached(tmp_path, {"kind": "remote", "topic": "copy", "url": "penstock://h:2"})
-    assert not payloads_wanted(lake)
-    assert remote[0].sink.feed & Feed.PAYLOADS
-    assert payloads_wanted([*lake, *remote])
+    cache = attached(tmp_path, {"kind": "cache", "url": "redis://127.0.0.1:1"})
+    assert feed_of([]) == Feed(0)
+    assert feed_of(remote) == Feed.DELTAS | Feed.PAYLOADS
+    assert feed_of(cache) == feed_of(lake) == Feed.STATES | Feed.DELTAS
+    assert Feed.PAYLOADS in feed_of([*lake, *remote])
 
 
 @pytest.mark.parametrize(

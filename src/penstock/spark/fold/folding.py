@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.errors import Corruption
 from penstock.propagation.partition import Outcome, PropagationOptions, Propagator
+from penstock.sinks.protocol import Feed
 from penstock.spark.fold.change_file import ChangeWriter, Part
 from penstock.spark.fold.log_deltas import find_forgotten, read_deltas
 from penstock.spark.fold.output import total, write_outcomes
@@ -74,7 +75,7 @@ class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: dict[str, int]  # by topic
     options: PropagationOptions
     snapshot_deltas: int
-    payloads: bool = False  # some sink wants the deltas' original bytes
+    feed: Feed = Feed.STATES | Feed.DELTAS  # what the sinks make use of; nothing else is written
 
 
 class StateCache:
@@ -191,7 +192,7 @@ class PartitionStep:
             outcomes,
             topic=topic,
             partition=partition,
-            payloads=self._plan.payloads,
+            feed=self._plan.feed,
             quarantined=quarantined,
         )
         return writer.finish(first=first, last=last, counts=total(outcomes))

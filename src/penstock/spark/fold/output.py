@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.model.delta_format import NO_ID
 from penstock.propagation.partition import Outcome
+from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, states_table
 from penstock.spark.fold.change_file import LANES, ChangeWriter
 
@@ -37,22 +38,29 @@ def write_outcomes(
     *,
     topic: str,
     partition: int,
-    payloads: bool,
+    feed: Feed,
     quarantined: int,
 ) -> None:
-    """Add all sections; `quarantined` deltas of the partition came before these."""
+    """Add what `feed` names, and the quarantine; `quarantined` of the partition came before."""
     place: dict[str, Any] = {"topic": topic, "partition": partition}
-    states = _newest([states_table(outcome.touched, **place) for outcome in outcomes])
+    if Feed.STATES in feed:
+        _write_states(writer, [states_table(outcome.touched, **place) for outcome in outcomes])
+    if Feed.DELTAS in feed:
+        payloads = Feed.PAYLOADS in feed
+        tables = [deltas_table(outcome, **place, payloads=payloads) for outcome in outcomes]
+        writer.add("deltas", pa.concat_tables(tables))
+    for outcome in outcomes:
+        quarantined += len(outcome.quarantined)
+    writer.add("quarantine", _quarantine(outcomes, last=quarantined, **place))
+
+
+def _write_states(writer: ChangeWriter, tables: Sequence[pa.Table]) -> None:
+    states = _newest(tables)
     lanes = states["lane"].to_numpy()
     for lane in range(LANES):
         rows = np.flatnonzero(lanes == lane)
         whole = len(rows) == len(lanes)
         writer.add("states", states if whole else states.take(pa.array(rows)), lane=lane)
-    tables = [deltas_table(outcome, **place, payloads=payloads) for outcome in outcomes]
-    writer.add("deltas", pa.concat_tables(tables))
-    for outcome in outcomes:
-        quarantined += len(outcome.quarantined)
-    writer.add("quarantine", _quarantine(outcomes, last=quarantined, **place))
 
 
 def total(outcomes: Sequence[Outcome]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from penstock.errors import Corruption, StorageFailed
 from penstock.model.delta import Delta, Op, encode
 from penstock.propagation.options import PropagationOptions
 from penstock.propagation.partition import Propagator
-from penstock.sinks.protocol import Items
+from penstock.sinks.protocol import Feed, Items
 from penstock.spark.fold.change_file import Part, read_section
 from penstock.spark.fold.folding import FoldPlan, Head, PartitionStep, Range, StateCache
 from penstock.spark.fold.log_deltas import read_deltas
@@ -191,9 +191,18 @@ def test_a_snapshot_of_another_sequence_is_refused(node: RunningNode, tmp_path: 
 
 
 def test_payloads_travel_only_when_a_sink_wants_them(node: RunningNode, tmp_path: Path) -> None:
-    steps = Steps(node, tmp_path, payloads=True)
+    steps = Steps(node, tmp_path, feed=Feed.DELTAS | Feed.PAYLOADS)
     _, part = steps.run(None, 1, 50)
     assert all(len(row["payload"]) >= 112 for row in steps.rows(part, "deltas"))
+
+
+def test_nothing_is_written_that_no_sink_takes(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path, feed=Feed(0))
+    head, part = steps.run(None, 1, 50)
+    assert part.counts["released"] > 0 and head.sequence == 50
+    assert part.file is None and not list(steps.data.iterdir())
+    _, part = Steps(node, tmp_path / "deltas", feed=Feed.DELTAS).run(None, 1, 50)
+    assert {section.kind for section in part.sections} == {"deltas"}
 
 
 def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path: Path) -> None:
