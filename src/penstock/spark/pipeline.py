@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = get_logger(__name__)
+# Spark gives a task any worker process. With as many tasks as cores, partitions change workers
+# every other trigger, and each time their state is made anew. Half as many leave a core to the
+# node, the JVM and the sinks besides.
+CORES_PER_TASK: Final = 2
 STOP_S: Final = 60.0  # for a trigger under way, and for a sink's write under way
 DRAIN_S_MAX: Final = 7 * 24 * 3600.0  # of a run that ends by itself: until its sinks have it all
 
@@ -143,7 +147,8 @@ class Pipeline:
         spark = self._spark()
         partitions = sum(config.partitions for config in configs)
         if not identity.tasks:
-            tasks = min(partitions, spark.sparkContext.defaultParallelism)
+            cores = spark.sparkContext.defaultParallelism
+            tasks = max(1, min(partitions, cores // CORES_PER_TASK))
             identity = msgspec.structs.replace(identity, tasks=tasks)
         slots = partitions + sum(len(topic.slots) for topic in identity.topics.values())
         candidates = slot_candidates(spark, tasks=identity.tasks, wanted=slots)

@@ -84,7 +84,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     master: str | None = None  # of a Spark cluster; None: this machine
     cores: int | None = None  # threads in local mode, spark.cores.max on a cluster
     spark: dict[str, str] = {}  # further settings of the session
-    tasks: int | None = None  # of the fold, fixed at the first run; None: by cores and partitions
+    tasks: int | None = None  # of the fold, fixed at the first run; None: half the cores
     trigger_interval_s: float = 0.5  # at least this long from one trigger's start to the next
     target_trigger_s: float = 5.0  # the rate is adapted so that a trigger takes less
     rows_per_trigger: RowsPerTrigger = RowsPerTrigger()
