@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,22 +16,22 @@ from penstock.model.topic import TopicConfig
 T = TypeVar("T")
 
 
-class Administration(Generic[T]):
+class Administration(ABC, Generic[T]):
     """The administrative half of a topic."""
 
     def __init__(self, link: Link, name: str, content: Content[T]) -> None:
         self.link, self.name, self.content = link, name, content
 
     @property
-    def config(self) -> TopicConfig:
-        raise NotImplementedError
+    @abstractmethod
+    def config(self) -> TopicConfig: ...
 
+    @abstractmethod
     def _configure(self, config: TopicConfig | None) -> None:
         """Remember the configuration; None: the topic is gone."""
-        raise NotImplementedError
 
-    async def opened(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    async def opened(self) -> Any: ...
 
     @property
     def id(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from heapq import heappop, heappush
@@ -48,7 +49,7 @@ class Source(Origin, Protocol):
     def forget(self, consumer: Consumer[Any, Any]) -> None: ...
 
 
-class Consumer(Generic[T, Out]):
+class Consumer(ABC, Generic[T, Out]):
     """An async iterator over leases. Leave its loop, its `async with`, or call `aclose` to stop."""
 
     def __init__(
@@ -107,9 +108,9 @@ class Consumer(Generic[T, Out]):
                     await self._receive()
             return None
 
+    @abstractmethod
     def _best(self) -> Out | None:
         """The next of what waits."""
-        raise NotImplementedError
 
     async def _receive(self) -> None:
         """Wait for a delivery; open the stream if there is none, or if it was lost."""
@@ -164,17 +165,17 @@ class Consumer(Generic[T, Out]):
             self._keeper.keep(batch)
         self._store(batch)
 
+    @abstractmethod
     def _store(self, batch: MessageBatch[T]) -> None:
         """Let the units of a delivery wait for their turn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hand_out(self, unit: Out) -> bool:
         """False if its lease was lost while it waited."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _released(self, batch: MessageBatch[Any], leases: int) -> None:
         """So many leases of `batch` that were out have ended."""
-        raise NotImplementedError
 
     def _ended(self, units: int) -> None:
         """So many units that were handed out need no slot any longer."""
@@ -227,9 +228,9 @@ class Consumer(Generic[T, Out]):
             # They come back by themselves when their leases run out.
             log.warning("%d leases were not given back: %s", len(tokens), error)
 
+    @abstractmethod
     def _take(self, unit: Out) -> list[LeaseToken]:
         """Mark a unit that waited as settled; the leases that end with it."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         self._entered = True

@@ -8,6 +8,7 @@ slice by slice, when the reader takes one.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -39,7 +40,7 @@ class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     columns: Columns
 
 
-class Stream(Generic[Item]):
+class Stream(ABC, Generic[Item]):
     """One open stream, read once. It ends by `close`, by the server, or with an error."""
 
     def __init__(self, sender: Sender, number: int) -> None:
@@ -110,13 +111,13 @@ class Stream(Generic[Item]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @abstractmethod
     def _decode(self, payload: memoryview) -> Any:
         """On arrival: cheap, for the reader may never come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, arrived: Any) -> Item:
         """When the reader takes it."""
-        raise NotImplementedError
 
 
 class LeaseStream(Stream[DeliveredBatch]):
