@@ -7,7 +7,6 @@ they hold the vectors' creation, which is not what is measured.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +65,8 @@ def read(bench: Bench, folder: Path) -> Values:
 
 
 def _streamed(bench: Bench, folder: Path, *, mode: str) -> float:
+    from penstock.spark.fold.ingest import rows_of
+
     stream = (
         bench.spark.readStream.format("penstock")
         .options(url=bench.load.url, topic=TOPIC, mode=mode)
@@ -80,19 +81,9 @@ def _streamed(bench: Bench, folder: Path, *, mode: str) -> float:
     )
     query.awaitTermination()
     triggers = [p for p in query.recentProgress if p["numInputRows"]][1:]
-    rows = sum(_sequences(p["sources"][0]) for p in triggers)
+    rows = sum(rows_of(p["sources"][0])[0] for p in triggers)
     ms: int = sum(p["durationMs"]["triggerExecution"] for p in triggers)
     return rows / ms * 1000
-
-
-def _sequences(source: Any) -> int:
-    begin, end = (_offsets(source[name]) for name in ("startOffset", "endOffset"))
-    return sum(end[place] - begin.get(place, 1) for place in end)
-
-
-def _offsets(text: Any) -> dict[tuple[str, str], int]:
-    tree = json.loads(text) if isinstance(text, str) else (text or {})
-    return {(topic, p): at for topic, found in tree.items() for p, at in found.items()}
 
 
 # --- folding, without and with sinks ---

@@ -157,7 +157,7 @@ class Ingest:
             return
         self._failures = 0
         seconds = found["durationMs"].get("triggerExecution", 0) / 1000
-        rows, begin, end, newest = _rows_of(found["sources"][0])
+        rows, begin, end, newest = rows_of(found["sources"][0])
         first = self._progress.get("place", ("",))[0] != str(query.runId)
         self._progress = {
             "place": place, "trigger": found["batchId"], "seconds": seconds, "sequences": rows,
@@ -220,7 +220,7 @@ def _conf(spark: SparkSession, settings: dict[str, str]) -> Iterator[None]:
             spark.conf.set(name, str(known))
 
 
-def _rows_of(source: Any) -> tuple[int, Any, Any, int]:
+def rows_of(source: Any) -> tuple[int, Any, Any, int]:
     """Sequences that a trigger covered, its offsets, and how many were still to come."""
     begin, end, newest = (_offsets(source[name]) for name in _OFFSETS)
     rows = sum(n - begin.get(place, 1) for place, n in end.items())
