@@ -41,6 +41,12 @@ LOG_POINTS: Final = (
     "log.recover.zeroed",
 )
 
+# Points that only a replica of several passes, in the order of its life.
+REPLICA_POINTS: Final = (
+    "log.replica.before",
+    "log.replica.after",
+)
+
 
 _name, _left = "", 0
 

@@ -93,6 +93,14 @@ def sync_folder(path: Path) -> None:
     os.fsync(handle.fd)
 
 
+def make_folder(path: Path) -> None:
+    """Make a partition's folder, if it is missing, so that it is still there after a power cut."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent)
+        sync_folder(path.parent.parent)
+
+
 def write_whole(path: Path, buffers: Sequence[Buffer]) -> None:
     """Create or replace a file in one step that a crash cannot split, and make it durable."""
     new = path.with_name(path.name + ".tmp")

@@ -16,7 +16,7 @@ nothing by itself, but a mark that calls the bad batch durable does.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from crc32c import crc32c
 
@@ -29,6 +29,7 @@ MARK_MAGIC: Final = 0x314D5350  # "PSM1"
 FLOOR_MAGIC: Final = 0x314C5350  # "PSL1"
 INDEX_MAGIC: Final = 0x31495350  # "PSI1"
 SNAPSHOT_MAGIC: Final = 0x314E5350  # "PSN1"
+REPLICA_MAGIC: Final = 0x31525350  # "PSR1"
 VERSION: Final = 1
 
 _CRC: Final = struct.Struct("<I")
@@ -39,6 +40,7 @@ _PLACE: Final = struct.Struct("<IIQ")
 _FLOOR: Final = struct.Struct("<IHHQQQQ20x")
 _INDEX: Final = struct.Struct("<IHHQQQII20x")
 _SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
+_REPLICA: Final = struct.Struct("<IHHQ64s44x")
 
 HEADER_SIZE: Final = _SEGMENT.size + 4
 FOOTER_SIZE: Final = _FOOTER.size + 4
@@ -46,6 +48,7 @@ MARK_SIZE: Final = _MARK.size + 4
 FLOOR_SIZE: Final = _FLOOR.size + 4
 INDEX_SIZE: Final = _INDEX.size + 4
 SNAPSHOT_SIZE: Final = _SNAPSHOT.size + 4
+REPLICA_SIZE: Final = _REPLICA.size + 4
 
 COMPACTED: Final = 1  # flag of a segment that was rewritten: no flush marks in it
 
@@ -171,11 +174,28 @@ class SnapshotHeader(NamedTuple):
         return SnapshotHeader(*fields)
 
 
+class ReplicaRecord(NamedTuple):
+    promised: int  # the highest epoch promised
+    uuid: str  # at most 64 bytes
+
+    def encode(self) -> bytes:
+        text = self.uuid.encode()
+        if not 0 < len(text) <= 64:
+            raise ValueError(f"not a replica's uuid: {self.uuid!r}")
+        return _sealed(_REPLICA.pack(REPLICA_MAGIC, VERSION, 0, self.promised, text))
+
+    @staticmethod
+    def decode(data: Buffer) -> ReplicaRecord:
+        what = "replica record"
+        _, promised, text = _opened(data, _REPLICA, magic=REPLICA_MAGIC, what=what)
+        return ReplicaRecord(promised, text.rstrip(b"\0").decode())
+
+
 def _sealed(record: bytes) -> bytes:
     return record + _CRC.pack(crc32c(record))
 
 
-def _opened(data: Buffer, form: struct.Struct, *, magic: int, what: str) -> tuple[int, ...]:
+def _opened(data: Buffer, form: struct.Struct, *, magic: int, what: str) -> tuple[Any, ...]:
     """Check size, magic, CRC and version of a record; returns its fields from the flags on."""
     size = form.size
     if len(data) != size + 4:

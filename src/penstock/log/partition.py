@@ -8,8 +8,9 @@ Three parties use a log at once, without waiting for each other:
 - upkeep threads scan, snapshot, drop and rewrite sealed segments.
 
 Invariants: sequences have no gap · `sequence_first - 1 <= sequence_durable <= sequence_last` · a
-batch is readable only when durable · after a failed write nothing is ever acknowledged again ·
-the list of segments is replaced, never changed, so a reader's view of it stays whole.
+batch is readable only when durable, except to who asks for staged ones · after a failed write
+nothing is ever acknowledged again · the list of segments is replaced, never changed, so a
+reader's view of it stays whole.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from penstock.errors import DiskFull, FailedPrecondition, NotFound, StorageFaile
 from penstock.log.cache import BatchCache
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
-from penstock.log.files import storage_errors, sync_folder
+from penstock.log.files import make_folder, storage_errors, sync_folder
 from penstock.log.index import sidecar
 from penstock.log.layout import SegmentHeader
+from penstock.log.pending import Pending
 from penstock.log.reader import Reader
 from penstock.log.recovery import Recovered, Recovery
 from penstock.log.segment import Segment, SegmentInfo, save_index
@@ -59,6 +61,7 @@ class PartitionLog:
         newest = found.segments[-1] if found.segments else None
         self._table = SegmentTable(found.segments, index_bytes=options.index_bytes)
         self._cache = BatchCache(options.cache_bytes)
+        self._pending = Pending()
         self._reader = Reader(self._table, self._cache)
         self._staging = Staging(folder, options, newest)
         self._writer = Writer(newest, found.floor, floor_s=options.floor_s)
@@ -82,10 +85,7 @@ class PartitionLog:
         cut off in `.rot` files, and says so in the log at the highest level.
         """
         with storage_errors(folder):
-            if not folder.is_dir():
-                folder.mkdir(parents=True, exist_ok=True)
-                sync_folder(folder.parent)
-                sync_folder(folder.parent.parent)
+            make_folder(folder)
             recovery = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot)
             found = recovery.run()
             options = options or LogOptions()
@@ -128,6 +128,7 @@ class PartitionLog:
         if begun is not None:
             self._table.append(begun)
         self._cache.put(batch)
+        self._pending.add(batch)
         self.sequence_last, self.epoch_last = batch.last, batch.epoch
         self.chain_last, self.time_ms_last = batch.chain, batch.time_ms
 
@@ -147,13 +148,18 @@ class PartitionLog:
         return self._reader.read(sequence, nowait=nowait)
 
     def read_slice(
-        self, from_sequence: int, *, through: int, bytes_max: int, nowait: bool
-    ) -> list[Batch] | None:
+        self, from_sequence: int, *, through: int, bytes_max: int, nowait: bool,
+        staged: bool = False,
+    ) -> list[Batch] | None:  # fmt: skip
         """Whole batches from the one that covers `from_sequence`, none that ends past `through`.
 
         At least one if there is any, whatever its size; it may stop short of both bounds, so go on
-        from where it ended. Empty at the end of the log.
+        from where it ended. Empty at the end of the log, which with `staged` is `sequence_last`.
         """
+        if staged and from_sequence > self.sequence_durable:
+            found = self._pending.slice(from_sequence, through=through, bytes_max=bytes_max)
+            if found:
+                return found  # else it is not there, or has become durable just now
         through = min(through, self.sequence_durable)
         if from_sequence > through:
             return []
@@ -184,6 +190,7 @@ class PartitionLog:
         if error is not None:
             self._fail(error)
         self._writer.finish(flush.pieces[0])
+        self._pending.forget(self._writer.durable)
         return self._writer.durable
 
     # --- the writer thread ---
@@ -199,6 +206,7 @@ class PartitionLog:
                 sealed = self._writer.write(piece)
                 if sealed is not None:
                     self._table.touch(sealed)
+            self._pending.forget(self._writer.durable)
             self._writer.keep_floor()
             self._grow_ahead()
         except OSError as error:

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import Corruption
+from penstock.log import ReplicaFile
+
+
+def test_a_missing_file_is_made_and_kept(folder):
+    made = ReplicaFile(folder, uuid="given")
+    assert (made.uuid, made.promised) == ("given", 0)
+    assert ReplicaFile(folder, uuid="another").uuid == "given"
+
+
+def test_without_a_given_one_each_replica_has_its_own_uuid(tmp_path):
+    uuids = {ReplicaFile(tmp_path / name).uuid for name in "abc"}
+    assert len(uuids) == 3 and all(uuids)
+
+
+def test_a_promise_is_kept_and_never_falls(folder):
+    ReplicaFile(folder).promise(7)
+    again = ReplicaFile(folder)
+    again.promise(7)
+    with pytest.raises(ValueError, match="below"):
+        again.promise(6)
+    assert ReplicaFile(folder).promised == 7
+
+
+def test_renewing_changes_the_uuid_and_keeps_the_promise(folder):
+    replica = ReplicaFile(folder, uuid="old")
+    replica.promise(5)
+    assert replica.renew() == replica.uuid != "old"
+    again = ReplicaFile(folder)
+    assert (again.uuid, again.promised) == (replica.uuid, 5)
+
+
+def test_any_damage_is_refused(folder):
+    ReplicaFile(folder).promise(3)
+    path = folder / "replica"
+    whole = path.read_bytes()
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 8]) + whole[offset + 1 :])
+        with pytest.raises(Corruption):
+            ReplicaFile(folder)
+    for cut in (b"", whole[:-1]):
+        path.write_bytes(cut)
+        with pytest.raises(Corruption):
+            ReplicaFile(folder)
+
+
+def test_a_uuid_that_does_not_fit_is_refused(folder):
+    with pytest.raises(ValueError, match="uuid"):
+        ReplicaFile(folder, uuid="x" * 65)
