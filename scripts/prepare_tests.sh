@@ -1,6 +1,7 @@
 #!/bin/sh
 # What the tests need besides .venv: they break real file systems, which takes root, mount and
-# mkfs.ext4. Installs the Debian packages that are missing; says so when it cannot.
+# mkfs.ext4, and start etcd servers of their own. Fetches the Debian packages that are missing; says
+# so when it cannot.
 set -eu
 
 as_root=""
@@ -17,9 +18,20 @@ PATH="$PATH:/usr/sbin:/sbin"
 missing=""
 command -v mount >/dev/null 2>&1 || missing="$missing mount"
 command -v mkfs.ext4 >/dev/null 2>&1 || missing="$missing e2fsprogs"
-if [ -n "$missing" ]; then
-    echo "installing:$missing"
+etcd=""
+command -v etcd >/dev/null 2>&1 || etcd="etcd-server"
+if [ -n "$missing$etcd" ]; then
+    echo "installing:$missing $etcd"
     $as_root apt-get update -qq
+fi
+if [ -n "$missing" ]; then
     # shellcheck disable=SC2086 - a list of packages
     $as_root apt-get install -y -qq --no-install-recommends $missing
+fi
+# Installing the package would start a server with every boot; only its program is wanted.
+if [ -n "$etcd" ]; then
+    folder="$(mktemp -d)"
+    trap 'rm -rf "$folder"' EXIT
+    (cd "$folder" && apt-get -o APT::Sandbox::User=root download -qq "$etcd" && dpkg-deb -x ./*.deb unpacked)
+    $as_root install -m 755 "$folder/unpacked/usr/bin/etcd" /usr/local/bin/etcd
 fi
