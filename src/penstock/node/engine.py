@@ -35,7 +35,7 @@ from penstock.node.syncer import Syncer
 from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
 from penstock.node.writer import WriterPool
-from penstock.replication.coordinator import Coordinator
+from penstock.replication.single import Coordinator
 
 UPKEEP_TICK_S: Final = 0.5
 BARRIER_BYTES: Final = 4096  # of records that a partition's start may take

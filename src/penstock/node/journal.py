@@ -23,7 +23,7 @@ from penstock.model.batch import HEADER_SIZE, SCHEMAS, Batch, Codec, DeadReason,
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.node.clock import Clock
 from penstock.node.syncer import Syncer
-from penstock.replication.coordinator import Coordinator
+from penstock.replication.single import Coordinator
 
 GROW_AHEAD_BYTES: Final = 1 << 20
 DISK_RETRY_MS: Final = 1000

@@ -1,21 +1,42 @@
-"""The coordinator of one partition: epoch, quorum and commit, as a state machine without I/O.
+"""The coordinator of one partition in one epoch: quorum, commit, followers, reassignment.
 
 Rules that hold at every step:
 
 - An epoch has one coordinator. It enters with a BARRIER of its own epoch and serves nothing before
   that barrier is committed.
-- An entry is committed when a majority of the replicas holds it durably *and* it belongs to the
+- An entry is committed when a quorum of the record holds it durably *and* it belongs to the
   coordinator's own epoch; entries of earlier epochs commit beneath it.
 - The commit watermark never goes back.
+- Only a replica whose disk is the one the record names counts. Another disk under a voter's name is
+  served as a learner until it has caught up and the record names it.
 
 A single node is a cluster of one: its quorum is one, and its own `durable` report commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
+
+from penstock.errors import Backpressure, PenstockError, QuorumUnavailable
+from penstock.replication import rules
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.effects import (
+    BeganServing,
+    ChangeRecord,
+    Commit,
+    Effects,
+    Send,
+    SteppedDown,
+    Warn,
+)
+from penstock.replication.facts import LogFacts
+from penstock.replication.messages import Ack, Append, Follow
+from penstock.replication.options import ReplicationOptions
+from penstock.replication.sender import Sender, Window, answer
+
+BACKPRESSURE_RETRY_S = 0.1
 
 
 class State(Enum):
@@ -31,67 +52,239 @@ _TRANSITIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Effect: everything up to `sequence` may be answered and delivered."""
-
-    sequence: int
-    began_serving: bool  # this commit covers the barrier
-
-
 class Coordinator:
-    def __init__(self, *, epoch: int, replicas: Iterable[str], sequence_last: int) -> None:
-        self.epoch = epoch
+    def __init__(
+        self,
+        node: str,
+        *,
+        uuid: str,
+        record: PartitionRecord,
+        revision: int,
+        log: LogFacts,
+        committed: int,
+        options: ReplicationOptions,
+        now: int,
+    ) -> None:
+        self.node, self.uuid = node, uuid
+        self.record, self.revision = record, revision
+        self.epoch = record.epoch
         self.state = State.ENTERING
-        self.sequence_committed = 0
-        self.sequence_barrier = sequence_last + 1  # commits only from here upward
-        self.sequence_last = sequence_last  # appended by us or inherited
-        self._durable = dict.fromkeys(replicas, 0)  # highest matched sequence a replica synced
-        if not self._durable:
-            raise ValueError("a partition needs at least one replica")
-
-    @property
-    def quorum(self) -> int:
-        return len(self._durable) // 2 + 1
+        self.sequence_committed = committed
+        self.sequence_barrier = log.last + 1  # commits only from here upward
+        self.senders: dict[str, Sender] = {}
+        self._log, self._options = log, options
+        self._changing = False  # a change of the record is under way
+        self._quorum_ms = now  # when a quorum was alive last
+        self._credit_ms = now  # when a quorum had credit last
 
     @property
     def serving(self) -> bool:
         return self.state is State.SERVING
 
-    def on_append(self, sequence_last: int) -> None:
-        """The log was extended in this epoch."""
-        if self.state is State.DEPOSED:
-            raise RuntimeError("a deposed coordinator appended")
-        if sequence_last <= self.sequence_last:
-            raise ValueError(f"append to {sequence_last} does not follow {self.sequence_last}")
-        self.sequence_last = sequence_last
+    @property
+    def sequence_last(self) -> int:
+        return self._log.last
 
-    def on_durable(self, replica: str, sequence: int) -> Committed | None:
-        """A replica synced everything up to `sequence`; tells whether the commit advances."""
+    # --- commit ---
+
+    def on_durable(self, now: int) -> Effects:
+        """Our own disk got further."""
+        return self._advance()
+
+    def on_ack(self, ack: Ack, now: int) -> Effects:
+        sender = self.senders.get(ack.node)
+        if sender is None or sender.stream != ack.stream or ack.epoch != self.epoch:
+            return []  # of a stream that is closed
+        effects: Effects = [Warn(ack.node, what) for what in sender.on_ack(ack, now)]
+        return effects + self._advance() + self._next_change()
+
+    def _advance(self) -> Effects:
         if self.state is State.DEPOSED:
-            return None
-        if sequence > self.sequence_last:
-            raise ValueError(f"{replica} reports {sequence}, past the end {self.sequence_last}")
-        self._durable[replica] = max(self._durable[replica], sequence)
-        reached = sorted(self._durable.values(), reverse=True)[self.quorum - 1]
-        if reached <= self.sequence_committed or reached < self.sequence_barrier:
-            return None
+            return []
+        reached = rules.commit(
+            self.record.committed(self._durable()),
+            committed=self.sequence_committed,
+            barrier=self.sequence_barrier,
+        )
+        if reached <= self.sequence_committed:
+            return []
         self.sequence_committed = reached
-        began = self.state is State.ENTERING
-        if began:
+        effects: Effects = [Commit(reached)]
+        if self.state is State.ENTERING:
             self._become(State.SERVING)
-        return Committed(reached, began)
+            effects.append(BeganServing(self.epoch))
+        return effects
 
-    def on_higher_epoch(self, epoch: int) -> None:
-        """Somebody was given a higher epoch: stop."""
-        if epoch > self.epoch and self.state is not State.DEPOSED:
-            self._become(State.DEPOSED)
+    def _durable(self) -> dict[str, int]:
+        """How far each replica that counts holds our history."""
+        durable = {
+            node: sender.durable for node, sender in self.senders.items() if self._counts(sender)
+        }
+        durable[self.node] = self._log.durable
+        return durable
+
+    def _counts(self, sender: Sender) -> bool:
+        return self.record.uuids.get(sender.node) == sender.uuid
+
+    # --- followers ---
+
+    def on_follow(self, follow: Follow, now: int) -> Effects:
+        """Open a stream to a follower; a stream that it had before is void."""
+        reply = answer(
+            follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
+        )
+        self.senders.pop(follow.node, None)
+        if not reply.reseed:
+            self.senders[follow.node] = Sender(follow, matched=reply.matched, now=now)
+        return [Send(follow.node, reply)]
+
+    def on_follower_lost(self, node: str, stream: int) -> None:
+        sender = self.senders.get(node)
+        if sender is not None and sender.stream == stream:
+            del self.senders[node]
+
+    def may_send(self, node: str) -> Window | None:
+        sender = self.senders.get(node)
+        if sender is None or self.state is State.DEPOSED:
+            return None
+        return sender.window(self._log, through=self._log.last)
+
+    def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
+        sender = self.senders[node]
+        warnings = sender.on_sent(last, entries=entries, bytes=bytes, now=now)
+        return [Warn(node, what) for what in warnings]
+
+    def append(self, node: str, *, resigned: bool = False) -> Append:
+        """The head of the next slice to `node`."""
+        stream = self.senders[node].stream
+        return Append(self.node, self.epoch, stream, self.sequence_committed, resigned)
+
+    # --- time ---
+
+    def on_tick(self, now: int) -> Effects:
+        if self.state is State.DEPOSED:
+            return []
+        effects: Effects = []
+        for node, sender in self.senders.items():
+            effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
+            if now - sender.sent_ms >= self._options.heartbeat_ms:
+                sender.sent_ms = now
+                effects.append(Send(node, self.append(node)))
+        if self.record.majority(self._reachable(now)):
+            self._quorum_ms = now
+        if self.record.majority(self._with_credit()):
+            self._credit_ms = now
+        return effects + self._next_change()
+
+    def writable(self, now: int) -> PenstockError | None:
+        """Why a write cannot be taken now; None if it can."""
+        if not self.record.majority(self._reachable(now)):
+            return QuorumUnavailable(
+                f"of {len(self.record.voters)} replicas only {len(self._reachable(now))} are alive",
+                alive=sorted(self._reachable(now)),
+                voters=list(self.record.voters),
+            )
+        if now - self._credit_ms > self._options.backpressure_ms and not self.record.majority(
+            self._with_credit()
+        ):
+            return Backpressure(
+                "a majority of the replicas is slow", retry_after_s=BACKPRESSURE_RETRY_S
+            )
+        return None
+
+    def _reachable(self, now: int) -> set[str]:
+        alive = {n for n, s in self.senders.items() if s.alive(self._options, now)}
+        return {n for n in alive if self._counts(self.senders[n])} | {self.node}
+
+    def _with_credit(self) -> set[str]:
+        return {n for n, s in self.senders.items() if not s.credit.exhausted} | {self.node}
+
+    # --- who the replicas are ---
+
+    def on_record(self, record: PartitionRecord, revision: int) -> Effects:
+        """The record changed within our epoch."""
+        self._changing = False
+        self.record, self.revision = record, revision
+        for node in set(self.senders) - set(record.members):
+            del self.senders[node]
+        return self._advance() + self._next_change()
+
+    def on_change_lost(self) -> None:
+        """The swap that we asked for did not happen; the newer record is on its way."""
+        self._changing = False
+
+    def _next_change(self) -> Effects:
+        """One step towards the replica set that is wanted. Only the holder of an epoch whose
+        barrier is committed may take it, and one at a time."""
+        if not self.serving or self._changing:
+            return []
+        wanted = self._named() or self._reassigned()
+        if wanted is None:
+            return []
+        self._changing = True
+        return [ChangeRecord(wanted, self.revision)]
+
+    def _named(self) -> PartitionRecord | None:
+        """Let a member count whose disk is not the one the record names, once it has caught up."""
+        record = self.record
+        for node, sender in self.senders.items():
+            if record.is_voter(node) and not self._counts(sender) and self._caught_up(sender):
+                return msgspec.structs.replace(record, uuids={**record.uuids, node: sender.uuid})
+        if record.uuids.get(self.node) != self.uuid:
+            return msgspec.structs.replace(record, uuids={**record.uuids, self.node: self.uuid})
+        return None
+
+    def _reassigned(self) -> PartitionRecord | None:
+        record = self.record
+        if record.joint:
+            return self._left_joint()
+        if not record.target or record.target == record.voters:
+            if not record.target:
+                return None
+            return msgspec.structs.replace(record, target=())
+        coming = [n for n in record.target if n not in record.voters]
+        if any(node not in record.learners for node in coming):
+            learners = tuple(dict.fromkeys((*record.learners, *coming)))
+            return msgspec.structs.replace(record, learners=learners)
+        senders = [self.senders.get(node) for node in coming]
+        if not all(s is not None and self._caught_up(s) for s in senders):
+            return None
+        uuids = dict(record.uuids)
+        uuids |= {s.node: s.uuid for s in senders if s is not None}
+        learners = tuple(n for n in record.learners if n not in coming)
+        return msgspec.structs.replace(record, joint=record.target, learners=learners, uuids=uuids)
+
+    def _left_joint(self) -> PartitionRecord | None:
+        """The new set alone, once a majority of it holds all that is committed."""
+        record = self.record
+        alone = msgspec.structs.replace(record, voters=record.joint, joint=(), target=())
+        if alone.committed(self._durable()) < self.sequence_committed:
+            return None
+        uuids = {n: u for n, u in record.uuids.items() if n in alone.voters}
+        learners = tuple(n for n in record.learners if n not in alone.voters)
+        return msgspec.structs.replace(alone, uuids=uuids, learners=learners)
+
+    def _caught_up(self, sender: Sender) -> bool:
+        return (
+            sender.durable >= self.sequence_committed
+            and sender.lag(self._log) <= self._options.caught_up_entries
+        )
+
+    # --- the end ---
+
+    def depose(self) -> Effects:
+        """A higher epoch exists, or we gave ours up: stop."""
+        if self.state is State.DEPOSED:
+            return []
+        self._become(State.DEPOSED)
+        return [SteppedDown(self.epoch)]
 
     def validate(self) -> None:
-        assert self.sequence_committed <= self.sequence_last
-        assert self.serving == (self.sequence_committed >= self.sequence_barrier) or (
-            self.state is State.DEPOSED
-        )
+        assert self.sequence_committed <= self._log.last
+        if self.state is not State.DEPOSED:
+            assert self.serving == (self.sequence_committed >= self.sequence_barrier)
+        for sender in self.senders.values():
+            assert sender.durable < sender.next <= self._log.last + 1
 
     def _become(self, state: State) -> None:
         if state not in _TRANSITIONS[self.state]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.replication.coordinator import Coordinator, State
+from penstock.replication.single import Coordinator, State
 
 
 def coordinator(replicas: int = 3, last: int = 10) -> Coordinator:

@@ -1,0 +1,61 @@
+"""Credit: how much may be under way to one reader.
+
+    room = window − (sent − received)
+
+Both totals only ever grow and an acknowledgement names the reader's total, not a difference, so an
+acknowledgement that is lost, late or repeated does no harm. The sender keeps nothing queued: it
+reads the log when there is room, so that a slow reader costs at most its window.
+"""
+
+from __future__ import annotations
+
+
+class Credit:
+    """The sender's account of one stream, in entries and in bytes."""
+
+    __slots__ = (
+        "bytes_received", "bytes_sent", "bytes_window", "entries_received", "entries_sent",
+        "entries_window",
+    )  # fmt: skip
+
+    def __init__(self, *, entries: int, bytes: int) -> None:
+        if entries < 1 or bytes < 1:
+            raise ValueError("a window is at least 1")
+        self.entries_window, self.bytes_window = entries, bytes
+        self.entries_sent = self.bytes_sent = 0
+        self.entries_received = self.bytes_received = 0
+
+    @property
+    def entries_out(self) -> int:
+        return self.entries_sent - self.entries_received
+
+    @property
+    def entries(self) -> int:
+        """Left to send. A lone batch larger than the window may overdraw it, never twice."""
+        return max(0, self.entries_window - self.entries_out)
+
+    @property
+    def bytes(self) -> int:
+        return max(0, self.bytes_window - (self.bytes_sent - self.bytes_received))
+
+    @property
+    def exhausted(self) -> bool:
+        return self.entries == 0 or self.bytes == 0
+
+    @property
+    def low(self) -> bool:
+        """Below a fifth of the window."""
+        return self.entries * 5 < self.entries_window or self.bytes * 5 < self.bytes_window
+
+    def on_sent(self, entries: int, bytes: int) -> None:
+        if self.exhausted:
+            raise RuntimeError("sent without credit")
+        self.entries_sent += entries
+        self.bytes_sent += bytes
+
+    def on_received(self, entries: int, bytes: int) -> None:
+        """The reader has taken this much in all."""
+        if entries > self.entries_sent or bytes > self.bytes_sent:
+            raise ValueError(f"{entries} entries received, {self.entries_sent} sent")
+        self.entries_received = max(self.entries_received, entries)
+        self.bytes_received = max(self.bytes_received, bytes)

@@ -1,0 +1,206 @@
+"""The receiving end of one stream: what arrives is compared, ordered, written and vouched for.
+
+A stream begins with a handshake: we tell the epochs of our log from our commit on, the sender tells
+up to where ours equals its own (`matched`). What we have beyond that conflicts and is forgotten;
+from then on the log only grows by what the sender says, so `matched` is how far our log is known
+to be its history. Batches that come too early wait within a bound; past it, we open a new stream.
+
+    OPENING ──Followed──► TRUNCATING ──truncated──► STREAMING
+        └──────── nothing to forget ─────────────────┘
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from penstock.model.batch import Batch
+from penstock.replication import rules
+from penstock.replication.effects import Commit, Effects, Halt, Reseed, Send, Truncate, Write
+from penstock.replication.facts import LogFacts
+from penstock.replication.messages import Ack, Append, Follow, Followed
+from penstock.replication.options import ReplicationOptions
+from penstock.replication.rules import Fit
+
+
+class State(Enum):
+    OPENING = "opening"  # asked, not answered yet
+    TRUNCATING = "truncating"  # what conflicts is being forgotten
+    STREAMING = "streaming"
+    SEEDING = "seeding"  # too far behind: the driver copies a snapshot
+    CLOSED = "closed"
+
+
+class Follower:
+    """Invariants: `committed <= matched <= log.last` while streaming · the buffer is bounded."""
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        uuid: str,
+        source: str,
+        epoch: int,
+        stream: int,
+        log: LogFacts,
+        committed: int,
+        options: ReplicationOptions,
+        now: int,
+        adopt: bool = False,
+    ) -> None:
+        self.node, self.uuid, self.source = node, uuid, source
+        self.epoch, self.stream, self.adopt = epoch, stream, adopt
+        self.state = State.OPENING
+        self.matched = 0
+        self.committed = committed
+        self.heard_ms = self.opened_ms = now
+        self.resigned = False  # the sender has given up its epoch
+        self.broken = False  # the stream cannot go on: open another
+        self._log, self._options = log, options
+        self._entries = self._bytes = 0  # received in all
+        self._entries_acked = self._durable_acked = 0
+        self._buffer: dict[int, Batch] = {}  # first sequence -> a batch that came too early
+        self._buffered_ms = 0  # since when the buffer has not been empty
+        self._heard_commit = 0
+
+    def follow(self) -> Follow:
+        options = self._options
+        return Follow(
+            self.node, self.uuid, self.epoch, self.stream, self.committed,
+            self._log.tail(self.committed), options.credit_entries, options.credit_bytes,
+            self.adopt,
+        )  # fmt: skip
+
+    # --- the handshake ---
+
+    def on_followed(self, reply: Followed, now: int) -> Effects:
+        if self.state is not State.OPENING or reply.stream != self.stream:
+            return []
+        self.heard_ms = now
+        if reply.reseed:
+            self.state = State.SEEDING
+            return [Reseed(self.source)]
+        if not rules.may_truncate(reply.matched, committed=self.committed):
+            self.state = State.CLOSED
+            return [
+                Halt(
+                    f"{self.source} holds our history up to {reply.matched} only, "
+                    f"but {self.committed} is committed here"
+                )
+            ]
+        self.matched = reply.matched
+        if self._log.last > reply.matched:
+            self.state = State.TRUNCATING
+            return [Truncate(reply.matched)]
+        self.state = State.STREAMING
+        return self._advance(reply.committed) + self._drain(now)
+
+    def on_truncated(self, now: int) -> Effects:
+        if self.state is not State.TRUNCATING:
+            return []
+        self.state = State.STREAMING
+        return self._drain(now)
+
+    # --- the stream ---
+
+    def on_append(self, append: Append, batches: list[Batch], now: int) -> Effects:
+        if append.stream != self.stream or append.epoch != self.epoch:
+            return []  # of a stream that we have left
+        if self.state in (State.CLOSED, State.SEEDING):
+            return []
+        self.heard_ms = now
+        self.resigned = self.resigned or append.resigned
+        self._heard_commit = max(self._heard_commit, append.committed)
+        for batch in batches:
+            self._receive(batch)
+        if self.state is not State.STREAMING:
+            return self._bound(now)
+        effects = self._drain(now)
+        if not batches:
+            return [*effects, self._ack()]  # an answer to the sign of life
+        if self._entries - self._entries_acked >= self._ack_every:
+            effects.append(self._ack())
+        return effects
+
+    def _receive(self, batch: Batch) -> None:
+        """Credit comes back for what is new; a copy that the network made was never paid for."""
+        streaming = self.state is State.STREAMING
+        if batch.first in self._buffer or (streaming and batch.first <= self._log.last):
+            return
+        self._entries += batch.count
+        self._bytes += batch.size
+        self._buffer[batch.first] = batch
+
+    def on_durable(self, now: int) -> Effects:
+        """The disk got further: vouch for it at once, somebody waits for the quorum."""
+        if self.state is State.STREAMING and self._vouched > self._durable_acked:
+            return [self._ack()]
+        return []
+
+    def on_tick(self, now: int) -> Effects:
+        return self._bound(now)
+
+    @property
+    def _ack_every(self) -> int:
+        return min(self._options.ack_entries, max(1, self._options.credit_entries // 2))
+
+    @property
+    def _vouched(self) -> int:
+        return rules.acknowledged(self._log.durable, matched=self.matched)
+
+    def _ack(self) -> Send:
+        self._entries_acked, self._durable_acked = self._entries, self._vouched
+        return Send(
+            self.source,
+            Ack(
+                self.node, self.uuid, self.epoch, self.stream, self._entries, self._bytes,
+                self._vouched, self.epoch,
+            ),
+        )  # fmt: skip
+
+    def _drain(self, now: int) -> Effects:
+        """Take what fits from the buffer, in order."""
+        taken: list[Batch] = []
+        while self._buffer:
+            batch = self._buffer.pop(self._log.last + 1, None)
+            if batch is None:
+                break
+            if self._fit(batch) is not Fit.NEXT:
+                self.broken = True
+                break
+            self._log.extend(epoch=batch.epoch, last=batch.last)
+            self.matched = batch.last
+            taken.append(batch)
+        effects: Effects = [Write(taken)] if taken else []
+        return effects + self._bound(now) + self._advance(self._heard_commit)
+
+    def _fit(self, batch: Batch) -> Fit:
+        return rules.fit(
+            batch.first, batch.last, epoch=batch.epoch, epoch_previous=batch.epoch_previous,
+            end=self._log.end, epoch_at=self._log.epoch_at,
+        )  # fmt: skip
+
+    def _bound(self, now: int) -> Effects:
+        if not self._buffer:
+            self._buffered_ms = now
+        elif (
+            len(self._buffer) > self._options.buffer_batches
+            or now - self._buffered_ms > self._options.buffer_ms
+        ):
+            self._buffer.clear()
+            self.broken = True
+        return []
+
+    def _advance(self, committed: int) -> Effects:
+        if self.adopt:
+            return []  # its sender coordinates nothing
+        reached = rules.follower_commit(committed, matched=self.matched, committed=self.committed)
+        if reached <= self.committed:
+            return []
+        self.committed = reached
+        return [Commit(reached)]
+
+    def validate(self) -> None:
+        assert len(self._buffer) <= self._options.buffer_batches + 1
+        if self.state is State.STREAMING:
+            assert self.matched <= self._log.last
+            assert self.committed <= self.matched or self.adopt

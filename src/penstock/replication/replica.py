@@ -1,0 +1,607 @@
+"""One partition on one node, in whatever role: the machine that the driver talks to.
+
+    IDLE ──record names a coordinator──► FOLLOWING ──it is lost, we agree, epoch won──► FENCING
+      ▲                                      ▲                                            │
+      │                                      │ another is coordinator        majority promised
+      │                                      │                                            ▼
+      └────────── stepped down ──────── SERVING ◄─barrier committed─ ENTERING ◄─────── ADOPTING
+                                                                        (if another's log is better)
+
+What makes the roles safe is in `rules`; what each does is in `follower`, `coordinator` and
+`nomination`. This module decides which of them is in charge, and keeps the promise: **a replica
+acts in an epoch only after its promise to refuse all earlier ones is on disk.**
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from penstock.errors import PenstockError, Unavailable
+from penstock.model.batch import Batch
+from penstock.replication import rules
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.coordinator import Coordinator
+from penstock.replication.effects import (
+    AppendBarrier,
+    CloseStream,
+    Effects,
+    Halt,
+    OpenStream,
+    Persist,
+    Retire,
+    Send,
+    SteppedDown,
+    TakeEpoch,
+)
+from penstock.replication.facts import LogFacts
+from penstock.replication.follower import Follower
+from penstock.replication.follower import State as Following
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.replication.nomination import Nomination, Policy, candidates
+from penstock.replication.options import ReplicationOptions
+from penstock.replication.rules import End
+from penstock.replication.sender import Sender, Window, answer
+
+
+class Role(Enum):
+    IDLE = "idle"  # no coordinator is known, or we are no member
+    FOLLOWING = "following"
+    FENCING = "fencing"  # we hold the epoch and gather promises
+    ADOPTING = "adopting"  # we copy the best log among those who promised
+    ENTERING = "entering"  # our barrier is appended, not committed
+    SERVING = "serving"
+    HALTED = "halted"  # a rule was broken; nothing is done any more
+
+
+class Replica:
+    def __init__(
+        self,
+        node: str,
+        *,
+        uuid: str,
+        promised: int,
+        committed: int,
+        log: LogFacts,
+        options: ReplicationOptions | None = None,
+        policy: Policy = Policy.BALANCED,
+    ) -> None:
+        self.node, self.uuid = node, uuid
+        self.promised = promised  # as it is on disk
+        self.log = log
+        self.options, self.policy = options or ReplicationOptions(), policy
+        self.role = Role.IDLE
+        self.record: PartitionRecord | None = None
+        self.revision = 0
+        self.coordinator: Coordinator | None = None
+        self.follower: Follower | None = None
+        self._committed = committed
+        self._alive: dict[str, int] = {}
+        self._promising = promised  # greatest epoch asked to be persisted
+        self._promised_ms = 0  # when we promised an epoch whose record we had not seen
+        self._fences: list[Fence] = []  # to be answered once the promise is on disk
+        self._ends: dict[str, End] = {}  # of those who promised our epoch
+        self._sought: End | None = None  # the end of the log that we adopt
+        self._attempt_ms = 0  # of the fencing or adopting that is under way
+        self._lending: Sender | None = None  # to a taker that adopts our log
+        self._streams = 0
+        self._nomination = Nomination(node, self.options)
+
+    # --- what is known ---
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @property
+    def epoch(self) -> int:
+        return self.record.epoch if self.record else 0
+
+    @property
+    def serving(self) -> bool:
+        return self.role is Role.SERVING
+
+    @property
+    def counts(self) -> bool:
+        """Whether this disk is one of those that the record counts on."""
+        record = self.record
+        if record is None or not record.is_voter(self.node):
+            return False
+        return record.uuids.get(self.node, self.uuid) == self.uuid
+
+    def writable(self, now: int) -> PenstockError | None:
+        """Why a write cannot be taken here now; None if it can."""
+        if self.coordinator is None or not self.serving:
+            return Unavailable("this node does not coordinate the partition")
+        return self.coordinator.writable(now)
+
+    # --- metadata ---
+
+    def on_record(self, record: PartitionRecord, revision: int, now: int) -> Effects:
+        """A version of the partition's record; one that we have seen, or an older one, is void."""
+        if revision <= self.revision or self.role is Role.HALTED:
+            return []
+        self.record, self.revision = record, revision
+        if self.coordinator is not None and record.epoch == self.coordinator.epoch:
+            effects = self._from_coordinator(self.coordinator.on_record(record, revision))
+            if not record.is_voter(self.node):
+                effects += self._step_down()
+        elif self.role in (Role.FENCING, Role.ADOPTING) and record.coordinator == self.node:
+            effects = []  # lists changed under the epoch that we are entering
+        else:
+            effects = self._step_down()
+            if record.coordinator and record.coordinator != self.node:
+                effects += self._begin_following(now)
+        if self.node not in record.members:
+            effects += self._retire()
+        return effects
+
+    def on_epoch_taken(self, record: PartitionRecord, revision: int, now: int) -> Effects:
+        """We have won the epoch of this record."""
+        if revision < self.revision or self.role is Role.HALTED:
+            return []  # somebody was faster still
+        self.record, self.revision = record, revision
+        effects = self._step_down()
+        self._close_stream(effects)
+        if not self.counts:
+            return effects
+        self.role = Role.FENCING
+        self._ends, self._sought = {}, None
+        self._attempt_ms = now
+        return effects + self._persist(record.epoch)
+
+    def on_members(self, alive: Mapping[str, int], now: int) -> Effects:
+        """The nodes that are registered now, with the revision that each was created at."""
+        self._alive = dict(alive)
+        return []
+
+    # --- promises ---
+
+    def on_fence(self, fence: Fence, now: int) -> Effects:
+        if not rules.accepts(max(self.promised, self._promising), fence.epoch):
+            return [Send(fence.node, self._fenced())]
+        effects: Effects = []
+        if self.epoch < fence.epoch:
+            self._promised_ms = now
+            effects += self._step_down()
+            self._close_stream(effects)
+        self._fences.append(fence)
+        if self.promised >= fence.epoch:
+            return effects + self._answer_fences()
+        return effects + self._persist(fence.epoch)
+
+    def on_persisted(self, promised: int, now: int) -> Effects:
+        self.promised = max(self.promised, promised)
+        effects = self._answer_fences()
+        if self.epoch == self.promised:
+            if self.role is Role.FENCING:
+                effects += self._on_own_promise(now)
+            elif self.role is Role.FOLLOWING and self.follower is None:
+                effects += self._open_stream(now)
+        return effects
+
+    def _persist(self, epoch: int) -> Effects:
+        if epoch <= self._promising:
+            return []
+        self._promising = epoch
+        return [Persist(epoch)]
+
+    def _answer_fences(self) -> Effects:
+        ready = [fence for fence in self._fences if fence.epoch <= self.promised]
+        self._fences = [fence for fence in self._fences if fence.epoch > self.promised]
+        return [Send(fence.node, self._fenced()) for fence in ready]
+
+    def _fenced(self) -> Fenced:
+        """What we vouch for: synced entries only."""
+        durable = self.log.durable
+        epoch = self.log.epoch_at(durable) if durable else 0
+        return Fenced(
+            self.node, self.uuid, max(self.promised, self._promising), epoch or 0, durable,
+            self._committed,
+        )  # fmt: skip
+
+    # --- taking over ---
+
+    def _on_own_promise(self, now: int) -> Effects:
+        assert self.record is not None
+        self._ends[self.node] = self.log.end
+        others = [n for n in self._quorum_nodes() if n != self.node]
+        fences: Effects = [Send(node, Fence(self.node, self.epoch)) for node in others]
+        return fences + self._with_promises(now)
+
+    def _quorum_nodes(self) -> list[str]:
+        assert self.record is not None
+        return list(dict.fromkeys(self.record.voters + self.record.joint))
+
+    def on_fenced(self, reply: Fenced, now: int) -> Effects:
+        if self.role is not Role.FENCING or self.record is None:
+            return []
+        if reply.promised > self.epoch:
+            self.role = Role.IDLE  # a later epoch exists; its record is on its way
+            return []
+        if reply.promised < self.epoch or self.record.uuids.get(reply.node) != reply.uuid:
+            return []  # not ours, or a disk that does not count
+        self._ends[reply.node] = reply.end
+        return self._with_promises(now)
+
+    def _with_promises(self, now: int) -> Effects:
+        """A quorum has promised: go on from the best of their logs."""
+        assert self.record is not None
+        if not self.record.majority(self._ends):
+            return []
+        best = rules.best_log(self._ends, self.node)
+        if best == self.node:
+            return self._enter(now)
+        self.role = Role.ADOPTING
+        self._sought = self._ends[best]
+        self._attempt_ms = now
+        return self._open_stream(now, source=best, adopt=True)
+
+    def _check_adopted(self, now: int) -> Effects:
+        """Enter once the log that we chose is in ours; it may have grown since it was chosen."""
+        sought = self._sought
+        if self.role is not Role.ADOPTING or sought is None:
+            return []
+        return self._enter(now) if self.log.epoch_at(sought.sequence) == sought.epoch else []
+
+    def _enter(self, now: int) -> Effects:
+        effects: Effects = []
+        self._close_stream(effects)
+        assert self.record is not None
+        self.role = Role.ENTERING
+        self._nomination.reset()
+        self.coordinator = Coordinator(
+            self.node,
+            uuid=self.uuid,
+            record=self.record,
+            revision=self.revision,
+            log=self.log,
+            committed=self._committed,
+            options=self.options,
+            now=now,
+        )
+        return [*effects, AppendBarrier(self.epoch)]
+
+    # --- following ---
+
+    def _begin_following(self, now: int) -> Effects:
+        if self.record is None or not rules.accepts(self._promising, self.record.epoch):
+            return []
+        effects: Effects = []
+        self._close_stream(effects)
+        if self.node not in self.record.members:
+            return effects
+        self.role = Role.FOLLOWING
+        self._nomination.reset()
+        if self.promised == self.record.epoch:
+            return effects + self._open_stream(now)
+        return effects + self._persist(self.record.epoch)
+
+    def _open_stream(self, now: int, *, source: str = "", adopt: bool = False) -> Effects:
+        assert self.record is not None
+        self._streams += 1
+        self.follower = Follower(
+            self.node,
+            uuid=self.uuid,
+            source=source or self.record.coordinator,
+            epoch=self.record.epoch,
+            stream=self._streams,
+            log=self.log,
+            committed=self._committed,
+            options=self.options,
+            now=now,
+            adopt=adopt,
+        )
+        return [OpenStream(self.follower.source, self.follower.follow())]
+
+    def _close_stream(self, effects: Effects) -> None:
+        if self.follower is not None:
+            self.follower = None
+            effects.append(CloseStream())
+
+    def on_followed(self, reply: Followed, now: int) -> Effects:
+        follower = self.follower
+        if follower is None or reply.stream != follower.stream:
+            return []
+        if reply.refused:  # it does not coordinate, or not yet: ask again until it counts as silent
+            follower.broken = True
+            return []
+        return self._from_follower(follower.on_followed(reply, now), now)
+
+    def on_append(self, append: Append, batches: list[Batch], now: int) -> Effects:
+        follower = self.follower
+        if follower is None or not rules.accepts(self._promising, append.epoch):
+            return []
+        return self._from_follower(follower.on_append(append, batches, now), now)
+
+    def on_truncated(self, sequence: int, now: int) -> Effects:
+        self.log.truncate(sequence)
+        if self.follower is None:
+            return []
+        return self._from_follower(self.follower.on_truncated(now), now)
+
+    def on_seeded(self, log: LogFacts, committed: int, now: int) -> Effects:
+        """The log was replaced by one that begins at a snapshot, or is empty if that failed."""
+        self.log, self._committed = log, committed
+        return self._open_again(now)
+
+    def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> Effects:
+        """The connection under a stream broke; another is opened at the next tick. `gone`: nobody
+        listens there any more, so there is no need to wait for the silence to last."""
+        follower = self.follower
+        if follower is not None and follower.stream == stream:
+            follower.broken = True
+            if gone:
+                follower.heard_ms = now - self.options.silence_ms - 1
+        return []
+
+    def _open_again(self, now: int) -> Effects:
+        before = self.follower
+        if before is None:
+            return []
+        effects = self._open_stream(now, source=before.source, adopt=before.adopt)
+        assert self.follower is not None
+        self.follower.heard_ms, self.follower.resigned = before.heard_ms, before.resigned
+        return effects
+
+    def _open_if_broken(self, now: int) -> Effects:
+        follower = self.follower
+        if follower is None or not follower.broken or follower.resigned:
+            return []
+        if now - follower.opened_ms < self.options.heartbeat_ms:
+            return []
+        return self._open_again(now)
+
+    def _from_follower(self, effects: Effects, now: int) -> Effects:
+        follower = self.follower
+        assert follower is not None
+        self._committed = max(self._committed, follower.committed)
+        if follower.state is Following.CLOSED:
+            self._halt()
+        elif follower.state is Following.SEEDING:
+            # Nothing is left of the log but the promise. A quorum that we are not part of holds
+            # something committed past our end, so nobody depends on what we drop.
+            self.log, self._committed = LogFacts(), 0
+        return effects + self._check_adopted(now)
+
+    # --- the log ---
+
+    def on_staged(self, batch: Batch) -> None:
+        """The coordinator appended a batch of its own."""
+        if self.coordinator is None:
+            raise RuntimeError("a replica that does not coordinate appended")
+        if batch.epoch != self.coordinator.epoch:
+            raise RuntimeError(f"a batch of epoch {batch.epoch} in epoch {self.coordinator.epoch}")
+        self.log.extend(epoch=batch.epoch, last=batch.last)
+
+    def on_durable(self, sequence: int, now: int) -> Effects:
+        self.log.durable = max(self.log.durable, min(sequence, self.log.last))
+        if self.coordinator is not None:
+            return self._from_coordinator(self.coordinator.on_durable(now))
+        if self.follower is not None and rules.accepts(self._promising, self.follower.epoch):
+            return self.follower.on_durable(now)
+        return []
+
+    def on_unwritten(self, sequence_last: int, now: int) -> Effects:
+        """Batches of a `Write` could not be staged: the log really ends here."""
+        self.log.truncate(sequence_last)
+        if self.follower is not None:
+            self.follower.broken = True
+            self.follower.matched = min(self.follower.matched, sequence_last)
+        return []
+
+    # --- coordinating ---
+
+    def on_follow(self, follow: Follow, now: int) -> Effects:
+        """Somebody wants our log: a follower of our epoch, or a taker that adopts it."""
+        if self.coordinator is not None and follow.epoch == self.coordinator.epoch:
+            return self.coordinator.on_follow(follow, now)
+        if follow.adopt and follow.epoch == self.promised and self.coordinator is None:
+            reply = answer(
+                follow, self.log, epoch=follow.epoch, node=self.node, committed=self._committed
+            )
+            if not reply.reseed:
+                self._lending = Sender(follow, matched=reply.matched, now=now)
+            return [Send(follow.node, reply)]
+        return [
+            Send(
+                follow.node,
+                Followed(self.node, self.epoch, follow.stream, 0, self._committed, refused=True),
+            )
+        ]
+
+    def on_ack(self, ack: Ack, now: int) -> Effects:
+        if ack.promised > self.epoch:
+            return self._step_down()
+        lending = self._lending
+        if lending is not None and lending.node == ack.node and lending.stream == ack.stream:
+            lending.on_ack(ack, now)
+            return []
+        if self.coordinator is None:
+            return []
+        return self._from_coordinator(self.coordinator.on_ack(ack, now))
+
+    def on_follower_lost(self, node: str, stream: int, now: int) -> Effects:
+        if self.coordinator is not None:
+            self.coordinator.on_follower_lost(node, stream)
+        if self._lending is not None and self._lending.stream == stream:
+            self._lending = None
+        return []
+
+    def may_send(self, node: str) -> Window | None:
+        """What may be sent to `node` now; batches that are staged count, synced or not."""
+        if self.coordinator is not None:
+            return self.coordinator.may_send(node)
+        if self._lending is not None and self._lending.node == node:
+            return self._lending.window(self.log, through=self.log.durable)
+        return None
+
+    def append_to(self, node: str) -> Append:
+        """The head of the slice that goes to `node` next."""
+        if self.coordinator is not None:
+            return self.coordinator.append(node)
+        assert self._lending is not None
+        return Append(self.node, self.promised, self._lending.stream, self._committed)
+
+    def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
+        if self.coordinator is not None:
+            return self.coordinator.on_sent(node, last, entries=entries, bytes=bytes, now=now)
+        if self._lending is not None and self._lending.node == node:
+            self._lending.on_sent(last, entries=entries, bytes=bytes, now=now)
+        return []
+
+    def on_change_lost(self, now: int) -> Effects:
+        """A `ChangeRecord` did not happen."""
+        if self.coordinator is not None:
+            self.coordinator.on_change_lost()
+        return []
+
+    def resign(self, now: int) -> Effects:
+        """Give the epoch up so that another takes over at once. The driver has let everything
+        that was under way commit; what has not is answered *unknown*, as in any failover."""
+        if self.coordinator is None:
+            return []
+        last_words: Effects = [
+            Send(node, self.coordinator.append(node, resigned=True))
+            for node in self.coordinator.senders
+        ]
+        return last_words + self._step_down()
+
+    def _from_coordinator(self, effects: Effects) -> Effects:
+        assert self.coordinator is not None
+        self._committed = max(self._committed, self.coordinator.sequence_committed)
+        if self.coordinator.serving and self.role is Role.ENTERING:
+            self.role = Role.SERVING
+        return effects
+
+    def _step_down(self) -> Effects:
+        self._lending = None
+        effects: Effects = []
+        if self.coordinator is not None:
+            effects = self.coordinator.depose()
+            self.coordinator = None
+        if self.role not in (Role.HALTED, Role.FOLLOWING):
+            self.role = Role.IDLE
+        return effects
+
+    def _retire(self) -> Effects:
+        effects: Effects = []
+        self._close_stream(effects)
+        self.role = Role.IDLE
+        return [*effects, Retire()]
+
+    def _halt(self) -> None:
+        self.role = Role.HALTED
+        self.follower = None
+
+    # --- time ---
+
+    def on_tick(self, now: int) -> Effects:
+        if self.role is Role.HALTED or self.record is None:
+            return []
+        if self.coordinator is not None:
+            return self._from_coordinator(self.coordinator.on_tick(now))
+        if self.role in (Role.FENCING, Role.ADOPTING):
+            return self._try_again(now)
+        if self.lost(now):
+            return self._nominate(now)
+        self._nomination.reset()
+        follower = self.follower
+        if follower is None:
+            return []
+        return self._from_follower(follower.on_tick(now), now) + self._open_if_broken(now)
+
+    def lost(self, now: int) -> bool:
+        """Whether there is no coordinator as far as we can tell."""
+        record, follower = self.record, self.follower
+        if record is None or self.coordinator is not None:
+            return False
+        if self.role in (Role.FENCING, Role.ADOPTING):
+            return False
+        if self.promised > record.epoch:  # somebody takes over; its record is on its way
+            return now - self._promised_ms > self.options.silence_ms
+        if record.coordinator in ("", self.node):
+            return True  # nobody, or ourselves in a life before this one
+        if self._alive and record.coordinator not in self._alive:
+            return True
+        if follower is None or follower.state is Following.SEEDING:
+            return False
+        return follower.resigned or now - follower.heard_ms > self.options.silence_ms
+
+    def on_probe(self, probe: Probe, now: int) -> Effects:
+        silent = probe.epoch >= self.epoch and self.lost(now)
+        return [Send(probe.node, Probed(self.node, probe.epoch, silent))]
+
+    def on_probed(self, reply: Probed, now: int) -> Effects:
+        self._nomination.on_probed(reply.node, epoch=reply.epoch, silent=reply.silent)
+        return self._take_if_agreed()
+
+    def _nominate(self, now: int) -> Effects:
+        assert self.record is not None
+        effects = self._open_if_broken(now)  # it may just have been restarted
+        order = candidates(
+            self.record, self._alive, policy=self.policy, lost=self._lost_coordinator
+        )
+        if not self.counts or not self._nomination.due(order, now):
+            return effects
+        self._nomination.ask(self.epoch, now)
+        others = [n for n in self._quorum_nodes() if n != self.node]
+        effects += [Send(node, Probe(self.node, self.epoch)) for node in others]
+        return effects + self._take_if_agreed()
+
+    @property
+    def _lost_coordinator(self) -> str:
+        """Who lost the epoch goes to the end of the queue; a node that lost its own does not."""
+        assert self.record is not None
+        return "" if self.record.coordinator == self.node else self.record.coordinator
+
+    def _take_if_agreed(self) -> Effects:
+        record = self.record
+        if record is None or self.coordinator is not None or self.role is Role.FENCING:
+            return []
+        if not self._nomination.agreed(record):
+            return []
+        self._nomination.taken()
+        return [TakeEpoch()]
+
+    def _try_again(self, now: int) -> Effects:
+        """Promises or the best log are slow to come: ask once more, from the beginning."""
+        if now - self._attempt_ms < self.options.fence_ms:
+            return []
+        if self.role is Role.ADOPTING and self.follower is not None:
+            progressing = now - self.follower.heard_ms < self.options.silence_ms
+            if progressing and not self.follower.broken:
+                return []
+        effects: Effects = []
+        self._close_stream(effects)
+        self._attempt_ms = now
+        self.role = Role.FENCING
+        self._ends = {}
+        if self.promised != self.epoch:
+            return effects
+        return effects + self._on_own_promise(now)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant holds."""
+        self.log.validate()
+        assert self.promised <= self._promising
+        assert self._committed <= self.log.last or self.role is Role.IDLE
+        coordinating = self.role in (Role.ENTERING, Role.SERVING)
+        assert coordinating == (self.coordinator is not None)
+        if self.coordinator is not None:
+            assert self.promised == self.coordinator.epoch
+            self.coordinator.validate()
+        if self.follower is not None:
+            self.follower.validate()
+
+
+__all__ = ["Halt", "Replica", "Role", "SteppedDown"]

@@ -1,0 +1,95 @@
+"""The sending end of one stream: where the reader is, what it has, how much it may be sent.
+
+A follower, a learner and a new coordinator that copies our log before it enters its epoch are all
+served by one of these. There is no queue of pending entries: the driver reads the log at `next`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.replication.credit import Credit
+from penstock.replication.facts import LogFacts
+from penstock.replication.messages import Ack, Follow, Followed
+from penstock.replication.options import ReplicationOptions
+from penstock.replication.rules import meet
+
+
+class Window(NamedTuple):
+    """What may be sent now: batches from `first` on, none past `through`."""
+
+    first: int
+    through: int
+    entries: int
+    bytes: int
+
+
+class Sender:
+    """Invariants: `durable < next` · `next - 1 <= log.last` · credit is never below zero."""
+
+    def __init__(self, follow: Follow, *, matched: int, now: int) -> None:
+        self.node, self.uuid, self.stream = follow.node, follow.uuid, follow.stream
+        self.credit = Credit(entries=follow.entries, bytes=follow.bytes)
+        self.next = matched + 1
+        self.durable = 0  # nothing is vouched for before the first acknowledgement
+        self.heard_ms = now
+        self.sent_ms = now
+        self.exhausted_ms: int | None = None  # since when there is no credit
+        self.low = False
+        self.lagging = False
+
+    def window(self, log: LogFacts, *, through: int) -> Window | None:
+        if self.next > through or self.credit.exhausted:
+            return None
+        return Window(self.next, through, self.credit.entries, self.credit.bytes)
+
+    def on_sent(self, last: int, *, entries: int, bytes: int, now: int) -> list[str]:
+        """Returns what is worth a warning."""
+        self.credit.on_sent(entries, bytes)
+        self.next = last + 1
+        self.sent_ms = now
+        warnings = []
+        if self.credit.low and not self.low:
+            self.low = True
+            warnings.append("credit_low")
+        if self.credit.exhausted and self.exhausted_ms is None:
+            self.exhausted_ms = now
+            warnings.append("credit_exhausted")
+        return warnings
+
+    def on_ack(self, ack: Ack, now: int) -> list[str]:
+        self.credit.on_received(ack.entries, ack.bytes)
+        self.heard_ms = max(self.heard_ms, now)
+        self.durable = max(self.durable, min(ack.durable, self.next - 1))
+        if not self.credit.low:
+            self.low = False
+        if not self.credit.exhausted:
+            self.exhausted_ms = None
+            if self.lagging:
+                self.lagging = False
+                return ["resumed"]
+        return []
+
+    def on_tick(self, options: ReplicationOptions, now: int) -> list[str]:
+        since = self.exhausted_ms
+        if since is not None and not self.lagging and now - since > options.lagging_ms:
+            self.lagging = True
+            return ["lagging"]
+        return []
+
+    def alive(self, options: ReplicationOptions, now: int) -> bool:
+        return now - self.heard_ms <= options.silence_ms
+
+    def lag(self, log: LogFacts) -> int:
+        """Entries that the reader does not hold durably."""
+        return log.last - self.durable
+
+
+def answer(follow: Follow, log: LogFacts, *, epoch: int, node: str, committed: int) -> Followed:
+    """Where a follower's log and ours part."""
+    matched = meet(follow.tail, last_of=log.last_of)
+    if matched is None and log.first <= 1:
+        matched = 0  # no entry in common, and ours is whole
+    if matched is None or matched < log.first - 1:
+        return Followed(node, epoch, follow.stream, 0, committed, reseed=True)
+    return Followed(node, epoch, follow.stream, matched, committed)
