@@ -134,7 +134,7 @@ class Replica:
         if self.coordinator is not None and record.epoch == self.coordinator.epoch:
             effects = self._from_coordinator(self.coordinator.on_record(record, revision))
             if not record.is_voter(self.node):
-                effects += self._step_down()
+                effects += self.resign(now)
         elif self.role in (Role.FENCING, Role.ADOPTING) and record.coordinator == self.node:
             effects = []  # lists changed under the epoch that we are entering
         else:
