@@ -17,14 +17,14 @@ ends the store: what is on disk is unknown from then on.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.cluster.changes import ChangeQueue
 from penstock.cluster.image import read_image, write_image
-from penstock.cluster.store import WATCH_CHANGES_MAX, Change, Versioned, check_entry
+from penstock.cluster.store import Change, Versioned, check_entry
 from penstock.errors import DiskFull, PenstockError, RevisionConflict, StorageFailed, Unavailable
 
 
@@ -44,7 +44,7 @@ class EmbeddedStore:
         self._pending: list[_Pending] = []  # what `_staged` has and `_stored` has not
         self._write_lock = asyncio.Lock()
         self._failure: PenstockError | None = None  # set once; refuses all further changes
-        self._watches: set[_Watch] = set()
+        self._watches: set[ChangeQueue] = set()
 
     async def get(self, key: str) -> Versioned | None:
         return self._stored.get(key)
@@ -74,7 +74,7 @@ class EmbeddedStore:
     async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[Change]]:
         if self._failure:
             raise self._failure
-        watch = _Watch(prefix)
+        watch = ChangeQueue(prefix)
         self._watches.add(watch)
         try:
             yield watch
@@ -154,39 +154,3 @@ class _Pending(NamedTuple):
 
     change: Change
     stored: asyncio.Future[None]
-
-
-class _Watch:
-    """The changes under a prefix that one watcher has not taken yet."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._changes: deque[Change] = deque()
-        self._ended: PenstockError | None = None
-        self._news = asyncio.Event()
-
-    def offer(self, change: Change) -> None:
-        if self._ended or not change.key.startswith(self._prefix):
-            return
-        if len(self._changes) >= WATCH_CHANGES_MAX:
-            self._changes.clear()
-            self.end(Unavailable("the watch fell behind; read the range again"))
-            return
-        self._changes.append(change)
-        self._news.set()
-
-    def end(self, reason: PenstockError) -> None:
-        """Raise `reason` to the watcher once it has taken what is left."""
-        self._ended = self._ended or reason
-        self._news.set()
-
-    def __aiter__(self) -> AsyncIterator[Change]:
-        return self
-
-    async def __anext__(self) -> Change:
-        while not self._changes:
-            if self._ended:
-                raise self._ended
-            self._news.clear()
-            await self._news.wait()
-        return self._changes.popleft()

@@ -8,7 +8,8 @@ faster (compare and swap). Epochs, topic ids and topic configurations all rest o
 What every implementation promises, and `tests/conformance` asks of each:
 - a change is durable before its call returns, and before anyone can read or watch it;
 - revisions increase, and a call that is refused changes nothing;
-- a watch reports every change after it was entered, once, in the order of revisions.
+- a watch reports every change after it was entered, once, in the order of revisions. Where the
+  store is another process and was out of reach, it reports how each key differs from before.
 """
 
 from __future__ import annotations
@@ -71,6 +72,26 @@ class MetadataStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class LeasingStore(MetadataStore, Protocol):
+    """A store whose entries can live as long as somebody says so."""
+
+    async def put(
+        self, key: str, value: bytes, *, expected_revision: int | None = None, lease: int = 0
+    ) -> int: ...
+
+    async def grant(self, ttl_s: int) -> int:
+        """A new lease. It ends after `ttl_s` in which nobody called `keep_alive`."""
+        ...
+
+    async def keep_alive(self, lease: int) -> bool:
+        """Start the lease's time anew; False if it has ended, and its entries with it."""
+        ...
+
+    async def revoke(self, lease: int) -> None:
+        """End the lease now, and its entries with it; one that has ended is no error."""
+        ...
 
 
 def check_entry(key: str, value: bytes = b"") -> None:
