@@ -18,6 +18,11 @@ direction and, for Subscribe, the message's own tag:
     SUBSCRIBE  OpenLease | OpenLog | Call             UNSUBSCRIBE  error map: the stream ended
     UNSUBSCRIBE (empty)
 
+and between the nodes of a cluster, of which the one that connects is the client:
+
+    SUBSCRIBE  OpenFollow                             ACK        Followed
+    SUBSCRIBE  Tell      (never answered)             BATCH      Append    + batches (follow stream)
+
 Tokens in `data` are u64 little-endian columns, grouped by partition as `parts` says.
 """
 
@@ -151,6 +156,30 @@ class OpenLog(Message, frozen=True, tag="log"):
     credit_entries: int = 1000
     credit_bytes: int = 8 << 20
     through: int = 0  # the stream ends with the batch that covers it; 0: it follows the log
+
+
+class OpenFollow(Message, frozen=True, tag="follow"):
+    """A replica asks another for its log. `follow` is packed as replicas speak to each other, as
+    is what comes back; the stream's frames carry the number of this one."""
+
+    topic: int
+    partition: int
+    follow: bytes
+
+
+class Told(Message, frozen=True):
+    """What one replica of a partition says to another: `kind` names the message in `message`."""
+
+    topic: int
+    partition: int
+    kind: str
+    message: bytes
+
+
+class Tell(Message, frozen=True, tag="tell"):
+    """All that one node has to say to another in one turn. It is not answered, and may get lost."""
+
+    told: list[Told]
 
 
 class Call(Message, frozen=True, tag="call"):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from penstock.model.delta import Delta, Op, vector_hash
 from penstock.model.delta import encode as encode_delta
 from penstock.model.ids import LeaseToken, MessageId
 from penstock.model.partitioning import partition_of, partitions_of_deltas
+from penstock.replication.messages import Append, Fence, Follow, Followed
 from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode
 from penstock.wire.messages import (
     Call,
@@ -25,6 +27,7 @@ from penstock.wire.messages import (
     Grant,
     Hello,
     LogSlice,
+    OpenFollow,
     OpenLease,
     OpenLog,
     Part,
@@ -32,7 +35,9 @@ from penstock.wire.messages import (
     Return,
     Settle,
     Settled,
+    Tell,
     TokenPart,
+    Told,
     Welcome,
     pack,
 )
@@ -108,6 +113,22 @@ def frame_slice() -> bytes:
     return frame(FrameType.BATCH, 7, control, stored, bytes(-len(stored) & 7), flags=BATCHED)
 
 
+def frame_open_follow() -> bytes:
+    follow = Follow("n2", "u2", 1, 1, 1, [(1, 1)], 1000, 8 << 20)
+    control = OpenFollow(1, 0, msgspec.msgpack.encode(follow))
+    return frame(FrameType.SUBSCRIBE, 8, pack(control), flags=WANTED)
+
+
+def frame_tell() -> bytes:
+    told = Told(1, 0, "fence", msgspec.msgpack.encode(Fence("n3", 2)))
+    return frame(FrameType.SUBSCRIBE, 0, pack(Tell([told])))
+
+
+def frame_append() -> bytes:
+    control, stored = pack(Append("n1", 1, 1, 1)), batch().encode()
+    return frame(FrameType.BATCH, 8, control, stored, bytes(-len(stored) & 7), flags=BATCHED)
+
+
 VECTORS: dict[str, Callable[[], bytes]] = {
     "heartbeat": lambda: frame(FrameType.HEARTBEAT, 0),
     "hello": lambda: frame(FrameType.HEARTBEAT, 0, pack(Hello([1], None, "docs"))),
@@ -142,6 +163,10 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "open-log": lambda: frame(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0)), flags=WANTED),
     "batch": lambda: batch().encode(),
     "log-slice": frame_slice,
+    "open-follow": frame_open_follow,
+    "followed": lambda: frame(FrameType.ACK, 8, pack(Followed("n1", 1, 1, 1, 1))),
+    "append": frame_append,
+    "tell": frame_tell,
     "unsubscribe": lambda: frame(FrameType.UNSUBSCRIBE, 7, flags=WANTED),
 }
 
