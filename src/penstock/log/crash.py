@@ -45,6 +45,19 @@ LOG_POINTS: Final = (
 REPLICA_POINTS: Final = (
     "log.replica.before",
     "log.replica.after",
+    "log.truncate.before",
+    "log.truncate.intended",
+    "log.truncate.between",
+    "log.truncate.removed",
+    "log.truncate.cut",
+    "log.truncate.after",
+    "log.reset.before",
+    "log.reset.intended",
+    "log.reset.between",
+    "log.reset.removed",
+    "log.reset.after",
+    "log.seed.before",
+    "log.seed.after",
 )
 
 

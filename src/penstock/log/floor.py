@@ -1,8 +1,9 @@
 """The acknowledged floor: what a log must still hold when it is opened again.
 
 Two slots in two disk sectors are written in turn, so a torn write spoils the older promise at
-most. The floor only ever rises; a floor that is behind the log is normal, a log that is behind
-its floor has rot.
+most. A floor that is behind the log is normal, a log that is behind its floor has rot; so it only
+ever rises, unless the log is cut, reset or repaired on purpose. Such a purpose is written here
+first (`penstock.log.cutting`).
 """
 
 from __future__ import annotations
@@ -31,24 +32,35 @@ class Floor:
         self._handle = Handle(path, os.O_RDWR | os.O_CREAT)
         if self.slot.generation == 0:
             os.ftruncate(self._handle.fd, FILE_BYTES)
-            self.write(self.slot)
+            self._write(self.slot)
             sync_folder(path.parent)
 
     def raise_to(self, *, sequence: int = 0, first: int = 0, tail: int = 0) -> None:
         """Persist the greater of the old and the given values, if that changes anything."""
         with self._lock:
             old = self.slot
-            new = FloorSlot(
-                old.generation,
-                max(old.sequence, sequence),
-                max(old.first, first),
-                max(old.tail, tail),
+            new = old._replace(
+                sequence=max(old.sequence, sequence),
+                first=max(old.first, first),
+                tail=max(old.tail, tail),
             )
+            if new.first != old.first:
+                new = new._replace(chain=0, epoch=0)  # they belong to the old `first`
             if new != old:
-                self.write(new)
+                self._write(new)
 
-    def write(self, slot: FloorSlot) -> None:
-        """Persist exactly this; only a repair may lower a value."""
+    def change(self, slot: FloorSlot) -> None:
+        """Persist exactly this; only a repair, a cut or a reset may lower a value."""
+        with self._lock:
+            self._write(slot)
+
+    def settle(self, slot: FloorSlot) -> None:
+        """As `change`, in both slots: nothing older can come back."""
+        with self._lock:
+            self._write(slot)
+            self._write(slot)
+
+    def _write(self, slot: FloorSlot) -> None:
         slot = slot._replace(generation=self.slot.generation + 1)
         crash_point("log.floor.before")
         self._handle.write([slot.encode()], slot.generation % 2 * SLOT_STRIDE)

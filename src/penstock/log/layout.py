@@ -16,6 +16,7 @@ nothing by itself, but a mark that calls the bad batch durable does.
 from __future__ import annotations
 
 import struct
+from enum import IntFlag
 from typing import Any, Final, NamedTuple
 
 from crc32c import crc32c
@@ -37,7 +38,7 @@ _SEGMENT: Final = struct.Struct("<IHHIIQQI24x")
 _FOOTER: Final = struct.Struct("<IHHQQQqQII4x")
 _MARK: Final = struct.Struct("<IIQQI")
 _PLACE: Final = struct.Struct("<IIQ")
-_FLOOR: Final = struct.Struct("<IHHQQQQ20x")
+_FLOOR: Final = struct.Struct("<IHHQQQQQQI")
 _INDEX: Final = struct.Struct("<IHHQQQII20x")
 _SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
 _REPLICA: Final = struct.Struct("<IHHQ64s44x")
@@ -50,7 +51,8 @@ INDEX_SIZE: Final = _INDEX.size + 4
 SNAPSHOT_SIZE: Final = _SNAPSHOT.size + 4
 REPLICA_SIZE: Final = _REPLICA.size + 4
 
-COMPACTED: Final = 1  # flag of a segment that was rewritten: no flush marks in it
+COMPACTED: Final = 1  # flags of a segment
+SEEDED: Final = 2
 
 
 def padded(size: int) -> int:
@@ -63,12 +65,14 @@ class SegmentHeader(NamedTuple):
     first: int
     chain_before: int
     epoch_before: int
-    compacted: bool
+    compacted: bool = False  # rewritten: no flush marks in it
+    seeded: bool = False  # received whole, so it may hold compacted batches
 
     def encode(self) -> bytes:
+        flags = self.compacted * COMPACTED | self.seeded * SEEDED
         return _sealed(
             _SEGMENT.pack(
-                SEGMENT_MAGIC, VERSION, self.compacted, self.topic, self.partition,
+                SEGMENT_MAGIC, VERSION, flags, self.topic, self.partition,
                 self.first, self.chain_before, self.epoch_before,
             )
         )  # fmt: skip
@@ -78,7 +82,9 @@ class SegmentHeader(NamedTuple):
         flags, topic, partition, first, chain, epoch = _opened(
             data, _SEGMENT, magic=SEGMENT_MAGIC, what="segment header"
         )
-        return SegmentHeader(topic, partition, first, chain, epoch, bool(flags & COMPACTED))
+        return SegmentHeader(
+            topic, partition, first, chain, epoch, bool(flags & COMPACTED), bool(flags & SEEDED)
+        )
 
 
 class Footer(NamedTuple):
@@ -124,19 +130,44 @@ class Mark(NamedTuple):
         return crc32c(_PLACE.pack(topic, partition, offset))
 
 
+class FloorFlag(IntFlag):
+    """What was under way when the floor was written; opening the log ends it."""
+
+    NONE = 0
+    CUT = 1  # everything after `cut` goes
+    RESET = 2  # every segment and snapshot goes
+    SEEDING = 4  # the log is being received from another replica and is not whole yet
+
+
 class FloorSlot(NamedTuple):
+    """Version 1 has neither flags nor the fields behind `tail`, and is written where it will do."""
+
     generation: int  # the slot with the greater one counts
-    sequence: int  # everything up to here was durable: a log that ends below it has lost data
+    sequence: int  # everything up to here was committed: a log that ends below it has lost data
     first: int  # the oldest sequence held; files before it may be left over from a drop
     tail: int  # first sequence of the newest segment: every segment before it is sealed
+    flags: FloorFlag = FloorFlag.NONE
+    cut: int = 0  # where the log is to end
+    chain: int = 0  # before `first`; both are only needed while there is no segment to say so
+    epoch: int = 0
 
     def encode(self) -> bytes:
-        return _sealed(_FLOOR.pack(FLOOR_MAGIC, VERSION, 0, *self))
+        generation, sequence, first, tail, flags, *rest = self
+        version = 2 if flags or any(rest) else 1
+        numbers = (generation, sequence, first, tail, *rest)
+        return _sealed(_FLOOR.pack(FLOOR_MAGIC, version, flags, *numbers))
 
     @staticmethod
     def decode(data: Buffer) -> FloorSlot:
-        _, *fields = _opened(data, _FLOOR, magic=FLOOR_MAGIC, what="floor")
-        return FloorSlot(*fields)
+        flags, generation, sequence, first, tail, *rest = _opened(
+            data, _FLOOR, magic=FLOOR_MAGIC, what="floor", version_max=2
+        )
+        return FloorSlot(generation, sequence, first, tail, FloorFlag(flags), *rest)
+
+    @property
+    def empty_at(self) -> int:
+        """Where a log without any segment begins."""
+        return max(self.first, 1)
 
 
 class IndexHeader(NamedTuple):
@@ -195,7 +226,9 @@ def _sealed(record: bytes) -> bytes:
     return record + _CRC.pack(crc32c(record))
 
 
-def _opened(data: Buffer, form: struct.Struct, *, magic: int, what: str) -> tuple[Any, ...]:
+def _opened(
+    data: Buffer, form: struct.Struct, *, magic: int, what: str, version_max: int = VERSION
+) -> tuple[Any, ...]:
     """Check size, magic, CRC and version of a record; returns its fields from the flags on."""
     size = form.size
     if len(data) != size + 4:
@@ -203,6 +236,6 @@ def _opened(data: Buffer, form: struct.Struct, *, magic: int, what: str) -> tupl
     found, version, *fields = form.unpack(data[:size])
     if found != magic or _CRC.unpack(data[size:])[0] != crc32c(data[:size]):
         raise Corruption(f"CRC mismatch in a {what}")
-    if version != VERSION:
-        raise Corruption(f"version {version} of a {what} is not {VERSION}")
+    if not 1 <= version <= version_max:
+        raise Corruption(f"version {version} of a {what} is over {version_max}")
     return tuple(fields)

@@ -121,6 +121,45 @@ class Reader:
                 break
         return min(last, through), size
 
+    def epoch_runs(self, sequence: int, through: int) -> list[tuple[int, int]]:
+        """(epoch, first sequence) of each run of one epoch in `[sequence, through]`.
+
+        Epochs never fall, so a run's end is found by halving.
+        """
+        runs: list[tuple[int, int]] = []
+        while sequence <= through:
+            segment, opened = self._table.locate(sequence, nowait=False)
+            assert opened is not None
+            index, last = opened.index, min(through, segment.last)
+            position, until = index.find(sequence), index.find(last)
+
+            def epoch_at(position: int, segment: Segment = segment, opened: Opened = opened) -> int:
+                return _decode_head(segment, opened, opened.index.offsets[position]).epoch
+
+            while position <= until:
+                epoch = epoch_at(position)
+                if not runs or runs[-1][0] != epoch:
+                    runs.append((epoch, max(index.firsts[position], sequence)))
+                if epoch_at(until) == epoch:
+                    break
+                position = bisect_right(range(until), epoch, position + 1, key=epoch_at)
+            sequence = last + 1
+        return runs
+
+    def first_as_written(self, through: int) -> int:
+        """From where on, up to `through`, no batch is compacted."""
+        for segment in reversed(self._table.segments()):
+            if segment.header.compacted:
+                return segment.last + 1
+            if segment.header.seeded and segment.first <= through:
+                segment, opened = self._table.locate(segment.first, nowait=False)
+                assert opened is not None
+                for position in reversed(range(opened.index.find(through) + 1)):
+                    head = _decode_head(segment, opened, opened.index.offsets[position])
+                    if head.compacted:
+                        return head.last + 1
+        return self._table.first
+
     def _cached(
         self, segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int
     ) -> list[Batch]:

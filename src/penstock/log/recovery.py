@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import Corruption
-from penstock.log.crash import crash_point
+from penstock.log import replica
+from penstock.log.cutting import finish_interrupted
 from penstock.log.files import Handle, sync_folder
 from penstock.log.floor import Floor
 from penstock.log.index import Index, Opened, sidecar
-from penstock.log.layout import FloorSlot, Mark, SegmentHeader
+from penstock.log.layout import FloorFlag, FloorSlot, SegmentHeader
 from penstock.log.segment import (
     Segment,
     read_footer,
@@ -28,6 +29,7 @@ from penstock.log.segment import (
     sealed_segment,
     verify_sealed,
 )
+from penstock.log.tail import clear_tail
 from penstock.log.walk import Walk, damaged, last_nonzero, proof_of_rot
 
 _log = logging.getLogger(__name__)
@@ -47,11 +49,13 @@ class Recovery:
         self.accept_rot = accept_rot
         orphans = [p for p in folder.glob("*.idx") if not p.with_suffix(".seg").exists()]
         for stale in (*folder.glob("*.tmp"), *orphans):
-            stale.unlink()
+            if stale.name != f"{replica.NAME}.tmp":  # it may be being written at this moment
+                stale.unlink()
         self.floor = Floor(folder / "floor", accept_rot=accept_rot)
         self.segments: list[Segment] = []
 
     def run(self) -> Recovered:
+        self._finish_interrupted()
         paths = self._drop_leftovers(sorted(self.folder.glob("*.seg")))
         for position, path in enumerate(paths):
             try:
@@ -63,6 +67,15 @@ class Recovery:
                 break
         self._check_ends()
         return Recovered(self.segments, self.floor)
+
+    def _finish_interrupted(self) -> None:
+        try:
+            finish_interrupted(self.folder, self.floor, topic=self.topic, partition=self.partition)
+        except Corruption:
+            if not self.accept_rot:
+                raise
+            slot = self.floor.slot  # the damage is met again, and accepted, without the intent
+            self.floor.settle(slot._replace(flags=slot.flags & FloorFlag.SEEDING, cut=0))
 
     def _drop_leftovers(self, paths: list[Path]) -> list[Path]:
         """Finish a drop that a crash cut short: the floor names the oldest segment to keep."""
@@ -108,14 +121,14 @@ class Recovery:
                 _log.warning("cleared a torn tail of %d bytes: %s", torn, stop.message)
         else:
             used = walk.offset
-        _clear_tail(handle, walk, used)
+        clear_tail(handle, walk, used)
         segment.reached(walk)
         segment.opened, segment.allocated = Opened(handle, index), handle.size
         return segment
 
     def _check_ends(self) -> None:
         slot = self.floor.slot
-        last = self.segments[-1].last if self.segments else 0
+        last = self.segments[-1].last if self.segments else slot.empty_at - 1
         newest = self.segments[-1].first if self.segments else 0
         if last < slot.sequence or newest < slot.tail:
             damage = Corruption(
@@ -151,7 +164,7 @@ class Recovery:
         except Corruption as stop:
             if header.compacted and not walk.batches:
                 raise
-            _clear_tail(handle, walk, handle.size)
+            clear_tail(handle, walk, handle.size)
             _log.critical("cut off the rest of a segment: %s", stop.message)
         sidecar(path).unlink(missing_ok=True)
         segment = Segment(path, header)
@@ -165,7 +178,9 @@ class Recovery:
         last = self.segments[-1].last if self.segments else 0
         first = self.segments[0].first if self.segments else 0
         lost = self.floor.slot.sequence - last
-        self.floor.write(FloorSlot(0, last, first, self.segments[-1].first if self.segments else 0))
+        tail = self.segments[-1].first if self.segments else 0
+        flags = self.floor.slot.flags & FloorFlag.SEEDING
+        self.floor.change(FloorSlot(0, last, first, tail, flags))
         for snapshot in self.folder.glob("*.snap"):
             if int(snapshot.stem, 16) > last:
                 snapshot.rename(snapshot.with_name(snapshot.name + ".rot"))
@@ -204,28 +219,3 @@ def refuse_rot(walk: Walk, stop: Corruption, *, floor: int) -> None:
             f"{stop.details['reason']}; {proof}", path=walk.path, offset=walk.offset,
             header=walk.header, sequence=walk.sequence + 1,
         ) from stop  # fmt: skip
-
-
-def _clear_tail(handle: Handle, walk: Walk, used: int) -> None:
-    """Zero `[walk.offset, used)`; the last flush mark then covers what is left of its group."""
-    repaired: tuple[int, Mark] | None = None
-    if walk.mark_at is not None and walk.flush_end != walk.offset:
-        at, mark, batches_before = walk.mark_at
-        kept = walk.batches - batches_before
-        if kept == 0:
-            walk.offset = at
-        else:
-            repaired = at, mark._replace(length=walk.offset - at, batches=kept)
-    handle.write(_zeros(used - walk.offset), walk.offset)
-    crash_point("log.recover.zeroed")
-    if repaired is not None:
-        at, mark = repaired
-        place = Mark.place(walk.header.topic, walk.header.partition, at)
-        handle.write([mark.encode(place)], at)
-    os.fdatasync(handle.fd)
-
-
-def _zeros(size: int) -> list[bytes]:
-    block = bytes(min(max(size, 0), 1 << 20))
-    whole = [block] * (size // len(block)) if block else []
-    return [*whole, block[: size % len(block)]] if block else []

@@ -86,12 +86,20 @@ class Flush:
 class Staging:
     """The loop's view of the log's end, ahead of what is written."""
 
-    def __init__(self, folder: Path, options: LogOptions, newest: Segment | None) -> None:
+    def __init__(self, folder: Path, options: LogOptions) -> None:
         self.folder, self.options = folder, options
-        self.segment = newest if newest is not None and not newest.sealed else None
+        self.segment: Segment | None = None
         self.spare: Spare | None = None
         self._spares_made = 0
         self._pieces: list[Piece] = []
+
+    def restart(self, newest: Segment | None) -> None:
+        """Go on behind `newest`; what was staged and not taken is dropped."""
+        for piece in self._pieces:
+            if piece.spare is not None:
+                piece.spare.unlink()
+        self._pieces = []
+        self.segment = newest if newest is not None and not newest.sealed else None
 
     def room(self, *, enqueue: bool) -> int:
         """Any one batch of at most so many bytes can be staged now."""

@@ -24,12 +24,22 @@ class SegmentTable:
     within `index_bytes` and `OPEN_MAX`.
     """
 
-    def __init__(self, segments: list[Segment], *, index_bytes: int) -> None:
+    def __init__(self, *, index_bytes: int) -> None:
         self._index_bytes = index_bytes
         self._lock = Lock()
-        self._publish(segments)
+        self._empty_at = 1  # where the log begins while there is no segment
         self._open: OrderedDict[Segment, None] = OrderedDict()
         self._latest: Segment | None = None  # the last of `_open`
+        self._publish([])
+
+    def restart(self, segments: list[Segment], *, empty_at: int) -> None:
+        """Have these segments and no others."""
+        with self._lock:
+            self._empty_at = empty_at
+            self._publish(segments)
+            kept = [segment for segment in self._open if segment in segments]
+            self._open = OrderedDict.fromkeys(kept)
+            self._latest = None
 
     def segments(self) -> list[Segment]:
         return self._view[1]
@@ -37,7 +47,7 @@ class SegmentTable:
     @property
     def first(self) -> int:
         firsts, _ = self._view
-        return firsts[0] if firsts else 1
+        return firsts[0] if firsts else self._empty_at
 
     @property
     def bytes(self) -> int:

@@ -47,6 +47,22 @@ class Walk:
         self.offset, self.flush_end = offset, None
         self.sequence, self.chain, self.epoch = previous.last, previous.chain, previous.epoch
 
+    def resume(self, offset: int, previous: Batch, *, batches_before: int) -> None:
+        """Begin at the flush mark behind `previous`."""
+        self.start_at(offset, previous)
+        self.flush_end, self.batches, self.time_ms = offset, batches_before, previous.time_ms
+
+    @property
+    def at_mark(self) -> bool:
+        """Whether the next record has to be a flush mark."""
+        return self.flush_end == self.offset
+
+    def pass_mark(self) -> None:
+        """Take it on trust that a group begins here, whatever its mark says."""
+        mark = Mark(0, self.sequence, self.sequence + 1, 0)
+        self.mark_at, self.flush_end = (self.offset, mark, self.batches), None
+        self.offset += MARK_SIZE
+
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield (offset, batch); raises `Corruption` with file, offset and sequence."""
         want = CHUNK_BYTES
@@ -108,7 +124,7 @@ class Walk:
             self._fail(f"the batch begins at {batch.first} instead of {self.sequence + 1}")
         if batch.epoch_previous != self.epoch or batch.epoch < self.epoch:
             self._fail(f"the batch's epochs do not follow epoch {self.epoch}")
-        if batch.compacted and not header.compacted:
+        if batch.compacted and not (header.compacted or header.seeded):
             self._fail("a compacted batch in a segment that was never rewritten")
         if self.flush_end is not None and self.offset >= self.flush_end:
             self._fail("a batch stands outside of any flush mark's group")

@@ -22,11 +22,19 @@ class Writer:
     on opening.
     """
 
-    def __init__(self, newest: Segment | None, floor: Floor, *, floor_s: float) -> None:
+    def __init__(self, floor: Floor, *, floor_s: float) -> None:
         self.floor, self.floor_s = floor, floor_s
-        self.tail = newest if newest is not None and not newest.sealed else None
-        self.durable = newest.last if newest is not None else 0
+        self.tail: Segment | None = None
+        self.durable = 0
+        self.committed = 0  # as far as it is known here; perhaps ahead of what is durable here
         self._floor_due = 0.0
+
+    def restart(self, newest: Segment | None) -> None:
+        """Go on behind `newest`, the end of what is durable."""
+        slot = self.floor.slot
+        self.tail = newest if newest is not None and not newest.sealed else None
+        self.durable = newest.last if newest is not None else slot.empty_at - 1
+        self.committed = max(self.committed, slot.sequence)
 
     def write(self, piece: Piece) -> Segment | None:
         """Make one piece durable; returns the segment that it sealed, if it began a new one."""
@@ -63,8 +71,15 @@ class Writer:
     def keep_floor(self) -> None:
         """Persist the floor when it is due; it may lag, for it only sharpens the search for rot."""
         if self.floor_due:
-            self.floor.raise_to(sequence=self.durable)
+            self.raise_floor()
             self._floor_due = time.monotonic() + self.floor_s
+
+    def raise_floor(self) -> None:
+        """Persist what must never be missing: durable here, and committed.
+
+        What is durable here alone may still have to be cut off, for another coordinator's sake.
+        """
+        self.floor.raise_to(sequence=min(self.durable, self.committed))
 
     def _roll(self, piece: Piece) -> None:
         assert piece.spare is not None
@@ -77,7 +92,8 @@ class Writer:
         crash_point("log.roll.renamed")
         sync_folder(segment.path.parent)
         self.tail = segment
-        self.floor.raise_to(sequence=piece.last, first=1, tail=segment.first)
+        acknowledged = min(self.durable, self.committed)
+        self.floor.raise_to(sequence=acknowledged, first=1, tail=segment.first)
         crash_point("log.roll.after")
 
     def _sync(self, piece: Piece, buffers: list[Buffer], offset: int) -> None:

@@ -185,6 +185,7 @@ class Journal:
         if committed is None:
             self.wake()
             return
+        self.log.advance_commit(committed.sequence)
         crash_point("node.commit.unanswered")
         unobserved = self._unobserved
         while unobserved and unobserved[0][0] <= committed.sequence:

@@ -46,7 +46,7 @@ class Pen:
     def flush(self) -> None:
         flush = self.log.take()
         if flush is not None:
-            self.log.write(flush)
+            self.log.advance_commit(self.log.write(flush))
 
     def put(self, *payloads: bytes, kind: Kind = Kind.ENQ, epoch: int = 1) -> Batch:
         batch = self.stage(payloads, kind=kind, epoch=epoch)

@@ -121,8 +121,10 @@ def test_damage_below_the_floor_is_rot(crashed, open_log, folder):
 def test_the_floor_is_persisted_while_writing(open_log, pen_on, folder):
     pen = pen_on(open_log(LogOptions(segment_bytes=1 << 16, reserve_bytes=0, floor_s=0)))
     pen.put(b"acknowledged")
-    flip(only_segment(folder), pen.log.segments()[-1].bytes - 10)
-    with pytest.raises(Corruption, match="was acknowledged"):
+    end = pen.log.segments()[-1].bytes
+    pen.put(b"when this was written")
+    flip(only_segment(folder), end - 10)
+    with pytest.raises(Corruption, match="sequence 1 was acknowledged"):
         open_log(NO_FLOOR)
 
 
