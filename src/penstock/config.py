@@ -25,6 +25,8 @@ import msgspec
 from penstock.errors import InvalidArgument
 from penstock.log.partition import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
+from penstock.model.topic import NAME
+from penstock.replication.options import ReplicationOptions
 from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
 ENV_PREFIX: Final = "PENSTOCK_"
@@ -71,6 +73,24 @@ class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
     files_max: int = 10  # kept besides the current one
 
 
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the other nodes are found, and what this one is to them."""
+
+    etcd: tuple[str, ...] = ()  # host:port of etcd's members; none: this node is alone
+    name: str = "penstock"  # clusters of other names may share the etcd
+    zone: str = ""  # replicas of a partition go to different zones as far as there are some
+    advertise: str = ""  # host or host:port that others reach this node at; empty: as it listens
+    key: str = ""  # what nodes show each other; needed where callers need keys
+    policy: Literal["balanced", "oldest"] = "balanced"  # who coordinates a partition
+    lease_s: int = 10  # a node that has not been heard of for so long is no longer a member
+    moves_max: int = 4  # partitions that change their replicas at the same time
+    serve_s: float = 30.0  # until the partitions of a new topic serve
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.etcd)
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """A node's configuration. Ports: 0 takes any free one, -1 (or None) turns the listener off."""
 
@@ -87,6 +107,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log: LogOptions = LogOptions()
     upkeep: UpkeepOptions = UpkeepOptions()
     audit: AuditOptions = AuditOptions()
+    cluster: ClusterOptions = ClusterOptions()
+    replication: ReplicationOptions = ReplicationOptions()
     writer_threads: int = 4
     cache_bytes: int = 128 << 20  # of messages that are kept in memory to be delivered
     drain_s: float = 10.0  # for requests under way when the node is told to stop
@@ -129,7 +151,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.host} can be reached by others: API keys are required there",
                 field="require_key",
             )
+        if self.cluster.enabled:
+            self._validate_cluster()
         return self
+
+    def _validate_cluster(self) -> None:
+        for field, wrong, message in (
+            ("node", not NAME.fullmatch(self.node), "a node of a cluster needs a name of its own"),
+            ("native_port", "native" not in self.ports, "nodes reach each other at this port"),
+            ("cluster.name", not NAME.fullmatch(self.cluster.name), f"is like {NAME.pattern}"),
+            ("cluster.key", self.keys_required and not self.cluster.key,
+             "callers need keys here, so nodes need one for each other"),
+            ("cluster.advertise", self._unreachable, "others cannot connect to this address"),
+        ):  # fmt: skip
+            if wrong:
+                raise InvalidArgument(f"{field}: {message}", field=field)
+        for endpoint in self.cluster.etcd:
+            host_port(endpoint, field="cluster.etcd")
+        if self.cluster.advertise:
+            host_port(self.cluster.advertise, field="cluster.advertise", port=0)
+
+    @property
+    def _unreachable(self) -> bool:
+        return not self.cluster.advertise and self.host in ("", "0.0.0.0", "::")
 
     def _validate_ports(self) -> None:
         seen: dict[int, str] = {}
@@ -184,6 +228,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 _PORT: Final = (-1, 65535)
 _COUNT: Final = (1, 1 << 20)
+_MILLISECONDS: Final = (10, 3600_000)
 _SECONDS: Final = (0.001, 366 * 24 * 3600.0)
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "native_port": _PORT,
@@ -207,11 +252,36 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "upkeep.scrub_s": _SECONDS,
     "audit.file_bytes_max": (1 << 10, 1 << 40),
     "audit.files_max": (0, 10_000),
+    "cluster.lease_s": (1, 3600),
+    "cluster.moves_max": (1, 10_000),
+    "cluster.serve_s": (0.1, 3600.0),
+    "replication.heartbeat_ms": _MILLISECONDS,
+    "replication.silence_ms": _MILLISECONDS,
+    "replication.stagger_ms": _MILLISECONDS,
+    "replication.fence_ms": _MILLISECONDS,
+    "replication.credit_entries": (1, 1_000_000),
+    "replication.credit_bytes": (64 << 10, 1 << 30),
+    "replication.ack_entries": (1, 1_000_000),
+    "replication.buffer_batches": (1, 1_000_000),
+    "replication.buffer_ms": _MILLISECONDS,
+    "replication.lagging_ms": _MILLISECONDS,
+    "replication.backpressure_ms": _MILLISECONDS,
+    "replication.caught_up_entries": (0, 1_000_000_000),
+    "replication.seed_bytes_per_s": (64 << 10, 1 << 40),
     "cache_bytes": (0, 1 << 40),
     "writer_threads": (1, PARTITIONS_MAX),
     "drain_s": (0, 3600.0),
     "ready_fd": (0, 1 << 20),
 }
+
+
+def host_port(text: str, *, field: str, port: int | None = None) -> tuple[str, int]:
+    """The parts of `host:port`, `[v6]:port`, or a mere host where there is a `port` to assume."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?", text)
+    number = match[3] if match else None
+    if match is None or (number is None and port is None) or int(number or 0) > 65535:
+        raise InvalidArgument(f"{field}: {text!r} is not like host:port", field=field)
+    return match[1] or match[2], int(number) if number else port or 0
 
 
 def is_loopback(host: str) -> bool:
@@ -287,6 +357,8 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _from_text(path: str, text: str) -> Any:
+    if typing.get_origin(OPTIONS[path].type) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     return _convert(text, OPTIONS[path].type, field=path, strict=False)
 
 

@@ -3,7 +3,16 @@ from typing import Any
 
 import pytest
 
-from penstock.config import BOUNDS, GROUPS, OPTIONS, Config, Option, TlsOptions, is_loopback
+from penstock.config import (
+    BOUNDS,
+    GROUPS,
+    OPTIONS,
+    Config,
+    Option,
+    TlsOptions,
+    host_port,
+    is_loopback,
+)
 from penstock.errors import InvalidArgument
 from penstock.log.partition import LogOptions
 
@@ -170,10 +179,50 @@ def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
+def cluster(**overrides: Any) -> dict[str, Any]:
+    return {"cluster.etcd": "10.0.0.1:2379", "node": "n1", **overrides}
+
+
+def test_a_list_may_be_written_with_commas() -> None:
+    environ = {"PENSTOCK_CLUSTER_ETCD": "a:1, [::1]:2", "PENSTOCK_NODE": "n1"}
+    assert load(environ=environ).cluster.etcd == ("a:1", "[::1]:2")
+    assert not load(environ={"PENSTOCK_CLUSTER_ETCD": ""}).cluster.enabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"node": ""}, "node"),
+        ({"node": "a/b"}, "node"),
+        ({"native_port": -1}, "native_port"),
+        ({"cluster.etcd": "10.0.0.1"}, "cluster.etcd"),
+        ({"cluster.etcd": "h:70000"}, "cluster.etcd"),
+        ({"cluster.name": "a/b"}, "cluster.name"),
+        ({"cluster.advertise": "a:b:c"}, "cluster.advertise"),
+        ({"cluster.policy": "random"}, "cluster.policy"),
+        ({"cluster.lease_s": 0}, "cluster.lease_s"),
+        ({"replication.silence_ms": 1}, "replication.silence_ms"),
+        ({"require_key": True}, "cluster.key"),
+        ({"host": "0.0.0.0", "insecure": True, "cluster.key": "k"}, "cluster.advertise"),
+    ],
+)
+def test_a_cluster_s_node_is_told_what_is_missing(overrides: dict[str, Any], field: str) -> None:
+    load(overrides=cluster())
+    assert refused(overrides=cluster(**overrides)) == field
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("h:1", ("h", 1)), ("h", ("h", 9)), ("[::1]:2", ("::1", 2)), ("[::1]", ("::1", 9))],
+)
+def test_host_and_port(text: str, parts: tuple[str, int]) -> None:
+    assert host_port(text, field="x", port=9) == parts
+
+
 def test_every_option_has_one_variable() -> None:
     assert len({Option.env(path) for path in OPTIONS}) == len(OPTIONS)
     assert set(BOUNDS) <= set(OPTIONS)
-    assert {"tls", "limits", "log", "upkeep", "audit"} == GROUPS
+    assert {"tls", "limits", "log", "upkeep", "audit", "cluster", "replication"} == GROUPS
     for path, (low, high) in BOUNDS.items():
         default = OPTIONS[path].default
         assert default is None or low <= default <= high

@@ -56,6 +56,14 @@ def serve(
     accept_rot: Annotated[
         bool | None, typer.Option("--accept-rot", help="Start on damaged data by cutting it off.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Join one.", metavar="etcd://HOST:PORT[,HOST:PORT]")
+    ] = None,
+    node_id: Annotated[str | None, typer.Option(help="This node's name in a cluster.")] = None,
+    zone: Annotated[str | None, typer.Option(help="Replicas go to different zones.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Where other nodes find this one.", metavar="HOST[:PORT]")
+    ] = None,
     options: Options = None,
 ) -> Answer | None:
     """Run a node until SIGTERM or Ctrl-C. Logs go to stderr, the addresses to stdout."""
@@ -65,6 +73,8 @@ def serve(
         "data": data, "host": host, "native_port": port, "grpc_port": grpc_port,
         "http_port": http_port, "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
         "log_level": log_level, "ready_file": ready_file, "accept_rot": accept_rot,
+        "cluster.etcd": cluster.removeprefix("etcd://") if cluster else None,
+        "node": node_id, "cluster.zone": zone, "cluster.advertise": advertise,
         **pairs_of(options, option="set"),
     }  # fmt: skip
     loaded = Config.load(config, overrides=overrides)
