@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.process import ServerProcess
 from penstock.spark.session import spark_session
 from penstock.testing.corpus import CorpusOptions
 from penstock.testing.determinism import Ways
+from penstock.testing.process import ServerProcess
 
 
 def arguments() -> argparse.Namespace:

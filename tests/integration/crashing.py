@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from tests.integration.harness import Node, body, delivered_tokens, ids_of
 
-from penstock.cli.process import ServerProcess
 from penstock.client.connection import Connection, open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.log import LogOptions, verify_folder
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import LeaseToken
 from penstock.node.clock import ManualClock
+from penstock.testing.process import ServerProcess
 from penstock.wire.messages import Enqueued
 
 TOPIC = "jobs"

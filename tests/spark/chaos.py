@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.process import ServerProcess, clean_environment
 from penstock.errors import PenstockError
 from penstock.testing.corpus import Corpus, CorpusOptions, generate
+from penstock.testing.process import ServerProcess, clean_environment
 from penstock.testing.redis import RedisProcess
 
 TOPIC = "vectors"

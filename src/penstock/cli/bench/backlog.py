@@ -9,8 +9,8 @@ from typing import Final
 from penstock.cli.bench.native import fill
 from penstock.cli.bench.stages import Run, Values, fresh_server, ready_count
 from penstock.cli.output import progress
-from penstock.cli.process import ServerProcess
 from penstock.errors import Corruption, PenstockError
+from penstock.testing.process import ServerProcess
 
 MESSAGES: Final = 2_000_000
 FILL_STEP: Final = 50_000

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.cli.process import ServerProcess, server_process
+from penstock.testing.process import ServerProcess, server_process
 
 if TYPE_CHECKING:
     from penstock.client.deltas import Deltas

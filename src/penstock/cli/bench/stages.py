@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.cli.connect import create_topic
-from penstock.cli.process import ServerProcess, server_process
+from penstock.testing.process import ServerProcess, server_process
 
 PAYLOAD_BYTES: Final = 200
 BATCH: Final = 100

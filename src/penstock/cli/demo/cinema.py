@@ -16,7 +16,7 @@ from penstock.cli.demo.pipeline import EDITS, STILLS, PipelineProcess
 from penstock.cli.demo.recording import Event, Recording, Sample
 from penstock.cli.demo.view import Screen
 from penstock.cli.demo.watch import Ledger, Prober, Vector, look
-from penstock.cli.process import ServerProcess, penstock_program
+from penstock.testing.process import ServerProcess, penstock_program
 
 if TYPE_CHECKING:
     from penstock.cli.demo.writers import Scale

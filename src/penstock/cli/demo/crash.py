@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.cli.connect import create_topic
 from penstock.cli.demo.claims import Chapter
 from penstock.cli.demo.ledger import Lease, Ledger
-from penstock.cli.process import ServerProcess
 from penstock.cli.tail import read_entries
 from penstock.errors import RetryableError
 from penstock.model.ids import LeaseToken
+from penstock.testing.process import ServerProcess
 
 if TYPE_CHECKING:
     from penstock.client.connection import Connection

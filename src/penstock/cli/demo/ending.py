@@ -13,7 +13,7 @@ from penstock.cli.demo.claims import Chapter
 from penstock.cli.demo.pipeline import EDITS, STILLS
 from penstock.cli.demo.watch import counts_of
 from penstock.cli.output import cell
-from penstock.cli.process import clean_environment
+from penstock.testing.process import clean_environment
 
 if TYPE_CHECKING:
     from penstock.cli.demo.cinema import Cinema

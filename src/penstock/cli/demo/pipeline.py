@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.cli.process import clean_environment
 from penstock.errors import Unavailable
+from penstock.testing.process import clean_environment
 
 START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 45.0

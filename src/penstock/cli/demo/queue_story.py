@@ -15,8 +15,8 @@ from penstock.cli.demo.crash import survive_kill
 from penstock.cli.demo.proof import verify_folder_at_rest
 from penstock.cli.demo.view import Screen
 from penstock.cli.enqueue import Attributes, enqueue
-from penstock.cli.process import ServerProcess
 from penstock.model.ids import LeaseToken
+from penstock.testing.process import ServerProcess
 
 if TYPE_CHECKING:
     from penstock.client.connection import Connection

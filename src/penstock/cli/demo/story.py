@@ -16,8 +16,8 @@ from penstock.cli.demo.claims import Chapter, document_of
 from penstock.cli.demo.queue_story import tell_of_the_queue
 from penstock.cli.demo.recording import Recording
 from penstock.cli.demo.view import Screen
-from penstock.cli.process import ServerProcess, penstock_program, server_process
 from penstock.model.version import __version__
+from penstock.testing.process import ServerProcess, penstock_program, server_process
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A real `penstock serve` in a process of its own, for the demo and the benchmark to use and kill.
+"""A real `penstock serve` in a process of its own, for tests, demo and benchmark to use and kill.
 
 The first start takes any free ports; a restart takes the same ones, so that clients find it again.
 """
@@ -34,7 +34,10 @@ class ServerProcess:
 
     data: Path
     options: dict[str, Any] = field(default_factory=dict)  # config paths, as `--set` takes them
-    ports: dict[str, int] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)  # -1: that listener is off
+    arguments: list[str] = field(default_factory=list)  # further ones of `serve`
+    environment: dict[str, str] = field(default_factory=dict)  # besides ours, without PENSTOCK_*
+    prefix: list[str] = field(default_factory=list)  # what runs the command, as `ip netns exec x`
     _process: asyncio.subprocess.Process | None = None
 
     @property
@@ -69,7 +72,7 @@ class ServerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=log,
-                    env=clean_environment(),
+                    env=clean_environment() | self.environment,
                 )
             await self._serving(ready)
             return time.perf_counter() - began
@@ -77,9 +80,9 @@ class ServerProcess:
     def _arguments(self, ready: Path) -> list[str]:
         port = {name: str(self.ports.get(name, 0)) for name in LISTENERS}
         arguments = [
-            sys.executable, "-m", "penstock.cli", "serve", "--data", str(self.data),
+            *self.prefix, sys.executable, "-m", "penstock.cli", "serve", "--data", str(self.data),
             "--host", "127.0.0.1", "--port", port["native"], "--grpc-port", port["grpc"],
-            "--http-port", port["http"], "--ready-file", str(ready),
+            "--http-port", port["http"], "--ready-file", str(ready), *self.arguments,
         ]  # fmt: skip
         for name, value in self.options.items():
             arguments += ["--set", f"{name}={value}"]
@@ -94,7 +97,7 @@ class ServerProcess:
                 raise Unavailable(f"the server ended with {code}:\n{self._last_words()}")
             ports = _read_ports(ready)
             if ports is not None:
-                self.ports = ports
+                self.ports |= ports
                 return
             if time.monotonic() > deadline:
                 await self.kill()
@@ -113,12 +116,28 @@ class ServerProcess:
         """SIGTERM; the process's exit code."""
         return await self._end(signal.SIGTERM)
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def pause(self) -> None:
+        """SIGSTOP: it keeps its connections and answers nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
     async def _end(self, number: signal.Signals) -> int:
         process = self._process
         if process is None:
             return 0
         if process.returncode is None:
             process.send_signal(number)
+            process.send_signal(signal.SIGCONT)  # a paused one would never hear it
             try:
                 async with asyncio.timeout(STOP_S_MAX):
                     await process.wait()
