@@ -57,6 +57,7 @@ class Welcome(Message, frozen=True):
     node: str
     heartbeat_ms: int  # send something at least this often, or be disconnected
     payload_bytes_max: int
+    cluster: str = ""  # its name; empty: the node runs alone
 
 
 class Part(Message, frozen=True):
