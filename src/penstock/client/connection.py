@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,22 +180,29 @@ class Connection(Exchange):
                 self._streams.pop(number, None)
 
 
+C = TypeVar("C", bound=Connection)
+
+
 async def open_connection(
     url: str, *, api_key: str | None = None, tls: Tls = None, client: str = "penstock-python"
 ) -> Connection:
     """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`."""
+    return await connect(url, lambda: Connection(api_key=api_key, client=client), tls=tls)
+
+
+async def connect(url: str, make: Callable[[], C], *, tls: Tls = None) -> C:
+    """`open_connection` for any kind of connection. A refused one is told by the error's
+    `refused`: nobody listens there."""
     address = Address.parse(url)
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             _, connection = await loop.create_connection(
-                lambda: Connection(api_key=api_key, client=client),
-                address.host,
-                address.port,
-                ssl=address.context(tls),
+                make, address.host, address.port, ssl=address.context(tls)
             )
     except (OSError, TimeoutError) as error:
-        raise Unavailable(f"cannot connect to {address}: {error}") from error
+        refused = True if isinstance(error, ConnectionRefusedError) else None
+        raise Unavailable(f"cannot connect to {address}: {error}", refused=refused) from error
     try:
         await connection.greeted()
     except BaseException:

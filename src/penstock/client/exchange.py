@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final, cast
 
-from penstock.client.streams import Stream
+from penstock.client.streams import Receiver
 from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
 from penstock.wire import frame
 from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
@@ -24,18 +24,25 @@ _WANTED: Final = int(FrameFlag.ACK_WANTED)
 class Exchange(asyncio.Protocol):
     """A client's end. It works from `connection_made` on: hand it to a transport first."""
 
-    def __init__(self, *, api_key: str | None = None, client: str = "penstock-python") -> None:
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        client: str = "penstock-python",
+        heartbeat_s: float | None = None,  # None: as often as the server needs it
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._hello = Hello([frame.VERSION], api_key, client)
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder()
         self._number = 0
         self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
-        self._streams: dict[int, Stream[Any]] = {}
+        self._streams: dict[int, Receiver] = {}
         self._greeting: asyncio.Future[Welcome] = self._loop.create_future()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
         self._lost: PenstockError | None = None
+        self._heartbeat_s = heartbeat_s
         self._heartbeat: asyncio.TimerHandle | None = None
         self._sent = self._received = True  # something, since the last heartbeat tick
         self._silent = 0  # ticks in a row without a byte from the peer
@@ -71,6 +78,10 @@ class Exchange(asyncio.Protocol):
             self._transport.close()
             self._fail(Unavailable("the connection was closed"), abort=False)
             await asyncio.shield(self._closed)
+
+    async def wait_closed(self) -> None:
+        """Until the connection is over, whoever ended it."""
+        await asyncio.shield(self._closed)
 
     def abort(self) -> None:
         """End now, whatever is under way."""
@@ -167,12 +178,16 @@ class Exchange(asyncio.Protocol):
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._greeting.set_result(welcome)
-        if welcome.heartbeat_ms > 0:
-            self._beat(welcome.heartbeat_ms / 2000)
+        if self._heartbeat_s is not None or welcome.heartbeat_ms > 0:
+            self._beat(self._heartbeat_s or welcome.heartbeat_ms / 2000)
 
     def _on_answer(self, item: Frame) -> None:
         found = self._waiting.pop(item.sequence, None)
-        if found is not None and not found[0].done():
+        if found is None:
+            stream = self._streams.get(item.sequence)
+            if stream is not None:
+                stream.on_answer(item.payload)
+        elif not found[0].done():
             found[0].set_result(unpack(item.payload, found[1])[0])
 
     def _on_refusal(self, item: Frame) -> None:
@@ -181,7 +196,11 @@ class Exchange(asyncio.Protocol):
             self._fail(error)  # it refuses all of us, not one request
             return
         found = self._waiting.pop(item.sequence, None)
-        if found is not None and not found[0].done():
+        if found is None:
+            stream = self._streams.pop(item.sequence, None)
+            if stream is not None:
+                stream.on_end(error)
+        elif not found[0].done():
             found[0].set_exception(error)
 
     def _beat(self, interval: float) -> None:

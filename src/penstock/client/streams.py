@@ -33,6 +33,17 @@ class Sender(Protocol):
         """Returns once nothing more can come for this stream."""
 
 
+class Receiver(Protocol):
+    """What a connection hands the frames of an open stream to."""
+
+    def on_answer(self, payload: memoryview) -> None:
+        """An answer to the opening that nobody waits for."""
+
+    def on_batch(self, payload: memoryview) -> None: ...
+
+    def on_end(self, error: PenstockError | None) -> None: ...
+
+
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     """Messages of one partition, leased together; entry *i* has token `token_first + i`."""
 
@@ -98,6 +109,9 @@ class Stream(ABC, Generic[Item]):
 
     # --- called by the connection ---
 
+    def on_answer(self, payload: memoryview) -> None:
+        """Whoever opened the stream waits for it, or has given up."""
+
     def on_batch(self, payload: memoryview) -> None:
         self._arrived.append(self._decode(payload))
         self._wake()
@@ -138,6 +152,17 @@ class LeaseStream(Stream[DeliveredBatch]):
         return arrived
 
 
+def batches_in(data: memoryview) -> list[Batch]:
+    """Batches that lie one behind the other, each padded to 8 bytes; verified by their CRCs."""
+    found: list[Batch] = []
+    at = 0
+    while at < len(data):
+        batch = decode(data, at)
+        found.append(batch)
+        at += (batch.size + 7) & ~7
+    return found
+
+
 class Slice(msgspec.Struct, frozen=True, gc=False):
     """Committed batches `[first, last]`, still encoded."""
 
@@ -146,15 +171,11 @@ class Slice(msgspec.Struct, frozen=True, gc=False):
 
     def batches(self) -> list[Batch]:
         """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
-        found: list[Batch] = []
-        at, expected = 0, self.head.first
-        while at < len(self.data):
-            batch = decode(self.data, at)
+        found, expected = batches_in(self.data), self.head.first
+        for batch in found:
             if batch.first != expected:
                 raise Corruption(f"a log slice jumps from {expected} to {batch.first}")
-            found.append(batch)
             expected = batch.last + 1
-            at += (batch.size + 7) & ~7
         if expected != self.head.last + 1:
             raise Corruption(f"a log slice ends at {expected - 1}, not {self.head.last}")
         return found
