@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Final, NoReturn
 
 import msgspec
@@ -53,6 +54,7 @@ class AppendLog:
         self._reader = Reader(self._table, self._cache)
         self._staging = Staging(folder, options)
         self._writer = Writer(found.floor, floor_s=options.floor_s)
+        self._upkeep = Lock()  # one drop, rewrite or cut at a time
         self._failure = ""  # why nothing may be acknowledged any more
         self._ahead_due = 0.0  # a full disk is not asked again before
         self._restart(found.segments)
@@ -271,7 +273,7 @@ class AppendLog:
 
     def scrub(self) -> Iterator[int]:
         """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
-        return self._reader.scrub()
+        return self._reader.scrub(self._upkeep)
 
     def segments(self) -> list[SegmentInfo]:
         return [segment.info() for segment in self._table.segments()]

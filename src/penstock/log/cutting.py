@@ -6,7 +6,7 @@ the log finishes it, and every step can be done twice. The floor is written agai
 in both of its slots, so that damage to one cannot bring the intent back.
 
 Only what lies behind the cut is touched, but for one flush mark: that of the group that the cut
-goes through is made shorter. A power cut may tear it; `_reach` gets past it then.
+goes through is made shorter. A power cut may tear it; `reach` gets past it then.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _cut_segment(
     walk, index = Walk(handle, path, header=header, end=handle.size), Index()
     if known is not None:
         _skip(walk, index, sequence=sequence, known=known)
-    _reach(walk, index, sequence)
+    reach(walk, index, sequence)
     sidecar(path).unlink(missing_ok=True)
     clear_tail(handle, walk, last_nonzero(handle, walk.offset, walk.end))
     segment = Segment(path, header)
@@ -160,7 +160,7 @@ def _skip(walk: Walk, index: Index, *, sequence: int, known: Index) -> None:
         position -= 1
 
 
-def _reach(walk: Walk, index: Index, sequence: int) -> None:
+def reach(walk: Walk, index: Index, sequence: int) -> None:
     """Walk to the end of the batch that ends at `sequence`."""
     try:
         _advance(walk, index, sequence)

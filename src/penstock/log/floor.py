@@ -80,6 +80,11 @@ def read_slots(data: bytes) -> list[FloorSlot]:
     return sorted(found, reverse=True)
 
 
+def used_slots(data: bytes) -> int:
+    """How many slots were ever written to, whole or not."""
+    return sum(any(data[at : at + FLOOR_SIZE]) for at in (0, SLOT_STRIDE))
+
+
 def _load(path: Path, *, accept_rot: bool) -> FloorSlot:
     slots = read_slots(path.read_bytes()) if path.exists() else []
     if slots:

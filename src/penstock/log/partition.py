@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +47,6 @@ class PartitionLog(AppendLog):
         self, folder: Path, found: Recovered, *, topic: int, partition: int, options: LogOptions
     ) -> None:
         self._snapshots = Snapshots(folder, topic=topic, partition=partition)
-        self._upkeep = Lock()  # one drop, rewrite or cut at a time
         super().__init__(folder, found, topic=topic, partition=partition, options=options)
 
     @classmethod
@@ -166,10 +164,12 @@ class PartitionLog(AppendLog):
         or the new one.
         """
         self._check_health()
-        if sequence < self.sequence_committed or self.seeding:
-            raise ValueError(f"cut after {sequence}, but {self.sequence_committed} is committed")
-        if sequence > self.sequence_last or any(s > sequence for s in self.snapshot_sequences()):
-            raise ValueError(f"cut after {sequence}: past the end, or before a snapshot")
+        if self.seeding:
+            raise ValueError("a log that is seeding is not cut, but reset")
+        if not self.sequence_committed <= sequence <= self.sequence_last:
+            bounds = f"{self.sequence_committed}, committed, to the end {self.sequence_last}"
+            raise ValueError(f"cut after {sequence} is not within {bounds}")
+        assert all(s <= sequence for s in self.snapshot_sequences()), "of uncommitted state"
         flush = self.take()
         if flush is not None:
             self.write(flush)
@@ -195,6 +195,7 @@ class PartitionLog(AppendLog):
         with self._upkeep:
             try:
                 floor = self._writer.floor
+                self._table.restart([], empty_at=first)  # before files go that it names
                 begin_anew(self.folder, floor=floor, first=first, chain=chain, epoch=epoch)
                 self._writer.committed = first - 1
                 self._cache.forget(0, 1 << 64)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from threading import Lock
 from typing import Final
 
 from penstock.errors import Corruption
 from penstock.log.cache import BatchCache
+from penstock.log.files import Handle
 from penstock.log.index import Opened
 from penstock.log.layout import padded
 from penstock.log.segment import Segment, verify_ends, verify_sealed
@@ -179,21 +181,21 @@ class Reader:
             position += 1
         return found
 
-    def scrub(self) -> Iterator[int]:
-        """Verify every sealed segment from the file, yielding bytes done after each chunk."""
+    def scrub(self, changing: Lock) -> Iterator[int]:
+        """Verify every sealed segment from the file, yielding bytes done after each chunk.
+
+        Who cuts a segment holds `changing` meanwhile.
+        """
         for segment in self._table.segments():
             handle = self._table.open_file(segment) if segment.sealed else None
             if handle is None:
-                continue  # the newest one, or dropped or rewritten since
-            walk = Walk(handle, segment.path, header=segment.header, end=segment.end)
-            done = 0
-            for offset, _ in walk:
-                if offset - done >= SCRUB_STEP_BYTES:
-                    yield offset - done
-                    done = offset
-            verify_sealed(segment, walk)
-            verify_ends(segment, handle)
-            yield segment.bytes - done
+                continue  # the newest one, or dropped, cut or rewritten since
+            try:
+                yield from _scrub_segment(segment, handle)
+            except Corruption:
+                with changing:
+                    if segment in self._table.segments():
+                        raise
 
     def scan(self, sequence: int, through: int) -> Iterator[Batch]:
         """Every batch from the one that covers `sequence` to the one that ends at `through`."""
@@ -215,6 +217,18 @@ class Reader:
                     header=segment.header, sequence=sequence,
                 )  # fmt: skip
             sequence = walk.sequence + 1
+
+
+def _scrub_segment(segment: Segment, handle: Handle) -> Iterator[int]:
+    walk = Walk(handle, segment.path, header=segment.header, end=segment.end)
+    done = 0
+    for offset, _ in walk:
+        if offset - done >= SCRUB_STEP_BYTES:
+            yield offset - done
+            done = offset
+    verify_sealed(segment, walk)
+    verify_ends(segment, handle)
+    yield segment.bytes - done
 
 
 def _extent(segment: Segment, opened: Opened, position: int, until: int) -> tuple[int, int]:

@@ -35,6 +35,16 @@ class ReplicaFile:
             else:
                 self._record = found
 
+    @classmethod
+    def anew(cls, folder: Path) -> ReplicaFile:
+        """A new replica's file in place of a damaged one: what that one promised is lost with it.
+
+        Sound because a replica with another uuid has no vote until it is given one.
+        """
+        with storage_errors(folder):
+            (folder / NAME).unlink(missing_ok=True)
+        return cls(folder)
+
     @property
     def uuid(self) -> str:
         return self._record.uuid

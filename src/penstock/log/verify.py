@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Corruption
+from penstock.log.cutting import reach
 from penstock.log.files import Handle
-from penstock.log.floor import read_slots
+from penstock.log.floor import read_slots, used_slots
 from penstock.log.folder import check_format, partitions_in, refuse_if_locked
 from penstock.log.index import Index, sidecar
-from penstock.log.layout import FloorSlot, SegmentHeader
+from penstock.log.layout import FloorFlag, FloorSlot, SegmentHeader
 from penstock.log.recovery import check_follows, refuse_rot
+from penstock.log.replica import NAME as REPLICA_NAME
+from penstock.log.replica import read_replica
 from penstock.log.segment import Segment, read_footer, read_header, sealed_segment, verify_sealed
 from penstock.log.snapshots import read_snapshot
 from penstock.log.walk import Walk, last_nonzero
@@ -95,13 +98,19 @@ class _Partition:
         self.topic, self.partition = topic, partition
 
     def verify(self) -> None:
+        read_replica(self.folder / REPLICA_NAME)
         floor = self._floor()
+        self._note_interrupted(floor)
+        if floor.flags & FloorFlag.RESET:
+            return  # nothing that is here counts
         paths = sorted(self.folder.glob("*.seg"))
         paths = [path for path in paths if int(path.stem, 16) >= floor.first]
+        if floor.flags & FloorFlag.CUT:
+            paths = [path for path in paths if int(path.stem, 16) <= floor.cut]
         before: Segment | None = None
         for path in paths:
             before = self._segment(path, before, floor, newest=path is paths[-1])
-        last, newest = (before.last, before.first) if before else (0, 0)
+        last, newest = (before.last, before.first) if before else (floor.empty_at - 1, 0)
         if last < floor.sequence or newest < floor.tail:
             raise Corruption(
                 f"{self.folder} ends at sequence {last} but {floor.sequence} was acknowledged",
@@ -112,12 +121,24 @@ class _Partition:
 
     def _floor(self) -> FloorSlot:
         path = self.folder / "floor"
-        slots = read_slots(path.read_bytes()) if path.exists() else []
+        data = path.read_bytes() if path.exists() else b""
+        slots = read_slots(data)
+        if len(slots) < used_slots(data):
+            self.report.notes.append(f"{path}: a slot is torn or damaged")
         if slots:
             return slots[0]
         if any(self.folder.glob("*.seg")):
             raise Corruption(f"{path} has no valid slot", file=str(path), reason="no valid floor")
         return FloorSlot(0, 0, 0, 0)
+
+    def _note_interrupted(self, floor: FloorSlot) -> None:
+        found = {
+            FloorFlag.CUT: f"a cut after sequence {floor.cut} is to be finished",
+            FloorFlag.RESET: "a reset is to be finished",
+            FloorFlag.SEEDING: "the log was being received and is not whole",
+        }
+        notes = [f"{self.folder}: {text}" for flag, text in found.items() if floor.flags & flag]
+        self.report.notes.extend(notes)
 
     def _segment(
         self, path: Path, before: Segment | None, floor: FloorSlot, *, newest: bool
@@ -131,7 +152,11 @@ class _Partition:
         except Corruption:
             if not newest or header.first < floor.tail:
                 raise
+            if floor.flags & FloorFlag.CUT:
+                return self._to_be_cut(handle, path, header, floor)
             return self._newest(handle, path, header, floor)
+        if newest and floor.flags & FloorFlag.CUT and segment.last > floor.cut:
+            return self._to_be_cut(handle, path, header, floor)
         walk = Walk(handle, path, header=header, end=segment.end)
         index = self._walk(walk)
         verify_sealed(segment, walk)
@@ -163,6 +188,17 @@ class _Partition:
             torn = last_nonzero(handle, walk.offset, walk.end) - walk.offset
             if torn:
                 self.report.notes.append(f"{path}: {torn} bytes of a torn write at the end")
+        segment = Segment(path, header)
+        segment.reached(walk)
+        return segment
+
+    def _to_be_cut(
+        self, handle: Handle, path: Path, header: SegmentHeader, floor: FloorSlot
+    ) -> Segment:
+        """The segment that a cut goes through: only what is before the cut counts."""
+        walk = Walk(handle, path, header=header, end=handle.size)
+        reach(walk, Index(), floor.cut)
+        self.report.batches += walk.batches
         segment = Segment(path, header)
         segment.reached(walk)
         return segment
