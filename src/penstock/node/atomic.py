@@ -63,9 +63,9 @@ async def enqueue_atomically(topic: Topic, parts: Sequence[tuple[Partition, Enqu
 async def resolve_in_doubt(topic: Topic) -> int:
     """After a restart: give every prepared batch the decision of its home partition."""
     resolved = 0
-    for partition in topic.partitions:
+    for partition in topic.local:
         for transaction, prepared in list(partition.heap.prepared.items()):
-            home = topic.partition(prepared.home)
+            home = topic.here(prepared.home)
             decision = home.heap.decision(transaction)
             if decision is None:
                 decision = False

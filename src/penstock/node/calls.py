@@ -14,6 +14,7 @@ from penstock.model.version import __version__
 from penstock.node import logs
 from penstock.node.confirmations import NEED_CONFIRMATION
 from penstock.node.engine import Engine, partition_reading
+from penstock.node.partition import Partition
 from penstock.node.topic import Topic
 
 
@@ -22,6 +23,7 @@ class Caller(NamedTuple):
 
     key_id: str | None
     connection: int
+    peer: bool = False  # another node of the cluster
 
 
 class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -215,8 +217,7 @@ _SUMMED: Final = ("ready", "delayed", "leased", "dead", "backlog", "bytes")
 
 
 def _topic_stats(engine: Engine, topic: Topic, now_ms: int) -> dict[str, Any]:
-    partitions = [_partition_stats(engine, topic, index, now_ms) for index in
-                  range(len(topic.partitions))]  # fmt: skip
+    partitions = [_partition_stats(engine, topic, partition, now_ms) for partition in topic.local]
     ages = [p["oldest_age_ms"] for p in partitions if p["oldest_age_ms"] is not None]
     return {
         "name": topic.config.name,
@@ -231,12 +232,13 @@ def _topic_stats(engine: Engine, topic: Topic, now_ms: int) -> dict[str, Any]:
     }
 
 
-def _partition_stats(engine: Engine, topic: Topic, index: int, now_ms: int) -> dict[str, Any]:
-    partition = topic.partitions[index]
+def _partition_stats(
+    engine: Engine, topic: Topic, partition: Partition, now_ms: int
+) -> dict[str, Any]:
     reading = partition_reading(topic, partition, now_ms)
     age_s, snapshot_age_s = reading.oldest_age_s, reading.snapshot_age_s
     return {
-        "partition": index,
+        "partition": partition.index,
         "coordinator": engine.identity.node,
         "epoch": reading.epoch,
         "sequence_first": partition.log.sequence_first,
@@ -262,7 +264,7 @@ async def snapshot(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, An
     chosen = [engine.topic(a.topic)] if a.topic else list(engine.topics.values())
     taken = []
     for topic in chosen:
-        for partition in topic.partitions:
+        for partition in topic.local:
             facts = await engine.snapshot(topic, partition)
             taken.append(
                 {

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -31,11 +31,16 @@ from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.reading import ReadCache
+from penstock.node.routing.ports import AlwaysHere, ClusterView
+from penstock.node.routing.router import Router
 from penstock.node.syncer import Syncer
 from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
 from penstock.node.writer import WriterPool
 from penstock.replication.single import Coordinator
+
+if TYPE_CHECKING:
+    from penstock.node.replicas.cluster import Cluster
 
 UPKEEP_TICK_S: Final = 0.5
 BARRIER_BYTES: Final = 4096  # of records that a partition's start may take
@@ -77,6 +82,8 @@ class Engine:
     cache: ReadCache
     reserve: Reserve  # space for snapshots on a full disk
     tasks: asyncio.TaskGroup
+    cluster: ClusterView = field(default_factory=AlwaysHere)
+    router: Router = field(init=False)
     topics: dict[str, Topic] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,8 +95,12 @@ class Engine:
     stopping: bool = False
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
+    cluster: Cluster | None = None  # the other nodes, if this one is not alone
     inflight_bytes: int = 0  # of enqueues that are not answered yet, over all connections
     _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
+
+    def __post_init__(self) -> None:
+        self.router = Router(lambda: self.cluster, spawn=self.spawn)
 
     # --- topics ---
 
@@ -141,7 +152,7 @@ class Engine:
         for connection in list(self.connections):
             connection.drop_topic(topic)
         topic.close()
-        for partition in topic.partitions:
+        for partition in topic.local:
             await asyncio.to_thread(partition.log.close)
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
@@ -150,7 +161,7 @@ class Engine:
         """Recover a topic's partitions, enter a new epoch in each, and serve."""
         topic = Topic(
             config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
-            on_fatal=self.on_fatal,
+            on_fatal=self.on_fatal, router=self.router,
         )  # fmt: skip
         indices = range(config.partitions)
         started = time.perf_counter()
@@ -161,7 +172,7 @@ class Engine:
         epochs = await self.catalog.next_epochs((config.id, index) for index in indices)
         for index, parts in zip(indices, recovered, strict=True):
             partition = self._partition(topic, index, parts, epochs[config.id, index])
-            topic.partitions.append(partition)
+            topic.serve(index, partition)
         await self._enter(topic)
         self.topics[config.name] = topic
         self.metrics.begin_topic(config.name)
@@ -225,7 +236,7 @@ class Engine:
     async def _enter(self, topic: Topic) -> None:
         """Append each partition's barrier and wait until it is committed."""
         barriers = []
-        for partition in topic.partitions:
+        for partition in topic.local:
             if not partition.journal.has_room(BARRIER_BYTES):
                 await asyncio.to_thread(partition.log.grow, BARRIER_BYTES)
             values: dict[str, Any] = {"node": [self.identity.node.encode()]}
@@ -235,7 +246,7 @@ class Engine:
             crash_point("node.barrier.staged")
             partition.journal.flush()
         await asyncio.gather(*(committed(p, sequence) for p, sequence in barriers))
-        if any(p.heap.config != topic.config for p in topic.partitions):
+        if any(p.heap.config != topic.config for p in topic.local):
             await self._write_config(topic)
         resolved = await resolve_in_doubt(topic)
         if resolved:
@@ -243,9 +254,7 @@ class Engine:
 
     async def _write_config(self, topic: Topic) -> None:
         value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
-        written = [
-            (p, p.journal.append_record(Kind.CONFIG, 1, value).last) for p in topic.partitions
-        ]
+        written = [(p, p.journal.append_record(Kind.CONFIG, 1, value).last) for p in topic.local]
         topic.wake()
         await asyncio.gather(*(committed(p, sequence) for p, sequence in written))
 
@@ -271,7 +280,7 @@ class Engine:
             await asyncio.sleep(UPKEEP_TICK_S)
             retention_due = retention.due()
             for topic in list(self.topics.values()):
-                for partition in topic.partitions:
+                for partition in topic.local:
                     await self._look_after(topic, partition, retention_due)
 
     async def _look_after(self, topic: Topic, partition: Partition, retention_due: bool) -> None:
@@ -300,11 +309,11 @@ class Engine:
 
     async def verify(self, within_s: float = 0.0) -> int:
         """Verify all sealed segments; damage is reported, not raised. Returns bytes read."""
-        total = sum(p.log.bytes_total for t in self.topics.values() for p in t.partitions)
+        total = sum(p.log.bytes_total for t in self.topics.values() for p in t.local)
         bytes_per_s = max(SCRUB_BYTES_PER_S, total / within_s) if within_s else float("inf")
         done = 0
         for topic in list(self.topics.values()):
-            for partition in topic.partitions:
+            for partition in topic.local:
                 try:
                     done += await scrub(partition, bytes_per_s)
                 except Corruption as error:
@@ -341,7 +350,7 @@ class Engine:
     async def drain(self, topics: Iterable[Topic]) -> None:
         """Let everything under way be answered, within the configured time."""
         deadline = time.monotonic() + self.config.drain_s
-        partitions = [p for topic in topics for p in topic.partitions]
+        partitions = [p for topic in topics for p in topic.local]
         while self.fatal_error is None and time.monotonic() < deadline:
             if all(p.idle for p in partitions):
                 return
@@ -354,7 +363,7 @@ class Engine:
             partitions=[
                 partition_reading(topic, partition, now_ms)
                 for topic in self.topics.values()
-                for partition in topic.partitions
+                for partition in topic.local
             ],
             connections=len(self.connections),
             streams={

@@ -16,8 +16,8 @@ from penstock.node.atomic import enqueue_atomically
 from penstock.node.bodies import ENQ, check_body, spread, subset
 from penstock.node.deltas import check_partition, homes_of_deltas, spread_deltas
 from penstock.node.engine import Engine
-from penstock.node.partition import Partition
 from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
+from penstock.node.routing.ports import PartitionPort
 from penstock.node.topic import Topic
 from penstock.wire.messages import Enqueue, Enqueued
 
@@ -39,7 +39,8 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
     )
     parts = [(partition, make(request)) for partition, make in placed]
     if control.atomic and len(parts) > 1:
-        engine.spawn(enqueue_atomically(topic, parts), name="atomic-enqueue")
+        here = [(topic.here(port.index), part) for port, part in parts]
+        engine.spawn(enqueue_atomically(topic, here), name="atomic-enqueue")
         return
     for partition, part in parts:
         partition.enqueueing.enqueue(part)
@@ -97,9 +98,9 @@ Make = Callable[[EnqueueRequest], EnqueuePart]
 
 def _place(
     topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
-) -> list[tuple[Partition, Make]]:
+) -> list[tuple[PartitionPort, Make]]:
     """Which partition gets which part."""
-    placed: list[tuple[Partition, Make]] = []
+    placed: list[tuple[PartitionPort, Make]] = []
     for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
         if control.partitioned:
             indices = range(index, index + part.count)
@@ -115,9 +116,9 @@ def _place(
 
 def _place_deltas(
     engine: Engine, topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
-) -> list[tuple[Partition, Make]]:
+) -> list[tuple[PartitionPort, Make]]:
     """The same for deltas, which are checked here: only where their vectors belong."""
-    placed: list[tuple[Partition, Make]] = []
+    placed: list[tuple[PartitionPort, Make]] = []
     partitions, now_ms = len(topic.partitions), engine.clock.now_ms()
     for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
         homes = homes_of_deltas(columns, topic.config, now_ms=now_ms)
@@ -141,12 +142,12 @@ def _spread(
     control: Enqueue,
     whole: tuple[Columns, Buffer, int],
     shares: list[tuple[int, NDArray[np.int64]]],
-) -> list[tuple[Partition, Make]]:
+) -> list[tuple[PartitionPort, Make]]:
     columns, body, index = whole
     if len(shares) == 1:
         indices = range(index, index + columns.count)
         return [(topic.partitions[shares[0][0]], _maker(control, columns, body, indices))]
-    placed: list[tuple[Partition, Make]] = []
+    placed: list[tuple[PartitionPort, Make]] = []
     for partition, chosen in shares:
         share = subset(columns, chosen)
         decoded = ENQ.decode(share, len(chosen))

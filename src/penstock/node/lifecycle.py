@@ -25,6 +25,7 @@ from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
+from penstock.node.routing.ports import AlwaysHere
 from penstock.node.syncer import open_syncer
 from penstock.node.writer import WriterPool
 
@@ -77,6 +78,7 @@ async def _start(
         cache=ReadCache(config.cache_bytes),
         reserve=Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes),
         tasks=tasks,
+        cluster=AlwaysHere(identity.node),
         started_ms=clock.now_ms(),
     )
     await asyncio.to_thread(engine.reserve.hold)
@@ -110,7 +112,7 @@ async def _stop(engine: Engine) -> None:
     if engine.syncer is not None:
         engine.syncer.close()
     for topic in engine.topics.values():
-        for partition in topic.partitions:
+        for partition in topic.local:
             if engine.fatal_error is None:
                 await asyncio.to_thread(partition.log.close)
     try:

@@ -36,7 +36,7 @@ class LogExtentArguments(TopicArguments, frozen=True):
 async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
     topic = engine.topic(a.topic)
-    stable = await asyncio.gather(*(_stable(topic, p) for p in topic.partitions))
+    stable = await asyncio.gather(*(_stable(topic, p) for p in topic.local))
     return {
         "partitions": [
             {
@@ -48,7 +48,7 @@ async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, 
                 "sequence_stable": sequence_stable,
                 "chain": p.log.chain_last,
             }
-            for p, sequence_stable in zip(topic.partitions, stable, strict=True)
+            for p, sequence_stable in zip(topic.local, stable, strict=True)
         ]
     }
 
@@ -72,7 +72,7 @@ async def _stable(topic: Topic, partition: Partition) -> int:
 @method(LogFindArguments)
 async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, Any]:
     """The first committed batch that is not from before `time_ms`; past the end if none is."""
-    partition = engine.topic(a.topic).partition(a.partition)
+    partition = engine.topic(a.topic).here(a.partition)
     through = partition.coordinator.sequence_committed
     return {
         "sequence": await asyncio.to_thread(partition.log.find_time, a.time_ms, through=through)
@@ -85,7 +85,7 @@ async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[s
     topic = engine.topic(a.topic)
     found = []
     for extent in a.extents:
-        partition = topic.partition(extent.partition)
+        partition = topic.here(extent.partition)
         if extent.from_sequence < partition.log.sequence_first:
             raise gone(extent.from_sequence, sequence_first=partition.log.sequence_first)
         last, size = await asyncio.to_thread(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.heap import DeadLetter, State
+from penstock.heap.ordering import Ordering
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Columns
 from penstock.model.delivery import DELIVERY
@@ -79,7 +80,7 @@ async def peek(engine: Engine, _: Caller, a: PeekArguments) -> dict[str, Any]:
     limit = _bounded(a.limit, 1, LIST_MAX, "limit")
     now_ms = engine.clock.now_ms()
     found: list[tuple[int, int, Partition]] = []
-    for partition in topic.partitions:
+    for partition in topic.local:
         keys, sequences = partition.heap.candidates(limit, now_ms)
         found += zip(keys.tolist(), sequences.tolist(), itertools.repeat(partition), strict=False)
     best = sorted(found, key=lambda row: row[:2])[:limit]
@@ -91,7 +92,7 @@ async def peek(engine: Engine, _: Caller, a: PeekArguments) -> dict[str, Any]:
 async def _all_committed(topic: Topic) -> None:
     """Wait until all that was seen is committed: nothing is shown that could still be lost."""
     topic.wake()
-    await asyncio.gather(*(committed(p, p.log.sequence_last) for p in topic.partitions))
+    await asyncio.gather(*(committed(p, p.log.sequence_last) for p in topic.local))
 
 
 async def _read(topic: Topic, places: list[tuple[Partition, int]]) -> list[dict[str, Any]]:
@@ -182,7 +183,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
 
 def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
     """By what messages of several partitions are put in order: as the heap would."""
-    ordering = topic.partitions[0].heap.ordering
+    ordering = Ordering(topic.config)
 
     def key(message: dict[str, Any]) -> tuple[int, int, int]:
         time_ms = message["time_ms"]
@@ -217,7 +218,7 @@ async def purge(engine: Engine, _: Caller, a: DestructiveArguments) -> dict[str,
     engine.confirmations.use(a.confirm, "purge", a.topic, force=a.force)
     purged = 0
     written = []
-    for partition in topic.partitions:
+    for partition in topic.local:
         count = partition.heap.ready + partition.heap.delayed
         if count:
             purged += count
@@ -251,7 +252,7 @@ def _locate(topic: Topic, message_id: str) -> tuple[Partition, int]:
     place = MessageId.parse(message_id)
     if place.topic != topic.config.id or place.partition >= len(topic.partitions):
         raise NotFound(f"no message {message_id} in this topic", message_id=message_id)
-    return topic.partitions[place.partition], place.sequence
+    return topic.here(place.partition), place.sequence
 
 
 # --- dead letters ---
@@ -265,7 +266,7 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, 
     start, after = _parse_cursor(a.after)
     await _all_committed(topic)
     found: list[tuple[Partition, DeadLetter]] = []
-    for partition in topic.partitions[start:]:
+    for partition in (p for p in topic.local if p.index >= start):
         found += [(partition, row) for row in partition.heap.dead_list(after, limit - len(found))]
         after = 0
         if len(found) >= limit:
@@ -325,7 +326,7 @@ def _dead_letters(
     """The chosen dead letters (all, if none are named), in chunks."""
     chosen: dict[Partition, list[int]] = {}
     if message_ids is None:
-        for partition in topic.partitions:
+        for partition in topic.local:
             chosen[partition] = [row.sequence for row in partition.heap.dead_list(0, 1 << 62)]
     else:
         for message_id in message_ids:

@@ -106,7 +106,7 @@ class LogStream:
         self.cursor = from_sequence
         self._window_entries, self._window_bytes = window_entries, window_bytes
         self._entries_out = self._bytes_out = 0
-        self._send, self._fail, self._end = send, fail, end
+        self._send, self.fail, self._end = send, fail, end
         self._through = through  # the batch that covers it is the last; None: there is none
         self._reading = False
         self.open = True
@@ -128,7 +128,7 @@ class LogStream:
                     self.cursor, through=sequence_committed, bytes_max=room, nowait=True
                 )
             except PenstockError as error:  # dropped by retention, or damaged
-                self._fail(error)
+                self.fail(error)
                 return
             if batches is None:
                 self._read_cold(sequence_committed, room)
@@ -185,7 +185,7 @@ class LogStream:
             if not self.open:
                 return
             if (error := future.exception()) is not None:
-                self._fail(error)
+                self.fail(error)
                 return
             self._send_slice(future.result() or [], sequence_committed)
             self.pump(sequence_committed)

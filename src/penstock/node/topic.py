@@ -8,41 +8,29 @@ partition. An enqueue and the lease that follows from it thus share one fsync.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, NotFound, PenstockError
+from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
 from penstock.heap import Applied, Spine
-from penstock.log.crash import crash_point
-from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Clock, Timer
+from penstock.node.delivering import Deliveries
 from penstock.node.enqueueing import COALESCE_ENTRIES
 from penstock.node.journal import Journal
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
-from penstock.node.reading import Rows
-from penstock.node.requests import ReturnRequest
+from penstock.node.routing.ports import PartitionPort
+from penstock.node.routing.remote import RemotePartition
+from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream, LogStream
-from penstock.wire.messages import Delivery
 
 LEASES_PER_TURN: Final = 5000
 LEASE_MAX: Final = 1000  # messages leased by one record
 RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
-
-
-class Lease(NamedTuple):
-    """Messages of one delivery: part of a LEASE batch, or all of it."""
-
-    partition: Partition
-    batch: Batch
-    token_first: int
-    messages: NDArray[np.uint64]
-    visibility_ms: int
 
 
 class Topic:
@@ -54,14 +42,20 @@ class Topic:
         metrics: Metrics,
         on_damage: Callable[[PenstockError], None],
         on_fatal: Callable[[BaseException], None],
+        router: Router,
     ) -> None:
-        self.config = config
-        self.partitions: list[Partition] = []
+        self.config, self._router = config, router
+        self.partitions: list[PartitionPort] = []  # all, wherever they are served
+        self.local: list[Partition] = []  # those that this node serves, by index
+        self._add_ports()
         self.metrics = metrics
         self.totals = dict.fromkeys(("enqueued", "acked", "retried", "dead", "expired"), 0)
         self.rank_error_max = 0
         self._clock = clock
-        self._on_damage, self._on_fatal = on_damage, on_fatal
+        self._on_fatal = on_fatal
+        self._deliveries = Deliveries(
+            config.name, metrics=metrics, on_damage=on_damage, on_fatal=on_fatal
+        )
         self._streams: dict[bytes, LeaseStream] = {}
         self._log_streams: dict[LogStream, Partition] = {}
         self._loop = asyncio.get_running_loop()
@@ -78,10 +72,55 @@ class Topic:
     def reconfigure(self, config: TopicConfig) -> None:
         self.config = config
         self._spine = Spine(config.k, config.partitions)
+        self._add_ports()
+
+    def _add_ports(self) -> None:
+        """A port for each partition that has none; until it is served here, it is elsewhere."""
+        for index in range(len(self.partitions), self.config.partitions):
+            self.partitions.append(self._elsewhere(index))
+
+    def _elsewhere(self, index: int) -> PartitionPort:
+        return RemotePartition(self.config.name, (self.config.id, index))
+
+    # --- which partitions this node serves ---
+
+    def serve(self, index: int, partition: Partition) -> None:
+        """A tenure began: this node coordinates the partition."""
+        self.partitions[index] = partition
+        self._place_local()
+        self.wake()
+
+    def unserve(self, index: int) -> None:
+        """A tenure ended. What had gathered for it has surely not happened."""
+        gone = self.partitions[index]
+        if not isinstance(gone, Partition):
+            return
+        self.partitions[index] = self._elsewhere(index)
+        self._place_local()
+        moved = Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
+        gone.enqueueing.fail(moved)
+        gone.settling.fail(moved)
+        for stream, partition in list(self._log_streams.items()):
+            if partition is gone:
+                stream.fail(moved)
+        self.wake()
+
+    def _place_local(self) -> None:
+        self.local = [p for p in self.partitions if isinstance(p, Partition)]
+
+    def here(self, index: int) -> Partition:
+        """A partition that this node serves."""
+        found = self.partition(index)
+        if not isinstance(found, Partition):
+            raise WrongEpoch(
+                f"partition {index} of {self.config.name} is not served by this node",
+                partition=index,
+            )
+        return found
 
     # --- for sessions ---
 
-    def partition(self, index: int) -> Partition:
+    def partition(self, index: int) -> PartitionPort:
         if not 0 <= index < len(self.partitions):
             raise InvalidArgument(
                 f"topic {self.config.name} has partitions 0 to {len(self.partitions) - 1}",
@@ -154,7 +193,7 @@ class Topic:
 
     @property
     def leased(self) -> int:
-        return sum(p.heap.leased for p in self.partitions)
+        return sum(p.heap.leased for p in self.local)
 
     # --- the turn ---
 
@@ -172,13 +211,13 @@ class Topic:
             self._on_fatal(error)
 
     def _take_turn(self) -> None:
-        for partition in self.partitions:
+        for partition in self.local:
             partition.take_enqueues()
         self._dispatch()
-        for partition in self.partitions:
+        for partition in self.local:
             partition.journal.flush()
         # Nobody waits for a settlement as for a message: it is worked on during that write.
-        for partition in self.partitions:
+        for partition in self.local:
             partition.take_settlements()
             partition.journal.flush()
         for stream, partition in list(self._log_streams.items()):
@@ -201,11 +240,11 @@ class Topic:
 
     def _offer(self) -> bool:
         """Lease ready messages to streams with credit; False if that has to wait for a write."""
-        if not all(p.coordinator.serving for p in self.partitions):
+        if not all(p.coordinator.serving for p in self.local):
             return False
         if self.config.paused or not self._streams:
             return True
-        if not any(p.heap.ready or p.heap.delayed for p in self.partitions):
+        if not any(p.heap.ready or p.heap.delayed for p in self.local):
             return True
         leases_max = self.config.consumer_leases_max
         hungry = [s for s in self._streams.values() if s.room(leases_max) > 0]
@@ -237,10 +276,10 @@ class Topic:
         The lease could hardly be durable sooner, what is enqueued until then may be better, and
         credit that comes back in crumbs would be leased out in crumbs for ever after.
         """
-        ready = sum(p.heap.ready for p in self.partitions)
+        ready = sum(p.heap.ready for p in self.local)
         if min(wanted, ready) < COALESCE_ENTRIES:
             if self._awaited is None:
-                journals = (p.journal for p in self.partitions)
+                journals = (p.journal for p in self.local)
                 self._awaited = [(j, j.writes) for j in journals if j.writing]
             if any(journal.writes == writes for journal, writes in self._awaited):
                 return True
@@ -255,14 +294,14 @@ class Topic:
 
     def _pick(self, wanted: int, now_ms: int) -> list[tuple[Partition, NDArray[np.uint64]]]:
         """The best ready messages over all partitions, by the spine's rank bound."""
-        if len(self.partitions) == 1:
-            messages = self.partitions[0].heap.select(wanted, now_ms)
-            picked = [(self.partitions[0], messages)] if len(messages) else []
+        if len(self.local) == 1:
+            messages = self.local[0].heap.select(wanted, now_ms)
+            picked = [(self.local[0], messages)] if len(messages) else []
         else:
-            heaps = [p.heap for p in self.partitions]
+            heaps = [p.heap for p in self.local]
             picked = [
-                (self.partitions[index], messages)
-                for index, messages in self._spine.pick(heaps, wanted, now_ms)
+                (self.local[at], messages)
+                for at, messages in self._spine.pick(heaps, wanted, now_ms)
             ]
         self._picks += 1
         if picked and self._picks % RANK_SAMPLE == 0:
@@ -270,9 +309,9 @@ class Topic:
         return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]
 
     def _sample_rank(self, picked: list[tuple[Partition, NDArray[np.uint64]]], now_ms: int) -> None:
-        heaps = [p.heap for p in self.partitions]
-        by_index = [(p.index, m) for p, m in picked]
-        error = self._spine.rank_error(heaps, by_index, now_ms)
+        heaps = [p.heap for p in self.local]
+        by_place = [(self.local.index(p), m) for p, m in picked]
+        error = self._spine.rank_error(heaps, by_place, now_ms)
         self.rank_error_max = max(self.rank_error_max, error)
         self.metrics.rank_error(self.config.name, error)
 
@@ -280,72 +319,12 @@ class Topic:
         self, stream: LeaseStream, partition: Partition, messages: NDArray[np.uint64]
     ) -> int:
         visibility_ms = stream.visibility_ms or self.config.visibility_ms
-        started = time.perf_counter()
-        batch = partition.lease(messages, consumer=stream.consumer, visibility_ms=visibility_ms)
-        stream.on_leased(len(messages))
-
-        def committed() -> None:
-            for at in range(0, len(messages), stream.batch_max):
-                part = messages[at : at + stream.batch_max]
-                lease = Lease(partition, batch, batch.first + at, part, visibility_ms)
-                self._deliver(stream, lease)
-            self.metrics.popped(self.config.name, len(messages), time.perf_counter() - started)
-
-        partition.journal.when_committed(batch.last, committed)
-        return len(messages)
-
-    def _deliver(self, stream: LeaseStream, lease: Lease, rows: Rows | None = None) -> None:
-        partition, messages = lease.partition, lease.messages
-        if not stream.open:
-            tokens = np.arange(
-                lease.token_first, lease.token_first + len(messages), dtype=np.uint64
-            )
-            partition.settling.give_back(ReturnRequest(tokens, _ignore, delay_ms=0, counted=False))
-            return
-        crash_point("node.lease.undelivered")
-        sequences: list[int] = messages.tolist()
-        if rows is None:
-            try:
-                rows = partition.reader.gather(sequences, nowait=True)
-            except PenstockError as error:
-                self._on_unreadable(stream, error)
-                return
-        if rows is None:
-            loading = self._loop.run_in_executor(None, partition.reader.load, sequences)
-            loading.add_done_callback(
-                lambda done: self._on_loaded(
-                    done, stream, lambda: self._deliver(stream, lease, done.result())
-                )
-            )
-            return
-        attempts = partition.heap.attempts(messages)
-        delivery = Delivery(
-            partition.index, lease.batch.epoch, lease.token_first, len(messages),
-            lease.batch.time_ms + lease.visibility_ms, lease.visibility_ms,
-        )  # fmt: skip
-        stream.send(delivery, rows.encode(attempts))
-
-    def _on_unreadable(self, stream: LeaseStream, error: PenstockError) -> None:
-        """The leases stay and expire; their messages are dead letters in the end."""
-        self._on_damage(error)
-        if stream.fail is not None:
-            stream.fail(error)
-
-    def _on_loaded(
-        self, done: asyncio.Future[Rows], stream: LeaseStream, deliver: Callable[[], None]
-    ) -> None:
-        error = done.exception()
-        if error is None:
-            deliver()
-        elif isinstance(error, PenstockError):
-            self._on_unreadable(stream, error)
-        else:
-            self._on_fatal(error)
+        return self._deliveries.lease(stream, partition, messages, visibility_ms=visibility_ms)
 
     # --- time ---
 
     def _arm_timer(self) -> None:
-        due = [w for p in self.partitions if (w := p.heap.next_wakeup()) is not None]
+        due = [w for p in self.local if (w := p.heap.next_wakeup()) is not None]
         if not due:
             return
         when_ms = max(min(due), self._clock.now_ms() + 1)
@@ -359,7 +338,7 @@ class Topic:
     def _on_timer(self) -> None:
         self._timer = None
         now_ms = self._clock.now_ms()
-        for partition in self.partitions:
+        for partition in self.local:
             partition.expire(now_ms)
         self.wake()
 
@@ -371,12 +350,8 @@ class Topic:
         for waiter in self._dispatch_waiters:
             if not waiter.done():
                 waiter.set_exception(topic_not_found(self.config.name))
-        for partition in self.partitions:
+        for partition in self.local:
             partition.reader.forget()
-
-
-def _ignore(_: Any) -> None:
-    """Nobody waits for this answer."""
 
 
 def reject_delta_topic(name: str) -> InvalidArgument:

@@ -1,0 +1,1 @@
+"""Requests for partitions that another node serves."""
