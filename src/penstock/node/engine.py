@@ -95,7 +95,7 @@ class Engine:
     stopping: bool = False
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
-    cluster: Cluster | None = None  # the other nodes, if this one is not alone
+    nodes: Cluster | None = None  # the other ones; None: this one is alone
     inflight_bytes: int = 0  # of enqueues that are not answered yet, over all connections
     _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
 
