@@ -6,8 +6,9 @@ slices and the end are handed on from within the frame's arrival.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -17,7 +18,7 @@ from penstock.client.streams import batches_in
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch
 from penstock.replication.messages import Append, Follow, Followed
-from penstock.wire.frame import FrameType
+from penstock.wire.frame import Buffer, FrameFlag, FrameType
 from penstock.wire.messages import OpenFollow, Tell, Told, pack, unpack
 
 HEARTBEAT_S: Final = 0.5  # six of these without a byte, and the connection is given up
@@ -66,6 +67,24 @@ class FollowStream:
             follower.on_lost(error)
 
 
+class Relay(Protocol):
+    """Who reads a stream for somebody else."""
+
+    def on_batch(self, payload: memoryview) -> None: ...
+
+    def on_end(self, error: PenstockError | None) -> None: ...
+
+
+class _Relayed:
+    """A relayed stream: that it was opened is not told."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.on_batch, self.on_end = relay.on_batch, relay.on_end
+
+    def on_answer(self, payload: memoryview) -> None:
+        return
+
+
 class PeerConnection(Connection):
     """What one node may ask of another."""
 
@@ -88,6 +107,25 @@ class PeerConnection(Connection):
         request = OpenFollow(topic, partition, _encoder.encode(follow))
         self.send(FrameType.SUBSCRIBE, number, pack(request))
         return stream
+
+    # --- requests on behalf of others ---
+
+    def ask(self, type: FrameType, answer: Any, *payload: Buffer) -> asyncio.Future[Any]:
+        """Send one request; the future gets the answer, unpacked as `answer`, or the error."""
+        return self._ask(type, answer, *payload)
+
+    def open(self, control: Any, stream: Relay) -> int:
+        """Subscribe; returns the stream's number. What comes goes to `stream`, a refusal too."""
+        self._raise_if_lost()
+        number = self._next()
+        self._streams[number] = _Relayed(stream)
+        self.send(FrameType.SUBSCRIBE, number, pack(control), flags=FrameFlag.ACK_WANTED)
+        return number
+
+    def close_stream(self, number: int) -> None:
+        """Unsubscribe; nothing comes any more."""
+        if number in self._streams:
+            self._unfollow(number)
 
     def _unfollow(self, number: int) -> None:
         self._streams.pop(number, None)

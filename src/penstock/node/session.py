@@ -8,6 +8,7 @@ the sender back), and time without a sign of life.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import time
 from typing import Any, Final, cast
@@ -44,11 +45,13 @@ from penstock.wire.messages import (
     Extend,
     Grant,
     Hello,
+    OpenFollow,
     OpenLease,
     OpenLog,
     Return,
     Settle,
     Settled,
+    Tell,
     TokenPart,
     Welcome,
     pack,
@@ -64,7 +67,7 @@ _HELLO_BYTES_MAX: Final = 64 << 10
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
-Open = OpenLease | OpenLog | Call
+Open = OpenLease | OpenLog | OpenFollow | Tell | Call
 
 
 class Session(asyncio.Protocol):
@@ -75,6 +78,7 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self._key_id: str | None = None
+        self._peer = False  # another node of the cluster, as far as we can tell
         self._subscriptions = Subscriptions(
             engine, self._send, name=f"{engine.identity.node}/{engine.run_id}/{self._number}"
         )
@@ -182,8 +186,7 @@ class Session(asyncio.Protocol):
                 raise InvalidArgument(
                     f"version {wire.VERSION} is spoken here", field="versions", limit=wire.VERSION
                 )
-            if hello.api_key is not None or self._engine.config.keys_required:
-                self._key_id = self._engine.keys.verify(hello.api_key)
+            self._authenticate(hello.api_key)
         except PenstockError as error:
             if isinstance(error, Unauthenticated):
                 self._engine.metrics.auth_failed()
@@ -198,6 +201,20 @@ class Session(asyncio.Protocol):
             limits.frame_bytes_max,
         )  # fmt: skip
         self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
+
+    def _authenticate(self, key: str | None) -> None:
+        config = self._engine.config
+        cluster_key = config.cluster.key
+        if cluster_key and key and hmac.compare_digest(key.encode(), cluster_key.encode()):
+            self._key_id, self._peer = "cluster", True
+            return
+        if key is not None or config.keys_required:
+            self._key_id = self._engine.keys.verify(key)
+        self._peer = not cluster_key and not config.keys_required
+
+    def _check_peer(self) -> None:
+        if not self._peer:
+            raise Unauthenticated("only a node of the cluster may do this")
 
     def _on_batch(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Enqueue)
@@ -265,7 +282,16 @@ class Session(asyncio.Protocol):
         if isinstance(control, Call):
             self._on_call(frame, control)
             return
+        if isinstance(control, Tell):
+            self._check_peer()
+            if self._engine.nodes is not None:
+                self._engine.nodes.transport.on_told(control.told)
+            return
         self._subscriptions.check_number(frame.sequence)
+        if isinstance(control, OpenFollow):
+            self._check_peer()
+            self._subscriptions.open_follow(frame.sequence, control)
+            return
         if isinstance(control, OpenLease):
             self._subscriptions.open_lease(frame.sequence, control, self._key_id)
         else:
@@ -355,7 +381,7 @@ class Session(asyncio.Protocol):
             raise LimitExceeded(f"{CALLS_MAX} calls are under way", limit=CALLS_MAX)
         self._calls += 1
         reply = self._reply(frame, len(frame.payload))
-        caller = Caller(self._key_id, self._number)
+        caller = Caller(self._key_id, self._number, self._peer)
         self._engine.spawn(self._call(call, caller, reply), name=f"call-{call.method}")
 
     async def _call(self, call: Call, caller: Caller, reply: Reply) -> None:

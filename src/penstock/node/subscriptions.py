@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.errors import (
+    FailedPrecondition,
     InvalidArgument,
     LimitExceeded,
     NotFound,
@@ -14,10 +15,19 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.engine import Engine
+from penstock.node.replicas.transport import Sending
 from penstock.node.streams import LeaseStream, LogStream, gone
 from penstock.node.topic import Topic
 from penstock.wire.frame import FrameFlag, FrameType
-from penstock.wire.messages import Delivery, Grant, LogSlice, OpenLease, OpenLog, pack
+from penstock.wire.messages import (
+    Delivery,
+    Grant,
+    LogSlice,
+    OpenFollow,
+    OpenLease,
+    OpenLog,
+    pack,
+)
 
 Send = Callable[..., None]  # (type, number, *payload, flags=)
 
@@ -26,28 +36,40 @@ class Subscriptions:
     def __init__(self, engine: Engine, send: Send, *, name: str) -> None:
         self._engine, self._send, self._name = engine, send, name
         self._streams: dict[int, tuple[Topic, LeaseStream | LogStream]] = {}
+        self._follows: dict[int, Sending] = {}  # logs that another node reads
+        self.blocked = False  # the connection's send buffer is full
 
     def check_number(self, number: int) -> None:
         """Raise unless one more stream may be opened under this number."""
         limit = self._engine.config.limits.streams_max
-        if number in self._streams:
+        if number in self._streams or number in self._follows:
             raise InvalidArgument("the stream number is taken", field="sequence")
         if len(self._streams) >= limit:
             raise LimitExceeded(f"a connection has at most {limit} streams", limit=limit)
 
     def block(self, blocked: bool) -> None:
         """The connection's send buffer is full, or has room again."""
+        self.blocked = blocked
         for topic, stream in self._streams.values():
             stream.blocked = blocked
             topic.wake()
+        if not blocked and self._engine.nodes is not None:
+            for sending in list(self._follows.values()):
+                self._engine.nodes.transport.on_writable(sending)
+
+    def send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
+        self._send(type, number, *payload, flags=flags)
 
     def close(self, number: int) -> None:
         found = self._streams.pop(number, None)
         if found is not None:
             _remove(*found)
+        sending = self._follows.pop(number, None)
+        if sending is not None and self._engine.nodes is not None:
+            self._engine.nodes.transport.on_closed(sending)
 
     def close_all(self) -> None:
-        for number in list(self._streams):
+        for number in [*self._streams, *self._follows]:
             self.close(number)
 
     def drop_topic(self, topic: Topic) -> None:
@@ -103,9 +125,14 @@ class Subscriptions:
         self._send(FrameType.ACK, number, pack({"consumer": consumer}))
         topic.add_stream(stream)
 
+    def open_follow(self, number: int, control: OpenFollow) -> None:
+        if self._engine.nodes is None:
+            raise FailedPrecondition("this node is alone: nobody follows it")
+        self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
+
     def open_log(self, number: int, control: OpenLog) -> None:
         topic = self._engine.topic(control.topic)
-        partition = topic.partition(control.partition)
+        partition = topic.here(control.partition)
         stored = partition.log
         start = control.from_sequence or partition.coordinator.sequence_committed + 1
         if start < stored.sequence_first:
