@@ -54,6 +54,37 @@ class LogAgainstList(RuleBasedStateMachine):
         self.batches += self.staged
         self.staged = []
 
+    @rule(share=st.floats(0, 1))
+    def commit(self, share: float) -> None:
+        """Some of what is durable, or more than that: others may have it."""
+        span = self.log.sequence_last - self.log.sequence_committed
+        self.log.advance_commit(self.log.sequence_committed + int(span * share))
+
+    @precondition(lambda self: not self.log.seeding)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        """Another coordinator has other batches behind some end that is not committed."""
+        ends = [
+            b.last for b in (*self.batches, *self.staged) if b.last >= self.log.sequence_committed
+        ]
+        if not self.log.sequence_committed:
+            ends.append(0)
+        if not ends:
+            return
+        end = data.draw(st.sampled_from(ends))
+        self.log.truncate(end)
+        self.batches = [b for b in (*self.batches, *self.staged) if b.last <= end]
+        self.staged = []
+        assert self.log.sequence_last == self.log.sequence_durable == end
+
+    @precondition(lambda self: len(self.batches) > 8)
+    @rule(first=st.integers(1, 1000), finish=st.booleans())
+    def reset(self, first: int, finish: bool) -> None:
+        self.log.reset(first=first, chain=first * 7, epoch=0)
+        self.batches, self.staged = [], []
+        if finish:
+            self.log.finish_seeding()
+
     @rule(clean=st.booleans())
     def reopen(self, clean: bool) -> None:
         if clean:
@@ -79,13 +110,14 @@ class LogAgainstList(RuleBasedStateMachine):
 
     @rule(at=st.floats(0, 1))
     def drop(self, at: float) -> None:
-        self.log.drop_before(int(self.log.sequence_durable * at))
+        self.log.drop_before(int(self.log.sequence_committed * at))
         self.batches = [b for b in self.batches if b.last >= self.log.sequence_first]
 
     @rule(data=st.data())
     def rewrite(self, data: st.DataObject) -> None:
         """Compact the oldest sealed segment that was not, keeping every second batch."""
         found = [i for i in self.log.segments() if i.sealed and not i.compacted]
+        found = [i for i in found if i.last <= self.log.sequence_committed]
         if not found:
             return
         info = found[0]
@@ -112,9 +144,31 @@ class LogAgainstList(RuleBasedStateMachine):
             found = self.log.read(batch.last, nowait=False)
             assert found is not None and found.encode() == batch.encode()
 
+    @invariant()
+    def staged_reads_equal_list(self) -> None:
+        at = self.log.sequence_durable + 1
+        found = self.log.read_slice(
+            at, through=1 << 40, bytes_max=1 << 30, nowait=True, staged=True
+        )
+        assert found is not None
+        assert [b.encode() for b in found] == [b.encode() for b in self.staged]
+
+    @invariant()
+    def runs_equal_list(self) -> None:
+        runs: list[tuple[int, int]] = []
+        for batch in self.log.scan(1):
+            if not runs or runs[-1][0] != batch.epoch:
+                runs.append((batch.epoch, batch.first))
+        assert self.log.epoch_runs(1) == runs
+
+    @invariant()
+    def the_floor_is_committed(self) -> None:
+        assert self.log._writer.floor.slot.sequence <= self.log.sequence_committed
+        assert self.log.sequence_committed <= self.log.sequence_last
+
     def teardown(self) -> None:
         shutil.rmtree(self.root)
 
 
-LogAgainstList.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+LogAgainstList.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestLogAgainstList = LogAgainstList.TestCase
