@@ -95,6 +95,8 @@ class Coordinator:
         sender = self.senders.get(ack.node)
         if sender is None or sender.stream != ack.stream or ack.epoch != self.epoch:
             return []  # of a stream that is closed
+        if sender.uuid != ack.uuid:
+            return []  # of a disk that is gone
         effects: Effects = [Warn(ack.node, what) for what in sender.on_ack(ack, now)]
         return effects + self._advance() + self._next_change()
 
@@ -165,6 +167,8 @@ class Coordinator:
         if self.state is State.DEPOSED:
             return []
         effects: Effects = []
+        for node in [n for n, s in self.senders.items() if s.next < self._log.first]:
+            del self.senders[node]  # compaction has passed it: hearing nothing, it will ask again
         for node, sender in self.senders.items():
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:

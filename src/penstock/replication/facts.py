@@ -34,6 +34,16 @@ class LogFacts:
         return End(self._epochs[-1] if self._epochs else 0, self.last)
 
     @property
+    def end_durable(self) -> End:
+        """Where the synced part ends: what a replica may vouch for."""
+        if self.durable == 0:
+            return End(0, 0)
+        epoch = self.epoch_at(self.durable)
+        if epoch is None:  # a lower one than the truth would let a worse log win
+            raise RuntimeError(f"the epoch of entry {self.durable} is not known")
+        return End(epoch, self.durable)
+
+    @property
     def base(self) -> int:
         """The sequence from which on epochs are known."""
         return self._firsts[0] if self._firsts else self.last + 1

@@ -88,17 +88,20 @@ class Follower:
                 )
             ]
         self.matched = reply.matched
+        self._heard_commit = max(self._heard_commit, reply.committed)
         if self._log.last > reply.matched:
             self.state = State.TRUNCATING
             return [Truncate(reply.matched)]
-        self.state = State.STREAMING
-        return self._advance(reply.committed) + self._drain(now)
+        return self._begin_streaming(now)
 
     def on_truncated(self, now: int) -> Effects:
-        if self.state is not State.TRUNCATING:
-            return []
+        return self._begin_streaming(now) if self.state is State.TRUNCATING else []
+
+    def _begin_streaming(self, now: int) -> Effects:
+        """What we hold already may be all that a quorum waits for: vouch for it at once."""
         self.state = State.STREAMING
-        return self._drain(now)
+        effects = self._drain(now)
+        return [*effects, self._ack()]
 
     # --- the stream ---
 
@@ -109,6 +112,8 @@ class Follower:
             return []
         self.heard_ms = now
         self.resigned = self.resigned or append.resigned
+        if self.broken:  # what it has counted so far is no longer what was sent
+            return []
         self._heard_commit = max(self._heard_commit, append.committed)
         for batch in batches:
             self._receive(batch)
@@ -136,8 +141,18 @@ class Follower:
             return [self._ack()]
         return []
 
+    def on_unwritten(self) -> None:
+        """The log ends before what we took: the stream cannot go on."""
+        self.broken = True
+        self.matched = min(self.matched, self._log.last)
+        self.committed = min(self.committed, self.matched)
+
     def on_tick(self, now: int) -> Effects:
         return self._bound(now)
+
+    def silent(self, now: int) -> bool:
+        """Nothing has come of this stream for too long."""
+        return now - max(self.heard_ms, self.opened_ms) > self._options.silence_ms
 
     @property
     def _ack_every(self) -> int:

@@ -62,7 +62,8 @@ class Follow(Message, frozen=True):
 class Followed(Message, frozen=True):
     """The answer: forget what you have after `matched`, the rest follows. `reseed`: what you lack
     is no longer here as it was written, start over from a snapshot. `epoch` above yours: you
-    follow somebody who is not the coordinator (`refused`)."""
+    follow somebody who is not the coordinator (`refused`), or not yet (`waiting`: it is alive and
+    about to enter the epoch, ask again)."""
 
     epoch: int
     stream: int
@@ -70,6 +71,7 @@ class Followed(Message, frozen=True):
     committed: int
     reseed: bool = False
     refused: bool = False
+    waiting: bool = False
 
 
 class Append(Message, frozen=True):

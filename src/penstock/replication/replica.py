@@ -28,7 +28,6 @@ from penstock.replication.effects import (
     Effects,
     Halt,
     OpenStream,
-    Persist,
     Retire,
     Send,
     SteppedDown,
@@ -49,6 +48,7 @@ from penstock.replication.messages import (
 )
 from penstock.replication.nomination import Nomination, Policy, candidates
 from penstock.replication.options import ReplicationOptions
+from penstock.replication.promise import Promise
 from penstock.replication.rules import End
 from penstock.replication.sender import Sender, Window, answer
 
@@ -76,7 +76,7 @@ class Replica:
         policy: Policy = Policy.BALANCED,
     ) -> None:
         self.node, self.uuid = node, uuid
-        self.promised = promised  # as it is on disk
+        self.promise = Promise(promised)
         self.log = log
         self.options, self.policy = options or ReplicationOptions(), policy
         self.role = Role.IDLE
@@ -86,17 +86,23 @@ class Replica:
         self.follower: Follower | None = None
         self._committed = committed
         self._alive: dict[str, int] = {}
-        self._promising = promised  # greatest epoch asked to be persisted
         self._promised_ms = 0  # when we promised an epoch whose record we had not seen
-        self._fences: list[Fence] = []  # to be answered once the promise is on disk
+        self._resigned_ms: int | None = None  # when we gave an epoch up that nobody has taken yet
+        self._busy = False  # the driver cuts or replaces the log: nobody may be told where it ends
         self._ends: dict[str, End] = {}  # of those who promised our epoch
         self._sought: End | None = None  # the end of the log that we adopt
         self._attempt_ms = 0  # of the fencing or adopting that is under way
         self._lending: Sender | None = None  # to a taker that adopts our log
+        self._lending_epoch = 0  # which it has taken
         self._streams = 0
         self._nomination = Nomination(node, self.options)
 
     # --- what is known ---
+
+    @property
+    def promised(self) -> int:
+        """The epoch below which we listen to nobody, as it is on disk."""
+        return self.promise.kept
 
     @property
     def committed(self) -> int:
@@ -112,11 +118,13 @@ class Replica:
 
     @property
     def counts(self) -> bool:
-        """Whether this disk is one of those that the record counts on."""
+        """Whether this disk is one of those that the record counts on. A disk that is not named
+        might have been wiped; only where there is no other can that make no difference."""
         record = self.record
         if record is None or not record.is_voter(self.node):
             return False
-        return record.uuids.get(self.node, self.uuid) == self.uuid
+        named = record.uuids.get(self.node)
+        return named == self.uuid or (named is None and record.quorums == ((self.node,),))
 
     def writable(self, now: int) -> PenstockError | None:
         """Why a write cannot be taken here now; None if it can."""
@@ -130,17 +138,18 @@ class Replica:
         """A version of the partition's record; one that we have seen, or an older one, is void."""
         if revision <= self.revision or self.role is Role.HALTED:
             return []
+        same = self.epoch == record.epoch
         self.record, self.revision = record, revision
         if self.coordinator is not None and record.epoch == self.coordinator.epoch:
             effects = self._from_coordinator(self.coordinator.on_record(record, revision))
             if not record.is_voter(self.node):
                 effects += self.resign(now)
-        elif self.role in (Role.FENCING, Role.ADOPTING) and record.coordinator == self.node:
-            effects = []  # lists changed under the epoch that we are entering
+        elif same and self.role in (Role.FENCING, Role.ADOPTING, Role.FOLLOWING):
+            effects = []  # lists changed; who takes over and who is followed did not
         else:
             effects = self._step_down()
-            if record.coordinator and record.coordinator != self.node:
-                effects += self._begin_following(now)
+            self._close_stream(effects)
+            effects += self._begin_following(now)
         if self.node not in record.members:
             effects += self._retire()
         return effects
@@ -157,7 +166,7 @@ class Replica:
         self.role = Role.FENCING
         self._ends, self._sought = {}, None
         self._attempt_ms = now
-        return effects + self._persist(record.epoch)
+        return effects + self.promise.make(record.epoch) + self._proceed(now)
 
     def on_members(self, alive: Mapping[str, int], now: int) -> Effects:
         """The nodes that are registered now, with the revision that each was created at."""
@@ -167,47 +176,38 @@ class Replica:
     # --- promises ---
 
     def on_fence(self, fence: Fence, now: int) -> Effects:
-        if not rules.accepts(max(self.promised, self._promising), fence.epoch):
+        if not self.promise.accepts(fence.epoch):
             return [Send(fence.node, self._fenced())]
         effects: Effects = []
         if self.epoch < fence.epoch:
             self._promised_ms = now
             effects += self._step_down()
             self._close_stream(effects)
-        self._fences.append(fence)
-        if self.promised >= fence.epoch:
-            return effects + self._answer_fences()
-        return effects + self._persist(fence.epoch)
+        return effects + self.promise.on_fence(fence) + self._proceed(now)
 
     def on_persisted(self, promised: int, now: int) -> Effects:
-        self.promised = max(self.promised, promised)
-        effects = self._answer_fences()
-        if self.epoch == self.promised:
-            if self.role is Role.FENCING:
-                effects += self._on_own_promise(now)
-            elif self.role is Role.FOLLOWING and self.follower is None:
-                effects += self._open_stream(now)
-        return effects
+        self.promise.on_persisted(promised)
+        return self._proceed(now)
 
-    def _persist(self, epoch: int) -> Effects:
-        if epoch <= self._promising:
+    def _proceed(self, now: int) -> Effects:
+        """Do what has waited for the promise to be on disk, or for the log to be whole."""
+        if self._busy:
             return []
-        self._promising = epoch
-        return [Persist(epoch)]
-
-    def _answer_fences(self) -> Effects:
-        ready = [fence for fence in self._fences if fence.epoch <= self.promised]
-        self._fences = [fence for fence in self._fences if fence.epoch > self.promised]
-        return [Send(fence.node, self._fenced()) for fence in ready]
+        effects: Effects = [Send(fence.node, self._fenced()) for fence in self.promise.ready()]
+        if self.promised != self.epoch:
+            return effects
+        if self.role is Role.FENCING and self.node not in self._ends:
+            effects += self._on_own_promise(now)
+        elif self.role is Role.FOLLOWING and self.follower is None:
+            effects += self._open_stream(now)
+        return effects
 
     def _fenced(self) -> Fenced:
         """What we vouch for: synced entries only."""
-        durable = self.log.durable
-        epoch = self.log.epoch_at(durable) if durable else 0
+        end = self.log.end_durable
         return Fenced(
-            self.node, self.uuid, max(self.promised, self._promising), epoch or 0, durable,
-            self._committed,
-        )  # fmt: skip
+            self.node, self.uuid, self.promise.asked, end.epoch, end.sequence, self._committed
+        )
 
     # --- taking over ---
 
@@ -274,21 +274,18 @@ class Replica:
     # --- following ---
 
     def _begin_following(self, now: int) -> Effects:
-        if self.record is None or not rules.accepts(self._promising, self.record.epoch):
+        record = self.record
+        if record is None or self.node not in record.members:
             return []
-        effects: Effects = []
-        self._close_stream(effects)
-        if self.node not in self.record.members:
-            return effects
+        if record.coordinator in ("", self.node) or not self.promise.accepts(record.epoch):
+            return []
         self.role = Role.FOLLOWING
         self._nomination.reset()
-        if self.promised == self.record.epoch:
-            return effects + self._open_stream(now)
-        return effects + self._persist(self.record.epoch)
+        return self.promise.make(record.epoch) + self._proceed(now)
 
     def _open_stream(self, now: int, *, source: str = "", adopt: bool = False) -> Effects:
         assert self.record is not None
-        self._streams += 1
+        self._streams = max(self._streams + 1, now)  # not used before, in no life of this node
         self.follower = Follower(
             self.node,
             uuid=self.uuid,
@@ -314,25 +311,30 @@ class Replica:
             return []
         if reply.refused:  # it does not coordinate, or not yet: ask again until it counts as silent
             follower.broken = True
+            if reply.waiting:
+                follower.heard_ms = now
             return []
         return self._from_follower(follower.on_followed(reply, now), now)
 
     def on_append(self, append: Append, batches: list[Batch], now: int) -> Effects:
         follower = self.follower
-        if follower is None or not rules.accepts(self._promising, append.epoch):
+        if follower is None or not self.promise.accepts(append.epoch):
             return []
         return self._from_follower(follower.on_append(append, batches, now), now)
 
     def on_truncated(self, sequence: int, now: int) -> Effects:
         self.log.truncate(sequence)
-        if self.follower is None:
-            return []
-        return self._from_follower(self.follower.on_truncated(now), now)
+        self._busy = False
+        effects: Effects = []
+        if self.follower is not None:
+            effects = self._from_follower(self.follower.on_truncated(now), now)
+        return effects + self._proceed(now)
 
     def on_seeded(self, log: LogFacts, committed: int, now: int) -> Effects:
         """The log was replaced by one that begins at a snapshot, or is empty if that failed."""
         self.log, self._committed = log, committed
-        return self._open_again(now)
+        self._busy = False
+        return self._open_again(now) + self._proceed(now)
 
     def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> Effects:
         """The connection under a stream broke; another is opened at the next tick. `gone`: nobody
@@ -355,7 +357,9 @@ class Replica:
 
     def _open_if_broken(self, now: int) -> Effects:
         follower = self.follower
-        if follower is None or not follower.broken or follower.resigned:
+        if follower is None or self._busy or follower.resigned:
+            return []
+        if not follower.broken and not follower.silent(now):
             return []
         if now - follower.opened_ms < self.options.heartbeat_ms:
             return []
@@ -367,10 +371,12 @@ class Replica:
         self._committed = max(self._committed, follower.committed)
         if follower.state is Following.CLOSED:
             self._halt()
+        elif follower.state is Following.TRUNCATING:
+            self._busy = True
         elif follower.state is Following.SEEDING:
             # Nothing is left of the log but the promise. A quorum that we are not part of holds
             # something committed past our end, so nobody depends on what we drop.
-            self.log, self._committed = LogFacts(), 0
+            self.log, self._committed, self._busy = LogFacts(), 0, True
         return effects + self._check_adopted(now)
 
     # --- the log ---
@@ -381,22 +387,27 @@ class Replica:
             raise RuntimeError("a replica that does not coordinate appended")
         if batch.epoch != self.coordinator.epoch:
             raise RuntimeError(f"a batch of epoch {batch.epoch} in epoch {self.coordinator.epoch}")
+        if batch.first != self.log.last + 1:
+            raise RuntimeError(f"a batch at {batch.first} does not follow {self.log.last}")
         self.log.extend(epoch=batch.epoch, last=batch.last)
 
     def on_durable(self, sequence: int, now: int) -> Effects:
         self.log.durable = max(self.log.durable, min(sequence, self.log.last))
         if self.coordinator is not None:
             return self._from_coordinator(self.coordinator.on_durable(now))
-        if self.follower is not None and rules.accepts(self._promising, self.follower.epoch):
+        if self.follower is not None and self.promise.accepts(self.follower.epoch):
             return self.follower.on_durable(now)
         return []
 
     def on_unwritten(self, sequence_last: int, now: int) -> Effects:
-        """Batches of a `Write` could not be staged: the log really ends here."""
+        """Batches of a `Write` could not be staged: the log really ends here. A `Commit` that came
+        with them is void too."""
+        if self.coordinator is not None:  # an epoch would have two entries of one sequence
+            raise RuntimeError("what a coordinator staged may have been sent: it stays")
         self.log.truncate(sequence_last)
+        self._committed = min(self._committed, sequence_last)
         if self.follower is not None:
-            self.follower.broken = True
-            self.follower.matched = min(self.follower.matched, sequence_last)
+            self.follower.on_unwritten()
         return []
 
     # --- coordinating ---
@@ -405,35 +416,43 @@ class Replica:
         """Somebody wants our log: a follower of our epoch, or a taker that adopts it."""
         if self.coordinator is not None and follow.epoch == self.coordinator.epoch:
             return self.coordinator.on_follow(follow, now)
-        if follow.adopt and follow.epoch == self.promised and self.coordinator is None:
+        if follow.adopt and follow.epoch == self.promise.asked == self.promised and not self._busy:
             reply = answer(
                 follow, self.log, epoch=follow.epoch, node=self.node, committed=self._committed
             )
+            self._lending, self._lending_epoch = None, follow.epoch
             if not reply.reseed:
                 self._lending = Sender(follow, matched=reply.matched, now=now)
             return [Send(follow.node, reply)]
-        return [
-            Send(
-                follow.node,
-                Followed(self.node, self.epoch, follow.stream, 0, self._committed, refused=True),
-            )
-        ]
+        taking = follow.epoch == self.epoch and self.role in (Role.FENCING, Role.ADOPTING)
+        refusal = Followed(
+            self.node, self.epoch, follow.stream, 0, self._committed, refused=True, waiting=taking
+        )
+        return [Send(follow.node, refusal)]
 
     def on_ack(self, ack: Ack, now: int) -> Effects:
-        if ack.promised > self.epoch:
-            return self._step_down()
-        lending = self._lending
-        if lending is not None and lending.node == ack.node and lending.stream == ack.stream:
-            lending.on_ack(ack, now)
+        lent = self._lent_to(ack.node)
+        if lent is not None and lent.stream == ack.stream:
+            lent.on_ack(ack, now)
             return []
         if self.coordinator is None:
             return []
+        if ack.promised > self.epoch:
+            return self._step_down()
         return self._from_coordinator(self.coordinator.on_ack(ack, now))
+
+    def _lent_to(self, node: str) -> Sender | None:
+        """The stream of the taker that we have promised its epoch, and nobody a later one."""
+        lending = self._lending
+        if lending is None or lending.node != node or self._lending_epoch != self.promise.asked:
+            return None
+        return lending
 
     def on_follower_lost(self, node: str, stream: int, now: int) -> Effects:
         if self.coordinator is not None:
             self.coordinator.on_follower_lost(node, stream)
-        if self._lending is not None and self._lending.stream == stream:
+        lent = self._lent_to(node)
+        if lent is not None and lent.stream == stream:
             self._lending = None
         return []
 
@@ -441,22 +460,23 @@ class Replica:
         """What may be sent to `node` now; batches that are staged count, synced or not."""
         if self.coordinator is not None:
             return self.coordinator.may_send(node)
-        if self._lending is not None and self._lending.node == node:
-            return self._lending.window(self.log, through=self.log.durable)
-        return None
+        lent = self._lent_to(node)
+        return lent.window(self.log, through=self.log.durable) if lent else None
 
     def append_to(self, node: str) -> Append:
         """The head of the slice that goes to `node` next."""
         if self.coordinator is not None:
             return self.coordinator.append(node)
-        assert self._lending is not None
-        return Append(self.node, self.promised, self._lending.stream, self._committed)
+        lent = self._lent_to(node)
+        assert lent is not None
+        return Append(self.node, self._lending_epoch, lent.stream, self._committed)
 
     def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
         if self.coordinator is not None:
             return self.coordinator.on_sent(node, last, entries=entries, bytes=bytes, now=now)
-        if self._lending is not None and self._lending.node == node:
-            self._lending.on_sent(last, entries=entries, bytes=bytes, now=now)
+        lent = self._lent_to(node)
+        if lent is not None:
+            lent.on_sent(last, entries=entries, bytes=bytes, now=now)
         return []
 
     def on_change_lost(self, now: int) -> Effects:
@@ -474,6 +494,7 @@ class Replica:
             Send(node, self.coordinator.append(node, resigned=True))
             for node in self.coordinator.senders
         ]
+        self._resigned_ms = now
         return last_words + self._step_down()
 
     def _from_coordinator(self, effects: Effects) -> Effects:
@@ -484,12 +505,11 @@ class Replica:
         return effects
 
     def _step_down(self) -> Effects:
-        self._lending = None
         effects: Effects = []
         if self.coordinator is not None:
             effects = self.coordinator.depose()
             self.coordinator = None
-        if self.role not in (Role.HALTED, Role.FOLLOWING):
+        if self.role is not Role.HALTED:
             self.role = Role.IDLE
         return effects
 
@@ -542,12 +562,16 @@ class Replica:
         return [Send(probe.node, Probed(self.node, probe.epoch, silent))]
 
     def on_probed(self, reply: Probed, now: int) -> Effects:
+        if not self.lost(now):
+            return []
         self._nomination.on_probed(reply.node, epoch=reply.epoch, silent=reply.silent)
         return self._take_if_agreed()
 
     def _nominate(self, now: int) -> Effects:
         assert self.record is not None
         effects = self._open_if_broken(now)  # it may just have been restarted
+        if self._resigned_ms is not None and now - self._resigned_ms <= self.options.silence_ms:
+            return effects  # we wanted another to have it
         order = candidates(
             self.record, self._alive, policy=self.policy, lost=self._lost_coordinator
         )
@@ -575,7 +599,7 @@ class Replica:
 
     def _try_again(self, now: int) -> Effects:
         """Promises or the best log are slow to come: ask once more, from the beginning."""
-        if now - self._attempt_ms < self.options.fence_ms:
+        if self._busy or now - self._attempt_ms < self.options.fence_ms:
             return []
         if self.role is Role.ADOPTING and self.follower is not None:
             progressing = now - self.follower.heard_ms < self.options.silence_ms
@@ -585,15 +609,13 @@ class Replica:
         self._close_stream(effects)
         self._attempt_ms = now
         self.role = Role.FENCING
-        self._ends = {}
-        if self.promised != self.epoch:
-            return effects
-        return effects + self._on_own_promise(now)
+        self._ends, self._sought = {}, None
+        return effects + self._proceed(now)
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds."""
         self.log.validate()
-        assert self.promised <= self._promising
+        assert self.promised <= self.promise.asked
         assert self._committed <= self.log.last or self.role is Role.IDLE
         coordinating = self.role in (Role.ENTERING, Role.SERVING)
         assert coordinating == (self.coordinator is not None)

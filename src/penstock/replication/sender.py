@@ -41,6 +41,8 @@ class Sender:
     def window(self, log: LogFacts, *, through: int) -> Window | None:
         if self.next > through or self.credit.exhausted:
             return None
+        if self.next < log.first:  # compacted meanwhile: it will ask again, and start over
+            return None
         return Window(self.next, through, self.credit.entries, self.credit.bytes)
 
     def on_sent(self, last: int, *, entries: int, bytes: int, now: int) -> list[str]:
