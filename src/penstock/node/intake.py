@@ -16,16 +16,23 @@ from penstock.node.atomic import enqueue_atomically
 from penstock.node.bodies import ENQ, check_body, spread, subset
 from penstock.node.deltas import check_partition, homes_of_deltas, spread_deltas
 from penstock.node.engine import Engine
+from penstock.node.partition import Partition
 from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
+from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
 from penstock.node.topic import Topic
 from penstock.wire.messages import Enqueue, Enqueued
+
+Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its first entry's place
 
 
 def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) -> None:
     """Check everything, then hand the parts to their partitions. Raises before any change."""
     topic = engine.topic(control.topic)
     bodies = _bodies(engine, topic, control, data)
+    if control.forwarded:
+        _enqueue_forwarded(engine, topic, control, bodies, reply)
+        return
     if topic.config.kind is TopicKind.DELTA:
         placed = _place_deltas(engine, topic, control, bodies)
     else:
@@ -46,9 +53,25 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
         partition.enqueueing.enqueue(part)
 
 
-def _bodies(
-    engine: Engine, topic: Topic, control: Enqueue, data: memoryview
-) -> list[tuple[Columns, Buffer, int]]:
+def _enqueue_forwarded(
+    engine: Engine, topic: Topic, control: Enqueue, bodies: list[Checked], reply: Reply
+) -> None:
+    """Parts that another node has sent on: each is one request, with an outcome of its own."""
+    outcomes = Outcomes(len(bodies), reply)
+    for i, (part, (columns, body, _)) in enumerate(zip(control.parts, bodies, strict=True)):
+        if topic.config.kind is TopicKind.DELTA:
+            homes = homes_of_deltas(columns, topic.config, now_ms=engine.clock.now_ms())
+            check_partition(homes, part.partition, len(topic.partitions))
+        partition = topic.partition(part.partition)
+        if isinstance(partition, Partition):
+            request = EnqueueRequest(topic.config.id, 1, outcomes.part(i))
+            make = _maker(control, columns, body, range(columns.count))
+            partition.enqueueing.enqueue(make(request))
+        else:
+            outcomes.part(i)(topic.not_here(part.partition))
+
+
+def _bodies(engine: Engine, topic: Topic, control: Enqueue, data: memoryview) -> list[Checked]:
     """Each part's checked columns, its body as received, and its first entry's place."""
     if not control.parts:
         raise InvalidArgument("an enqueue has no parts", field="parts")
@@ -60,7 +83,7 @@ def _bodies(
             field="entries",
             limit=BATCH_ENTRIES_MAX,
         )
-    found: list[tuple[Columns, Buffer, int]] = []
+    found: list[Checked] = []
     at = index = 0
     for i, part in enumerate(control.parts):
         if part.length < 0:
@@ -97,7 +120,7 @@ Make = Callable[[EnqueueRequest], EnqueuePart]
 
 
 def _place(
-    topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
+    topic: Topic, control: Enqueue, bodies: list[Checked]
 ) -> list[tuple[PartitionPort, Make]]:
     """Which partition gets which part."""
     placed: list[tuple[PartitionPort, Make]] = []
@@ -115,7 +138,7 @@ def _place(
 
 
 def _place_deltas(
-    engine: Engine, topic: Topic, control: Enqueue, bodies: list[tuple[Columns, Buffer, int]]
+    engine: Engine, topic: Topic, control: Enqueue, bodies: list[Checked]
 ) -> list[tuple[PartitionPort, Make]]:
     """The same for deltas, which are checked here: only where their vectors belong."""
     placed: list[tuple[PartitionPort, Make]] = []
@@ -140,7 +163,7 @@ def _place_deltas(
 def _spread(
     topic: Topic,
     control: Enqueue,
-    whole: tuple[Columns, Buffer, int],
+    whole: Checked,
     shares: list[tuple[int, NDArray[np.int64]]],
 ) -> list[tuple[PartitionPort, Make]]:
     columns, body, index = whole

@@ -11,7 +11,8 @@ import asyncio
 import hmac
 import itertools
 import time
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,10 @@ from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
 from penstock.node.intake import enqueue
 from penstock.node.logs import get_logger
+from penstock.node.partition import Partition
 from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
+from penstock.node.routing.outcomes import Outcomes
+from penstock.node.routing.ports import PartitionPort
 from penstock.node.subscriptions import Subscriptions
 from penstock.node.topic import Topic
 from penstock.wire import frame as wire
@@ -68,6 +72,9 @@ _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
 Open = OpenLease | OpenLog | OpenFollow | Tell | Call
+
+
+Act = Callable[[PartitionPort, NDArray[np.uint64], Reply], None]
 
 
 class Session(asyncio.Protocol):
@@ -230,7 +237,7 @@ class Session(asyncio.Protocol):
         control, data = unpack(frame.payload, Settle)
         topic = self._engine.queue(control.topic)
         self._for_tokens(
-            frame, topic, control.parts, data, lambda p, t, r: p.settling.settle(TokenRequest(t, r))
+            frame, topic, control, data, lambda p, t, r: p.settling.settle(TokenRequest(t, r))
         )
 
     def _on_nack(self, frame: Frame) -> None:
@@ -242,7 +249,7 @@ class Session(asyncio.Protocol):
             )
         reason = control.reason.encode()[:1024]
 
-        def give_back(partition: Any, tokens: NDArray[np.uint64], reply: Reply) -> None:
+        def give_back(partition: PartitionPort, tokens: NDArray[np.uint64], reply: Reply) -> None:
             partition.settling.give_back(
                 ReturnRequest(
                     tokens,
@@ -254,7 +261,7 @@ class Session(asyncio.Protocol):
                 )
             )
 
-        self._for_tokens(frame, topic, control.parts, data, give_back)
+        self._for_tokens(frame, topic, control, data, give_back)
 
     def _on_heartbeat(self, frame: Frame) -> None:
         if not len(frame.payload):
@@ -271,7 +278,7 @@ class Session(asyncio.Protocol):
         self._for_tokens(
             frame,
             topic,
-            control.parts,
+            control,
             data,
             lambda p, t, r: p.settling.extend(ExtendRequest(t, r, extend_ms=control.extend_ms)),
         )
@@ -344,9 +351,15 @@ class Session(asyncio.Protocol):
     # --- leases ---
 
     def _for_tokens(
-        self, frame: Frame, topic: Topic, parts: list[TokenPart], data: memoryview, act: Any
+        self,
+        frame: Frame,
+        topic: Topic,
+        control: Settle | Return | Extend,
+        data: memoryview,
+        act: Act,
     ) -> None:
         """Split the tokens by partition and answer once with all the lost positions."""
+        parts = control.parts
         total = sum(part.count for part in parts)
         if not 1 <= total <= TOKENS_MAX or len(data) != 8 * total:
             raise InvalidArgument(
@@ -359,6 +372,9 @@ class Session(asyncio.Protocol):
         partitions = [topic.partition(part.partition) for part in parts]
         tokens = np.frombuffer(data, "<u8")
         answer = self._reply(frame, len(data))
+        if control.forwarded:
+            _act_forwarded(topic, parts, tokens, act, Outcomes(len(parts), answer))
+            return
 
         def whole(result: object) -> None:
             if isinstance(result, Settled) and result.lost:
@@ -394,6 +410,24 @@ class Session(asyncio.Protocol):
             raise
         finally:
             self._calls -= 1
+
+
+def _act_forwarded(
+    topic: Topic,
+    parts: list[TokenPart],
+    tokens: NDArray[np.uint64],
+    act: Act,
+    outcomes: Outcomes,
+) -> None:
+    """Tokens that another node has sent on: each part has an outcome of its own."""
+    at = 0
+    for i, part in enumerate(parts):
+        partition = topic.partition(part.partition)
+        if isinstance(partition, Partition):
+            act(partition, tokens[at : at + part.count], outcomes.part(i))
+        else:
+            outcomes.part(i)(topic.not_here(part.partition))
+        at += part.count
 
 
 def _settled(result: object) -> object:

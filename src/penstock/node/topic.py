@@ -24,7 +24,6 @@ from penstock.node.journal import Journal
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
 from penstock.node.routing.ports import PartitionPort
-from penstock.node.routing.remote import RemotePartition
 from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream, LogStream
 
@@ -48,6 +47,7 @@ class Topic:
         self.partitions: list[PartitionPort] = []  # all, wherever they are served
         self.local: list[Partition] = []  # those that this node serves, by index
         self._add_ports()
+        router.add(self, config.id)
         self.metrics = metrics
         self.totals = dict.fromkeys(("enqueued", "acked", "retried", "dead", "expired"), 0)
         self.rank_error_max = 0
@@ -80,7 +80,7 @@ class Topic:
             self.partitions.append(self._elsewhere(index))
 
     def _elsewhere(self, index: int) -> PartitionPort:
-        return RemotePartition(self.config.name, (self.config.id, index))
+        return self._router.elsewhere(self.config.name, (self.config.id, index))
 
     # --- which partitions this node serves ---
 
@@ -88,6 +88,7 @@ class Topic:
         """A tenure began: this node coordinates the partition."""
         self.partitions[index] = partition
         self._place_local()
+        self._router.on_served((self.config.id, index))
         self.wake()
 
     def unserve(self, index: int) -> None:
@@ -112,11 +113,16 @@ class Topic:
         """A partition that this node serves."""
         found = self.partition(index)
         if not isinstance(found, Partition):
-            raise WrongEpoch(
-                f"partition {index} of {self.config.name} is not served by this node",
-                partition=index,
-            )
+            raise self.not_here(index)
         return found
+
+    def not_here(self, index: int) -> WrongEpoch:
+        """The refusal of what only the coordinator may do; it says who that is."""
+        return WrongEpoch(
+            f"partition {index} of {self.config.name} is not served by this node",
+            partition=index,
+            coordinator=self._router.coordinator((self.config.id, index)) or None,
+        )
 
     # --- for sessions ---
 
@@ -344,6 +350,7 @@ class Topic:
 
     def close(self) -> None:
         self.closed = True
+        self._router.remove(self, self.config.id)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -76,6 +76,7 @@ class Enqueue(Message, frozen=True):
     codec: int = 0  # how each body is compressed
     raw_lengths: list[int] | None = None  # needed when compressed
     partitioned: bool = True  # False: one part, whose entries the node spreads by key itself
+    forwarded: bool = False  # by a node that does not serve these partitions; answered by Forwarded
 
 
 class Duplicate(Message, frozen=True):
@@ -116,6 +117,7 @@ class Settle(Message, frozen=True):
 
     topic: str
     parts: list[TokenPart]
+    forwarded: bool = False
 
 
 class Return(Message, frozen=True):
@@ -128,18 +130,35 @@ class Return(Message, frozen=True):
     reject: bool = False
     counted: bool = True
     reason: str = ""
+    forwarded: bool = False
 
 
 class Extend(Message, frozen=True):
     topic: str
     parts: list[TokenPart]
     extend_ms: int  # from now
+    forwarded: bool = False
 
 
 class Settled(Message, frozen=True):
     """`lost` are positions in the request's tokens whose lease was no longer held."""
 
     lost: list[int] = []
+
+
+class Outcome(Message, frozen=True):
+    """What became of one part of a forwarded request. Indices count the part's own entries."""
+
+    placed: list[Placed] = []
+    duplicates: list[Duplicate] = []
+    lost: list[int] = []
+    error: dict[str, Any] | None = None
+
+
+class Forwarded(Message, frozen=True):
+    """The answer to a forwarded request: an outcome for each part, in order."""
+
+    outcomes: list[Outcome]
 
 
 class OpenLease(Message, frozen=True, tag="lease"):
