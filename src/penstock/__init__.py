@@ -11,6 +11,7 @@ async with penstock.connect() as client:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,7 @@ __all__ = [
 
 
 def connect(
-    url: str | os.PathLike[str] | None = None,
+    url: str | os.PathLike[str] | Sequence[str] | None = None,
     api_key: str | None = None,
     tls: Tls = None,
     *,
@@ -172,19 +173,24 @@ def connect(
     """A client, to be entered with `async with`.
 
     `url` is `penstock://host:port`, `penstocks://host:port` (TLS), or the path of a folder: then
-    the engine runs inside this process, on that folder. Without it PENSTOCK_URL counts, and else
-    the folder `./penstock-data`. `api_key` defaults to PENSTOCK_API_KEY.
+    the engine runs inside this process, on that folder. Nodes of one cluster stand side by side,
+    `penstock://a:7440,b:7440`, or in a list of urls; one that answers is enough. Without it
+    PENSTOCK_URL counts, and else the folder `./penstock-data`. `api_key` defaults to
+    PENSTOCK_API_KEY.
     """
     from penstock.client.address import Address
-    from penstock.client.client import Client, Remote
+    from penstock.client.client import Client
+    from penstock.client.endpoints import Remote
     from penstock.client.options import Options
 
-    where = os.fspath(url) if url is not None else os.environ.get("PENSTOCK_URL") or DATA_FOLDER
     key = api_key if api_key is not None else os.environ.get("PENSTOCK_API_KEY") or None
-    if Address.looks_like(where):
-        name = f"penstock-python/{__version__}"
-        return Client(Remote(where, api_key=key, tls=tls, client=name), options or Options())
-    return Client(_Embedded(where, api_key=key), options or Options())
+    where: str | Sequence[str] = os.environ.get("PENSTOCK_URL") or DATA_FOLDER
+    if url is not None:
+        where = os.fspath(url) if isinstance(url, str | os.PathLike) else url
+    if isinstance(where, str) and not Address.looks_like(where):
+        return Client(_Embedded(where, api_key=key), options or Options())
+    name = f"penstock-python/{__version__}"
+    return Client(Remote(where, api_key=key, tls=tls, client=name), options or Options())
 
 
 def open_index(path: str | os.PathLike[str]) -> Index:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -328,7 +328,7 @@ class Client(Twin[client.Client]):
 
 
 def connect(
-    url: str | os.PathLike[str] | None = None,
+    url: str | os.PathLike[str] | Sequence[str] | None = None,
     api_key: str | None = None,
     tls: Tls = None,
     *,

@@ -236,7 +236,7 @@ def replay(
 def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
     import asyncio
 
-    from penstock.client.client import Remote
+    from penstock.client.endpoints import Remote
     from penstock.spark.jobs.letters_back import replay_letters
 
     node = _node(cli)

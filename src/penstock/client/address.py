@@ -1,8 +1,12 @@
-"""Where a node is: `penstock://host:port`, with TLS `penstocks://host:port`."""
+"""Where nodes are: `penstock://host:port`, with TLS `penstocks://host:port`.
+
+Several nodes of one cluster stand in one url, `penstock://a:7440,b:7440`, or in a list of urls.
+"""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -39,6 +43,20 @@ class Address(NamedTuple):
         if split.path.strip("/") or split.query or split.username:
             raise InvalidArgument("a url has a host and a port, nothing else", field="url")
         return Address(split.hostname or "127.0.0.1", port or PORT, SCHEMES[split.scheme])
+
+    @staticmethod
+    def parse_all(urls: str | Sequence[str]) -> list[Address]:
+        """Every address that is named, once, in order; all with TLS or all without."""
+        found: dict[Address, None] = {}
+        for url in [urls] if isinstance(urls, str) else urls:
+            scheme, separator, rest = url.partition("://")
+            for host in rest.split(",") if separator else [rest]:
+                found[Address.parse(f"{scheme}{separator}{host}")] = None
+        if not found:
+            raise InvalidArgument("a list of urls names at least one", field="url")
+        if len({address.secure for address in found}) > 1:
+            raise InvalidArgument("penstock:// and penstocks:// do not mix", field="url")
+        return list(found)
 
     @staticmethod
     def looks_like(text: str) -> bool:

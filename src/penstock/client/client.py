@@ -1,4 +1,4 @@
-"""The client: one link to a node, and its topics."""
+"""The client: one link to a node or a cluster, and its topics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from penstock.client.address import Address, Tls
-from penstock.client.connection import Connection, open_connection
 from penstock.client.entries import Identity
 from penstock.client.link import Link, Source
 from penstock.client.options import Options
@@ -25,22 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.client")
-
-
-class Remote:
-    """Connections to a node at a url."""
-
-    def __init__(self, url: str, *, api_key: str | None, tls: Tls, client: str) -> None:
-        Address.parse(url)
-        self._url, self._api_key, self._tls, self._client = url, api_key, tls, client
-
-    async def connect(self) -> Connection:
-        return await open_connection(
-            self._url, api_key=self._api_key, tls=self._tls, client=self._client
-        )
-
-    async def close(self) -> None:
-        """A url holds nothing open."""
 
 
 class Client:

@@ -1,6 +1,6 @@
 """One native connection: what may be asked of a node, over any asyncio transport.
 
-connection = await open_connection("penstock://127.0.0.1:7440")      # TCP or TLS
+connection = await open_connection("penstock://127.0.0.1:7440")      # TCP or TLS, one or several
 connection = Connection(); memory_pair(connection, session); await connection.greeted()
 """
 
@@ -34,6 +34,8 @@ from penstock.wire.messages import (
     TokenPart,
     pack,
 )
+
+ENDPOINT_TIMEOUT_S: Final = 2.0  # for one of several: the next one may answer at once
 
 
 class Connection(Exchange):
@@ -184,19 +186,42 @@ C = TypeVar("C", bound=Connection)
 
 
 async def open_connection(
-    url: str, *, api_key: str | None = None, tls: Tls = None, client: str = "penstock-python"
+    url: str | Sequence[str],
+    *,
+    api_key: str | None = None,
+    tls: Tls = None,
+    client: str = "penstock-python",
 ) -> Connection:
-    """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`."""
-    return await connect(url, lambda: Connection(api_key=api_key, client=client), tls=tls)
+    """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`; where several are
+    named, to the first that answers."""
+    addresses = Address.parse_all(url)
+    timeout = GREETING_TIMEOUT_S if len(addresses) == 1 else ENDPOINT_TIMEOUT_S
+    failed: Unavailable | None = None
+    for address in addresses:
+        try:
+            return await dial(
+                address,
+                lambda: Connection(api_key=api_key, client=client),
+                tls=tls,
+                timeout=timeout,
+            )
+        except Unavailable as error:
+            failed = error
+    assert failed is not None
+    raise failed
 
 
 async def connect(url: str, make: Callable[[], C], *, tls: Tls = None) -> C:
-    """`open_connection` for any kind of connection. A refused one is told by the error's
+    """`open_connection` for any kind of connection, to one address."""
+    return await dial(Address.parse(url), make, tls=tls, timeout=GREETING_TIMEOUT_S)
+
+
+async def dial(address: Address, make: Callable[[], C], *, tls: Tls, timeout: float) -> C:
+    """Connect and be greeted, each within `timeout`. A refused connection is told by the error's
     `refused`: nobody listens there."""
-    address = Address.parse(url)
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(GREETING_TIMEOUT_S):
+        async with asyncio.timeout(timeout):
             _, connection = await loop.create_connection(
                 make, address.host, address.port, ssl=address.context(tls)
             )
@@ -204,7 +229,7 @@ async def connect(url: str, make: Callable[[], C], *, tls: Tls = None) -> C:
         refused = True if isinstance(error, ConnectionRefusedError) else None
         raise Unavailable(f"cannot connect to {address}: {error}", refused=refused) from error
     try:
-        await connection.greeted()
+        await connection.greeted(timeout)
     except BaseException:
         connection.abort()
         raise

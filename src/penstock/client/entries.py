@@ -8,7 +8,7 @@ the key, which is what makes a retry safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -109,18 +109,19 @@ class Entries:
         self.bytes = total
         return True
 
-    def only(self, row: int) -> Entries:
-        """One entry by itself."""
-        alone = Entries()
-        alone.add(
-            self.payloads[row],
-            self.priorities[row],
-            key=self.keys[row] if self.keys else b"",
-            headers=self.headers[row] if self.headers else b"",
-            delay_ms=self.delays[row] if self.delays else 0,
-            max_retries=self.retries[row] if self.retries else -1,
-        )
-        return alone
+    def only(self, rows: Iterable[int]) -> Entries:
+        """Some entries by themselves."""
+        some = Entries()
+        for row in rows:
+            some.add(
+                self.payloads[row],
+                self.priorities[row],
+                key=self.keys[row] if self.keys else b"",
+                headers=self.headers[row] if self.headers else b"",
+                delay_ms=self.delays[row] if self.delays else 0,
+                max_retries=self.retries[row] if self.retries else -1,
+            )
+        return some
 
     def columns(self, rows: Sequence[int] | None) -> dict[str, Any]:
         """The ENQ columns of all rows, or of the given ones."""
@@ -172,7 +173,7 @@ class Identity:
 
 
 class Shipment:
-    """A request that may be sent again, byte for byte."""
+    """A request that may be sent again, byte for byte, to any node."""
 
     __slots__ = ("bodies", "count", "order", "request")
 
@@ -181,6 +182,11 @@ class Shipment:
     ) -> None:
         self.request, self.bodies, self.count = request, bodies, count
         self.order = order  # request index → the caller's index; None: the same
+
+    @property
+    def partition(self) -> int:
+        """The first that it is about; whoever coordinates that one forwards the others' parts."""
+        return self.request.parts[0].partition
 
     def ids(self, answer: Enqueued) -> list[str]:
         """The message id of each entry, in the caller's order."""
@@ -235,6 +241,20 @@ def sealed_payloads(
     body = _ENQ.encode(count, columns, runs=1)
     request = Enqueue(config.name, [Part(partition, count, len(body))])
     return Shipment(request, [body], count=count, order=None)
+
+
+def apart(
+    entries: Entries,
+    config: TopicConfig,
+    *,
+    partition: int,
+    node_of: Callable[[int], str | None],
+) -> list[Sequence[int]]:
+    """The rows that belong together because one node coordinates their partitions."""
+    by_node: dict[str | None, list[int]] = {}
+    for target, rows in _groups(entries, config, partition).items():
+        by_node.setdefault(node_of(target), []).extend(rows)
+    return [sorted(rows) for rows in by_node.values()]
 
 
 def _groups(entries: Entries, config: TopicConfig, sticky: int) -> dict[int, Sequence[int]]:

@@ -18,6 +18,7 @@ from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
 
 GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
+CLUSTER_TICK_S_MAX: Final = 0.7  # another node may have taken over: find out within seconds
 _WANTED: Final = int(FrameFlag.ACK_WANTED)
 
 
@@ -178,8 +179,9 @@ class Exchange(asyncio.Protocol):
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._greeting.set_result(welcome)
-        if self._heartbeat_s is not None or welcome.heartbeat_ms > 0:
-            self._beat(self._heartbeat_s or welcome.heartbeat_ms / 2000)
+        interval = self._heartbeat_s or welcome.heartbeat_ms / 2000
+        if interval > 0:
+            self._beat(min(interval, CLUSTER_TICK_S_MAX) if welcome.cluster else interval)
 
     def _on_answer(self, item: Frame) -> None:
         found = self._waiting.pop(item.sequence, None)

@@ -1,5 +1,9 @@
 """A client's connection: opened when it is needed, opened again after a loss, retried in bounds.
 
+At a cluster there is one connection for everything (calls, lease streams), to any of its nodes, and
+others to the nodes that coordinate partitions: a request that names its partition goes there, if
+the way is known, and else to the first, which forwards it.
+
 A retry happens only on errors that say so (`retryable`), waits as long as the error asks, and gives
 up after `Options.retry_s`. Whoever passes an action here makes sure that repeating it is harmless:
 an enqueue carries its producer key, a settlement ends a lease once.
@@ -13,15 +17,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
 
 from penstock.client.connection import Connection
+from penstock.client.fleet import Endpoints, Fleet
 from penstock.client.options import Options
-from penstock.errors import Backpressure, PenstockError, Unavailable
+from penstock.errors import Backpressure, PenstockError, Unavailable, WrongEpoch
 
 R = TypeVar("R")
+Where = tuple[str, int]  # topic, partition
 
 # Calls that may be made twice without harm when the first answer was lost.
 REPEATABLE: Final = frozenset(
     {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
-     "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify"}
+     "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify",
+     "routes", "cluster_status"}
 )  # fmt: skip
 log = logging.getLogger("penstock.client")
 
@@ -35,12 +42,13 @@ class Source(Protocol):
 
 
 class Link:
-    """One connection at a time, shared by all topics of a client."""
+    """Connections shared by all topics of a client."""
 
     def __init__(self, source: Source, options: Options) -> None:
         self.options = options
         self._source = source
         self._connection: Connection | None = None
+        self._fleet: Fleet | None = None  # of a cluster
         self._opening = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
         self.closed = False
@@ -55,9 +63,24 @@ class Link:
 
     @property
     def live(self) -> Connection | None:
-        """The connection, if there is one right now."""
+        """The connection for everything, if there is one right now."""
         found = self._connection
         return found if found is not None and found.alive else None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that take requests; 1 unless this is a cluster."""
+        return 1 if self._fleet is None else self._fleet.size
+
+    def toward(self, topic: str, partition: int) -> Connection | None:
+        """The connection nearest to a partition, if there is any right now."""
+        if self._fleet is None:
+            return self.live
+        return self._fleet.toward(topic, partition) or self.live
+
+    def coordinator(self, topic: str, partition: int) -> str | None:
+        """The node that serves a partition; empty: none right now; None: not known."""
+        return None if self._fleet is None else self._fleet.coordinator(topic, partition)
 
     async def connection(self) -> Connection:
         """The connection; opens one if there is none."""
@@ -68,8 +91,17 @@ class Link:
             if self.live is None:
                 self.raise_if_closed()
                 self._connection = await self._source.connect()
+                self._look_around(self._connection)
             assert self._connection is not None
             return self._connection
+
+    def _look_around(self, connection: Connection) -> None:
+        """If the node is one of a cluster, learn of the others."""
+        if not connection.welcome.cluster or not isinstance(self._source, Endpoints):
+            return
+        if self._fleet is None:
+            self._fleet = Fleet(self._source, home=lambda: self.live, spawn=self.spawn)
+        self._fleet.refresh()
 
     def raise_if_closed(self) -> None:
         if self.closed:
@@ -81,20 +113,24 @@ class Link:
         *,
         repeatable: bool = True,
         failed: PenstockError | None = None,
+        at: Where | None = None,
     ) -> R:
-        """Do `action` until it succeeds or fails for good. `failed`: how a first try ended.
+        """Do `action` until it succeeds or fails for good. `failed`: how a first try ended; `at`:
+        the partition that it is about.
 
         An action that is not repeatable is tried again only when it surely did not happen.
         The first try is made without any of the machinery of the retries.
         """
 
         def again(error: Exception) -> bool | float:
+            if at is not None and self._fleet is not None:
+                self._fleet.failed(at[0])
             return _again(error, repeatable=repeatable)
 
         options = self.options
         if failed is None:
             try:
-                return await action(await self._reached())
+                return await action(await self._reached(at))
             except PenstockError as error:
                 failed = error
         wait = again(failed)
@@ -112,7 +148,7 @@ class Link:
             wait_jitter=options.retry_wait_s,
         ):
             with attempt:
-                connection = await self._reached()
+                connection = await self._reached(at)
                 return await action(connection)
         raise AssertionError("stamina ends by returning or raising")
 
@@ -123,7 +159,11 @@ class Link:
             repeatable=method in REPEATABLE,
         )
 
-    async def _reached(self) -> Connection:
+    async def _reached(self, at: Where | None) -> Connection:
+        if at is not None and self._fleet is not None:
+            nearest = self._fleet.toward(*at)
+            if nearest is not None:
+                return nearest
         try:
             return await self.connection()
         except Unavailable as error:
@@ -137,20 +177,29 @@ class Link:
     async def close(self, within_s: float = 0.0) -> None:
         """Let spawned work end `within_s`, then hang up and close the source."""
         self.closed = True
+        if self._fleet is not None:
+            self._fleet.stop()
         try:
             async with asyncio.timeout(within_s):
                 await self._tasks.__aexit__(None, None, None)
         except TimeoutError:
             log.warning("the client closed with work under way")
         finally:
+            if self._fleet is not None:
+                await self._fleet.close()
             if self._connection is not None:
                 await self._connection.close()
             await self._source.close()
 
 
+def passing(error: BaseException) -> bool:
+    """Whether the same request may succeed later, or elsewhere."""
+    return isinstance(error, PenstockError) and (error.retryable or isinstance(error, WrongEpoch))
+
+
 def _again(error: Exception, *, repeatable: bool) -> bool | float:
     """Whether to retry after `error`, and after how many seconds if it names them."""
-    if not isinstance(error, PenstockError) or not error.retryable:
+    if not isinstance(error, PenstockError) or not passing(error):
         return False
     if isinstance(error, Backpressure):
         return float(error.retry_after_s)

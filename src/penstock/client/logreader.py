@@ -70,7 +70,8 @@ class LogReader(Generic[T]):
         """The same as they arrive: about a MiB of batches at a time."""
         await self._topic.opened()
         while True:
-            stream = await self._topic.link.request(self._open)
+            at = (self._topic.name, self._partition)
+            stream = await self._topic.link.request(self._open, at=at)
             try:
                 async for found in stream:
                     self.sequence_committed = stream.sequence_committed

@@ -5,18 +5,24 @@ their answer, joins the next request. A request that fails for now is sent again
 is refused because of an entry is sent again entry by entry, so that a put fails only for its own
 fault.
 
+At a cluster each request goes to the node that coordinates its partition, and what was gathered is
+parted by node. A request stays with its partition however often it is sent; puts that may go
+anywhere keep away from partitions that some request has trouble with.
+
 Invariant: `_entries` and `_bytes` count what was accepted and is not answered; never below zero.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from penstock.client.connection import Connection
-from penstock.client.entries import Entries, Identity, Shipment, sealed, sealed_payloads
-from penstock.client.link import Link
+from penstock.client.entries import Entries, Identity, Shipment, apart, sealed, sealed_payloads
+from penstock.client.link import Link, passing
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.topic import TopicConfig
@@ -31,6 +37,13 @@ class Gathering:
     def __init__(self) -> None:
         self.entries = Entries()
         self.waiters: list[asyncio.Future[str]] = []
+
+    def only(self, rows: Sequence[int]) -> Gathering:
+        """Some of it by itself."""
+        some = Gathering()
+        some.entries = self.entries.only(rows)
+        some.waiters = [self.waiters[row] for row in rows]
+        return some
 
 
 class Producer:
@@ -47,6 +60,7 @@ class Producer:
         self._room: list[asyncio.Future[None]] = []
         self._scheduled = False
         self._sticky = 0
+        self._troubled = Counter[int]()  # requests of a partition that are tried again
         self._idle: list[asyncio.Future[None]] = []
 
     @property
@@ -105,7 +119,7 @@ class Producer:
         self._bytes += entries.bytes - before
         waiter: asyncio.Future[str] = self._loop.create_future()
         last.waiters.append(waiter)
-        if not self._scheduled and self._requests < options.requests_max:
+        if not self._scheduled and self._requests < self._requests_max:
             self._scheduled = True
             self._loop.call_soon(self._flush)
         return waiter
@@ -118,32 +132,74 @@ class Producer:
     def _flush(self) -> None:
         """End of a turn: send what was gathered, as far as requests may be in flight."""
         self._scheduled = False
-        connection = self._link.live
-        if connection is not None and connection.slow_until > self._loop.time():
-            self._scheduled = True
-            self._loop.call_at(connection.slow_until, self._flush)
-            return
-        while self._gathered and self._requests < self._options.requests_max:
-            gathering = self._gathered.popleft()
+        while self._gathered and self._requests < self._requests_max:
             if self._link.closed:
+                gathering = self._gathered.popleft()
                 self._requests += 1
                 self._fail(gathering, PenstockError("the client closed before the put was sent"))
                 continue
-            shipment = self._seal(gathering.entries)
-            self._requests += 1
-            if connection is None or not connection.alive:
-                self._link.spawn(self._deliver(gathering, shipment, None))
-                continue
-            answer = connection.enqueue_nowait(shipment.request, shipment.bodies)
-            answer.add_done_callback(partial(self._on_answer, gathering, shipment))
+            partition = self._turn()
+            connection = self._toward(partition)
+            if connection is not None and connection.slow_until > self._loop.time():
+                self._scheduled = True
+                self._loop.call_at(connection.slow_until, self._flush)
+                return
+            gathering = self._gathered.popleft()
+            for part in self._parted(gathering, partition):
+                self._send(part, partition)
 
-    def _seal(self, entries: Entries) -> Shipment:
-        return sealed(entries, config=self.config, identity=self._identity, partition=self._turn())
+    @property
+    def _requests_max(self) -> int:
+        return self._options.requests_max * self._link.nodes
+
+    def _parted(self, gathering: Gathering, partition: int) -> list[Gathering]:
+        """By the node that each entry goes to; nearly always that is one."""
+        if self._link.nodes == 1:
+            return [gathering]
+        rows = self._apart(gathering.entries, partition)
+        return [gathering] if len(rows) == 1 else [gathering.only(some) for some in rows]
+
+    def _apart(self, entries: Entries, partition: int) -> list[Sequence[int]]:
+        name = self.config.name
+        return apart(
+            entries,
+            self.config,
+            partition=partition,
+            node_of=lambda target: self._link.coordinator(name, target),
+        )
+
+    def _send(self, gathering: Gathering, partition: int) -> None:
+        shipment = self._seal(gathering.entries, partition)
+        self._requests += 1
+        connection = self._toward(shipment.partition)
+        if connection is None:
+            self._link.spawn(self._deliver(gathering, shipment, None))
+            return
+        answer = connection.enqueue_nowait(shipment.request, shipment.bodies)
+        answer.add_done_callback(partial(self._on_answer, gathering, shipment))
+
+    def _seal(self, entries: Entries, partition: int, **how: Any) -> Shipment:
+        return sealed(
+            entries, config=self.config, identity=self._identity, partition=partition, **how
+        )
+
+    def _toward(self, partition: int) -> Connection | None:
+        return self._link.toward(self.config.name, partition)
 
     def _turn(self) -> int:
         """The partition of the next batch's entries without a key."""
-        self._sticky = (self._sticky + 1) % self.config.partitions
+        count = self.config.partitions
+        for _ in range(count):
+            self._sticky = (self._sticky + 1) % count
+            if not self._in_trouble(self._sticky):
+                break
         return self._sticky
+
+    def _in_trouble(self, partition: int) -> bool:
+        return (
+            self._troubled[partition] > 0
+            or self._link.coordinator(self.config.name, partition) == ""
+        )
 
     def _on_answer(
         self, gathering: Gathering, shipment: Shipment, answer: asyncio.Future[Enqueued]
@@ -151,7 +207,7 @@ class Producer:
         error = answer.exception()
         if error is None:
             self._resolve(gathering, shipment, answer.result())
-        elif isinstance(error, PenstockError) and error.retryable and not self._link.closed:
+        elif isinstance(error, PenstockError) and passing(error) and not self._link.closed:
             self._link.spawn(self._deliver(gathering, shipment, error))
         else:
             self._refused(gathering, error)
@@ -177,7 +233,12 @@ class Producer:
         async def send(connection: Connection) -> Enqueued:
             return await connection.enqueue_nowait(shipment.request, shipment.bodies)
 
-        return await self._link.request(send, failed=failed)
+        at = shipment.partition
+        self._troubled[at] += 1
+        try:
+            return await self._link.request(send, failed=failed, at=(self.config.name, at))
+        finally:
+            self._troubled[at] -= 1
 
     # --- the answer ---
 
@@ -195,11 +256,8 @@ class Producer:
     def _refused(self, gathering: Gathering, error: BaseException) -> None:
         """Nothing of the request was written. If others share the blame, let each try alone."""
         if isinstance(error, InvalidArgument) and len(gathering.waiters) > 1:
-            for row, waiter in enumerate(gathering.waiters):
-                alone = Gathering()
-                alone.entries = gathering.entries.only(row)
-                alone.waiters.append(waiter)
-                self._gathered.append(alone)
+            for row in range(len(gathering.waiters)):
+                self._gathered.append(gathering.only((row,)))
             self._requests -= 1
             self._schedule()
         else:
@@ -243,20 +301,33 @@ class Producer:
     async def put_many(
         self, entries: Entries, *, atomic: bool, expected_sequence: int | None
     ) -> list[str]:
-        """One request of its own for `entries`; their message ids."""
+        """One request of its own for `entries`, or one for each node; their message ids."""
         await self.reserve(entries)
+        partition = self._turn()
         try:
-            shipment = sealed(
-                entries,
-                config=self.config,
-                identity=self._identity,
-                partition=self._turn(),
-                atomic=atomic,
-                expected_sequence=expected_sequence,
+            if not atomic and self._link.nodes > 1:
+                rows = self._apart(entries, partition)
+                if len(rows) > 1:
+                    return await self._put_apart(entries, partition, rows)
+            shipment = self._seal(
+                entries, partition, atomic=atomic, expected_sequence=expected_sequence
             )
             return shipment.ids(await self._sent(shipment))
         finally:
             self.release(len(entries), entries.bytes)
+
+    async def _put_apart(
+        self, entries: Entries, partition: int, rows: Sequence[Sequence[int]]
+    ) -> list[str]:
+        shipments = [self._seal(entries.only(some), partition) for some in rows]
+        answers = await asyncio.gather(*map(self._sent, shipments), return_exceptions=True)
+        found = [""] * len(entries)
+        for some, shipment, answer in zip(rows, shipments, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            for row, message_id in zip(some, shipment.ids(answer), strict=True):
+                found[row] = message_id
+        return found
 
     async def put_payloads(self, payloads: Binary, *, partition: int, headers: bytes = b"") -> None:
         """One request of its own for payloads that belong to one partition."""
@@ -278,13 +349,13 @@ class Producer:
             self.release(len(payloads), size)
 
     async def _sent(self, shipment: Shipment) -> Enqueued:
-        connection = self._link.live
+        connection = self._toward(shipment.partition)
         if connection is None or connection.slow_until > self._loop.time():
             return await self.ship(shipment)
         try:
             return await connection.enqueue_nowait(shipment.request, shipment.bodies)
         except PenstockError as error:
-            if not error.retryable:
+            if not passing(error):
                 raise
             return await self.ship(shipment, failed=error)
 

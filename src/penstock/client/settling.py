@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.connection import Connection
-from penstock.client.link import Link
+from penstock.client.link import Link, Where, passing
 from penstock.errors import LeaseLost, PenstockError
 from penstock.model.ids import LeaseToken
 from penstock.wire.messages import Settled
@@ -42,8 +42,18 @@ class Settler:
     def _flush(self) -> None:
         acks = _Acks(self._tokens, self._waiters)
         self._tokens, self._waiters = [], []
+        if self._link.nodes == 1:
+            self._send(acks, self._link.live)
+            return
+        apart: dict[Connection | None, _Acks] = {}
+        for token, waiter in zip(acks.tokens, acks.waiters, strict=True):
+            nearest = self._link.toward(self._topic, token.partition)
+            apart.setdefault(nearest, _Acks([], [])).add(token, waiter)
+        for nearest, some in apart.items():
+            self._send(some, nearest)
+
+    def _send(self, acks: _Acks, connection: Connection | None) -> None:
         self._under_way += 1
-        connection = self._link.live
         if connection is None:
             self._link.spawn(self._settle(acks, None))
             return
@@ -59,7 +69,7 @@ class Settler:
         error = answer.exception()
         if error is None:
             acks.resolve(lost(answer.result()))
-        elif isinstance(error, PenstockError) and error.retryable and not self._link.closed:
+        elif isinstance(error, PenstockError) and passing(error) and not self._link.closed:
             self._link.spawn(self._settle(acks, error))
             return
         else:
@@ -71,7 +81,9 @@ class Settler:
         try:
             acks.resolve(
                 await self._link.request(
-                    lambda c: c.settle(self._topic, acks.tokens), failed=failed
+                    lambda c: c.settle(self._topic, acks.tokens),
+                    failed=failed,
+                    at=(self._topic, acks.tokens[0].partition),
                 )
             )
         except PenstockError as error:
@@ -97,13 +109,14 @@ class Settler:
                 self._topic, partition=partition, epoch=epoch, tokens=tokens
             )
 
-        connection = self._link.live
+        at = (self._topic, partition)
+        connection = self._link.toward(*at)
         if connection is None:
-            return await self._link.request(settle)
+            return await self._link.request(settle, at=at)
         try:
             return await settle(connection)
         except PenstockError as error:
-            return await self._link.request(settle, failed=error)
+            return await self._link.request(settle, failed=error, at=at)
 
     async def give_back(
         self,
@@ -126,10 +139,17 @@ class Settler:
                 reason=reason,
             )
 
-        return await self._link.request(act)
+        return await self._link.request(act, at=self._where(tokens))
 
     async def extend(self, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
-        return await self._link.request(lambda c: c.extend(self._topic, tokens, extend_ms))
+        return await self._link.request(
+            lambda c: c.extend(self._topic, tokens, extend_ms), at=self._where(tokens)
+        )
+
+    def _where(self, tokens: Sequence[LeaseToken]) -> Where | None:
+        """The partition of all of them, if it is one."""
+        partitions = {token.partition for token in tokens}
+        return (self._topic, partitions.pop()) if len(partitions) == 1 else None
 
     async def drain(self) -> None:
         """Wait until every acknowledgement is answered."""
@@ -143,6 +163,10 @@ class _Acks:
 
     def __init__(self, tokens: list[LeaseToken], waiters: list[asyncio.Future[None]]) -> None:
         self.tokens, self.waiters = tokens, waiters
+
+    def add(self, token: LeaseToken, waiter: asyncio.Future[None]) -> None:
+        self.tokens.append(token)
+        self.waiters.append(waiter)
 
     def resolve(self, lost: list[int]) -> None:
         for position in lost:

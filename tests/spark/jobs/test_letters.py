@@ -6,7 +6,7 @@ import pytest
 from tests.spark.conftest import RunningNode
 from tests.spark.jobs.support import MIXED, make_topic, mixed
 
-from penstock.client.client import Remote
+from penstock.client.endpoints import Remote
 from penstock.client.entries import Item
 from penstock.errors import FailedPrecondition
 from penstock.model.batch import Batch

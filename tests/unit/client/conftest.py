@@ -60,6 +60,8 @@ class Broker:
         self.last = Counter[int]()
         self.written: dict[tuple[bytes, int, int], tuple[int, int]] = {}  # producer key → place
         self.requests: list[tuple[Enqueue, bytes]] = []
+        self.takers: list[str] = []  # the node that took each of them
+        self.settlers: list[str] = []
         self.calls: list[Call] = []
         self.returned: list[Return] = []
         self.extended: list[Extend] = []
@@ -129,8 +131,8 @@ class Broker:
 
 
 class Session(asyncio.Protocol):
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
+    def __init__(self, broker: Broker, *, node: str = "n1", cluster: str = "") -> None:
+        self.broker, self.node, self.cluster = broker, node, cluster
         self.decoder = FrameDecoder()
         self.stream: tuple[int, OpenLease] | None = None
         self.credits = 0
@@ -162,7 +164,7 @@ class Session(asyncio.Protocol):
             self.transport.close()
         elif item.sequence == 0:
             unpack(item.payload, Hello)
-            welcome = Welcome(frame.VERSION, "peer", "n1", 40, 64 << 20)
+            welcome = Welcome(frame.VERSION, "peer", self.node, 40, 64 << 20, self.cluster)
             self.send(FrameType.HEARTBEAT, 0, welcome)
         else:
             request, data = unpack(item.payload, Extend)
@@ -174,6 +176,7 @@ class Session(asyncio.Protocol):
     def on_batch(self, item: Frame) -> None:
         request, data = unpack(item.payload, Enqueue)
         self.broker.requests.append((request, bytes(data)))
+        self.broker.takers.append(self.node)
         if self.broker.refusals:
             self.refuse(item.sequence, self.broker.refusals.pop(0))
             return
@@ -201,6 +204,7 @@ class Session(asyncio.Protocol):
             self.broker.logs[item.sequence].append(unpack(item.payload, Grant)[0])
             return
         _, data = unpack(item.payload, Settle)
+        self.broker.settlers.append(self.node)
         tokens = np.frombuffer(data, "<u8").tolist()
         self.broker.settles.append(len(tokens))
         self.broker.acked += [t for t in tokens if t in self.broker.leases]
@@ -292,6 +296,11 @@ class Session(asyncio.Protocol):
 @pytest.fixture
 def broker() -> Broker:
     return Broker()
+
+
+@pytest.fixture
+def session_type() -> type[Session]:
+    return Session
 
 
 @pytest.fixture

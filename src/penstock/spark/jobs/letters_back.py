@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from penstock.client.client import Client, Remote
+from penstock.client.client import Client
+from penstock.client.endpoints import Remote
 from penstock.client.leases import LeasedMessage
 from penstock.client.options import Options
 from penstock.errors import FailedPrecondition

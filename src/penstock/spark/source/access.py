@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from penstock.client.client import Client, Remote
+from penstock.client.client import Client
 from penstock.client.connection import Connection
+from penstock.client.endpoints import Remote
 from penstock.client.options import Options
 from penstock.client.streams import LogStream
 from penstock.errors import Unavailable
@@ -211,7 +212,7 @@ class NodeAccess:
             )
 
         while wanted():
-            stream = await self._client.link.request(open_stream)
+            stream = await self._client.link.request(open_stream, at=(topic, partition))
             try:
                 while wanted():
                     async with asyncio.timeout(STALL_S):
@@ -252,7 +253,9 @@ class NodeAccess:
                 future.cancel()
 
     async def _enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
-        return await self._client.link.request(lambda connection: connection.enqueue(topic, parts))
+        return await self._client.link.request(
+            lambda connection: connection.enqueue(topic, parts), at=(topic, parts[0][0])
+        )
 
 
 def _new(answer: Enqueued) -> int:

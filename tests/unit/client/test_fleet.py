@@ -1,0 +1,189 @@
+"""A client of several nodes: scripted peers on sockets that share one queue."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.client.client import Client
+from penstock.client.options import Options
+from penstock.errors import Unavailable, WrongEpoch
+from penstock.model.ids import MessageId
+from penstock.model.partitioning import partition_of
+
+QUICK = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=10)
+
+
+class Peers:
+    """Nodes n1, n2, …; partition i is coordinated by the (i mod nodes)-th."""
+
+    def __init__(self, broker: Any, session: Callable[..., asyncio.Protocol]) -> None:
+        self.broker, self._session = broker, session
+        self.servers: dict[str, asyncio.Server] = {}
+        self.ports: dict[str, int] = {}
+        broker.partitions = 6
+
+    async def start(self, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(1, count + 1):
+            node = f"n{number}"
+
+            def made(node: str = node) -> asyncio.Protocol:
+                return self._session(self.broker, node=node, cluster="c")
+
+            self.servers[node] = await loop.create_server(made, "127.0.0.1", 0)
+            self.ports[node] = self.servers[node].sockets[0].getsockname()[1]
+        self.route()
+
+    def route(self) -> None:
+        """The survivors share the partitions."""
+        alive = sorted(self.servers)
+        nodes = [{"id": n, "host": "127.0.0.1", "port": self.ports[n]} for n in alive]
+        owners = [alive[p % len(alive)] for p in range(self.broker.partitions)]
+        self.broker.results["routes"] = {"cluster": "c", "nodes": nodes, "coordinators": owners}
+
+    def owner(self, partition: int) -> str:
+        found: str = self.broker.results["routes"]["coordinators"][partition]
+        return found
+
+    def kill(self, node: str) -> None:
+        self.servers.pop(node).close()
+        for session in list(self.broker.sessions):
+            if session.node == node:
+                session.transport.abort()
+        if self.servers:
+            self.route()
+
+    def url(self, *nodes: str) -> str:
+        chosen = nodes or tuple(self.ports)
+        return "penstock://" + ",".join(f"127.0.0.1:{self.ports[n]}" for n in chosen)
+
+
+@pytest.fixture
+async def peers(broker: Any, session_type: Any) -> AsyncIterator[Peers]:
+    made = Peers(broker, session_type)
+    await made.start(3)
+    yield made
+    for node in list(made.servers):
+        made.kill(node)
+
+
+@asynccontextmanager
+async def routed(peers: Peers, *nodes: str) -> AsyncIterator[tuple[Client, Any]]:
+    """A client that has learned the routes of its topic and has dialled every node."""
+    async with penstock.connect(peers.url(*nodes), options=QUICK) as client:
+        topic = await client.topic("t")
+        for partition in range(6):
+            async with asyncio.timeout(5):
+                while not _arrived(client, partition, peers.owner(partition)):
+                    await asyncio.sleep(0.005)
+        yield client, topic
+
+
+def _arrived(client: Client, partition: int, node: str) -> bool:
+    found = client.link.toward("t", partition)
+    return found is not None and found.welcome.node == node
+
+
+def key_of(partition: int) -> bytes:
+    return next(k for i in range(1000) if partition_of(k := b"%d" % i, 6) == partition)
+
+
+async def test_each_put_goes_to_the_node_that_coordinates_its_partition(peers: Peers) -> None:
+    async with routed(peers, "n1") as (_, topic):
+        keys = [key_of(partition) for partition in range(6)]
+        ids = await asyncio.gather(*(topic.put(b"x", key=key) for key in keys))
+    assert [MessageId.parse(i).partition for i in ids] == list(range(6))
+    sent = {
+        node: [part.partition for part in request.parts]
+        for (request, _), node in zip(peers.broker.requests, peers.broker.takers, strict=True)
+    }
+    assert sent == {"n1": [0, 3], "n2": [1, 4], "n3": [2, 5]}
+
+
+async def test_an_atomic_batch_is_one_request_and_others_are_parted(peers: Peers) -> None:
+    async with routed(peers) as (_, topic):
+        items = [penstock.Item(b"x", key=key_of(partition)) for partition in (5, 1, 0, 4)]
+        whole = await topic.put_many(items)
+        assert len(peers.broker.requests) == 1
+        parted = await topic.put_many(items, atomic=False)
+        assert sorted(peers.broker.takers[1:]) == ["n1", "n2", "n3"]
+    for ids in (whole, parted):
+        assert [MessageId.parse(i).partition for i in ids] == [5, 1, 0, 4]
+
+
+async def test_acknowledgements_go_to_the_coordinator_of_the_lease(peers: Peers) -> None:
+    async with routed(peers) as (_, topic):
+        await topic.put(b"x", key=key_of(4))
+        async for message in topic.consume():
+            await message.ack()
+            break
+    assert peers.broker.settlers == ["n2"] and len(peers.broker.acked) == 1
+
+
+async def test_a_killed_coordinator_costs_neither_a_message_nor_a_second_one(peers: Peers) -> None:
+    async with routed(peers) as (_, topic):
+        peers.broker.hold = asyncio.Event()
+        puts = [asyncio.ensure_future(topic.put(b"%d" % i, key=key_of(2))) for i in range(5)]
+        while not peers.broker.requests:
+            await asyncio.sleep(0)
+        peers.kill("n3")  # it took them in, and nobody heard of it
+        peers.broker.hold.set()
+        ids = await asyncio.gather(*puts)
+    assert len(set(ids)) == 5 and len(peers.broker.ready) == 5
+    assert peers.broker.takers[0] == "n3" and peers.broker.takers[-1] != "n3"
+    assert len({body for _, body in peers.broker.requests}) == 1
+
+
+async def test_the_client_of_one_node_learns_the_others_and_goes_on_there(peers: Peers) -> None:
+    async with routed(peers, "n1") as (client, topic):
+        consumer = topic.consume()
+        await topic.put(b"a")
+        await (await anext(consumer)).ack()
+        peers.kill("n1")
+        await topic.put(b"b")
+        async with asyncio.timeout(5):
+            message = await anext(consumer)
+        assert message.value == b"b"
+        assert client.link.live is not None and client.link.live.welcome.node != "n1"
+        await consumer.aclose()
+
+
+async def test_puts_without_a_key_keep_away_from_a_partition_that_nobody_serves(
+    peers: Peers,
+) -> None:
+    async with routed(peers) as (client, topic):
+        peers.broker.results["routes"]["coordinators"][:3] = ["", "", ""]
+        while client.link.coordinator("t", 0) != "":
+            client.link.toward("t", 0)
+            await client.link.request(_fail_once(), at=("t", 0))
+        ids = [await topic.put(b"x") for _ in range(9)]
+    assert {MessageId.parse(i).partition for i in ids} == {3, 4, 5}
+
+
+def _fail_once() -> Callable[[Any], Any]:
+    errors = [Unavailable("moved")]
+
+    async def act(_: Any) -> None:
+        if errors:
+            raise errors.pop()
+
+    return act
+
+
+async def test_a_stale_epoch_is_tried_again(peers: Peers) -> None:
+    async with routed(peers) as (_, topic):
+        peers.broker.refusals = [WrongEpoch("moved", coordinator="n2")]
+        await topic.put(b"x")
+    assert len(peers.broker.requests) == 2 and len(peers.broker.ready) == 1
+
+
+async def test_the_first_node_that_answers_is_enough(peers: Peers) -> None:
+    peers.kill("n1")
+    peers.kill("n2")
+    urls = [peers.url(node) for node in ("n1", "n2", "n3")]
+    async with penstock.connect(urls, options=QUICK) as client:
+        assert client.link.live is not None and client.link.live.welcome.node == "n3"
