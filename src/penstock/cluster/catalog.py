@@ -2,7 +2,7 @@
 
     topics/<name>                  the topic's configuration, JSON
     counters/topic_id              the last topic id given out
-    epochs/<topic id>/<partition>  the last epoch given out
+    epochs/<topic id>/<partition>  the last epoch given out, where no partition record has it yet
 
 Ids and epochs only ever grow, by compare and swap: no two callers get the same one, and an id is
 not given out again after its topic is deleted, so nothing of a deleted topic can be mistaken for
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from enum import Enum
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.cluster.store import MetadataStore, until_won
+from penstock.cluster.changes import follow
+from penstock.cluster.store import Change, MetadataStore, until_won
 from penstock.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -30,6 +33,19 @@ from penstock.model.topic import FIXED, TopicConfig, topic_config
 
 TOPICS: Final = "topics/"
 TOPIC_ID: Final = "counters/topic_id"
+
+
+class TopicNews(Enum):
+    CREATED = "created"
+    UPDATED = "updated"
+    DELETED = "deleted"
+
+
+class TopicChange(NamedTuple):
+    """What a watch of the topics reports; of a deleted topic, what it was."""
+
+    news: TopicNews
+    config: TopicConfig
 
 
 class Catalog:
@@ -87,7 +103,7 @@ class Catalog:
         return await until_won(swap)
 
     async def delete(self, name: str) -> TopicConfig:
-        """Forget the topic and its epochs; returns what it was."""
+        """Forget the topic, its epochs and partition records; returns what it was."""
 
         async def swap() -> TopicConfig:
             held, revision = await self._read(name)
@@ -95,9 +111,27 @@ class Catalog:
             return held
 
         config = await until_won(swap)
-        epochs = await self._store.range(f"epochs/{config.id}/")
-        await asyncio.gather(*(self._store.delete(entry.key) for entry in epochs))
+        for prefix in (f"partitions/{config.id}/", f"epochs/{config.id}/"):
+            entries = await self._store.range(prefix)
+            await asyncio.gather(*(self._store.delete(entry.key) for entry in entries))
         return config
+
+    @asynccontextmanager
+    async def watch(
+        self, known: Iterable[TopicConfig] = ()
+    ) -> AsyncIterator[AsyncIterator[TopicChange]]:
+        """How the topics differ from those that the caller knows, now and from now on.
+
+        A topic that was deleted and made again under its name has another id; it is reported as
+        both. When it ends with `Unavailable`, enter it again with what is known by then.
+        """
+        held = {config.name: config for config in known}
+        keys = [TOPICS + name for name in held]
+        async with (
+            follow(self._store, TOPICS, known=keys) as changes,
+            aclosing(_topic_changes(changes, held)) as told,
+        ):
+            yield told
 
     async def next_epoch(self, topic: int, partition: int) -> int:
         """An epoch of this partition that nobody else was or will be given, over all before it."""
@@ -135,6 +169,25 @@ class Catalog:
         if entry is None:
             raise NotFound(f"no topic {name}", topic=name)
         return _decode(entry.value), entry.revision
+
+
+async def _topic_changes(
+    changes: AsyncIterator[Change], held: dict[str, TopicConfig]
+) -> AsyncGenerator[TopicChange, None]:
+    async for change in changes:
+        name = change.key.removeprefix(TOPICS)
+        before = held.pop(name, None)
+        config = None if change.value is None else _decode(change.value)
+        if before is not None and (config is None or config.id != before.id):
+            yield TopicChange(TopicNews.DELETED, before)
+            before = None
+        if config is None:
+            continue
+        held[name] = config
+        if before is None:
+            yield TopicChange(TopicNews.CREATED, config)
+        elif before != config:
+            yield TopicChange(TopicNews.UPDATED, config)
 
 
 def _decode(value: bytes) -> TopicConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 
 from penstock.cluster.store import WATCH_CHANGES_MAX, Change, MetadataStore
@@ -50,19 +50,25 @@ class ChangeQueue:
 
 
 @asynccontextmanager
-async def follow(store: MetadataStore, prefix: str) -> AsyncIterator[AsyncIterator[Change]]:
+async def follow(
+    store: MetadataStore, prefix: str, *, known: Iterable[str] = ()
+) -> AsyncIterator[AsyncIterator[Change]]:
     """What is there, entry by entry, then every change of it, with no gap between the two.
 
-    The range is read after the watch was entered, so a change may be in both; the one that is
-    older than what was read is left out.
+    Keys that the caller knows of and that are gone are reported first. The range is read after the
+    watch was entered, so a change may be in both; the one that is older than what was read is left
+    out.
     """
     async with store.watch(prefix) as changes:
         entries = await store.range(prefix)
+        revisions = {entry.key: entry.revision for entry in entries}
+        gone = [key for key in known if key not in revisions]
 
         async def told() -> AsyncGenerator[Change, None]:
+            for key in gone:
+                yield Change(key, None, 0)
             for entry in entries:
                 yield Change(entry.key, entry.value, entry.revision)
-            revisions = {entry.key: entry.revision for entry in entries}
             async for change in changes:
                 if change.revision > revisions.get(change.key, 0):
                     yield change

@@ -36,6 +36,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 6_000),  # etcd refuses pings more often than every 5 s
     ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),  # this one counts; it would be a minute
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", -1),  # a range is read as of one moment, in one answer
     ("grpc.use_local_subchannel_pool", 1),  # a closed store's backoff is not inherited

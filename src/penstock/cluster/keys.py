@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.cluster.changes import follow
 from penstock.cluster.store import MetadataStore, until_won
 from penstock.errors import InvalidArgument, NotFound, RetryableError, Unauthenticated
 
@@ -74,6 +75,12 @@ class KeyRing:
         self._records: dict[str, KeyRecord] = {}
         self._revisions: dict[str, int] = {}  # of each record; older news is not taken
         self._used_ms: dict[str, int] = {}  # last uses that the store does not know yet
+        self._on_revoked: list[Callable[[str], None]] = []
+
+    def on_revoked(self, callback: Callable[[str], None]) -> None:
+        """Call it with the id of each key whose revocation becomes known here, on whichever node
+        it was revoked: what was let in by the key has to go."""
+        self._on_revoked.append(callback)
 
     async def load(self) -> None:
         for entry in await self._store.range(KEYS):
@@ -147,8 +154,7 @@ class KeyRing:
             tasks.create_task(_repeat(self.flush, pause_s=flush_seconds), name="keys-flush")
 
     async def _follow(self) -> None:
-        async with self._store.watch(KEYS) as changes:
-            await self.load()
+        async with follow(self._store, KEYS) as changes:
             async for change in changes:
                 if change.value is not None:  # keys are revoked, never deleted
                     self._keep(_decode(change.value), change.revision)
@@ -157,8 +163,12 @@ class KeyRing:
         """Take a record into the mirror. News of a watch may come after what was written since:
         a key must not come back to life by it."""
         if revision > self._revisions.get(record.id, 0):
+            was_live = self.live(record.id)
             self._records[record.id] = record
             self._revisions[record.id] = revision
+            if was_live and record.revoked_ms is not None:
+                for callback in self._on_revoked:
+                    callback(record.id)
 
     async def _change(
         self, id: str, *, revoked_ms: int | None = None, last_used_ms: int | None = None

@@ -1,6 +1,6 @@
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -156,13 +156,16 @@ async def test_a_swap_says_where_the_entry_is(store: EtcdStore) -> None:
     assert lost.value.details["revision"] == revision
 
 
-async def test_a_lost_member_is_replaced_by_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fail", [EtcdProcess.kill, EtcdProcess.pause], ids=["killed", "hangs"])
+async def test_a_lost_member_is_replaced_by_another(
+    tmp_path: Path, fail: Callable[[EtcdProcess], None]
+) -> None:
     with etcd_group(tmp_path) as servers:
         endpoints = [server.endpoint for server in servers]
         store = EtcdStore(endpoints, prefix=PREFIX, options=QUICK)
         await store.put("n/a", b"0")
         async with store.watch("n/") as changes:
-            servers[store._peers._first].kill()
+            fail(servers[store._peers._first])
             await until_back(store)
             revision = await store.put("n/a", b"1")
             assert await take(changes, 1) == [Change("n/a", b"1", revision)]

@@ -1,0 +1,225 @@
+"""Which nodes are alive, and for how long each has been.
+
+    nodes/<node id>  a `NodeInfo`, JSON, under the node's lease
+
+A node keeps its lease alive; when it stops to, because it ended or is cut off, its entry vanishes
+and the others hear of it. Being listed gives no rights: it decides who is asked, never who is
+believed. A node that was taken for dead and is not finds its entry gone and registers again.
+
+The revision that created an entry is the node's age: the lowest is the oldest, by no clock. A
+node that registers again, or restarts, is new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from penstock.cluster.etcd_peers import EtcdOptions
+from penstock.cluster.store import LeasingStore, until_won
+from penstock.errors import AlreadyExists, FailedPrecondition, RetryableError
+
+NODES: Final = "nodes/"
+RETRY_S: Final = 0.5  # between attempts while the store is away
+POLL_S: Final = 0.1  # between looks at an entry that has to expire
+log: Final = logging.getLogger(__name__)
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node tells the others about itself."""
+
+    id: str
+    uuid: str  # of its data folder; another folder is another node, whatever its id
+    host: str
+    native_port: int
+    zone: str = ""  # nodes that fail together; "": each for itself
+    version: str = ""
+    draining: bool = False  # gets no more partitions, and gives away those it has
+    started_ms: int = 0
+
+
+class Members(Protocol):
+    """What the rest of a node needs to know; alone, and in a cluster."""
+
+    alive: dict[str, NodeInfo]  # by id, this node too; replaced as a whole, never changed
+    ages: dict[str, int]  # the lowest is the oldest
+
+    def on_change(self, callback: Callable[[], None]) -> None: ...
+
+    async def join(self, info: NodeInfo) -> None: ...
+
+    async def update(self, info: NodeInfo) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def leave(self) -> None: ...
+
+
+class StaticMembership:
+    """A node alone."""
+
+    def __init__(self) -> None:
+        self.alive: dict[str, NodeInfo] = {}
+        self.ages: dict[str, int] = {}
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def join(self, info: NodeInfo) -> None:
+        self.ages = {info.id: 1}
+        await self.update(info)
+
+    async def update(self, info: NodeInfo) -> None:
+        self.alive = {info.id: info}
+        for callback in self._callbacks:
+            callback()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def leave(self) -> None:
+        self.alive, self.ages = {}, {}
+
+
+class Membership:
+    """`join`, then `run` in a task until it is cancelled, then `leave`.
+
+    While the store is away, `alive` stays what it was. If this node's lease runs out meanwhile, it
+    registers again with the same info once the store is back.
+    """
+
+    def __init__(
+        self, store: LeasingStore, *, lease_ttl_s: int = EtcdOptions().lease_ttl_s
+    ) -> None:
+        self.alive: dict[str, NodeInfo] = {}
+        self.ages: dict[str, int] = {}
+        self._store = store
+        self._ttl_s = lease_ttl_s
+        self._info: NodeInfo | None = None
+        self._lease = 0
+        self._missing = asyncio.Event()  # our entry was seen to be gone
+        self._reading = asyncio.Lock()  # an older answer must not replace a newer one
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call it whenever `alive` or `ages` has changed."""
+        self._callbacks.append(callback)
+
+    async def join(self, info: NodeInfo) -> None:
+        """Register, and read who else is there.
+
+        An entry that an earlier run of this node left is replaced. One of another node with our id
+        is given the time to expire; `AlreadyExists` if it does not.
+        """
+        deadline = asyncio.get_running_loop().time() + 2 * self._ttl_s
+        while True:
+            try:
+                await self._register(info)
+                break
+            except AlreadyExists:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(POLL_S)
+        await self._read()
+
+    async def update(self, info: NodeInfo) -> None:
+        """Tell the others something else about us; the age stays."""
+        if self._info is None or info.id != self._info.id:
+            raise FailedPrecondition("only a node that has joined can tell others about itself")
+        entry = await self._store.get(NODES + info.id)
+        self._info = info
+        if entry is None:  # `run` registers with the new info
+            self._missing.set()
+            return
+        await self._store.put(
+            entry.key, _encode(info), expected_revision=entry.revision, lease=self._lease
+        )
+        await self._read()
+
+    async def run(self) -> None:
+        """Stay registered, and follow who comes and goes."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._repeat(self._stay), name="members-stay")
+            tasks.create_task(self._repeat(self._follow), name="members-follow")
+
+    async def leave(self) -> None:
+        """Tell the others at once that we go; without it they wait for the lease to end."""
+        if self._info is not None:
+            self._info = None
+            await self._store.revoke(self._lease)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except RetryableError as error:
+                log.warning("membership is not in step with the metadata store: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _stay(self) -> None:
+        if self._info is None:
+            raise FailedPrecondition("join before running")
+        registered = await self._store.keep_alive(self._lease)
+        if registered and self._missing.is_set():  # perhaps seen just before it was made
+            self._missing.clear()
+            registered = await self._store.get(NODES + self._info.id) is not None
+        if not registered:
+            log.warning("node %s was taken for dead; it registers again", self._info.id)
+            await self._register(self._info)
+            await self._read()
+        try:
+            async with asyncio.timeout(self._ttl_s / 3):
+                await self._missing.wait()
+        except TimeoutError:
+            return
+
+    async def _follow(self) -> None:
+        async with self._store.watch(NODES) as changes:
+            await self._read()
+            async for _ in changes:
+                await self._read()
+
+    async def _register(self, info: NodeInfo) -> None:
+        async def swap() -> None:
+            entry = await self._store.get(NODES + info.id)
+            if entry is not None:
+                other = _decode(entry.value)
+                if other.uuid != info.uuid:
+                    raise AlreadyExists(
+                        f"another node is registered as {info.id}, at {other.host}", node=info.id
+                    )
+                # an entry that is only overwritten would keep the age of the earlier run
+                await self._store.delete(entry.key, expected_revision=entry.revision)
+            lease = await self._store.grant(self._ttl_s)
+            key, value = NODES + info.id, _encode(info)
+            await self._store.put(key, value, expected_revision=0, lease=lease)
+            self._info, self._lease = info, lease
+
+        await until_won(swap)
+
+    async def _read(self) -> None:
+        """Take over who is alive. All of it each time: nodes are few, and it cannot go wrong."""
+        async with self._reading:
+            entries = await self._store.range(NODES)
+            alive = {entry.key.removeprefix(NODES): _decode(entry.value) for entry in entries}
+            ages = {entry.key.removeprefix(NODES): entry.revision_created for entry in entries}
+            changed = (alive, ages) != (self.alive, self.ages)
+            self.alive, self.ages = alive, ages
+        if self._info is not None and self._info.id not in alive:
+            self._missing.set()
+        if changed:
+            for callback in self._callbacks:
+                callback()
+
+
+def _encode(info: NodeInfo) -> bytes:
+    return msgspec.json.encode(info)
+
+
+def _decode(value: bytes) -> NodeInfo:
+    return msgspec.json.decode(value, type=NodeInfo)
