@@ -1,0 +1,283 @@
+"""One replica's folder: what is on the platter, and what the process believes it has written.
+
+The log is a list of sealed batches. Work on it is a queue of operations, done one at a time as the
+node's writer does them: append and sync, truncate, replace by a snapshot, retain. A crash leaves
+the operations that were done, and of the first that was not a part: a prefix of the batches of an
+append (what follows is torn and cut off at the next start), all or nothing of the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from penstock.model.batch import Batch
+from penstock.replication.facts import LogFacts
+from penstock.testing.simulation.schedule import MS, Schedule
+
+SYNC_US: Final = (300, 3 * MS)
+SLOW_SYNC_US: Final = (20 * MS, 900 * MS)
+
+
+class Point(NamedTuple):
+    """Where a log begins: the last entry before it."""
+
+    sequence: int
+    epoch: int
+    chain: int
+    time_ms: int
+
+
+ORIGIN: Final = Point(0, 0, 0, 0)
+
+
+def end_of(batch: Batch) -> Point:
+    return Point(batch.last, batch.epoch, batch.chain, batch.time_ms)
+
+
+class Snapshot(NamedTuple):
+    at: Point
+    data: bytes
+
+
+@dataclass(slots=True)
+class Platter:
+    """What outlives the process."""
+
+    uuid: str
+    promised: int = 0
+    base: Point = ORIGIN
+    batches: list[Batch] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    floor: int = 0  # how far the log is known to be committed
+    rotten: bool = False
+
+    def empty(self) -> None:
+        self.base, self.batches, self.snapshot, self.floor = ORIGIN, [], None, 0
+
+    def renew(self, uuid: str) -> None:
+        """The copy cannot be trusted: begin a new one. The promise is kept."""
+        self.uuid, self.rotten = uuid, False
+        self.empty()
+
+    @property
+    def last(self) -> int:
+        return self.batches[-1].last if self.batches else self.base.sequence
+
+
+@dataclass(slots=True)
+class Append:
+    batches: list[Batch]
+
+
+@dataclass(slots=True)
+class Cut:
+    sequence: int
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Replace:
+    """Drop everything; be what a snapshot and the batches after it say, or empty."""
+
+    snapshot: Snapshot | None
+    base: Point
+    batches: list[Batch]
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Retain:
+    """A snapshot is stored; what lies before `base` is not needed any more."""
+
+    snapshot: Snapshot
+    base: Point
+
+
+Operation = Append | Cut | Replace | Retain
+
+
+class FailedSync(Exception):
+    """The disk did not take it. What of it is there, nobody knows."""
+
+
+class Disk:
+    """The process's end: `batches` is the log as all operations asked for will leave it."""
+
+    def __init__(
+        self,
+        platter: Platter,
+        schedule: Schedule,
+        after: Callable[..., None],
+        on_synced: Callable[[int], None],
+    ) -> None:
+        self.platter = platter
+        self.base, self.batches = platter.base, list(platter.batches)
+        self._firsts = [batch.first for batch in self.batches]
+        self.slow = False
+        self.fail_next = False
+        self._schedule, self._after, self._on_synced = schedule, after, on_synced
+        self._operations: deque[Operation] = deque()
+        self._under_way: Operation | None = None
+        self._promises: list[int] = []  # being persisted
+        self.committed = platter.floor  # persisted with the next sync
+
+    # --- what is there ---
+
+    @property
+    def end(self) -> Point:
+        return end_of(self.batches[-1]) if self.batches else self.base
+
+    def facts(self) -> LogFacts:
+        """As a node finds them when it opens the log."""
+        base = self.base
+        runs = [(base.epoch, base.sequence)] if base.sequence else []
+        for batch in self.batches:
+            if not runs or runs[-1][0] != batch.epoch:
+                runs.append((batch.epoch, batch.first))
+        last = self.end.sequence
+        return LogFacts(first=base.sequence + 1, last=last, durable=last, runs=runs)
+
+    def read(
+        self, first: int, *, through: int, entries: int = 1 << 30, bytes: int = 1 << 40
+    ) -> list[Batch]:
+        """Batches from `first` on, at least one if there is one."""
+        at = bisect_left(self._firsts, first)
+        found: list[Batch] = []
+        while at < len(self.batches):
+            batch = self.batches[at]
+            if batch.last > through or (found and (batch.count > entries or batch.size > bytes)):
+                break
+            found.append(batch)
+            entries -= batch.count
+            bytes -= batch.size
+            if entries <= 0 or bytes <= 0:
+                break
+            at += 1
+        return found
+
+    def batch_ending(self, sequence: int) -> Batch | None:
+        at = bisect_left(self._firsts, sequence + 1) - 1
+        if at < 0 or self.batches[at].last != sequence:
+            return None
+        return self.batches[at]
+
+    # --- operations ---
+
+    def persist(self, promised: int, done: Callable[[int], None]) -> None:
+        self._promises.append(promised)
+        self._after(self._latency(), self._persisted, promised, done)
+
+    def _persisted(self, promised: int, done: Callable[[int], None]) -> None:
+        self._promises.remove(promised)
+        self.platter.promised = max(self.platter.promised, promised)
+        done(promised)
+
+    def append(self, batches: list[Batch]) -> None:
+        self.batches += batches
+        self._firsts += [batch.first for batch in batches]
+        waiting = self._operations[-1] if self._operations else None
+        if isinstance(waiting, Append):
+            waiting.batches += batches  # shares the next sync
+        else:
+            self._push(Append(list(batches)))
+
+    def cut(self, sequence: int, done: Callable[[], None]) -> None:
+        while self.batches and self.batches[-1].last > sequence:
+            self.batches.pop()
+            self._firsts.pop()
+        self._push(Cut(sequence, done))
+
+    def replace(
+        self, snapshot: Snapshot | None, batches: list[Batch], done: Callable[[], None]
+    ) -> None:
+        self.base = ORIGIN if snapshot is None else snapshot.at
+        self.batches = list(batches)
+        self._firsts = [batch.first for batch in batches]
+        self.committed = 0 if snapshot is None else snapshot.at.sequence
+        self._push(Replace(snapshot, self.base, list(batches), done))
+
+    def retain(self, snapshot: Snapshot, *, through: int) -> None:
+        """Store a snapshot and forget whole batches up to `through`."""
+        at = 0
+        while at < len(self.batches) and self.batches[at].last <= through:
+            self.base = end_of(self.batches[at])
+            at += 1
+        del self.batches[:at]
+        del self._firsts[:at]
+        self._push(Retain(snapshot, self.base))
+
+    def _push(self, operation: Operation) -> None:
+        self._operations.append(operation)
+        self._start()
+
+    def _start(self) -> None:
+        if self._under_way is None and self._operations:
+            self._under_way = self._operations.popleft()
+            self._after(self._latency(), self._finish)
+
+    def _latency(self) -> int:
+        low, high = SLOW_SYNC_US if self.slow else SYNC_US
+        return self._schedule.skewed(low, high)
+
+    def _finish(self) -> None:
+        operation = self._under_way
+        assert operation is not None
+        if self.fail_next and isinstance(operation, Append):
+            raise FailedSync
+        self._under_way = None
+        self._store(operation)
+        self._start()
+        if isinstance(operation, Append):
+            self._on_synced(operation.batches[-1].last)
+        elif isinstance(operation, Cut | Replace):
+            operation.done()
+
+    def _store(self, operation: Operation) -> None:
+        platter = self.platter
+        if isinstance(operation, Append):
+            platter.batches += operation.batches
+        elif isinstance(operation, Cut):
+            while platter.batches and platter.batches[-1].last > operation.sequence:
+                platter.batches.pop()
+        elif isinstance(operation, Replace):
+            platter.empty()
+            platter.snapshot, platter.base = operation.snapshot, operation.base
+            platter.batches = list(operation.batches)
+            platter.floor = operation.base.sequence
+        else:
+            platter.snapshot, platter.base = operation.snapshot, operation.base
+            kept = [b for b in platter.batches if b.first > operation.base.sequence]
+            platter.batches = kept
+        if not isinstance(operation, Replace):
+            platter.floor = max(platter.floor, min(self.committed, platter.last))
+
+    # --- the end of the process ---
+
+    def crash(self) -> int:
+        """Leave on the platter what chance leaves there; returns how many batches were lost."""
+        schedule, lost = self._schedule, 0
+        for promised in self._promises:
+            if schedule.chance(0.5):
+                self.platter.promised = max(self.platter.promised, promised)
+        operations = list(self._operations)
+        if self._under_way is not None:
+            operations.insert(0, self._under_way)
+        for operation in operations:
+            if isinstance(operation, Append):
+                kept = schedule.between(0, len(operation.batches))
+                self.platter.batches += operation.batches[:kept]
+                lost = len(operation.batches) - kept
+                if lost:
+                    break
+            elif schedule.chance(0.5):
+                self._store(operation)
+            else:
+                break
+        self._operations.clear()
+        self._promises.clear()
+        self._under_way = None
+        return lost

@@ -1,0 +1,225 @@
+"""What goes wrong, when, and when it is put right again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from penstock.testing.simulation.metadata import STALE_US
+from penstock.testing.simulation.node import Node
+from penstock.testing.simulation.schedule import MS, SECOND
+
+if TYPE_CHECKING:
+    from penstock.testing.simulation.simulation import Simulation
+
+DOWN_US: Final = (20 * MS, 3 * SECOND)
+FUSE_POINTS: Final = 120
+
+
+class Faults:
+    """Draws faults until the end, and remembers how to mend what is not mended yet."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._schedule = simulation, simulation.schedule
+        weights = simulation.profile.faults
+        self._names, self._weights = list(weights), list(weights.values())
+        self._mends: dict[int, Callable[[], None]] = {}
+        self._number = 0
+        self.drawn: dict[str, int] = {}
+
+    # --- the run ---
+
+    def start(self) -> None:
+        low, high = self._simulation.profile.pause_ms
+        self._schedule.after(self._schedule.skewed(low * MS, high * MS), self._draw)
+
+    def _draw(self) -> None:
+        if self._simulation.calm:
+            return
+        name = self._schedule.rng.choices(self._names, self._weights)[0]
+        self.drawn[name] = self.drawn.get(name, 0) + 1
+        self._simulation.log("fault", name)
+        getattr(self, f"_{name}")()
+        self.start()
+
+    def mend_all(self) -> None:
+        """No more faults: everything comes back."""
+        mends, self._mends = list(self._mends.values()), {}
+        for mend in mends:
+            mend()
+        for node in self._simulation.nodes.values():
+            node.fuse = None
+            node.resume()
+            for host in node.hosts.values():
+                host.disk.fail_next = False
+            self._schedule.after(self._schedule.between(0, 300 * MS), node.boot)
+
+    def _for_a_while(self, low: int, high: int, mend: Callable[[], None]) -> None:
+        self._number += 1
+        number = self._number
+
+        def over() -> None:
+            if self._mends.pop(number, None) is not None:
+                mend()
+
+        self._mends[number] = mend
+        self._schedule.after(self._schedule.skewed(low, high), over)
+
+    def on_stopped(self, node: Node) -> None:
+        """Somebody starts it again, sooner or later."""
+        low, high = (10 * MS, 200 * MS) if self._simulation.calm else DOWN_US
+        self._schedule.after(self._schedule.skewed(low, high), node.boot)
+
+    def _some_node(self) -> Node:
+        simulation = self._simulation
+        return simulation.nodes[self._schedule.rng.choice(simulation.names)]
+
+    # --- processes ---
+
+    def _crash(self) -> None:
+        self._some_node().crash("killed", power=self._schedule.chance(0.3))
+
+    def _fuse(self) -> None:
+        self._some_node().fuse = self._schedule.skewed(1, FUSE_POINTS)
+
+    def _power_loss(self) -> None:
+        for node in self._simulation.nodes.values():
+            node.crash("power", power=True)
+
+    def _pause(self) -> None:
+        node = self._some_node()
+        life = node.life
+        node.pause()
+        self._for_a_while(
+            50 * MS, 5 * SECOND, lambda: node.resume() if node.life == life else None
+        )  # fmt: skip
+
+    def _clock_jump(self) -> None:
+        """The wall clock is set; a process that runs goes by the monotonic one."""
+        node = self._some_node()
+        node.wall_ms += self._schedule.between(-3_600_000, 3_600_000)
+
+    # --- network ---
+
+    def _cut(self) -> None:
+        """One way only."""
+        one, other = self._schedule.rng.sample(self._simulation.names, 2)
+        self._cut_links([(one, other)])
+
+    def _isolate(self) -> None:
+        name = self._some_node().name
+        others = [n for n in (*self._simulation.names, *self._simulation.clients) if n != name]
+        self._cut_links([(name, n) for n in others] + [(n, name) for n in others])
+
+    def _cut_links(self, links: list[tuple[str, str]]) -> None:
+        cut = self._simulation.network.cut
+        for link in links:
+            cut[link] = cut.get(link, 0) + 1
+
+        def mend() -> None:
+            for link in links:
+                cut[link] -= 1
+
+        self._for_a_while(100 * MS, 5 * SECOND, mend)
+
+    def _reset_stream(self) -> None:
+        network = self._simulation.network
+        streams = [s for s in network.streams.values() if not s.broken]
+        if streams:
+            network.break_stream(self._schedule.rng.choice(streams))
+
+    # --- metadata ---
+
+    def _cut_store(self) -> None:
+        name, store = self._some_node().name, self._simulation.store
+        store.cut[name] = True
+
+        def mend() -> None:
+            store.cut[name] = False
+            store.wake(name)
+
+        self._for_a_while(200 * MS, 6 * SECOND, mend)
+
+    def _store_away(self) -> None:
+        store = self._simulation.store
+        store.away = True
+
+        def mend() -> None:
+            store.away = False
+            store.heal()
+
+        self._for_a_while(200 * MS, 4 * SECOND, mend)
+
+    def _stale_watch(self) -> None:
+        name, store = self._some_node().name, self._simulation.store
+        store.stale[name] = self._schedule.skewed(STALE_US, 5 * SECOND)
+
+        def mend() -> None:
+            store.stale[name] = 0
+            store.wake(name)
+
+        self._for_a_while(500 * MS, 5 * SECOND, mend)
+
+    def _retarget(self) -> None:
+        """An operator wants the replicas elsewhere."""
+        simulation = self._simulation
+        partition = self._schedule.between(0, simulation.profile.partitions - 1)
+        factor = simulation.profile.replication_factor
+        target = tuple(self._schedule.rng.sample(simulation.names, factor))
+        if not simulation.store.away:
+            simulation.store.edit(partition, target=target)
+
+    def _resign(self) -> None:
+        node = self._some_node()
+        for host in list(node.hosts.values()):
+            if host.tenure is not None and host.tenure.serving:
+                node.run(host.resign)
+
+    # --- disks ---
+
+    def _slow_disk(self) -> None:
+        node = self._some_node()
+
+        def set_slow(slow: bool) -> None:
+            node.slow_disk = slow
+            for host in node.hosts.values():
+                host.disk.slow = slow
+
+        set_slow(True)
+        self._for_a_while(200 * MS, 4 * SECOND, lambda: set_slow(False))
+
+    def _failed_sync(self) -> None:
+        hosts = list(self._some_node().hosts.values())
+        if hosts:
+            self._schedule.rng.choice(hosts).disk.fail_next = True
+
+    def _rot(self) -> None:
+        node = self._some_node()
+        partitions = [p for p in node.platters if self._may_lose(node, p)]
+        if partitions:
+            partition = self._schedule.rng.choice(partitions)
+            node.platters[partition].rotten = True
+            node.crash("rot")
+
+    def _wipe(self) -> None:
+        node = self._some_node()
+        if all(self._may_lose(node, p) for p in node.platters):
+            node.crash("wiped", power=True)
+            node.wipe()
+
+    def _may_lose(self, node: Node, partition: int) -> bool:
+        """Whether the copy on this node can be lost while every other one that counts is good.
+
+        More than a minority lost at once is beyond what replication promises.
+        """
+        simulation = self._simulation
+        if simulation.profile.replication_factor < 3:
+            return False
+        record, _ = simulation.store.records[partition]
+        for name in (*record.voters, *record.joint):
+            platter = simulation.nodes[name].platters.get(partition)
+            if name == node.name:
+                continue
+            if platter is None or platter.rotten or record.uuids.get(name) != platter.uuid:
+                return False
+        return True

@@ -1,0 +1,422 @@
+"""One partition on one node: the real replica and heap, over a simulated disk and network.
+
+Effects are performed in the order in which the core returns them. Between them lie the named points
+at which the process may end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.heap import Heap
+from penstock.model.batch import Batch
+from penstock.replication.effects import (
+    AppendBarrier,
+    BeganServing,
+    ChangeRecord,
+    CloseStream,
+    Commit,
+    Effect,
+    Effects,
+    Halt,
+    OpenStream,
+    Persist,
+    Reseed,
+    Retire,
+    Send,
+    SteppedDown,
+    TakeEpoch,
+    Truncate,
+    Warn,
+    Write,
+)
+from penstock.replication.facts import LogFacts
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.replication.replica import Replica
+from penstock.testing.simulation.disk import Disk, Platter, Snapshot, end_of
+from penstock.testing.simulation.network import Stream
+from penstock.testing.simulation.schedule import SECOND
+from penstock.testing.simulation.tenure import Tenure
+
+if TYPE_CHECKING:
+    from penstock.testing.simulation.node import Node
+
+SEED_TIMEOUT_US: Final = 2 * SECOND
+
+
+class Host:
+    def __init__(self, node: Node, partition: int, platter: Platter) -> None:
+        self.node, self.partition, self.platter = node, partition, platter
+        self.simulation = node.simulation
+        self.disk = Disk(platter, node.simulation.schedule, node.after, self._on_synced)
+        self.disk.slow = node.slow_disk
+        self.snapshot: Snapshot | None = platter.snapshot
+        self.committed = platter.floor
+        self.heap = self._rebuilt()
+        self.tenure: Tenure | None = None
+        self.followers: dict[str, Stream] = {}  # who opened a stream here
+        self._seeding = 0  # number of the seeding under way, 0: none
+        self._seedings = 0
+        self.replica = Replica(
+            node.name,
+            uuid=platter.uuid,
+            promised=platter.promised,
+            committed=self.committed,
+            log=self.disk.facts(),
+            options=self.simulation.profile.replication,
+            policy=self.simulation.profile.policy,
+        )
+
+    @property
+    def now(self) -> int:
+        return self.node.now_ms
+
+    def log(self, *event: Any) -> None:
+        self.simulation.log(self.node.name, self.partition, *event)
+
+    # --- the heap ---
+
+    def _rebuilt(self) -> Heap:
+        """The state at the commit, from the snapshot and the log."""
+        config = self.simulation.config
+        if self.snapshot is None:
+            heap = Heap(config, partition=self.partition)
+        else:
+            heap = Heap.restore(config, self.snapshot.data, partition=self.partition)
+        self._apply(heap, self.committed)
+        return heap
+
+    def _apply(self, heap: Heap, through: int) -> None:
+        if heap.sequence_applied >= through:
+            return
+        for batch in self.disk.read(heap.sequence_applied + 1, through=through):
+            heap.apply(batch, batch.columns(), batch.time_ms)
+        if heap.sequence_applied != through:
+            self.simulation.checker.broken(
+                "gaps", f"{self.node.name}/{self.partition} applied {heap.sequence_applied},"
+                f" not {through}",
+            )  # fmt: skip
+
+    # --- what comes in ---
+
+    def on_record(self, record: Any, revision: int) -> None:
+        self.perform(self.replica.on_record(record, revision, self.now))
+
+    def on_members(self, alive: dict[str, int]) -> None:
+        self.perform(self.replica.on_members(alive, self.now))
+
+    def on_tick(self) -> None:
+        self.perform(self.replica.on_tick(self.now))
+        if self.tenure is not None:
+            self.tenure.on_tick()
+            self.pump()
+
+    def on_message(self, message: Any) -> None:
+        replica, now = self.replica, self.now
+        match message:
+            case Ack():
+                effects = replica.on_ack(message, now)
+            case Fence():
+                effects = replica.on_fence(message, now)
+            case Fenced():
+                effects = replica.on_fenced(message, now)
+            case Probe():
+                effects = replica.on_probe(message, now)
+            case Probed():
+                effects = replica.on_probed(message, now)
+            case Followed():
+                effects = replica.on_followed(message, now)
+            case _:
+                effects = replica.on_append(message, [], now)
+        self.perform(effects)
+
+    def on_slice(self, append: Append, batches: list[Batch]) -> None:
+        self.perform(self.replica.on_append(append, batches, self.now))
+
+    def on_follow(self, follow: Follow, stream: Stream) -> None:
+        self.followers[follow.node] = stream
+        self.perform(self.replica.on_follow(follow, self.now))
+
+    def on_stream_lost(self, stream: Stream, gone: bool) -> None:
+        self.perform(self.replica.on_stream_lost(stream.number, self.now, gone=gone))
+
+    def on_follower_lost(self, stream: Stream) -> None:
+        if self.followers.get(stream.follower) is stream:
+            del self.followers[stream.follower]
+        self.perform(
+            self.replica.on_follower_lost(stream.follower, stream.number, self.now)
+        )  # fmt: skip
+
+    def _on_synced(self, sequence: int) -> None:
+        self.node.point("write.synced")
+        self.perform(self.replica.on_durable(sequence, self.now))
+
+    def resign(self) -> None:
+        self.perform(self.replica.resign(self.now))
+
+    # --- effects ---
+
+    def perform(self, effects: Effects) -> None:
+        for at, effect in enumerate(effects):
+            if isinstance(effect, Persist):
+                self._persist(effect.promised, effects[at + 1 :])
+                break
+            self._do(effect)
+        if self.simulation.careful:
+            self.replica.validate()
+        self.pump()
+
+    def _persist(self, promised: int, rest: Effects) -> None:
+        self.log("persist", promised)
+        self.node.point("persist.asked")
+
+        def done(stored: int) -> None:
+            self.node.point("persist.done")
+            self.perform(self.replica.on_persisted(stored, self.now))
+            self.perform(rest)
+
+        self.disk.persist(promised, done)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect.to, effect.message)
+            case Write():
+                self._write(effect.batches)
+            case Commit():
+                self._commit(effect.sequence)
+            case Truncate():
+                self._truncate(effect.sequence)
+            case OpenStream():
+                self._open_stream(effect.to, effect.follow)
+            case CloseStream():
+                self._stop_seeding()
+                self.simulation.network.close(self.node.name, self.partition)
+            case Reseed():
+                self._reseed(effect.source)
+            case TakeEpoch():
+                self.log("take epoch")
+                self.node.take_epoch(self.partition)
+            case ChangeRecord():
+                self.node.change_record(self.partition, effect.record, effect.revision)
+            case AppendBarrier():
+                self._enter(effect.epoch)
+            case BeganServing():
+                self._serve(effect.epoch)
+            case SteppedDown():
+                self._step_down(effect.epoch)
+            case Retire():
+                self.node.retire(self.partition)
+            case Warn():
+                self.log("warn", effect.node, effect.what)
+            case Halt():
+                self.log("halt", effect.reason)
+                self.simulation.checker.broken("halts", f"{self.node.name}: {effect.reason}")
+
+    def _send(self, to: str, message: Any) -> None:
+        self.log("send", to, message)
+        network, stream = self.simulation.network, None
+        if isinstance(message, Ack):
+            stream = network.stream_to(self.node.name, self.partition, message.stream)
+        elif isinstance(message, Followed | Append):
+            stream = network.stream_to(to, self.partition, message.stream)
+        network.send(
+            self.node.name, to, "on_message", self.partition, message, stream=stream
+        )  # fmt: skip
+        if isinstance(message, Fenced):
+            self.node.point("fence.answered")
+
+    def _open_stream(self, to: str, follow: Follow) -> None:
+        self.log("follow", to, follow)
+        self._stop_seeding()
+        network = self.simulation.network
+        stream = network.open(self.node.name, to, self.partition, follow.stream)
+        network.send(
+            self.node.name, to, "on_follow", self.partition, follow, stream, stream=stream
+        )  # fmt: skip
+
+    def _write(self, batches: list[Batch]) -> None:
+        end = self.disk.end
+        for batch in batches:
+            self.simulation.checker.on_append(self.partition, self.node.name, end, batch)
+            end = end_of(batch)
+        self.log("write", batches[0].first, batches[-1].last, batches[-1].epoch)
+        self.disk.append(batches)
+        self.node.point("write.staged")
+
+    def _truncate(self, sequence: int) -> None:
+        self.log("truncate", sequence)
+        if self.heap.sequence_applied > sequence:
+            self.simulation.checker.broken(
+                "changed", f"{self.node.name}/{self.partition} forgets applied entries"
+            )
+        self.node.point("truncate.asked")
+
+        def done() -> None:
+            self.node.point("truncate.done")
+            self.perform(self.replica.on_truncated(sequence, self.now))
+
+        self.disk.cut(sequence, done)
+
+    def _commit(self, sequence: int) -> None:
+        if sequence <= self.committed:
+            self.simulation.checker.broken(
+                "regressions", f"{self.node.name} commits {sequence} after {self.committed}"
+            )
+        self.committed = self.disk.committed = sequence
+        self.log("commit", sequence)
+        batch = self.disk.batch_ending(sequence)
+        self.simulation.on_commit(self, sequence, batch)
+        self.node.point("commit.unanswered")
+        self._apply(self.heap, sequence)
+        if self.tenure is not None:
+            self.tenure.on_commit(sequence)
+        self._take_snapshot()
+
+    # --- coordinating ---
+
+    def _enter(self, epoch: int) -> None:
+        self._apply(self.heap, self.disk.end.sequence)
+        self.simulation.checker.on_entered(self.partition, epoch, self.node.name)
+        self.tenure = Tenure(self, epoch)
+        batch = self.tenure.append_barrier()
+        self.log("barrier", epoch, batch.first)
+        self.node.point("barrier.staged")
+
+    def _serve(self, epoch: int) -> None:
+        self.log("serve", epoch)
+        assert self.tenure is not None
+        self.tenure.serving = True
+        self.node.point("serving.began")
+        self.tenure.on_serving()
+
+    def _step_down(self, epoch: int) -> None:
+        self.log("step down", epoch)
+        if self.tenure is not None:
+            self.tenure.end()
+            self.tenure = None
+        self.node.point("serving.ended")
+        if self.heap.sequence_applied > self.committed:
+            self.heap = self._rebuilt()
+
+    def pump(self) -> None:
+        """Send each reader what it may be sent."""
+        for follower, stream in list(self.followers.items()):
+            while (window := self.replica.may_send(follower)) is not None:
+                if window.first <= self.disk.base.sequence:
+                    self.simulation.network.break_stream(stream)  # it is not here any more
+                    del self.followers[follower]
+                    self.perform(self.replica.on_follower_lost(follower, stream.number, self.now))
+                    break
+                batches = self.disk.read(
+                    window.first, through=window.through, entries=window.entries,
+                    bytes=window.bytes,
+                )  # fmt: skip
+                if not batches:
+                    break
+                self._send_slice(follower, batches)
+
+    def _send_slice(self, follower: str, batches: list[Batch]) -> None:
+        append = self.replica.append_to(follower)
+        network = self.simulation.network
+        stream = network.stream_to(follower, self.partition, append.stream)
+        self.log("slice", follower, batches[0].first, batches[-1].last, append)
+        network.send(
+            self.node.name, follower, "on_slice", self.partition, append, batches, stream=stream
+        )
+        sent = self.replica.on_sent(
+            follower,
+            batches[-1].last,
+            entries=sum(b.count for b in batches),
+            bytes=sum(b.size for b in batches),
+            now=self.now,
+        )
+        self.node.point("slice.sent")
+        for effect in sent:
+            self._do(effect)
+
+    # --- snapshots and seeding ---
+
+    def _take_snapshot(self) -> None:
+        """Now and then, when the heap is what is committed; then old batches may go."""
+        every = self.simulation.profile.snapshot_batches
+        batches, applied = self.disk.batches, self.heap.sequence_applied
+        if not every or len(batches) < every or applied != self.committed:
+            return
+        if applied > self.replica.log.durable:
+            return  # our own disk is not that far
+        at = self.disk.batch_ending(applied)
+        if at is None:
+            return
+        data = b"".join(bytes(part) for part in self.heap.snapshot())
+        self.snapshot = Snapshot(end_of(at), data)
+        keep = self.simulation.schedule.between(0, every // 2)
+        through = max(0, applied - keep)
+        self.disk.retain(self.snapshot, through=through)
+        self.replica.log.first = self.disk.base.sequence + 1
+        self.log("snapshot", applied, "base", self.disk.base.sequence)
+        self.node.point("snapshot.asked")
+
+    def _reseed(self, source: str) -> None:
+        self.log("reseed", source)
+        self._seedings += 1
+        number = self._seeding = self._seedings
+        self.snapshot, self.committed = None, 0
+        self.heap = Heap(self.simulation.config, partition=self.partition)
+
+        def dropped() -> None:
+            self.node.point("seed.dropped")
+            if self._seeding == number:
+                self.simulation.network.send(
+                    self.node.name, source, "on_seed_asked", self.partition, self.node.name, number
+                )
+                self.node.after(SEED_TIMEOUT_US, self._on_seed_failed, number)
+
+        self.disk.replace(None, [], dropped)
+
+    def _stop_seeding(self) -> None:
+        """The replica does something else now; it goes on with the empty log that it knows of."""
+        if self._seeding and (self.disk.batches or self.disk.base.sequence):
+            self.disk.replace(None, [], lambda: None)
+        self._seeding = 0
+
+    def on_seed_asked(self, reader: str, number: int) -> None:
+        if self.snapshot is None:
+            return  # it asks again
+        batches = self.disk.read(self.snapshot.at.sequence + 1, through=self.committed)
+        self.simulation.network.send(
+            self.node.name, reader, "on_seed", self.partition, number, self.snapshot, batches
+        )
+
+    def _on_seed_failed(self, number: int) -> None:
+        if self._seeding == number:
+            self._seeding = 0
+            self.log("seed failed")
+            self.perform(self.replica.on_seeded(LogFacts(), 0, self.now))
+
+    def on_seed(self, number: int, snapshot: Snapshot, batches: list[Batch]) -> None:
+        if self._seeding != number:
+            return
+
+        def stored() -> None:
+            self.node.point("seed.stored")
+            if self._seeding != number:
+                return
+            self._seeding = 0
+            self.snapshot, self.committed = snapshot, snapshot.at.sequence
+            self.heap = self._rebuilt()
+            self.log("seeded", snapshot.at.sequence, self.disk.end.sequence)
+            self.perform(self.replica.on_seeded(self.disk.facts(), snapshot.at.sequence, self.now))
+
+        self._seedings += 1
+        number = self._seeding = self._seedings
+        self.disk.replace(snapshot, batches, stored)

@@ -1,0 +1,51 @@
+"""Virtual time: one queue of events, one source of chance."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import Any, Final
+
+MS: Final = 1000  # time is counted in microseconds
+SECOND: Final = 1000 * MS
+
+
+class Schedule:
+    """Events fire in the order of their time, those of one time in the order they were asked."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0
+        self.rng = Random(seed)
+        self.fired = 0
+        self._queue: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+
+    def after(self, delay_us: int, action: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + max(0, delay_us), self._order, action, args))
+
+    def run_until(self, end_us: int, done: Callable[[], bool] | None = None) -> bool:
+        """Fire events up to `end_us`, or until `done` (asked now and then); False: time was up."""
+        queue = self._queue
+        while queue and queue[0][0] <= end_us:
+            self.now, _, action, args = heapq.heappop(queue)
+            self.fired += 1
+            action(*args)
+            if done is not None and not self.fired & 31 and done():
+                return True
+        self.now = max(self.now, end_us)
+        return done is not None and done()
+
+    # --- chance ---
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability
+
+    def between(self, low: int, high: int) -> int:
+        """Evenly from [low, high]; quicker than `randint`."""
+        return low + int(self.rng.random() * (high - low + 1))
+
+    def skewed(self, low: int, high: int) -> int:
+        """From [low, high], mostly near the lower end."""
+        return low + int(self.rng.random() ** 3 * (high - low + 1))

@@ -1,0 +1,208 @@
+"""One run: a cluster, its clients and its faults, from a seed; and what the checkers say of it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from penstock.model.batch import Batch
+from penstock.model.topic import TopicConfig
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.replica import Role
+from penstock.testing.checkers import Verdict
+from penstock.testing.events import AtRest, Committed, Stuck
+from penstock.testing.simulation.clients import AtomicProducer, Client, Consumer, Producer
+from penstock.testing.simulation.disk import Platter
+from penstock.testing.simulation.faults import Faults
+from penstock.testing.simulation.host import Host
+from penstock.testing.simulation.metadata import MetadataStore
+from penstock.testing.simulation.network import Network
+from penstock.testing.simulation.node import Node
+from penstock.testing.simulation.observer import Observer
+from penstock.testing.simulation.profiles import PROFILES, Profile
+from penstock.testing.simulation.schedule import MS, SECOND, Schedule
+from penstock.testing.simulation.trace import TAIL, Trace
+
+HEAL_US: Final = 45 * SECOND  # everything has come to rest so long after the last fault
+LAST_EVENTS: Final = 60
+
+
+class Result(msgspec.Struct):
+    seed: int
+    profile: str
+    ok: bool
+    trace: str  # hash of all that happened
+    events: int
+    virtual_ms: int
+    heal_ms: int
+    faults: dict[str, int]
+    points: dict[str, int]
+    verdict: Verdict
+    last: list[str] = []  # events, if it failed
+
+
+class Simulation:
+    def __init__(self, seed: int, profile: Profile, *, keep: int = TAIL) -> None:
+        # Profiles that share a seed should not share their chances.
+        self.schedule = Schedule(seed << 32 | xxhash.xxh32_intdigest(profile.name.encode()))
+        self.seed, self.profile = seed, profile
+        self.trace = Trace(keep=keep)
+        self.checker = Observer()
+        self.calm = self.closing = False
+        self.careful = True
+        self.points: dict[str, int] = {}
+        self.config = TopicConfig(
+            name="jobs", id=7, partitions=profile.partitions, visibility_ms=1000,
+            replication_factor=profile.replication_factor, backoff_ms_base=100, max_retries=3,
+        )  # fmt: skip
+        self.ledger: dict[int, list[Batch]] = {p: [] for p in range(profile.partitions)}
+        self.names = [f"n{i}" for i in range(profile.nodes)]
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[str, Client] = {}
+        self.network = Network(self)
+        self.store = MetadataStore(self)
+        self.faults = Faults(self)
+        self._build()
+
+    def _build(self) -> None:
+        profile = self.profile
+        for name in self.names:
+            self.nodes[name] = Node(self, name)
+        for partition in range(profile.partitions):
+            voters = [
+                self.names[(partition + i) % profile.nodes]
+                for i in range(profile.replication_factor)
+            ]
+            uuids = {}
+            for name in voters:
+                uuid = self.nodes[name].new_uuid()
+                self.nodes[name].platters[partition] = Platter(uuid)
+                uuids[name] = uuid
+            self.store.create(partition, PartitionRecord(voters=tuple(voters), uuids=uuids))
+        kinds = ((Producer, profile.producers), (Consumer, profile.consumers))
+        for kind, count in (*kinds, (AtomicProducer, profile.atomics)):
+            for i in range(count):
+                name = f"{kind.__name__.lower()}{i}"
+                self.clients[name] = kind(self, name)
+
+    # --- what the parts tell ---
+
+    def log(self, *event: Any) -> None:
+        self.trace.add(self.schedule.now, *event)
+
+    def visited(self, point: str) -> None:
+        self.points[point] = self.points.get(point, 0) + 1
+
+    def receiver(self, name: str) -> Any:
+        return self.nodes.get(name) or self.clients[name]
+
+    def on_commit(self, host: Host, sequence: int, batch: Batch | None) -> None:
+        """A replica's watermark moved. The first to commit an entry writes it into the ledger."""
+        who = f"{host.node.name}/{host.partition}"
+        if batch is None:
+            self.checker.broken("gaps", f"{who} commits {sequence} where no batch ends")
+            return
+        self.checker.add(
+            Committed(host.partition, host.node.name, host.node.life, sequence, batch.chain)
+        )
+        ledger = self.ledger[host.partition]
+        end = ledger[-1].last if ledger else 0
+        if sequence > end:
+            fresh = host.disk.read(end + 1, through=sequence)
+            self.checker.on_ledger(who, ledger[-1] if ledger else None, fresh)
+            ledger += fresh
+        else:
+            self.checker.on_committed_again(who, ledger, batch)
+
+    # --- the run ---
+
+    def run(self) -> Result:
+        heal_ms = 0
+        try:
+            heal_ms = self._run()
+        except Exception as error:  # noqa: BLE001 - whatever a core raises is a finding
+            where = traceback.format_exc(limit=-4)
+            self.checker.broken("exceptions", f"{type(error).__name__}: {error}\n{where}")
+        for ledger in self.ledger.values():
+            self.checker.add_log(ledger)
+        verdict = self.checker.verdict()
+        return Result(
+            self.seed, self.profile.name, verdict.ok, self.trace.digest, self.schedule.fired,
+            self.schedule.now // MS, heal_ms, self.faults.drawn, self.points, verdict,
+            [] if verdict.ok else self.trace.lines(LAST_EVENTS),
+        )  # fmt: skip
+
+    def _run(self) -> int:
+        schedule = self.schedule
+        for node in self.nodes.values():
+            schedule.after(schedule.between(0, 200 * MS), node.boot)
+        schedule.after(500 * MS, self._expire_leases)
+        for client in self.clients.values():
+            schedule.after(0, client.start)
+        schedule.after(schedule.between(0, SECOND), self.faults.start)
+        schedule.run_until(self.profile.duration_ms * MS)
+        self.log("calm")
+        self.calm = True
+        self.faults.mend_all()
+        schedule.run_until(schedule.now + 500 * MS)
+        self.closing = True
+        mended = schedule.now
+        if not schedule.run_until(mended + HEAL_US, self._at_rest):
+            for what in self._unrest():
+                self.checker.add(Stuck(what))
+        else:
+            self._compare()
+        return (schedule.now - mended) // MS
+
+    def _expire_leases(self) -> None:
+        self.store.expire()
+        self.schedule.after(500 * MS, self._expire_leases)
+
+    # --- the end ---
+
+    def _at_rest(self) -> bool:
+        return next(iter(self._unrest()), None) is None
+
+    def _unrest(self) -> list[str]:
+        found = [f"{c.name} waits for an answer" for c in self.clients.values() if c.busy]
+        for partition, (record, _) in self.store.records.items():
+            found += self._unrest_of(partition, record)
+            if found:
+                return found
+        return found
+
+    def _unrest_of(self, partition: int, record: PartitionRecord) -> list[str]:
+        host = self.nodes[record.coordinator].hosts.get(partition) if record.coordinator else None
+        if host is None or not host.replica.serving or host.replica.epoch != record.epoch:
+            return [f"partition {partition} is not served: {record}"]
+        if record.joint or record.target or host.heap.prepared:
+            return [f"partition {partition} has something unfinished: {record}"]
+        if host.committed != host.disk.end.sequence:
+            return [f"partition {partition} has uncommitted entries"]
+        behind = []
+        for name in record.members:
+            other = self.nodes[name].hosts.get(partition)
+            if other is None or other.committed != host.committed:
+                behind.append(f"{name} is behind in partition {partition}")
+            elif record.is_voter(name) and record.uuids.get(name) != other.platter.uuid:
+                behind.append(f"the disk of {name} does not count in partition {partition}")
+            elif other.replica.role not in (Role.SERVING, Role.FOLLOWING):
+                behind.append(f"{name} is {other.replica.role} in partition {partition}")
+        return behind
+
+    def _compare(self) -> None:
+        for partition, (record, _) in self.store.records.items():
+            for name in record.members:
+                host = self.nodes[name].hosts[partition]
+                host.heap.validate()
+                end = host.disk.end
+                self.checker.add(
+                    AtRest(partition, name, end.sequence, end.chain, host.heap.digest())
+                )
+
+
+def run_seed(seed: int, profile: str = "mixed", *, keep: int = TAIL) -> Result:
+    return Simulation(seed, PROFILES[profile], keep=keep).run()

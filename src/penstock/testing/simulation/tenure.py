@@ -1,0 +1,320 @@
+"""What a coordinator does for its clients, as the node does it: requests become batches, a batch is
+applied when it is appended, and whoever asked is answered when it is committed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.heap import ReturnPlan
+from penstock.model.batch import SCHEMAS, Batch, DeadReason, Kind, seal
+from penstock.model.columns import Value
+
+if TYPE_CHECKING:
+    from penstock.testing.simulation.host import Host
+
+EXPIRE_MAX: Final = 100
+DOUBT_MS: Final = 1500  # after which a prepared batch asks its home for the decision
+Answer = Callable[[Any], None]
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """Consecutive messages of one producer."""
+
+    producer: bytes
+    epoch: int
+    first: int
+    priorities: tuple[int, ...]
+    delay_ms: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.priorities)
+
+    def columns(self) -> dict[str, Value | None]:
+        count = self.count
+        keys = range(self.first, self.first + count)
+        return {
+            "priority": list(self.priorities),
+            "delay_ms": [self.delay_ms] * count if self.delay_ms else None,
+            "payload": [b"%s/%d/%d" % (self.producer, self.epoch, key) for key in keys],
+            "run_count": [count],
+            "run_epoch": [self.epoch],
+            "run_sequence": [self.first],
+            "run_producer": [self.producer],
+        }
+
+
+class Enqueue(msgspec.Struct, frozen=True):
+    partition: int
+    entries: Entries
+    expected_sequence: int | None = None
+
+
+class Pop(msgspec.Struct, frozen=True):
+    partition: int
+    consumer: bytes
+    count: int
+    visibility_ms: int
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """End a lease: acknowledge, return, or reject it; or let it run longer (`extend_ms`)."""
+
+    partition: int
+    token: int
+    how: str  # ack | nack | reject | extend
+    ms: int = 0
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    partition: int
+    entries: Entries
+    transaction: bytes
+    home: int
+
+
+class Decide(msgspec.Struct, frozen=True):
+    """Decide, or repeat a decision; answers what holds. `commit` None: only if undecided, no."""
+
+    partition: int
+    transaction: bytes
+    commit: bool
+
+
+Request = Enqueue | Pop | Settle | Prepare | Decide
+
+
+class Tenure:
+    """One node's time as coordinator of one partition."""
+
+    def __init__(self, host: Host, epoch: int) -> None:
+        self.host, self.epoch = host, epoch
+        self.heap, self._disk = host.heap, host.disk
+        self.serving = False
+        self._waiting: deque[tuple[int, Callable[[], None], Answer]] = deque()
+        self._asked: dict[bytes, int] = {}  # prepared batches -> when their home was asked
+        # Log time never steps back. The node's other partitions keep their own time: leases that
+        # run there must not end early because a log from a faster clock was taken over here.
+        self._ahead_ms = max(0, self._disk.end.time_ms - host.node.clock_ms)
+
+    @property
+    def now_ms(self) -> int:
+        return self.host.node.clock_ms + self._ahead_ms
+
+    # --- the log ---
+
+    def append(
+        self, kind: Kind, count: int, values: dict[str, Value | None], runs: int = 0
+    ) -> Batch:
+        end = self._disk.end
+        batch = seal(
+            kind,
+            SCHEMAS[kind].encode(count, values, runs=runs),
+            topic=self.host.simulation.config.id,
+            partition=self.host.partition,
+            epoch=self.epoch,
+            epoch_previous=end.epoch,
+            first=end.sequence + 1,
+            count=count,
+            time_ms=max(self.now_ms, end.time_ms),
+            chain_previous=end.chain,
+        )
+        self.host.simulation.checker.on_append(
+            self.host.partition, self.host.node.name, end, batch
+        )  # fmt: skip
+        self._disk.append([batch])
+        self.host.replica.on_staged(batch)
+        self.heap.apply(batch, batch.columns(), self.now_ms)
+        self.host.log("append", kind.name, batch.first, batch.last, self.epoch)
+        self.host.node.point(f"{kind.name.lower()}.staged")
+        return batch
+
+    def append_barrier(self) -> Batch:
+        return self.append(Kind.BARRIER, 1, {"node": [self.host.node.name.encode()]})
+
+    def on_commit(self, sequence: int) -> None:
+        while self._waiting and self._waiting[0][0] <= sequence:
+            _, answer, _ = self._waiting.popleft()
+            answer()
+
+    def on_serving(self) -> None:
+        for transaction in list(self.heap.prepared):
+            self._resolve(transaction)
+
+    def end(self) -> None:
+        """Nobody knows what becomes of that which is not committed."""
+        waiting, self._waiting = self._waiting, deque()
+        for _, _, reply in waiting:
+            reply(("unknown",))
+
+    def _when_committed(self, sequence: int, reply: Answer, answer: Callable[[], Any]) -> None:
+        if sequence <= self.host.committed:
+            reply(answer())
+            return
+        if self._waiting:
+            sequence = max(sequence, self._waiting[-1][0])
+        self._waiting.append((sequence, lambda: reply(answer()), reply))
+
+    # --- requests ---
+
+    def serve(self, request: Request, reply: Answer) -> None:
+        refusal = self.host.replica.writable(self.host.now)
+        if refusal is not None:
+            reply(("refused", refusal.code))
+            return
+        try:
+            match request:
+                case Enqueue():
+                    self._enqueue(request, reply)
+                case Pop():
+                    self._pop(request, reply)
+                case Settle():
+                    self._settle(request, reply)
+                case Prepare():
+                    self._prepare(request, reply)
+                case Decide():
+                    self._decide(request, reply)
+        except PenstockError as error:
+            reply(("failed", error.code))
+
+    def _enqueue(self, request: Enqueue, reply: Answer) -> None:
+        entries = request.entries
+        known = self._known(Kind.ENQ, entries)
+        if known is not None:
+            self._when_committed(known, reply, lambda: ("ok", known - entries.count + 1))
+            return
+        if request.expected_sequence not in (None, self.heap.sequence_enqueued):
+            # Said only once what it is about is certain.
+            self._when_committed(
+                self._disk.end.sequence, reply, lambda: ("failed", "sequence_conflict")
+            )
+            return
+        batch = self.append(Kind.ENQ, entries.count, entries.columns(), runs=1)
+        self._when_committed(batch.last, reply, lambda: ("ok", batch.first))
+
+    def _known(self, kind: Kind, entries: Entries) -> int | None:
+        """The last message of these entries if they are here already: all of them, or none."""
+        body = SCHEMAS[Kind.ENQ].encode(entries.count, entries.columns(), runs=1)
+        duplicates = self.heap.admit(SCHEMAS[Kind.ENQ].decode(body, entries.count))
+        if not duplicates:
+            return None
+        if len(duplicates) != entries.count:
+            self.host.simulation.checker.broken("torn", f"part of {entries} is known: {duplicates}")
+        return duplicates[-1][1]
+
+    def _pop(self, request: Pop, reply: Answer) -> None:
+        messages = self.heap.select(request.count, self.now_ms)
+        if not len(messages):
+            reply(("ok", ()))
+            return
+        batch = self.append(
+            Kind.LEASE,
+            len(messages),
+            {
+                "message": messages,
+                "run_count": [len(messages)],
+                "run_visibility_ms": [request.visibility_ms],
+                "run_consumer": [request.consumer],
+            },
+            runs=1,
+        )
+        leased = tuple((int(m), batch.first + i) for i, m in enumerate(messages))
+        self._when_committed(batch.last, reply, lambda: ("ok", leased))
+
+    def _settle(self, request: Settle, reply: Answer) -> None:
+        tokens = np.array([request.token], np.uint64)
+        _, held = self.heap.resolve(tokens)
+        if not held.all():
+            reply(("lost",))
+            return
+        if request.how == "ack":
+            sequence = self.append(Kind.ACK, 1, {"token": tokens}).last
+        elif request.how == "extend":
+            until = self.heap.cap_extend(tokens, self.now_ms, request.ms)
+            sequence = self.append(Kind.EXTEND, 1, {"token": tokens, "extend_ms": until}).last
+        elif request.how == "reject":
+            reason = [int(DeadReason.REJECTED)]
+            sequence = self.append(Kind.DEAD, 1, {"token": tokens, "reason": reason}).last
+        else:
+            plan = self.heap.plan_return(tokens, self.now_ms, delay_ms=request.ms, counted=True)
+            sequence = self._return(Kind.NACK, plan)
+        self._when_committed(sequence, reply, lambda: ("ok",))
+
+    def _return(self, kind: Kind, plan: ReturnPlan) -> int:
+        sequence = 0
+        if len(plan.tokens):
+            values: dict[str, Value | None] = {
+                "token": plan.tokens,
+                "not_before_ms": plan.not_before_ms,
+            }
+            sequence = self.append(kind, len(plan.tokens), values).last
+        if len(plan.dead):
+            reasons = np.full(len(plan.dead), DeadReason.RETRIES)
+            values = {"token": plan.dead, "reason": reasons}
+            sequence = self.append(Kind.DEAD, len(plan.dead), values).last
+        return sequence
+
+    # --- time ---
+
+    def on_tick(self) -> None:
+        if not self.serving or self.host.replica.writable(self.host.now) is not None:
+            return
+        tokens = self.heap.expired(self.now_ms, EXPIRE_MAX)
+        if len(tokens):
+            plan = self.heap.plan_return(tokens, self.now_ms, delay_ms=None, counted=True)
+            self._return(Kind.EXPIRE, plan)
+        for name, transaction in list(self.heap.prepared.items()):
+            if self.now_ms - max(transaction.time_ms, self._asked.get(name, 0)) > DOUBT_MS:
+                self._resolve(name)
+
+    # --- atomic batches ---
+
+    def _prepare(self, request: Prepare, reply: Answer) -> None:
+        entries = request.entries
+        known = self._known(Kind.PREPARE, entries)
+        if known is not None:
+            # Of an earlier attempt. While that is undecided, so is this one.
+            mine = request.transaction in self.heap.prepared
+            verdict = "ok" if mine else "busy" if self.heap.is_prepared(known) else "known"
+            first = known - entries.count + 1
+            self._when_committed(known, reply, lambda: (verdict, first))
+            return
+        values = entries.columns() | {
+            "transaction": [request.transaction],
+            "home": [request.home],
+        }
+        batch = self.append(Kind.PREPARE, entries.count, values, runs=1)
+        self._when_committed(batch.last, reply, lambda: ("ok", batch.first))
+
+    def _decide(self, request: Decide, reply: Answer) -> None:
+        decided = self.heap.decision(request.transaction)
+        if decided is None:
+            values: dict[str, Value | None] = {
+                "transaction": [request.transaction],
+                "commit": [int(request.commit)],
+            }
+            self.append(Kind.DECIDE, 1, values)
+            decided = request.commit
+        self._when_committed(self._disk.end.sequence, reply, lambda: ("ok", decided))
+
+    def _resolve(self, transaction: bytes) -> None:
+        """A prepared share never decides alone: ask the home partition, which decides against the
+        batch if it has not decided yet."""
+        self._asked[transaction] = self.now_ms
+        home = self.heap.prepared[transaction].home
+        self.host.log("ask home", home, transaction)
+
+        def on_answer(answer: Any) -> None:
+            if answer[0] == "ok" and self.host.tenure is self and self.serving:
+                self.serve(
+                    Decide(self.host.partition, transaction, bool(answer[1])), lambda _: None
+                )
+                self.host.pump()
+
+        self.host.node.caller.call(Decide(home, transaction, False), on_answer)
