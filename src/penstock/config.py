@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.errors import InvalidArgument
 from penstock.log.partition import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
@@ -82,7 +83,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""  # host or host:port that others reach this node at; empty: as it listens
     key: str = ""  # what nodes show each other; needed where callers need keys
     policy: Literal["balanced", "oldest"] = "balanced"  # who coordinates a partition
-    lease_s: int = 10  # a node that has not been heard of for so long is no longer a member
+    lease_s: int = (
+        EtcdOptions().lease_ttl_s
+    )  # a node that has not been heard of for so long is no longer a member
     moves_max: int = 4  # partitions that change their replicas at the same time
     serve_s: float = 30.0  # until the partitions of a new topic serve
 
@@ -252,7 +255,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "upkeep.scrub_s": _SECONDS,
     "audit.file_bytes_max": (1 << 10, 1 << 40),
     "audit.files_max": (0, 10_000),
-    "cluster.lease_s": (1, 3600),
+    "cluster.lease_s": (2, 3600),
     "cluster.moves_max": (1, 10_000),
     "cluster.serve_s": (0.1, 3600.0),
     "replication.heartbeat_ms": _MILLISECONDS,

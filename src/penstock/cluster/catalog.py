@@ -102,6 +102,18 @@ class Catalog:
 
         return await until_won(swap)
 
+    async def grow(self, name: str, partitions: int) -> TopicConfig:
+        """Give the topic more partitions; fewer than it has change nothing."""
+
+        async def swap() -> TopicConfig:
+            held, revision = await self._read(name)
+            grown = msgspec.structs.replace(held, partitions=max(held.partitions, partitions))
+            value = msgspec.json.encode(grown.validate())
+            await self._store.put(TOPICS + name, value, expected_revision=revision)
+            return grown
+
+        return await until_won(swap)
+
     async def delete(self, name: str) -> TopicConfig:
         """Forget the topic, its epochs and partition records; returns what it was."""
 

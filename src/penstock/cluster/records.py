@@ -127,6 +127,11 @@ class Records:
 
         return await until_won(swap)
 
+    async def forget(self, topic: int) -> None:
+        """Remove the records of a topic that was deleted."""
+        entries = await self._store.range(_prefix(topic))
+        await asyncio.gather(*(self._store.delete(entry.key) for entry in entries))
+
     @asynccontextmanager
     async def watch(
         self, topic: int | None = None, *, known: Iterable[Place] = ()

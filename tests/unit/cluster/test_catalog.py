@@ -118,3 +118,12 @@ async def test_a_deleted_topic_takes_its_epochs_along(
     await catalog.next_epochs([(topic.id, 0), (topic.id, 1), (topic.id * 10, 0)])
     assert await catalog.delete("jobs") == topic
     assert [entry.key for entry in await store.range("epochs/")] == [f"epochs/{topic.id * 10}/0"]
+
+
+async def test_partitions_grow_and_never_shrink(catalog: Catalog) -> None:
+    await catalog.create({"name": "jobs", "partitions": 4})
+    assert (await catalog.grow("jobs", 6)).partitions == 6
+    assert (await catalog.grow("jobs", 2)).partitions == 6
+    with pytest.raises(InvalidArgument):
+        await catalog.grow("jobs", 1 << 40)
+    assert (await catalog.get("jobs")).partitions == 6

@@ -155,3 +155,9 @@ async def test_a_record_that_cannot_be_read_is_named(either_store: MetadataStore
     await either_store.put("partitions/1/0", b'{"voters":[]}')
     with pytest.raises(Corruption, match="partitions/1/0"):
         await Records(either_store).get(1, 0)
+
+
+async def test_records_of_a_deleted_topic_are_forgotten(records: Records) -> None:
+    await records.ensure({(1, 1): THREE, (11, 0): THREE})
+    await records.forget(1)
+    assert list(await records.list()) == [(11, 0)]
