@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -49,7 +49,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     connect_s: float = 2.0  # how long a call waits for any member to be connected
     request_s: float = 3.0  # how long it then waits for the answer
     lease_ttl_s: int = 5  # how long a node that vanished counts as alive; etcd's least is 2
-    ca: Path | None = None  # certificates to trust; with them, connections use TLS
+    ca: Path | None = None  # certificates to trust instead of the machine's; with it, TLS is used
     certificate: Path | None = None  # what we show, with its key, where etcd asks for it
     key: Path | None = None
 
@@ -86,7 +86,7 @@ class EtcdPeers:
             raise InvalidArgument("etcd needs at least one endpoint", field="endpoints")
         self.rpc = etcd_rpc()
         self.options = options
-        self._endpoints = [endpoint_address(endpoint) for endpoint in endpoints]
+        self._endpoints = [parse_endpoint(endpoint) for endpoint in endpoints]
         self._peers: list[_Peer] = []
         self._first = 0  # where to look first
         self._closed = False
@@ -127,7 +127,8 @@ class EtcdPeers:
                     self._first = place
                     return self._peers[place]
             if loop.time() >= deadline:
-                raise Unavailable(f"etcd cannot be reached at {', '.join(self._endpoints)}")
+                addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
+                raise Unavailable(f"etcd cannot be reached at {addresses}")
             await asyncio.sleep(POLL_S)
 
     def failed(self, peer: _Peer, error: Any) -> PenstockError:
@@ -148,29 +149,34 @@ class EtcdPeers:
         for peer in peers:
             await peer.channel.close()
 
-    def _connect(self, endpoint: str) -> _Peer:
-        options = self.options
-        if options.ca is None:
-            channel = self.rpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-            return _Peer(self.rpc, endpoint, channel)
+    def _connect(self, endpoint: Endpoint) -> _Peer:
+        address, options = endpoint.address, self.options
+        if not endpoint.tls and options.ca is None:
+            channel = self.rpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            return _Peer(self.rpc, address, channel)
         import grpc
 
         credentials = grpc.ssl_channel_credentials(
-            root_certificates=options.ca.read_bytes(),
+            root_certificates=options.ca.read_bytes() if options.ca else None,
             private_key=options.key.read_bytes() if options.key else None,
             certificate_chain=options.certificate.read_bytes() if options.certificate else None,
         )
-        channel = self.rpc.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
-        return _Peer(self.rpc, endpoint, channel)
+        channel = self.rpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        return _Peer(self.rpc, address, channel)
 
 
-def endpoint_address(endpoint: str) -> str:
-    """`host:port` of an endpoint, which may be written as a URL."""
-    address = endpoint.removeprefix("http://").removeprefix("https://").rstrip("/")
+class Endpoint(NamedTuple):
+    address: str  # host:port
+    tls: bool
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """An endpoint is `host:port`, or a URL of that, where https asks for TLS."""
+    address = text.removeprefix("http://").removeprefix("https://").rstrip("/")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise InvalidArgument(f"an etcd endpoint is host:port, not {endpoint}", field="endpoints")
-    return address
+    if not host or "/" in host or not port.isdecimal():
+        raise InvalidArgument(f"an etcd endpoint is host:port, not {text}", field="endpoints")
+    return Endpoint(address, text.startswith("https://"))
 
 
 def cancels_us() -> bool:

@@ -1,6 +1,7 @@
 """Connections to etcd that tests break."""
 
 import asyncio
+import ssl
 from collections.abc import Callable
 
 from penstock.cluster.etcd import EtcdStore
@@ -12,9 +13,10 @@ OpenEtcd = Callable[[], EtcdStore]
 
 
 class Line:
-    """A connection to etcd that can be cut and mended."""
+    """A connection to etcd that can be cut and mended, and that can ask for TLS."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._etcd_port = port
         self._port = free_ports(1)[0]
         self._listening: asyncio.Server | None = None
@@ -25,7 +27,9 @@ class Line:
         return f"127.0.0.1:{self._port}"
 
     async def mend(self) -> None:
-        self._listening = await asyncio.start_server(self._join, "127.0.0.1", self._port)
+        self._listening = await asyncio.start_server(
+            self._join, "127.0.0.1", self._port, ssl=self._tls
+        )
 
     async def cut(self) -> None:
         if self._listening is not None:

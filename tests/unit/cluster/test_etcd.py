@@ -1,9 +1,12 @@
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import trustme
 from tests.unit.cluster.lines import QUICK, Line, OpenEtcd
 
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
@@ -172,7 +175,34 @@ async def test_a_lost_member_is_replaced_by_another(
         await store.close()
 
 
-@pytest.mark.parametrize("endpoints", [[], ["localhost"], ["http://:2379"], ["a:b"]])
+async def test_members_and_nodes_can_ask_each_other_for_certificates(
+    etcd: EtcdProcess, tmp_path: Path
+) -> None:
+    authority, tls = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(tls)
+    authority.configure_trust(tls)
+    tls.verify_mode = ssl.CERT_REQUIRED
+    tls.set_alpn_protocols(["h2"])
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ours = authority.issue_cert("node")
+    ours.private_key_and_cert_chain_pem.write_to_path(tmp_path / "node.pem")
+    line = Line(etcd.port, tls=tls)
+    await line.mend()
+    endpoint = "https://" + line.endpoint.replace("127.0.0.1", "localhost")
+    trusting = msgspec.structs.replace(QUICK, ca=tmp_path / "ca.pem")
+    shown = {"certificate": tmp_path / "node.pem", "key": tmp_path / "node.pem"}
+    for options in (QUICK, trusting, msgspec.structs.replace(trusting, **shown)):
+        store = EtcdStore([endpoint], prefix=PREFIX, options=options)
+        if options.certificate:
+            assert await store.put("a", b"1") > 0
+        else:
+            with pytest.raises(Unavailable):
+                await store.put("a", b"1")
+        await store.close()
+    await line.cut()
+
+
+@pytest.mark.parametrize("endpoints", [[], ["localhost"], ["http://:2379"], ["a:b"], ["a:1/b:2"]])
 def test_endpoints_are_checked(endpoints: list[str]) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         EtcdStore(endpoints, prefix=PREFIX)
