@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli import (
     bench,
+    cluster,
     completion,
     deltas,
     demo,
@@ -59,6 +60,7 @@ app.add_typer(deltas.app, name="deltas")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(key.app, name="key")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
 
 

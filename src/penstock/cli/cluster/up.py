@@ -1,0 +1,167 @@
+"""`penstock cluster up`: etcd and nodes on this machine, for as long as somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.cli.output import console, say, to_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from penstock.cli.command import Invocation
+    from penstock.testing.cluster import ClusterProcesses
+
+POLL_S: Final = 0.2
+RESTART_S: Final = 5.0  # a node that was killed stays away so long, to be missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    nodes: int
+    data: Path | None
+    zones: list[str]
+    restart: bool
+
+
+async def run(cli: Invocation, plan: Plan) -> None:
+    """Start everything, say where it is, look after it until SIGTERM or Ctrl-C, stop it all."""
+    from penstock.testing.cluster import ClusterProcesses
+    from penstock.testing.etcd import etcd_program
+
+    etcd_program()  # before anything is made: it may be missing
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        folder = plan.data
+        if folder is None:
+            made = tempfile.TemporaryDirectory(prefix="penstock-cluster-")
+            folder = Path(stack.enter_context(made))
+        cluster = ClusterProcesses(
+            folder.resolve(), nodes=plan.nodes, zones=plan.zones, gateway=_gateway()
+        )
+        stack.push_async_callback(cluster.close)
+        if not await _started(cluster, stop):
+            return
+        _announce(cli, cluster, kept=plan.data is not None)
+        await _look_after(cluster, stop, restart=plan.restart)
+        say("stopping …")
+        await cluster.stop_all()
+
+
+def _gateway() -> bool:
+    from penstock.errors import FailedPrecondition
+    from penstock.server.serve import load_gateway
+
+    try:
+        load_gateway()
+    except FailedPrecondition:
+        return False
+    return True
+
+
+async def _started(cluster: ClusterProcesses, stop: asyncio.Event) -> bool:
+    """False if it was stopped meanwhile."""
+    starting = asyncio.ensure_future(cluster.start_all())
+    stopped = asyncio.ensure_future(stop.wait())
+    names = " ".join(cluster.nodes)
+    with console(stderr=True).status(f"starting etcd, {names} …"):
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        starting.cancel()
+        await asyncio.wait({starting})
+        return False
+    stopped.cancel()
+    starting.result()
+    return True
+
+
+def _announce(cli: Invocation, cluster: ClusterProcesses, *, kept: bool) -> None:
+    document = document_of(cluster)
+    if cli.json:
+        print(to_json(document, indent=None), flush=True)
+    else:
+        console().print(view_of(document, kept=kept))
+
+
+def document_of(cluster: ClusterProcesses) -> dict[str, Any]:
+    """Everything that somebody needs to use it."""
+    return {
+        "cluster": cluster.name,
+        "url": cluster.url,
+        "etcd": cluster.etcd.endpoint,
+        "folder": str(cluster.folder),
+        "nodes": [
+            {
+                "id": name,
+                "pid": node.pid,
+                "url": node.url,
+                "http": node.http if node.ports["http"] > 0 else None,
+                "grpc": node.grpc if node.ports["grpc"] > 0 else None,
+                "log": str(node.log_path),
+            }
+            for name, node in cluster.nodes.items()
+        ],
+        "pid": os.getpid(),
+    }
+
+
+def view_of(document: dict[str, Any], *, kept: bool) -> RenderableType:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from penstock.cli.output import table
+    from penstock.testing.process import penstock_program
+
+    program = penstock_program()
+    nodes = document["nodes"]
+    rows = [(node["id"], node["url"], node["http"], str(node["pid"])) for node in nodes]
+    shape = f"--partitions 6 --set replication_factor={min(3, len(nodes))}"
+    lines = [
+        f"export PENSTOCK_URL={document['url']}",
+        f"{program} topic create jobs {shape}",
+        f"seq 1000 | {program} put jobs --lines",
+        f"{program} cluster status --watch",
+        f"kill -9 {nodes[0]['pid']}   # {nodes[0]['id']}; watch its partitions move",
+        f"{program} pop jobs --count 10",
+    ]
+    after = "stay" if kept else "are removed then"
+    return Group(
+        table("node", "native", "http", "pid", rows=rows, title="a cluster is up"),
+        Panel(Text("\n".join(lines)), title="try it in another terminal", title_align="left"),
+        f"[dim]data and logs in {document['folder']} {after};"
+        f" etcd at {document['etcd']}[/dim]\nCtrl-C stops it all",
+    )
+
+
+async def _look_after(cluster: ClusterProcesses, stop: asyncio.Event, *, restart: bool) -> None:
+    """Say it when a node ends, and start it again after a while."""
+    gone: dict[str, float] = {}
+    while not stop.is_set():
+        for name, node in cluster.nodes.items():
+            if node.running:
+                continue
+            if name not in gone:
+                gone[name] = time.monotonic()
+                then = f", starts again in {RESTART_S:.0f} s" if restart else ""
+                say(f"{name} has ended{then}")
+            elif restart and time.monotonic() - gone[name] >= RESTART_S:
+                await cluster.start(name)
+                del gone[name]
+                say(f"{name} is back, pid {node.pid}")
+        try:
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        except TimeoutError:
+            continue

@@ -1,0 +1,126 @@
+"""What `penstock cluster` draws and decides, out of what a node answers."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.cli.cluster.moves import partition_of, pending, table_of
+from penstock.cli.cluster.status import of_topic, troubles, warnings
+from penstock.cli.cluster.up import view_of as view_of_up
+from penstock.cli.cluster.view import PARTITIONS_SHOWN, view_of
+from penstock.errors import NotFound
+
+
+def follower(node: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "node": node, "connected": True, "sequence": 1200, "lag": 0, "lagging": False,
+        "credits": 1000, "credits_max": 1000, "credit_bytes": 8 << 20, "credit_bytes_max": 8 << 20,
+    } | changes  # fmt: skip
+
+
+def part(number: int, coordinator: str = "n1", **changes: Any) -> dict[str, Any]:
+    others = [name for name in ("n1", "n2", "n3") if name != coordinator]
+    return {
+        "topic": "jobs", "partition": number, "state": "serving", "epoch": 3 + number,
+        "coordinator": coordinator, "voters": ["n1", "n2", "n3"], "joint": [], "learners": [],
+        "target": [], "sequence_last": 1200, "sequence_committed": 1200,
+        "followers": [follower(name) for name in others],
+    } | changes  # fmt: skip
+
+
+def node(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": name, "address": f"10.0.0.{name[1:]}:7440", "zone": "a", "version": "0.1.0",
+        "alive": True, "draining": False, "age": 12, "started_ms": 1_700_000_000_000,
+        "coordinators": 1, "replicas": 3,
+    } | changes  # fmt: skip
+
+
+def status(*parts: dict[str, Any], nodes: Any = None, available: bool = True) -> dict[str, Any]:
+    return {
+        "cluster": "penstock", "node": "n1", "policy": "balanced",
+        "metadata": {"kind": "etcd", "endpoints": ["127.0.0.1:2379"], "available": available},
+        "nodes": nodes or [node("n1"), node("n2"), node("n3")], "partitions": list(parts),
+    }  # fmt: skip
+
+
+def drawn(found: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(found)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def row_of(text: str, number: int) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [str(number)])
+
+
+def test_the_drawing_shows_who_coordinates_and_who_follows() -> None:
+    text = drawn(view_of(status(part(0), part(1, "n3"), part(2, "n2"))))
+    assert "3 of 3 nodes, 3 of 3 partitions served, etcd up" in text
+    assert row_of(text, 0)[1:5] == ["★", "●", "●", "3"]
+    assert row_of(text, 1)[1:5] == ["●", "●", "★", "4"]
+    assert "100%" in text and "10.0.0.3:7440" in text and "is behind" in text
+
+
+def test_a_slow_a_lost_and_a_learning_replica_look_different() -> None:
+    slow = part(0, followers=[follower("n2", lag=900, credits=150), follower("n3")])
+    lost = part(1, followers=[follower("n2"), follower("n3", connected=False)])
+    learning = part(2, voters=["n1", "n2"], learners=["n3"], target=["n1", "n3"])
+    text = drawn(view_of(status(slow, lost, learning)))
+    assert row_of(text, 0)[1:4] == ["★", "◐", "●"] and "15%" in text
+    assert row_of(text, 1)[1:4] == ["★", "●", "○"]
+    assert row_of(text, 2)[1:4] == ["★", "●", "◇"] and "→ n1 n3" in text
+    assert "on the move: 1 of 3 partitions" in text
+
+
+def test_what_is_not_served_is_said_first() -> None:
+    nodes = [node("n1", alive=False), node("n2"), node("n3", draining=True)]
+    electing = part(0, "", state="electing", followers=[])
+    found = status(electing, part(1, "n2"), nodes=nodes, available=False)
+    assert troubles(found)[0] == "not served: jobs/0" and "etcd is away" in troubles(found)[1]
+    assert warnings(found) == ["n1 is not there"]
+    text = drawn(view_of(found))
+    assert "electing" in text and "DOWN" in text and "draining" in text and "AWAY" in text
+
+
+def test_a_long_list_keeps_those_with_a_story() -> None:
+    parts = [part(number) for number in range(100)]
+    parts[77] = part(77, followers=[follower("n2", lagging=True, lag=5000), follower("n3")])
+    text = drawn(view_of(status(*parts)))
+    assert "n2 lagging" in text and f"and {100 - PARTITIONS_SHOWN} more that are fine" in text
+
+
+def test_one_topic_alone() -> None:
+    found = status(part(0), part(0, topic="other"))
+    assert len(of_topic(found, "jobs")["partitions"]) == 1
+    with pytest.raises(NotFound):
+        of_topic(found, "absent")
+    with pytest.raises(NotFound):
+        partition_of(found, "jobs", 7)
+
+
+def test_a_move_is_over_when_the_voters_are_those_wanted() -> None:
+    moves = [
+        {"topic": "jobs", "partition": n, "from": ["n1", "n2"], "to": ["n2", "n3"]}
+        for n in range(4)
+    ]
+    found = status(
+        part(0, voters=["n1", "n2"], target=["n2", "n3"]),
+        part(1, voters=["n3", "n2"], joint=["n1", "n2"]),
+        part(2, voters=["n3", "n2"], target=["n2", "n3"]),
+    )
+    assert [move["partition"] for move in pending(found, moves)] == [0, 1]
+    assert "n1 n2" in drawn(table_of(moves))
+
+
+def test_up_says_where_it_is_and_what_to_try() -> None:
+    nodes = [
+        {"id": f"n{i}", "pid": 40 + i, "url": f"penstock://127.0.0.1:2000{i}", "http": None}
+        for i in (1, 2, 3)
+    ]
+    document = {"url": "penstock://a,b,c", "etcd": "127.0.0.1:9", "folder": "/x", "nodes": nodes}
+    text = drawn(view_of_up(document, kept=False))
+    assert "export PENSTOCK_URL=penstock://a,b,c" in text and "kill -9 41" in text
+    assert "replication_factor=3" in text and "removed" in text
