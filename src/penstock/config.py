@@ -78,6 +78,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the other nodes are found, and what this one is to them."""
 
     etcd: tuple[str, ...] = ()  # host:port of etcd's members; none: this node is alone
+    etcd_ca: Path | None = None  # PEM files, where etcd is reached over TLS
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
     name: str = "penstock"  # clusters of other names may share the etcd
     zone: str = ""  # replicas of a partition go to different zones as far as there are some
     advertise: str = ""  # host or host:port that others reach this node at; empty: as it listens
@@ -170,7 +173,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if wrong:
                 raise InvalidArgument(f"{field}: {message}", field=field)
         for endpoint in self.cluster.etcd:
-            host_port(endpoint, field="cluster.etcd")
+            host_port(re.sub(r"^https?://", "", endpoint), field="cluster.etcd")
         if self.cluster.advertise:
             host_port(self.cluster.advertise, field="cluster.advertise", port=0)
 

@@ -184,8 +184,8 @@ def cluster(**overrides: Any) -> dict[str, Any]:
 
 
 def test_a_list_may_be_written_with_commas() -> None:
-    environ = {"PENSTOCK_CLUSTER_ETCD": "a:1, [::1]:2", "PENSTOCK_NODE": "n1"}
-    assert load(environ=environ).cluster.etcd == ("a:1", "[::1]:2")
+    environ = {"PENSTOCK_CLUSTER_ETCD": "a:1, https://[::1]:2", "PENSTOCK_NODE": "n1"}
+    assert load(environ=environ).cluster.etcd == ("a:1", "https://[::1]:2")
     assert not load(environ={"PENSTOCK_CLUSTER_ETCD": ""}).cluster.enabled
 
 

@@ -51,8 +51,9 @@ class DataFolder:
         check_format(path)
         (path / "topics").mkdir(exist_ok=True)
         (path / "meta").mkdir(exist_ok=True)
-        for doomed in (path / "topics").glob("*.deleted"):
-            shutil.rmtree(doomed)
+        for pattern in ("*.deleted", "*/*.deleted"):
+            for doomed in (path / "topics").glob(pattern):
+                shutil.rmtree(doomed)
         return cls(path, lock)
 
     def raise_format(self, format: int) -> None:
@@ -88,14 +89,12 @@ class DataFolder:
         return partitions_in(self.path)
 
     def remove_topic(self, topic: int) -> None:
-        """Delete a topic's files; first out of sight by one rename, so a crash leaves no half."""
-        folder = self.topic(topic)
-        if not folder.exists():
-            return
-        doomed = folder.with_name(folder.name + ".deleted")
-        folder.rename(doomed)
-        sync_folder(self.topics)
-        shutil.rmtree(doomed)
+        """Delete a topic's files."""
+        _remove(self.topic(topic))
+
+    def remove_partition(self, topic: int, partition: int) -> None:
+        """Delete the files of one partition, which other nodes hold."""
+        _remove(self.partition(topic, partition))
 
     def close(self) -> None:
         self._lock = None
@@ -105,6 +104,16 @@ class DataFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove(folder: Path) -> None:
+    """First out of sight by one rename, so that a crash leaves no half."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(folder.name + ".deleted")
+    folder.rename(doomed)
+    sync_folder(folder.parent)
+    shutil.rmtree(doomed)
 
 
 def check_format(path: Path) -> None:

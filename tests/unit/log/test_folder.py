@@ -66,8 +66,18 @@ def test_partitions_are_listed_and_topics_removed(tmp_path):
 def test_a_removal_that_a_crash_cut_short_is_finished(tmp_path):
     with DataFolder.open(tmp_path) as data:
         data.topics.joinpath("00000001.deleted", "0000").mkdir(parents=True)
+        data.topic(2).joinpath("0000.deleted").mkdir(parents=True)
     with DataFolder.open(tmp_path) as data:
-        assert list(data.topics.iterdir()) == []
+        assert [list(folder.iterdir()) for folder in data.topics.iterdir()] == [[]]
+
+
+def test_one_partition_is_removed(tmp_path):
+    with DataFolder.open(tmp_path) as data:
+        for partition in (0, 1):
+            data.partition(1, partition).mkdir(parents=True)
+        data.remove_partition(1, 0)
+        data.remove_partition(1, 7)
+        assert [(t, p) for t, p, _ in data.partitions()] == [(1, 1)]
 
 
 def test_a_format_is_raised_and_never_lowered(tmp_path):
