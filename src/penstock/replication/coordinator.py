@@ -132,6 +132,9 @@ class Coordinator:
 
     def on_follow(self, follow: Follow, now: int) -> Effects:
         """Open a stream to a follower; a stream that it had before is void."""
+        before = self.senders.get(follow.node)
+        if before is not None and before.opened_by(follow):
+            return []  # a copy that the network made
         reply = answer(
             follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
         )

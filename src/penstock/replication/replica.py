@@ -417,6 +417,9 @@ class Replica:
         if self.coordinator is not None and follow.epoch == self.coordinator.epoch:
             return self.coordinator.on_follow(follow, now)
         if follow.adopt and follow.epoch == self.promise.asked == self.promised and not self._busy:
+            lent = self._lent_to(follow.node)
+            if lent is not None and lent.opened_by(follow):
+                return []  # a copy that the network made
             reply = answer(
                 follow, self.log, epoch=follow.epoch, node=self.node, committed=self._committed
             )

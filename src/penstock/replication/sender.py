@@ -38,6 +38,9 @@ class Sender:
         self.low = False
         self.lagging = False
 
+    def opened_by(self, follow: Follow) -> bool:
+        return (self.node, self.uuid, self.stream) == (follow.node, follow.uuid, follow.stream)
+
     def window(self, log: LogFacts, *, through: int) -> Window | None:
         if self.next > through or self.credit.exhausted:
             return None
