@@ -87,7 +87,7 @@ class StaticMembership:
 
 
 class Membership:
-    """`join`, then `run` in a task until it is cancelled, then `leave`.
+    """`join`, then `run` in a task until it is cancelled; `leave` before or after that.
 
     While the store is away, `alive` stays what it was. If this node's lease runs out meanwhile, it
     registers again with the same info once the store is back.
@@ -102,7 +102,9 @@ class Membership:
         self._ttl_s = lease_ttl_s
         self._info: NodeInfo | None = None
         self._lease = 0
+        self._left = asyncio.Event()
         self._missing = asyncio.Event()  # our entry was seen to be gone
+        self._registering = asyncio.Lock()  # nobody registers again while we leave
         self._reading = asyncio.Lock()  # an older answer must not replace a newer one
         self._callbacks: list[Callable[[], None]] = []
 
@@ -119,7 +121,8 @@ class Membership:
         deadline = asyncio.get_running_loop().time() + 2 * self._ttl_s
         while True:
             try:
-                await self._register(info)
+                async with self._registering:
+                    await self._register(info)
                 break
             except AlreadyExists:
                 if asyncio.get_running_loop().time() > deadline:
@@ -131,14 +134,13 @@ class Membership:
         """Tell the others something else about us; the age stays."""
         if self._info is None or info.id != self._info.id:
             raise FailedPrecondition("only a node that has joined can tell others about itself")
-        entry = await self._store.get(NODES + info.id)
-        self._info = info
-        if entry is None:  # `run` registers with the new info
-            self._missing.set()
-            return
-        await self._store.put(
-            entry.key, _encode(info), expected_revision=entry.revision, lease=self._lease
-        )
+        async with self._registering:
+            self._info = info
+            entry = await self._store.get(NODES + info.id)
+            if entry is not None:  # else `run` registers, with the new info
+                await self._store.put(
+                    entry.key, _encode(info), expected_revision=entry.revision, lease=self._lease
+                )
         await self._read()
 
     async def run(self) -> None:
@@ -149,8 +151,8 @@ class Membership:
 
     async def leave(self) -> None:
         """Tell the others at once that we go; without it they wait for the lease to end."""
-        if self._info is not None:
-            self._info = None
+        async with self._registering:
+            self._left.set()
             await self._store.revoke(self._lease)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -164,19 +166,27 @@ class Membership:
     async def _stay(self) -> None:
         if self._info is None:
             raise FailedPrecondition("join before running")
+        if self._left.is_set():
+            await asyncio.Event().wait()
         registered = await self._store.keep_alive(self._lease)
         if registered and self._missing.is_set():  # perhaps seen just before it was made
             self._missing.clear()
             registered = await self._store.get(NODES + self._info.id) is not None
         if not registered:
-            log.warning("node %s was taken for dead; it registers again", self._info.id)
-            await self._register(self._info)
-            await self._read()
+            await self._register_again(self._info.id)
         try:
             async with asyncio.timeout(self._ttl_s / 3):
                 await self._missing.wait()
         except TimeoutError:
             return
+
+    async def _register_again(self, node: str) -> None:
+        async with self._registering:
+            if self._left.is_set() or self._info is None:
+                return
+            log.warning("node %s was taken for dead; it registers again", node)
+            await self._register(self._info)
+        await self._read()
 
     async def _follow(self) -> None:
         async with self._store.watch(NODES) as changes:
@@ -210,7 +220,7 @@ class Membership:
             ages = {entry.key.removeprefix(NODES): entry.revision_created for entry in entries}
             changed = (alive, ages) != (self.alive, self.ages)
             self.alive, self.ages = alive, ages
-        if self._info is not None and self._info.id not in alive:
+        if self._info is not None and self._info.id not in alive and not self._left.is_set():
             self._missing.set()
         if changed:
             for callback in self._callbacks:

@@ -17,18 +17,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.replication.assignment import PartitionRecord
+from penstock.replication.nomination import Policy as Policy
 
 Place = tuple[int, int]  # topic id, partition
-
-
-class Policy(Enum):
-    BALANCED = "balanced"
-    OLDEST = "oldest"
 
 
 class Candidate(NamedTuple):

@@ -116,6 +116,14 @@ async def test_a_member_that_was_cut_off_comes_back(
     await until(far, lambda: far.ages == here.ages)
 
 
+async def test_who_has_left_does_not_come_back(here: Membership, open_etcd: OpenEtcd) -> None:
+    store = open_etcd()
+    await here.leave()
+    await until(here, lambda: here.alive == {})
+    await asyncio.sleep(TTL_S / 2)  # it would have kept its lease alive by now
+    assert await store.range("nodes/") == []
+
+
 async def test_a_restarted_node_is_new(here: Membership, open_etcd: OpenEtcd) -> None:
     killed, again = member(open_etcd()), member(open_etcd())
     await killed.join(info("other"))

@@ -105,6 +105,12 @@ async def test_what_is_there_is_not_made_again(records: Records) -> None:
     assert list(await records.list(1)) == [(1, 0), (1, 1)]
 
 
+async def test_forgetting_takes_one_topics_records(records: Records) -> None:
+    await records.ensure({(1, 1): THREE, (12, 0): THREE})
+    await records.forget(1)
+    assert list(await records.list()) == [(12, 0)]
+
+
 async def test_epochs_of_before_are_carried_on(either_store: MetadataStore) -> None:
     catalog, records = Catalog(either_store), Records(either_store)
     for _ in range(3):
