@@ -18,7 +18,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline chaos-pipeline soak format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline soak format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ bench: setup ## Measure the queue (ARGS="...")
 
 bench-pipeline: setup ## Measure the pipeline (ARGS="...")
 	$(BIN)/penstock bench pipeline $(ARGS)
+
+bench-cluster: setup ## Measure three nodes on this machine (ARGS="...")
+	$(BIN)/penstock bench cluster $(ARGS)
 
 chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)

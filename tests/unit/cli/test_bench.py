@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from penstock.cli.bench.cluster_runner import STAGE as CLUSTER_STAGE
 from penstock.cli.bench.http_load import post_many, request_bytes
 from penstock.cli.bench.report import number, view_of
 from penstock.cli.bench.runner import STAGE, median_of
 from penstock.cli.bench.stages import Run, payloads
-from penstock.cli.bench.targets import METRICS, STAGES
+from penstock.cli.bench.targets import CLUSTER_METRICS, CLUSTER_STAGES, METRICS, STAGES
 from penstock.cli.output import show
 from penstock.errors import Unavailable
 
@@ -18,6 +19,11 @@ from penstock.errors import Unavailable
 def test_every_metric_has_a_stage_that_runs() -> None:
     assert set(STAGES) == set(STAGE)
     assert len({metric.name for metric in METRICS}) == len(METRICS) == 11
+
+
+def test_every_metric_of_the_cluster_has_a_stage_that_runs() -> None:
+    assert set(CLUSTER_STAGES) == set(CLUSTER_STAGE)
+    assert len({metric.name for metric in CLUSTER_METRICS}) == len(CLUSTER_METRICS) == 7
 
 
 def test_a_target_is_a_bound_in_the_right_direction() -> None:

@@ -1,4 +1,4 @@
-"""`penstock bench`: measure the queue and the pipeline, each server in its own process."""
+"""`penstock bench`: measure queue, pipeline and cluster, each server in its own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.cli.command import Answer, Invocation, command, group
 from penstock.cli.output import say, to_json
 from penstock.errors import InvalidArgument
 
-app = group("Measure the queue and the pipeline on this machine.")
+app = group("Measure the queue, the pipeline and a cluster on this machine.")
 
 
 Runs = Annotated[int, typer.Option(help="Runs of each stage; medians count.", min=1)]
@@ -61,6 +61,27 @@ def pipeline(
     chosen = _chosen(only, PIPELINE_STAGES)
     document = asyncio.run(measure_pipeline(chosen, runs=runs, quick=quick, folder=folder))
     return _answer(document, what="pipeline", save=save)
+
+
+@command(app, "cluster", connects=False)
+def cluster(
+    cli: Invocation,
+    runs: Runs = 3,
+    quick: Quick = False,
+    only: Only = None,
+    folder: Folder = None,
+    save: Save = None,
+) -> Answer:
+    """Three nodes and etcd: throughput, latency, failover, a stopped follower; fsync on a quorum
+    before every acknowledgement."""
+    import uvloop
+
+    from penstock.cli.bench.cluster_runner import measure_cluster
+    from penstock.cli.bench.targets import CLUSTER_STAGES
+
+    chosen = _chosen(only, CLUSTER_STAGES)
+    document = uvloop.run(measure_cluster(chosen, runs=runs, quick=quick, folder=folder))
+    return _answer(document, what="cluster", save=save)
 
 
 def _chosen(only: list[str] | None, stages: tuple[str, ...]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.bench.targets import METRICS, PIPELINE_METRICS
+from penstock.cli.bench.targets import CLUSTER_METRICS, METRICS, PIPELINE_METRICS
 from penstock.cli.output import cell
+
+OF = {"queue": METRICS, "pipeline": PIPELINE_METRICS, "cluster": CLUSTER_METRICS}
 
 
 def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
@@ -24,7 +26,7 @@ def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
     )
     for name in ("metric", "value", "unit", "target", "aim", ""):
         made.add_column(name, justify="right" if name in ("value", "target", "aim") else "left")
-    for metric in (*METRICS, *PIPELINE_METRICS):
+    for metric in OF[what]:
         if metric.name not in document:
             continue
         value = document[metric.name]

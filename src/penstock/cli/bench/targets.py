@@ -51,3 +51,14 @@ PIPELINE_METRICS: Final = (
     _at_most("freshness_s_p95", "freshness", "s", 5),
 )
 PIPELINE_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in PIPELINE_METRICS))
+
+CLUSTER_METRICS: Final = (
+    _at_least("enqueue_batch100_per_s", "enqueue", 60_000),
+    _at_least("pop_ack_batch100_per_s", "pop", 40_000),
+    _at_least("put_single_per_s", "put", 6_000),
+    _at_most("enqueue_ms_p95", "latency", "ms", 20),
+    _at_most("pop_ms_p95", "latency", "ms", 50),
+    _at_most("failover_s_p99", "failover", "s", 5),
+    Metric("slow_follower_ratio", "slow", "", 0.9),
+)
+CLUSTER_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in CLUSTER_METRICS))

@@ -1,0 +1,150 @@
+"""Latency of a cluster: under a steady load, and when a coordinator is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.cli.bench.cluster_stages import PARTITIONS, Bench
+from penstock.cli.bench.stages import PAYLOAD_BYTES, Values
+from penstock.errors import Unavailable
+
+RATE_PER_S: Final = 1000
+SECONDS: Final = 10.0
+SECONDS_MIN: Final = 3.0
+WARM_SHARE: Final = 0.2  # at the start, not counted
+TICK_S: Final = 0.005
+GRACE_S: Final = 30.0
+BATCHES_HELD_MAX: Final = 50
+KILLS: Final = 12
+KILLS_MIN: Final = 3
+FAILOVER_S_MAX: Final = 60.0
+_STAMP: Final = struct.Struct("<d")
+_FILL: Final = bytes(PAYLOAD_BYTES - _STAMP.size)
+Times = np.ndarray[Any, np.dtype[np.float64]]
+
+
+async def latency(bench: Bench) -> list[Values]:
+    """An open loop: what could not be sent on time counts from when it was due."""
+    import penstock
+
+    rows = []
+    for number in range(bench.run.runs):
+        name = await bench.topic(f"latency-{number}")
+        count = int(RATE_PER_S * max(SECONDS_MIN, SECONDS * bench.run.scale))
+        async with penstock.connect(bench.cluster.url) as consumer:
+            topic = consumer.topic(name, of=bytes, create=False)
+            received = asyncio.create_task(_receive(topic, count))
+            put = await _send(bench.client.topic(name, of=bytes, create=False), count)
+            try:
+                async with asyncio.timeout(GRACE_S):
+                    popped = await received
+            except TimeoutError as error:
+                raise Unavailable(f"{count} messages did not arrive in {GRACE_S} s") from error
+        rows.append({**_percentiles("enqueue_ms", put), **_percentiles("pop_ms", popped)})
+    return rows
+
+
+def _percentiles(name: str, seconds: Times) -> Values:
+    counted = seconds[int(len(seconds) * WARM_SHARE) :] * 1000
+    return {f"{name}_p{q}": float(np.percentile(counted, q)) for q in (50, 95, 99)}
+
+
+async def _send(topic: Any, count: int) -> Times:
+    """Puts that fall due in handfuls every tick; the time of each until it was acknowledged."""
+    handful = round(RATE_PER_S * TICK_S)
+    took = np.zeros(count // handful * handful)
+    start = time.perf_counter()
+
+    async def put(index: int, due: float) -> None:
+        await topic.put(_STAMP.pack(due) + _FILL)
+        took[index] = time.perf_counter() - due
+
+    async with asyncio.TaskGroup() as group:
+        for tick in range(count // handful):
+            due = start + tick * TICK_S
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            for index in range(tick * handful, (tick + 1) * handful):
+                group.create_task(put(index, due))
+    return took
+
+
+async def _receive(topic: Any, count: int) -> Times:
+    """The time of each message from when its put was due until a consumer has it."""
+    took = np.empty(count)
+    seen = 0
+    batches = topic.consume_batches(size=100, concurrency=BATCHES_HELD_MAX)
+    async with asyncio.TaskGroup() as group, batches:
+        async for batch in batches:
+            now = time.perf_counter()
+            for payload in batch.payloads:
+                took[seen] = now - _STAMP.unpack_from(payload)[0]
+                seen += 1
+            group.create_task(batch.ack())
+            if seen == count:
+                break
+    return took
+
+
+async def failover(bench: Bench) -> list[Values]:
+    """`kill -9` of one node after the other; from the kill until each of the partitions that it
+    coordinated has acknowledged a write."""
+    name = await bench.topic("failover")
+    topic = bench.client.topic(name, of=bytes, create=False)
+    keys = _keys()
+    await asyncio.gather(*(topic.put(b"before", key=key) for key in keys))
+    took: list[float] = []
+    kills = max(KILLS_MIN, round(KILLS * bench.run.scale))
+    for number in range(kills):
+        victim = list(bench.cluster.nodes)[number % len(bench.cluster.nodes)]
+        owners = await bench.cluster.coordinators(name)
+        orphans = [keys[p] for p, owner in enumerate(owners) if owner == victim]
+        await bench.cluster.kill(victim)
+        began = time.perf_counter()
+        took += await asyncio.gather(*(_written(topic, key, began) for key in orphans))
+        await bench.cluster.start(victim)
+        await bench.cluster.wait_ready()
+        await _settled(bench, name)
+    if not took:
+        raise Unavailable("no node that was killed coordinated anything")
+    return [
+        {
+            "failover_s_p50": float(np.percentile(took, 50)),
+            "failover_s_p99": float(np.percentile(took, 99)),
+            "failover_kills": float(kills),
+        }
+    ]
+
+
+async def _written(topic: Any, key: bytes, began: float) -> float:
+    await topic.put(b"after", key=key)
+    return time.perf_counter() - began
+
+
+async def _settled(bench: Bench, topic: str) -> None:
+    """Until every partition is back with its preferred coordinator, as before the kill."""
+    deadline = time.monotonic() + FAILOVER_S_MAX
+    while True:
+        parts = [p for p in (await bench.cluster.status())["partitions"] if p["topic"] == topic]
+        if all(part["coordinator"] == part["voters"][0] for part in parts):
+            return
+        if time.monotonic() > deadline:
+            raise Unavailable("coordinators did not return to the node that was restarted")
+        await asyncio.sleep(0.1)
+
+
+def _keys() -> list[bytes]:
+    """A key of each partition."""
+    from penstock.model.partitioning import partition_of
+
+    found: dict[int, bytes] = {}
+    number = 0
+    while len(found) < PARTITIONS:
+        key = b"key-%d" % number
+        found.setdefault(partition_of(key, PARTITIONS), key)
+        number += 1
+    return [found[partition] for partition in range(PARTITIONS)]

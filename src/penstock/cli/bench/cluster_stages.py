@@ -1,0 +1,268 @@
+"""Stages on three nodes and etcd: the queue's work over 20 replicated partitions.
+
+Requests of many go to the coordinators as the SDK routes them. One cluster serves all runs of a
+stage; each run has a topic of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from penstock.cli.bench.stages import BATCH, Run, Values, payloads
+from penstock.errors import Corruption, Unavailable
+
+if TYPE_CHECKING:
+    from penstock.client.client import Client
+    from penstock.testing.cluster import ClusterProcesses
+
+NODES: Final = 3
+PARTITIONS: Final = 20
+REPLICATION: Final = 3
+ENQUEUE_MESSAGES: Final = 200_000
+POP_MESSAGES: Final = 150_000
+PUT_MESSAGES: Final = 30_000
+SLOW_MESSAGES: Final = 100_000
+WARM_MESSAGES: Final = 10_000
+ENQUEUE_IN_FLIGHT: Final = 48  # requests, over all nodes
+PUT_CONCURRENT: Final = 256
+POP_CREDITS: Final = 3200  # of each stream; there is one at every node
+ROUTED_S_MAX: Final = 20.0
+POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A running cluster, and a client that knows its way."""
+
+    cluster: ClusterProcesses
+    client: Client
+    run: Run
+
+    async def topic(self, name: str) -> str:
+        """A new topic on all nodes, with every route known and every node connected."""
+        await self.client.call(
+            "topic_create",
+            config={"name": name, "partitions": PARTITIONS, "replication_factor": REPLICATION},
+        )
+        await self.cluster.wait_ready()
+        await self.routed(name)
+        return name
+
+    async def routed(self, topic: str) -> None:
+        """Wait until requests go straight to coordinators."""
+        deadline = time.monotonic() + ROUTED_S_MAX
+        link = self.client.link
+        for partition in range(PARTITIONS):
+            while True:
+                node = link.coordinator(topic, partition)
+                nearest = link.toward(topic, partition)
+                if nearest is not None and node == nearest.welcome.node:
+                    break
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"no way to {topic}/{partition} at {node or 'nobody'}")
+                await asyncio.sleep(POLL_S)
+
+
+ClusterStage = Callable[[Bench], Awaitable[list[Values]]]
+
+
+@asynccontextmanager
+async def fresh_cluster(run: Run) -> AsyncIterator[Bench]:
+    import penstock
+    from penstock.testing.cluster import cluster_processes
+
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=run.folder) as folder:
+        async with (
+            cluster_processes(Path(folder), nodes=NODES) as cluster,
+            penstock.connect(cluster.url) as client,
+        ):
+            yield Bench(cluster, client, run)
+
+
+async def fill(bench: Bench, topic: str, count: int) -> float:
+    """Enqueue `count` messages in batches of 100 over all partitions; messages per second."""
+    from penstock.model.batch import SCHEMAS, Kind
+
+    pool = payloads()
+    chunks = [pool[at : at + BATCH] for at in range(0, len(pool), BATCH)]
+    priorities = np.random.default_rng(7).integers(0, 10, BATCH)
+    schema = SCHEMAS[Kind.ENQ]
+    turns = iter(range(count // BATCH))
+    link = bench.client.link
+
+    async def worker() -> None:
+        for turn in turns:
+            partition = turn % PARTITIONS
+            chunk = chunks[turn % len(chunks)]
+            body = schema.encode(BATCH, {"payload": chunk, "priority": priorities})
+            connection = link.toward(topic, partition) or await link.connection()
+            await connection.enqueue(topic, [(partition, BATCH, body)])
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(ENQUEUE_IN_FLIGHT):
+            group.create_task(worker())
+    return count / (time.perf_counter() - began)
+
+
+async def enqueue(bench: Bench) -> list[Values]:
+    rows = []
+    for number in range(bench.run.runs):
+        topic = await bench.topic(f"enqueue-{number}")
+        await fill(bench, topic, bench.run.count(WARM_MESSAGES))
+        rate = await fill(bench, topic, bench.run.count(ENQUEUE_MESSAGES))
+        rows.append({"enqueue_batch100_per_s": rate})
+    return rows
+
+
+async def pop(bench: Bench) -> list[Values]:
+    rows = []
+    count = bench.run.count(POP_MESSAGES)
+    for number in range(bench.run.runs):
+        topic = await bench.topic(f"pop-{number}")
+        await fill(bench, topic, count)
+        rate = await _drain(bench, topic, count)
+        await _expect_empty(bench, topic)
+        rows.append({"pop_ack_batch100_per_s": rate})
+    return rows
+
+
+async def _drain(bench: Bench, topic: str, count: int) -> float:
+    """A lease stream at every node, each batch acknowledged at its coordinator."""
+    from penstock.client.connection import open_connection
+
+    link, seen = bench.client.link, 0
+    done = asyncio.Event()
+
+    async def settle(batch: Any) -> None:
+        head = batch.delivery
+        tokens = np.arange(head.token_first, head.token_first + head.count, dtype=np.uint64)
+        connection = link.toward(topic, head.partition) or await link.connection()
+        lost = await connection.settle_range(
+            topic, partition=head.partition, epoch=head.epoch, tokens=tokens
+        )
+        if lost:
+            raise Corruption(f"{len(lost)} leases were lost while nobody failed")
+
+    async def consume(url: str) -> None:
+        nonlocal seen
+        connection = await open_connection(url)
+        stream = await connection.lease_stream(topic, credits=POP_CREDITS, batch_max=BATCH)
+        async with asyncio.TaskGroup() as settling:
+            async for batch in stream:
+                if not len(batch.columns.binary("payload") or ()):
+                    raise Corruption("a delivery came without payloads")
+                settling.create_task(settle(batch))
+                seen += batch.delivery.count
+                if seen >= count:
+                    done.set()
+        await connection.close()
+
+    began = time.perf_counter()
+    consumers = [asyncio.create_task(consume(node.url)) for node in bench.cluster.nodes.values()]
+    finished = asyncio.ensure_future(done.wait())
+    await asyncio.wait({finished, *consumers}, return_when=asyncio.FIRST_COMPLETED)
+    took = time.perf_counter() - began
+    await _ended(consumers, failed=not finished.done())
+    return seen / took
+
+
+async def _ended(consumers: Sequence[asyncio.Task[None]], *, failed: bool) -> None:
+    """Everything was delivered: let the last acknowledgements arrive, then leave."""
+    await asyncio.sleep(0 if failed else 1.0)
+    for consumer in consumers:
+        consumer.cancel()
+    for result in await asyncio.gather(*consumers, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _expect_empty(bench: Bench, topic: str) -> None:
+    stats = (await bench.client.call("stats", topic=topic))["topics"][0]
+    left = stats["ready"] + stats["leased"] + stats["delayed"]
+    if left:
+        raise Corruption(f"{left} messages are left after all were acknowledged")
+
+
+async def put(bench: Bench) -> list[Values]:
+    rows = []
+    count = bench.run.count(PUT_MESSAGES)
+    pool = payloads()
+    for number in range(bench.run.runs):
+        topic = bench.client.topic(await bench.topic(f"put-{number}"), of=bytes, create=False)
+        turns = iter(range(count))
+
+        async def worker(topic: Any = topic, turns: Any = turns) -> None:
+            for turn in turns:
+                await topic.put(pool[turn % len(pool)])
+
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(PUT_CONCURRENT):
+                group.create_task(worker())
+        rows.append({"put_single_per_s": count / (time.perf_counter() - began)})
+    return rows
+
+
+async def slow_follower(bench: Bench) -> list[Values]:
+    """Alternately with a node that is stopped and without; each pair gives a ratio."""
+    rows = []
+    count = bench.run.count(SLOW_MESSAGES)
+    topic = await bench.topic("slow")
+    await fill(bench, topic, bench.run.count(WARM_MESSAGES))
+    stopped = list(bench.cluster.nodes)[-1]
+    for _ in range(bench.run.runs):
+        with_all = await fill(bench, topic, count)
+        bench.cluster.pause(stopped)
+        try:
+            await _served_without(bench, topic, stopped)
+            without = await fill(bench, topic, count)
+        finally:
+            bench.cluster.resume(stopped)
+        await _caught_up(bench, topic)
+        rows.append(
+            {
+                "slow_follower_ratio": without / with_all,
+                "enqueue_all_follow_per_s": with_all,
+                "enqueue_one_stopped_per_s": without,
+            }
+        )
+    return rows
+
+
+async def _served_without(bench: Bench, topic: str, stopped: str) -> None:
+    """Until the others coordinate all partitions: then the stopped node is a mere follower."""
+    link = bench.client.link
+    deadline = time.monotonic() + ROUTED_S_MAX
+    for partition in range(PARTITIONS):
+        while link.coordinator(topic, partition) in (stopped, "", None):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{topic}/{partition} stayed with a node that is stopped")
+            await asyncio.sleep(POLL_S)
+    await bench.routed(topic)
+
+
+async def _caught_up(bench: Bench, topic: str) -> None:
+    """Until every follower has everything, and coordinators are back where they belong."""
+    deadline = time.monotonic() + 3 * ROUTED_S_MAX
+    while True:
+        await bench.cluster.wait_ready()
+        parts = [p for p in (await bench.cluster.status())["partitions"] if p["topic"] == topic]
+        behind = [f for p in parts for f in p["followers"] if f["lag"] or not f["connected"]]
+        home = all(p["coordinator"] == p["voters"][0] for p in parts)
+        whole = all(len(p["followers"]) == REPLICATION - 1 for p in parts)
+        if home and whole and not behind:
+            await bench.routed(topic)
+            return
+        if time.monotonic() > deadline:
+            raise Unavailable(f"{len(behind)} followers of {topic} did not catch up")
+        await asyncio.sleep(POLL_S * 5)
