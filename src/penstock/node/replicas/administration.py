@@ -1,0 +1,263 @@
+"""Changing topics and replica sets of a cluster, from any of its nodes.
+
+Everything here is a change in the metadata store that the nodes concerned hear of, followed by a
+bounded wait until they have acted on it. If this node ends in between, nothing is half done: a
+topic without records gets them from the oldest node, and the rest of a plan is made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from penstock.cluster.placement import Move, place, plan_drain, plan_rebalance
+from penstock.cluster.store import until_won
+from penstock.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    Unavailable,
+)
+from penstock.model.topic import TopicConfig, TopicKind, topic_config
+from penstock.node.logs import get_logger
+from penstock.node.replicas.cluster import Cluster
+from penstock.node.replicas.ports import Key
+from penstock.replication.assignment import PartitionRecord
+
+REPLICAS: Final = 3  # of a topic that does not say, if there are as many nodes
+CALL_S_MAX: Final = 2.0
+POLL_S: Final = 0.05
+KNOWN_S_MAX: Final = 5.0  # until every node knows of a change
+MOVE_S_MAX: Final = 3600.0  # for one partition; then its place is given to the next
+REPAIR_S: Final = 5.0  # between looks for topics without records
+log = get_logger(__name__)
+
+
+class Administration:
+    def __init__(self, cluster: Cluster, *, spawn: Callable[..., None]) -> None:
+        self._cluster, self._spawn = cluster, spawn
+        self._moves: dict[Key, tuple[str, ...]] = {}  # that wait for their turn, or are under way
+
+    # --- topics ---
+
+    async def create_topic(self, fields: Mapping[str, Any], *, exists_ok: bool) -> TopicConfig:
+        cluster = self._cluster
+        wanted = topic_config({**fields, "id": 0})
+        try:
+            await cluster.catalog.get(wanted.name)
+        except NotFound:
+            fields = {"replication_factor": self._replicas(), **fields}
+            self._check_replicas(topic_config({**fields, "id": 0}).replication_factor)
+        config = await cluster.catalog.create(fields, exists_ok=exists_ok)
+        await self.ensure_records(config)
+        await self._until(
+            lambda told: _serves(told, config), config, within_s=cluster.options.serve_s
+        )
+        return config
+
+    async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
+        """Change attributes; `partitions` may grow."""
+        catalog = self._cluster.catalog
+        changes = dict(changes)
+        partitions = changes.pop("partitions", None)
+        if partitions is not None:
+            await self._grow(name, partitions)
+        config = await catalog.update(name, changes) if changes else await catalog.get(name)
+        if partitions is not None:
+            await self.ensure_records(config)
+        await self._until(
+            lambda told: _serves(told, config) if partitions else _knows(told, config),
+            config,
+            within_s=self._cluster.options.serve_s if partitions else KNOWN_S_MAX,
+        )
+        return config
+
+    async def delete_topic(self, name: str) -> None:
+        config = await self._cluster.catalog.delete(name)
+        await self._until(
+            lambda told: not any(each["known"] for each in told), config, within_s=KNOWN_S_MAX
+        )
+
+    async def ensure_records(self, config: TopicConfig) -> None:
+        """Place the partitions that have no record yet. Each of their replicas is named by an id
+        that it takes when its disk is found to be empty: nothing was ever written to it."""
+        records = await self._cluster.records.list()
+        missing = [p for p in range(config.partitions) if (config.id, p) not in records]
+        if not missing:
+            return
+        voters = place(
+            len(missing),
+            replicas=config.replication_factor,
+            nodes=self._cluster.candidates(),
+            existing=records.values(),
+            policy=self._cluster.policy,
+        )
+        await self._cluster.records.ensure(
+            {
+                (config.id, partition): PartitionRecord(
+                    voters=nodes, uuids={node: str(uuid.uuid4()) for node in nodes}
+                )
+                for partition, nodes in zip(missing, voters, strict=True)
+            }
+        )
+
+    async def _grow(self, name: str, partitions: Any) -> None:
+        held = await self._cluster.catalog.get(name)
+        if held.kind is TopicKind.DELTA:
+            raise InvalidArgument("a delta topic's partitions are fixed", field="partitions")
+        if type(partitions) is not int or partitions < held.partitions:
+            raise InvalidArgument(
+                f"partitions can only grow from {held.partitions}", field="partitions"
+            )
+        await self._cluster.catalog.grow(name, partitions)
+
+    def _replicas(self) -> int:
+        usable = sum(not node.draining for node in self._cluster.candidates())
+        return REPLICAS if usable >= REPLICAS else 1
+
+    def _check_replicas(self, replicas: int) -> None:
+        usable = sum(not node.draining for node in self._cluster.candidates())
+        if replicas > usable:
+            raise FailedPrecondition(
+                f"replication_factor {replicas} needs as many nodes, {usable} are there",
+                field="replication_factor",
+                limit=usable,
+            )
+
+    async def _until(
+        self,
+        done: Callable[[Sequence[dict[str, Any]]], bool],
+        config: TopicConfig,
+        *,
+        within_s: float,
+    ) -> None:
+        """Ask every node that is connected until what they say will do."""
+        deadline = time.monotonic() + within_s
+        while True:
+            told = await self._cluster.ask_all(
+                "replica_topic", topic=config.id, name=config.name, within_s=CALL_S_MAX
+            )
+            if done(list(told.values())):
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"topic {config.name} is changed, but not all nodes have acted on it yet",
+                    topic=config.name,
+                )
+            await asyncio.sleep(POLL_S)
+
+    # --- replica sets ---
+
+    async def rebalance(self, *, dry_run: bool) -> list[dict[str, Any]]:
+        records = await self._cluster.records.list()
+        moves = plan_rebalance(records, self._cluster.candidates(), policy=self._cluster.policy)
+        return self._begin(moves, records, dry_run=dry_run)
+
+    async def drain(self, node: str, *, dry_run: bool) -> list[dict[str, Any]]:
+        """Move everything away from a node, which is given nothing more."""
+        records = await self._cluster.records.list()
+        known = self._cluster.alive.keys() | {n for r in records.values() for n in r.members}
+        if node not in known:
+            raise NotFound(f"no node {node}", node=node)
+        moves = plan_drain(node, records, self._cluster.candidates(), policy=self._cluster.policy)
+        if not dry_run and node in self._cluster.alive:
+            await self._cluster.ask(node, "replica_drain", draining=True)
+        return self._begin(moves, records, dry_run=dry_run)
+
+    async def remove_replica(self, key: Key, node: str) -> list[str]:
+        """Take a replica out of its partition's set without a replacement."""
+        records = self._cluster.records
+
+        async def swap() -> list[str]:
+            held = await records.get(*key)
+            if node not in held.members:
+                raise NotFound(f"{node} holds no replica of this partition", node=node)
+            wanted = tuple(n for n in held.target or held.joint or held.voters if n != node)
+            if not wanted:
+                raise FailedPrecondition("the last replica cannot be removed", node=node)
+            learners = tuple(n for n in held.learners if n != node)
+            target = () if wanted == held.voters and not held.joint else wanted
+            changed = msgspec.structs.replace(held, learners=learners, target=target)
+            await records.change(*key, changed, held)
+            return list(wanted)
+
+        return await until_won(swap)
+
+    def _begin(
+        self, moves: list[Move], records: Mapping[Key, PartitionRecord], *, dry_run: bool
+    ) -> list[dict[str, Any]]:
+        if not dry_run and moves:
+            self._moves = {(move.topic, move.partition): move.target for move in moves}
+            self._spawn(self._move_all(self._moves), name="moves")
+        topics = self._cluster.control.topics
+        return [
+            {
+                "topic": topics[move.topic].name if move.topic in topics else str(move.topic),
+                "partition": move.partition,
+                "from": list(records[move.topic, move.partition].voters),
+                "to": list(move.target),
+            }
+            for move in moves
+        ]
+
+    async def _move_all(self, moves: dict[Key, tuple[str, ...]]) -> None:
+        """Some at a time, as long as no later plan has taken the place of this one."""
+        turns = asyncio.Semaphore(self._cluster.options.moves_max)
+
+        async def move(key: Key, target: tuple[str, ...]) -> None:
+            async with turns:
+                if self._moves is not moves:
+                    return
+                try:
+                    async with asyncio.timeout(MOVE_S_MAX):
+                        await self._cluster.records.set_target(*key, target)
+                        await self._cluster.control.settled(key, target)
+                except (TimeoutError, PenstockError) as error:
+                    log.warning("not moved", topic=key[0], partition=key[1], error=str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for key, target in moves.items():
+                tasks.create_task(move(key, target))
+        log.info("moves done", count=len(moves))
+
+    # --- looking after ---
+
+    async def run(self) -> None:
+        """The oldest node completes what another has left half done."""
+        while True:
+            await asyncio.sleep(REPAIR_S)
+            ages = self._cluster.members.ages
+            if self._cluster.node != min(ages, key=lambda node: ages[node], default=""):
+                continue
+            try:
+                await self._complete()
+            except PenstockError as error:
+                log.warning("topics were not looked after", error=error.message)
+
+    async def _complete(self) -> None:
+        """Records of topics that lack some, and no records of topics that are gone."""
+        control = self._cluster.control
+        for config in list(control.topics.values()):
+            if any((config.id, p) not in control.records for p in range(config.partitions)):
+                await self.ensure_records(config)
+        orphans = {key[0] for key in control.records} - control.topics.keys()
+        if orphans:
+            existing = {config.id for config in await self._cluster.catalog.list()}
+            for topic in orphans - existing:
+                await self._cluster.records.forget(topic)
+
+
+def _knows(told: Sequence[dict[str, Any]], config: TopicConfig) -> bool:
+    wanted = msgspec.to_builtins(config)
+    return all(each["known"] and each["config"] == wanted for each in told)
+
+
+def _serves(told: Sequence[dict[str, Any]], config: TopicConfig) -> bool:
+    served = {index for each in told for index in each["serving"]}
+    return _knows(told, config) and len(served) == config.partitions

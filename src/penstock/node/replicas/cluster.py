@@ -1,0 +1,257 @@
+"""The other nodes of this one's cluster: who they are, what they hold, and how to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock.cluster.catalog import Catalog
+from penstock.cluster.membership import Membership, NodeInfo
+from penstock.cluster.placement import Candidate, Policy
+from penstock.cluster.records import Records
+from penstock.cluster.store import LeasingStore
+from penstock.config import ClusterOptions
+from penstock.errors import PenstockError, RetryableError, Unavailable
+from penstock.node.logs import get_logger
+from penstock.node.replicas.control import ClusterControl, Held, Local
+from penstock.node.replicas.copying import SeedReader, SeedServer
+from penstock.node.replicas.peers import Connect, PeerConnection, Peers
+from penstock.node.replicas.ports import Key
+from penstock.node.replicas.transport import PeerTransport
+from penstock.replication.options import ReplicationOptions
+
+PROBE_S: Final = 2.0  # between looks whether the metadata store answers
+ASK_S: Final = 2.0
+RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
+log = get_logger(__name__)
+
+
+if TYPE_CHECKING:
+    from penstock.node.replicas.administration import Administration
+
+CallSelf = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Cluster:
+    """`start` once this node listens, `leave` before it stops listening."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        *,
+        store: LeasingStore,
+        catalog: Catalog,
+        options: ClusterOptions,
+        replication: ReplicationOptions,
+        connect: Connect,
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        self.node, self.options = info.id, options
+        self.catalog, self.records = catalog, Records(store)
+        self.store = store
+        self.members = Membership(store, lease_ttl_s=options.lease_s)
+        self.peers = Peers(info.id, connect=connect, spawn=spawn)
+        self.available = True  # the metadata store answered when it was asked last
+        self.ready = False  # topics and records were read: requests may come
+        self.leaving = False
+        self._info, self._spawn = info, spawn
+        self._seed_bytes_per_s = replication.seed_bytes_per_s
+        self._local: Local | None = None
+        self.call_self: CallSelf = _nobody
+        self.administration: Administration
+        self._membership: asyncio.Task[None] | None = None
+
+    def serve(self, local: Local) -> None:
+        """Connect the network and the metadata store to the hosts of this node."""
+        self._local = local
+        reader = SeedReader(self.peers, bytes_per_s=self._seed_bytes_per_s)
+        self.seeds = SeedServer(local.hosts)
+        self.transport = PeerTransport(
+            self.node, peers=self.peers, hosts=local.hosts, fetch_seed=reader.fetch
+        )
+        self.control = ClusterControl(
+            self.node,
+            store=self.store,
+            catalog=self.catalog,
+            local=local,
+            ages=lambda: self.members.ages,
+            spawn=self._spawn,
+        )
+
+    # --- the view that requests are routed by ---
+
+    def coordinator(self, key: Key) -> str:
+        """The node that coordinates a partition, if it can be asked."""
+        node = self.control.coordinator(key)
+        return node if node == self.node or self.live(node) is not None else ""
+
+    def live(self, node: str) -> PeerConnection | None:
+        return self.peers.live(node)
+
+    async def changed(self, key: Key) -> None:
+        await self.control.changed(key)
+
+    def on_connected(self, node: str) -> None:
+        self.control.wake()  # who waits for a coordinator may find it reachable now
+
+    def on_refused(self, node: str) -> None:
+        return
+
+    # --- asking other nodes ---
+
+    async def ask(
+        self, node: str, method: str, *, within_s: float = ASK_S, **arguments: Any
+    ) -> dict[str, Any]:
+        """An administrative call to a node, this one too."""
+        if node == self.node:
+            return await self.call_self(method, arguments)
+        connection = self.live(node)
+        if connection is None:
+            raise Unavailable(f"node {node} is not connected", node=node)
+        try:
+            async with asyncio.timeout(within_s):
+                return await connection.call(method, **arguments)
+        except TimeoutError as error:
+            raise Unavailable(f"node {node} did not answer in {within_s:g} s", node=node) from error
+
+    async def ask_all(
+        self, method: str, *, within_s: float = ASK_S, **arguments: Any
+    ) -> dict[str, dict[str, Any]]:
+        """The same to every member; those who do not answer are left out."""
+        nodes = sorted({*self.alive, self.node})
+        answers = await asyncio.gather(
+            *(self.ask(node, method, within_s=within_s, **arguments) for node in nodes),
+            return_exceptions=True,
+        )
+        told: dict[str, dict[str, Any]] = {}
+        for node, answer in zip(nodes, answers, strict=True):
+            if isinstance(answer, dict):
+                told[node] = answer
+            elif not isinstance(answer, PenstockError):
+                raise answer
+        return told
+
+    # --- who is there ---
+
+    @property
+    def alive(self) -> Mapping[str, NodeInfo]:
+        return self.members.alive
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.options.policy)
+
+    def candidates(self) -> list[Candidate]:
+        """Nodes that replicas may be placed on."""
+        ages = self.members.ages
+        return [
+            Candidate(info.id, info.zone, ages.get(info.id, 0), info.draining)
+            for info in self.alive.values()
+        ]
+
+    def _on_members(self) -> None:
+        self.peers.on_members(self.members.alive)
+        self.control.on_members(self.members.ages)
+
+    # --- coming and going ---
+
+    async def start(self, info: NodeInfo) -> None:
+        """Join, and take part from now on. Raises `AlreadyExists` if another node has our name."""
+        self._info = info
+        self.members.on_change(self._on_members)
+        self.peers.listen(self)
+        await until_available(lambda: self.members.join(info))
+        self._on_members()
+        self._membership = self._spawn(self.members.run(), name="members")
+        self._spawn(self.control.run(), name="control")
+        self._spawn(self._probe(), name="metadata-probe")
+        await self.control.ready()
+        self.ready = True
+        log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
+
+    async def set_draining(self, draining: bool) -> None:
+        """Tell the others whether this node is to be given replicas."""
+        self._info = msgspec.structs.replace(self._info, draining=draining)
+        await self.members.update(self._info)
+
+    async def leave(self, within_s: float) -> None:
+        """Hand all partitions over, bounded in time, and tell the others that we go."""
+        self.leaving = True
+        deadline = time.monotonic() + within_s
+        try:
+            async with asyncio.timeout(within_s):
+                await self.set_draining(True)
+                await self._hand_over()
+        except (TimeoutError, PenstockError) as error:
+            log.warning("not everything was handed over", error=str(error) or "no time left")
+        if self._membership is not None:
+            self._membership.cancel()  # it would register us again
+        try:
+            async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
+                await self.members.leave()
+        except (TimeoutError, PenstockError) as error:
+            log.warning("left without a word; the lease ends by itself", error=str(error))
+        self.peers.close()
+
+    async def _hand_over(self) -> None:
+        assert self._local is not None
+        turns = asyncio.Semaphore(RESIGNING_MAX)
+
+        async def hand_over(key: Key) -> None:
+            async with turns:
+                await self.resign(key)
+                while self.control.coordinator(key) == self.node:
+                    await self.control.changed(key)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key, held in list(self.control.records.items()):
+                if held.record.coordinator == self.node and self._others(held):
+                    tasks.create_task(hand_over(key))
+
+    async def resign(self, key: Key) -> None:
+        """Give a partition up, and do not try to get it back while we leave."""
+        assert self._local is not None
+        host = self._local.hosts.get(key)
+        if host is None:
+            return
+        await host.resign()
+        if self.leaving:
+            self.control.quiet.add(key)
+
+    def _others(self, held: Held) -> bool:
+        """Whether a majority of the replicas is there without us."""
+        record = held.record
+        return record.majority([n for n in self.alive if n != self.node and record.is_voter(n)])
+
+    async def _probe(self) -> None:
+        """Know whether the metadata store answers."""
+        while True:
+            try:
+                await self.store.get("counters/topic_id")
+                reached = True
+            except RetryableError as error:
+                reached = False
+                if self.available:
+                    log.warning("the metadata store is away; this node goes on", error=str(error))
+            if reached and not self.available:
+                log.info("the metadata store is back")
+            self.available = reached
+            await asyncio.sleep(PROBE_S)
+
+
+async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    raise Unavailable("the node is starting")
+
+
+async def until_available(join: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await join()
+            return
+        except RetryableError as error:
+            log.warning("waiting for the metadata store", error=error.message)
+            await asyncio.sleep(PROBE_S)

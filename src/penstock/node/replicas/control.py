@@ -1,0 +1,308 @@
+"""What the metadata store says about partitions, and what hosts change in it.
+
+Two watches, of topics and of partition records, feed one picture. Where it names this node as a
+replica, a host is opened; every host hears of each new version of its record. A version that is
+not newer than the one known is left out, wherever it comes from: a watch, or the answer to a swap.
+
+A store that is away takes nothing from this node: the picture stays as it was, hosts go on, and
+what they ask for fails, as it would if somebody else had been faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from penstock.cluster.catalog import Catalog, TopicNews
+from penstock.cluster.changes import follow
+from penstock.cluster.store import MetadataStore
+from penstock.errors import PenstockError, RetryableError, RevisionConflict
+from penstock.model.topic import TopicConfig
+from penstock.node.logs import get_logger
+from penstock.node.replicas.ports import HostPort, Key
+from penstock.replication.assignment import PartitionRecord, decode_record, encode_record
+
+PARTITIONS: Final = "partitions/"
+TICK_S: Final = 0.1
+RETRY_S: Final = 0.5  # between attempts to watch
+OPENING_MAX: Final = 8  # replicas that are opened at the same time
+log = get_logger(__name__)
+
+
+class Held(NamedTuple):
+    """A partition's record as it is known here."""
+
+    record: PartitionRecord
+    revision: int
+
+
+class Local(Protocol):
+    """What this node does about topics and replicas."""
+
+    @property
+    def hosts(self) -> Mapping[Key, HostPort]: ...
+
+    async def add_topic(self, config: TopicConfig) -> None:
+        """The topic exists from now on; its replicas are opened one by one."""
+        ...
+
+    async def change_topic(self, config: TopicConfig) -> None: ...
+
+    async def drop_topic(self, config: TopicConfig) -> None:
+        """The topic is deleted: end its streams, close its hosts, remove its folder."""
+        ...
+
+    async def open_replica(self, config: TopicConfig, index: int, held: Held) -> HostPort: ...
+
+    def promised(self, key: Key) -> int:
+        """The highest epoch that the replica here has promised to follow."""
+        ...
+
+    async def drop_replica(self, key: Key) -> None:
+        """Close the host and remove its folder: others hold the partition."""
+        ...
+
+
+class ClusterControl:
+    """`ports.Control`, and the picture that it is made from."""
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        store: MetadataStore,
+        catalog: Catalog,
+        local: Local,
+        ages: Callable[[], Mapping[str, int]],
+        spawn: Callable[..., None],
+    ) -> None:
+        self.node = node
+        self.topics: dict[int, TopicConfig] = {}
+        self.records: dict[Key, Held] = {}
+        self.quiet: set[Key] = set()  # partitions that this node does not try to coordinate
+        self._store, self._catalog = store, catalog
+        self._local, self._ages, self._spawn = local, ages, spawn
+        self._opening: set[Key] = set()
+        self._openings = asyncio.Semaphore(OPENING_MAX)
+        self._waiters: dict[Key, list[asyncio.Future[None]]] = {}
+        self._read = {"topics": asyncio.Event(), "records": asyncio.Event()}
+
+    # --- what hosts ask for ---
+
+    def take_epoch(self, key: Key) -> None:
+        self._spawn(self._take_epoch(key), name=f"epoch-{key[0]}-{key[1]}")
+
+    def change_record(self, key: Key, record: PartitionRecord, revision: int) -> None:
+        self._spawn(self._change_record(key, record, revision), name=f"record-{key[0]}-{key[1]}")
+
+    def retire(self, key: Key) -> None:
+        self._spawn(self._retire(key), name=f"retire-{key[0]}-{key[1]}")
+
+    async def _take_epoch(self, key: Key) -> None:
+        known = self.records.get(key)
+        if known is None or key in self.quiet:
+            return
+        try:
+            entry = await self._store.get(record_key(key))
+            if entry is None:
+                return
+            held = decode_record(entry.value)
+            if held.epoch != known.record.epoch or not held.is_voter(self.node):
+                return  # somebody was faster, or we are replaced; the watch tells the host
+            # a store that was restored from a copy may have forgotten epochs that it gave out
+            epoch = max(held.epoch, self._local.promised(key)) + 1
+            record = msgspec.structs.replace(held, epoch=epoch, coordinator=self.node)
+            revision = await self._store.put(
+                entry.key, encode_record(record), expected_revision=entry.revision
+            )
+        except RevisionConflict:
+            return
+        except RetryableError as error:
+            log.warning("no epoch was taken", topic=key[0], partition=key[1], error=error.message)
+            return
+        log.info("epoch taken", topic=key[0], partition=key[1], epoch=record.epoch)
+        self._learn(key, Held(record, revision))
+        host = self._local.hosts.get(key)
+        if host is not None:
+            host.on_epoch_taken(record, revision)
+
+    async def _change_record(self, key: Key, record: PartitionRecord, revision: int) -> None:
+        host = self._local.hosts.get(key)
+        try:
+            swapped = await self._store.put(
+                record_key(key), encode_record(record), expected_revision=revision
+            )
+        except (RevisionConflict, RetryableError) as error:
+            log.info("record not changed", topic=key[0], partition=key[1], error=error.message)
+            if host is not None:
+                host.on_change_lost()
+            return
+        self.on_record(key, Held(record, swapped))
+
+    async def _retire(self, key: Key) -> None:
+        held = self.records.get(key)
+        if held is not None and self.node in held.record.members:
+            return  # it was given back to us meanwhile
+        log.info("replica retired", topic=key[0], partition=key[1])
+        await self._local.drop_replica(key)
+
+    # --- the picture ---
+
+    def coordinator(self, key: Key) -> str:
+        held = self.records.get(key)
+        return held.record.coordinator if held else ""
+
+    async def changed(self, key: Key) -> None:
+        """Returns when there is another version of the partition's record."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(key, []).append(waiter)
+        try:
+            await waiter
+        finally:
+            rest = [w for w in self._waiters.get(key, ()) if w is not waiter]
+            if rest:
+                self._waiters[key] = rest
+            else:
+                self._waiters.pop(key, None)
+
+    async def settled(self, key: Key, target: tuple[str, ...]) -> None:
+        """Until the replicas are where they were told to go, or are told something else."""
+        while (held := self.records.get(key)) is not None:
+            if held.record.target != target and not held.record.joint:
+                return
+            await self.changed(key)
+
+    def wake(self, keys: Mapping[Key, Held] | None = None) -> None:
+        """Whoever waits for a change looks again."""
+        for key in list(self._waiters) if keys is None else keys:
+            for waiter in self._waiters.get(key, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def on_record(self, key: Key, held: Held) -> None:
+        """A version of a record, from wherever it is known."""
+        if not self._learn(key, held):
+            return
+        host = self._local.hosts.get(key)
+        if host is not None:
+            host.on_record(held.record, held.revision)
+        else:
+            self._open_if_ours(key)
+
+    def on_members(self, ages: Mapping[str, int]) -> None:
+        for host in list(self._local.hosts.values()):
+            host.on_members(ages)
+
+    def _learn(self, key: Key, held: Held) -> bool:
+        known = self.records.get(key)
+        if known is not None and held.revision <= known.revision:
+            return False
+        self.records[key] = held
+        self.wake({key: held})
+        return True
+
+    def _open_if_ours(self, key: Key) -> None:
+        held, config = self.records.get(key), self.topics.get(key[0])
+        if held is None or config is None or key in self._opening:
+            return
+        if self.node in held.record.members and key not in self._local.hosts:
+            self._opening.add(key)
+            self._spawn(self._open(key, config), name=f"open-{key[0]}-{key[1]}")
+
+    async def _open(self, key: Key, config: TopicConfig) -> None:
+        try:
+            async with self._openings:
+                host = await self._local.open_replica(config, key[1], self.records[key])
+        finally:
+            self._opening.discard(key)
+        held = self.records.get(key)
+        if held is None or key[0] not in self.topics:
+            await self._local.drop_replica(key)
+            return
+        host.on_members(self._ages())
+        host.on_record(held.record, held.revision)
+
+    # --- running ---
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._repeat(self._follow_topics), name="topics-follow")
+            tasks.create_task(self._repeat(self._follow_records), name="records-follow")
+            tasks.create_task(self._tick(), name="replicas-tick")
+
+    async def ready(self) -> None:
+        """Until topics and records were read once."""
+        for event in self._read.values():
+            await event.wait()
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except RetryableError as error:
+                log.warning("the metadata store is away", error=error.message)
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow_topics(self) -> None:
+        known = list(self.topics.values())
+        listed = {config.id for config in await self._catalog.list()}
+        async with self._catalog.watch(known) as changes:
+            if not listed - self.topics.keys():
+                self._read["topics"].set()
+            async for news, config in changes:
+                await self._on_topic(news, config)
+                listed.discard(config.id)
+                if not listed - self.topics.keys():
+                    self._read["topics"].set()
+
+    async def _on_topic(self, news: TopicNews, config: TopicConfig) -> None:
+        try:
+            if news is TopicNews.DELETED:
+                self.topics.pop(config.id, None)
+                await self._local.drop_topic(config)
+                for key in [key for key in self.records if key[0] == config.id]:
+                    self.records.pop(key)
+                return
+            known = self.topics.get(config.id)
+            self.topics[config.id] = config
+            if known is None:
+                await self._local.add_topic(config)
+            else:
+                await self._local.change_topic(config)
+        except PenstockError as error:  # one topic's trouble is not the others'
+            log.error("topic not followed", topic=config.name, error=error.message)
+        for key in [key for key in self.records if key[0] == config.id]:
+            self._open_if_ours(key)
+
+    async def _follow_records(self) -> None:
+        entries = await self._store.range(PARTITIONS)
+        for entry in entries:
+            self.on_record(place_of(entry.key), Held(decode_record(entry.value), entry.revision))
+        self._read["records"].set()
+        known = [record_key(key) for key in self.records]
+        async with follow(self._store, PARTITIONS, known=known) as changes:
+            async for change in changes:
+                key = place_of(change.key)
+                if change.value is None:
+                    self.records.pop(key, None)  # its topic is deleted
+                else:
+                    self.on_record(key, Held(decode_record(change.value), change.revision))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for key, host in list(self._local.hosts.items()):
+                if key not in self.quiet:
+                    host.on_tick()
+
+
+def record_key(key: Key) -> str:
+    return f"{PARTITIONS}{key[0]}/{key[1]}"
+
+
+def place_of(text: str) -> Key:
+    _, topic, partition = text.split("/")
+    return int(topic), int(partition)

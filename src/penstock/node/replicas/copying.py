@@ -1,0 +1,157 @@
+"""Copying a replica from another node: its newest snapshot, then its log as it is stored.
+
+The receiver asks for one piece after the other, each when the one before is on its disk, so that it
+is never sent more than it can take. It also paces itself: all copies of a node together
+take no more than `replication.seed_bytes_per_s`.
+
+A piece that is longer than an answer may be is held at the source and asked for in chunks. What is
+held is bounded in number and in time; whoever comes too late begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from typing import Any, Final
+
+from penstock.errors import Corruption, NotFound, Unavailable
+from penstock.model.batch import Batch, decode
+from penstock.node.logs import get_logger
+from penstock.node.replicas.peers import PeerConnection, Peers
+from penstock.node.replicas.ports import HostPort, Key, SeedHead, SeedTarget
+
+CHUNK_BYTES: Final = 1 << 20
+HELD_MAX: Final = 8
+HELD_S_MAX: Final = 60.0
+CALL_S_MAX: Final = 30.0
+log = get_logger(__name__)
+
+
+class SeedServer:
+    """The source's end: answers the calls of nodes that copy from here."""
+
+    def __init__(self, hosts: Mapping[Key, HostPort]) -> None:
+        self._hosts = hosts
+        self._held: dict[int, tuple[bytes, float]] = {}  # piece -> (bytes, when it was asked for)
+        self._numbers = itertools.count(1)
+
+    async def head(self, key: Key) -> dict[str, Any]:
+        head = await self._host(key).seed_head()
+        fields = head._asdict()
+        del fields["snapshot"]
+        return {**fields, **self._piece(head.snapshot)}
+
+    async def slice(self, key: Key, *, from_sequence: int, through: int) -> dict[str, Any]:
+        batches = await self._host(key).seed_slice(
+            from_sequence, through=through, bytes_max=CHUNK_BYTES
+        )
+        padded = [(b.header(), b.body, bytes(-b.size & 7)) for b in batches]
+        return self._piece(b"".join(itertools.chain.from_iterable(padded)))
+
+    def chunk(self, piece: int, offset: int) -> dict[str, Any]:
+        found = self._held.get(piece)
+        if found is None:
+            raise NotFound("the piece is not held any more", piece=piece)
+        data, _ = found
+        self._held[piece] = (data, asyncio.get_running_loop().time())
+        if offset + CHUNK_BYTES >= len(data):
+            del self._held[piece]
+        return {"data": data[offset : offset + CHUNK_BYTES]}
+
+    def _host(self, key: Key) -> HostPort:
+        host = self._hosts.get(key)
+        if host is None:
+            raise NotFound("no replica of this partition is here", topic=key[0], partition=key[1])
+        return host
+
+    def _piece(self, data: bytes) -> dict[str, Any]:
+        """What is told of a piece: all of it, or its beginning and where the rest is."""
+        if len(data) <= CHUNK_BYTES:
+            return {"bytes": len(data), "piece": 0, "data": data}
+        now = asyncio.get_running_loop().time()
+        fresh = [(n, h) for n, h in self._held.items() if now - h[1] < HELD_S_MAX]
+        self._held = dict(sorted(fresh, key=lambda each: each[1][1])[-(HELD_MAX - 1) :])
+        number = next(self._numbers)
+        self._held[number] = (data, now)
+        return {"bytes": len(data), "piece": number, "data": data[:CHUNK_BYTES]}
+
+
+class Pace:
+    """So many bytes per second, over all who ask."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0  # when what was taken so far is paid for
+
+    async def spend(self, count: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + count / self._bytes_per_s
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+class SeedReader:
+    """The receiver's end."""
+
+    def __init__(self, peers: Peers, *, bytes_per_s: int) -> None:
+        self._peers = peers
+        self._pace = Pace(bytes_per_s)
+
+    async def fetch(self, source: str, key: Key, into: SeedTarget) -> None:
+        connection = self._peers.live(source)
+        if connection is None:
+            raise Unavailable(f"node {source} is not connected", node=source)
+        place = {"topic": key[0], "partition": key[1]}
+        answer = await self._call(connection, "replica_seed", **place)
+        snapshot = await self._whole(connection, answer)
+        head = SeedHead(**{name: answer[name] for name in _HEAD_FIELDS}, snapshot=snapshot)
+        log.info("copying a replica", **place, source=source, first=head.first, bytes=len(snapshot))
+        await into.begin(head)
+        following, last = head.first, head.through
+        while following <= last:
+            piece = await self._call(
+                connection, "replica_seed_slice", **place, from_sequence=following, through=last
+            )
+            batches = _batches(await self._whole(connection, piece), following)
+            await into.write(batches)
+            following = batches[-1].last + 1
+
+    async def _whole(self, connection: PeerConnection, answer: dict[str, Any]) -> bytes:
+        parts, have = [answer["data"]], len(answer["data"])
+        await self._pace.spend(have)
+        while have < answer["bytes"]:
+            more = await self._call(
+                connection, "replica_seed_chunk", piece=answer["piece"], offset=have
+            )
+            if not more["data"]:
+                raise Corruption("a piece of a replica ended early")
+            parts.append(more["data"])
+            have += len(more["data"])
+            await self._pace.spend(len(more["data"]))
+        return b"".join(parts)
+
+    async def _call(
+        self, connection: PeerConnection, method: str, **arguments: Any
+    ) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(CALL_S_MAX):
+                return await connection.call(method, **arguments)
+        except TimeoutError as error:
+            raise Unavailable(f"{method} was not answered in {CALL_S_MAX:.0f} s") from error
+
+
+_HEAD_FIELDS: Final = tuple(name for name in SeedHead._fields if name != "snapshot")
+
+
+def _batches(data: bytes, expected: int) -> list[Batch]:
+    """The batches of a slice, verified: at least one, and the first covers `expected`."""
+    found: list[Batch] = []
+    at = 0
+    while at < len(data):
+        batch = decode(data, at)
+        found.append(batch)
+        at += (batch.size + 7) & ~7
+    if not found or found[0].first > expected or found[0].last < expected:
+        raise Corruption(f"a slice of a replica does not begin at {expected}")
+    return found
