@@ -50,7 +50,7 @@ class Walk:
     def resume(self, offset: int, previous: Batch, *, batches_before: int) -> None:
         """Begin at the flush mark behind `previous`."""
         self.start_at(offset, previous)
-        self.flush_end, self.batches, self.time_ms = offset, batches_before, previous.time_ms
+        self.flush_end, self.batches = offset, batches_before
 
     @property
     def at_mark(self) -> bool:

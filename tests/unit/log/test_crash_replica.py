@@ -18,10 +18,10 @@ from penstock.model.batch import SCHEMAS, Kind, seal
 OPTIONS = LogOptions(segment_bytes=4096, allocate_bytes=4096, reserve_bytes=0, floor_s=1e9)
 OLD, COMMITTED = 120, 20  # the end before a cut, and what is committed then
 
-# Forks a process for each run "name/operation/point". It writes a log of groups of three batches
-# of two messages, over some six segments, arms the point, and works.
+# Makes a log of groups of three batches of two messages, over five segments. Forks a process for
+# each run (name, operation, point), which copies the log, arms the point, and works.
 RUNS = """
-import json, os, sys
+import json, os, shutil, sys
 from pathlib import Path
 from penstock.log import DataFolder, LogOptions, PartitionLog, ReplicaFile
 from penstock.log.crash import arm
@@ -50,15 +50,21 @@ def seed(log):
     write(log, 2)
     log.finish_seeding()
 
+def prepare(root):
+    with DataFolder.open(root) as data:
+        folder = data.partition(1, 0)
+        ReplicaFile(folder, uuid="u").promise(1)
+        log = PartitionLog.open(folder, topic=1, partition=0, options=options)
+        write(log, 20)
+        log.advance_commit(20)
+        log.close()
+
 def work(root, operation, point):
+    shutil.copytree(root.parent / "template", root)
     data = DataFolder.open(root)
     folder = data.partition(1, 0)
-    replica = ReplicaFile(folder, uuid="u")
+    replica = ReplicaFile(folder)
     log = PartitionLog.open(folder, topic=1, partition=0, options=options)
-    write(log, 20)
-    log.advance_commit(20)
-    log.persist_floor()
-    replica.promise(1)
     arm(point)
     if operation.startswith("cut"):
         log.truncate(int(operation[3:]))
@@ -82,6 +88,7 @@ def run(root, operation, point):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 root = Path(sys.argv[1])
+prepare(root / "template")
 print(json.dumps([run(root / name, *rest) for name, *rest in json.loads(sys.argv[2])]))
 """
 
@@ -178,26 +185,23 @@ def test_a_cut_is_finished_after_any_number_of_crashes(crashes, point):
 @pytest.mark.parametrize("stride", [8, 512])
 def test_a_power_cut_during_a_cut_leaves_any_part_of_it(crashes, tmp_path, cut, stride):
     """Of what was written after the intent, each sector is there or not; so is each name."""
-    before, after = (
-        crashes[0] / f"power-{cut}-{point}" / "topics" / "00000001" / "0000" for point in POWER
-    )
+    before, after = (crashes[0] / f"power-{cut}-{point}" for point in POWER)
     dice = random.Random(cut)
-    for round in range(40):
-        folder = tmp_path / f"{round:04x}"
-        shutil.copytree(before, folder)
+    for round in range(20):
+        root = shutil.copytree(before, tmp_path / str(round))
         share = dice.random()
-        for path in before.glob("*.seg"):
-            if not (after / path.name).exists():
+        for path in [path.relative_to(before) for path in before.rglob("*.seg")]:
+            if not (after / path).exists():
                 if dice.random() < share:
-                    (folder / path.name).unlink()
+                    (root / path).unlink()
                 continue
-            images = path.read_bytes(), (after / path.name).read_bytes()
+            images = (before / path).read_bytes(), (after / path).read_bytes()
             mixed = [
                 images[dice.random() < share][at : at + stride]
                 for at in range(0, len(images[0]), stride)
             ]
-            (folder / path.name).write_bytes(b"".join(mixed))
-        log = PartitionLog.open(folder, topic=1, partition=0, options=OPTIONS)
+            (root / path).write_bytes(b"".join(mixed))
+        log = reopen(root)
         assert log.sequence_last == int(cut[3:])
         check_goes_on(log)
 

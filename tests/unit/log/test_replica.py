@@ -51,3 +51,22 @@ def test_any_damage_is_refused(folder):
 def test_a_uuid_that_does_not_fit_is_refused(folder):
     with pytest.raises(ValueError, match="uuid"):
         ReplicaFile(folder, uuid="x" * 65)
+
+
+def test_opening_the_log_does_not_disturb_a_promise(folder, open_log):
+    ReplicaFile(folder)
+    half_written = folder / "replica.tmp"
+    half_written.write_bytes(b"by another thread")
+    open_log()
+    assert half_written.exists()
+    ReplicaFile(folder).promise(1)
+    assert not half_written.exists()
+
+
+def test_a_damaged_file_is_replaced_by_that_of_a_new_replica(folder):
+    old = ReplicaFile(folder)
+    old.promise(3)
+    (folder / "replica").write_bytes(b"rot")
+    new = ReplicaFile.anew(folder)
+    assert new.uuid != old.uuid and new.promised == 0
+    assert ReplicaFile(folder).uuid == new.uuid

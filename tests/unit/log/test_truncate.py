@@ -7,7 +7,7 @@ import pytest
 from tests.unit.log.conftest import TINY
 
 from penstock.errors import NotFound
-from penstock.log import DataFolder, PartitionLog, verify_folder
+from penstock.log import DataFolder, LogOptions, PartitionLog, verify_folder
 
 
 def encoded(batches):
@@ -30,6 +30,7 @@ def check_end(log, batches):
         last.epoch, last.chain, last.time_ms,
     )  # fmt: skip
     assert encoded(log.scan(1)) == encoded(batches)
+    assert sum(log.scrub()) == sum(info.bytes for info in log.segments() if info.sealed)
     assert log.bytes_total == sum(info.bytes for info in log.segments())
     with pytest.raises(NotFound):
         log.read(last.last + 1, nowait=False)
@@ -150,6 +151,18 @@ def test_a_cut_behind_a_rewritten_segment(open_log, pen_on):
         assert (log.sequence_last, log.chain_last) == (sealed.last, chain)
     pen_on(log).put(b"goes on")
     assert open_log().sequence_last == sealed.last + 1
+
+
+def test_a_scrub_that_is_under_way_does_not_take_a_cut_for_rot(open_log, pen_on):
+    pen = pen_on(open_log(LogOptions(segment_bytes=4 << 20, reserve_bytes=0)))
+    for _ in range(5):
+        pen.stage([bytes(1 << 20)])
+        pen.log.write(pen.log.take())
+    assert pen.log.segments()[0].sealed
+    steps = pen.log.scrub()
+    assert next(steps) < pen.log.segments()[0].bytes  # it stands inside of the segment
+    pen.log.truncate(1)
+    assert sum(steps) < (4 << 20)  # and nothing is raised
 
 
 def test_fsck_accepts_a_log_that_was_cut(tmp_path, pen_on):

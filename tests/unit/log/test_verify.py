@@ -5,7 +5,7 @@ import random
 import pytest
 
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
-from penstock.log import DataFolder, LogOptions, PartitionLog, verify_folder
+from penstock.log import DataFolder, LogOptions, PartitionLog, ReplicaFile, verify_folder
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress, seal
 
 TINY = LogOptions(segment_bytes=1024, allocate_bytes=1024, reserve_bytes=0)
@@ -91,6 +91,29 @@ def test_rot_in_the_newest_segment_is_found_after_a_clean_close(data):
     for offset in range(used):
         path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
         assert not verify_folder(data.path).ok, offset
+
+
+def test_every_bit_of_a_replica_file_counts(data):
+    folder = data.partition(5, 1)
+    ReplicaFile(folder).promise(3)
+    assert verify_folder(data.path).ok
+    path = folder / "replica"
+    whole = path.read_bytes()
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
+        found = verify_folder(data.path).first_bad
+        assert (found["file"], found["partition"]) == (str(path), 1)
+
+
+def test_a_damaged_slot_of_the_floor_is_noted(data):
+    path = data.partition(5, 0) / "floor"
+    whole = path.read_bytes()
+    for offset in (3, 20, 40, 50, 62):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
+        report = verify_folder(data.path)
+        assert report.ok and "slot is torn" in report.notes[0]
+    path.write_bytes(bytes(64) + whole[64:512] + bytes(64) + whole[576:])
+    assert "floor" in verify_folder(data.path).first_bad["reason"]
 
 
 def test_missing_and_swapped_files_are_found(data):
