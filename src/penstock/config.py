@@ -139,6 +139,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.exposed if self.require_key is None else self.require_key
 
     @property
+    def cluster_name(self) -> str:
+        """Empty: the node is alone."""
+        return self.cluster.name if self.cluster.enabled else ""
+
+    @property
     def tls_enabled(self) -> bool:
         return self.tls.cert is not None
 

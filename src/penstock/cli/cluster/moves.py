@@ -68,7 +68,7 @@ def pending(status: Status, moves: list[Move]) -> list[Move]:
     found = []
     for move in moves:
         part = parts.get((move["topic"], move["partition"]))
-        if part is not None and (set(part["voters"]) != set(move["to"]) or under_way(part)):
+        if part is not None and (part["voters"] != move["to"] or under_way(part)):
             found.append(move)
     return found
 

@@ -60,9 +60,7 @@ def warnings(status: Status) -> list[str]:
 
 def under_way(part: dict[str, Any]) -> bool:
     """Whether a partition's replicas are not where they are wanted."""
-    return bool(part["joint"]) or (
-        bool(part["target"]) and set(part["target"]) != set(part["voters"])
-    )
+    return bool(part["joint"]) or part["target"] not in ([], part["voters"])
 
 
 async def follow(

@@ -127,10 +127,9 @@ def view_of(document: dict[str, Any], *, kept: bool) -> RenderableType:
     program = penstock_program()
     nodes = document["nodes"]
     rows = [(node["id"], node["url"], node["http"], str(node["pid"])) for node in nodes]
-    shape = f"--partitions 6 --set replication_factor={min(3, len(nodes))}"
     lines = [
         f"export PENSTOCK_URL={document['url']}",
-        f"{program} topic create jobs {shape}",
+        f"{program} topic create jobs --partitions 6",
         f"seq 1000 | {program} put jobs --lines",
         f"{program} cluster status --watch",
         f"kill -9 {nodes[0]['pid']}   # {nodes[0]['id']}; watch its partitions move",

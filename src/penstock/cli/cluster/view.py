@@ -154,13 +154,13 @@ def _mark(part: dict[str, Any], name: str, follower: dict[str, Any] | None, aliv
         return "follower" if part["state"] == "unknown" else "away"
     if not follower["connected"]:
         return "away"
-    return "behind" if follower["lag"] > BEHIND else "follower"
+    return "behind" if (follower["lag"] or 0) > BEHIND else "follower"
 
 
 def _lag(part: dict[str, Any]) -> Text:
     from rich.text import Text
 
-    behind = max((follower["lag"] for follower in part["followers"]), default=0)
+    behind = max((follower["lag"] or 0 for follower in part["followers"]), default=0)
     return Text(cell(behind), style="yellow" if behind > BEHIND else "dim")
 
 
