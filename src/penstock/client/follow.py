@@ -94,7 +94,8 @@ class PeerConnection(Connection):
         return self.welcome.node
 
     def tell(self, told: list[Told]) -> None:
-        self.send(FrameType.SUBSCRIBE, 0, pack(Tell(told)))
+        # with a number, so that a refusal is not taken for one of the whole connection
+        self.send(FrameType.SUBSCRIBE, self._next(), pack(Tell(told)))
 
     def follow(
         self, topic: int, partition: int, *, follow: Follow, follower: Follower

@@ -121,7 +121,7 @@ def frame_open_follow() -> bytes:
 
 def frame_tell() -> bytes:
     told = Told(1, 0, "fence", msgspec.msgpack.encode(Fence("n3", 2)))
-    return frame(FrameType.SUBSCRIBE, 0, pack(Tell([told])))
+    return frame(FrameType.SUBSCRIBE, 9, pack(Tell([told])))
 
 
 def frame_append() -> bytes:

@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 
 class Administration:
-    def __init__(self, cluster: Cluster, *, spawn: Callable[..., None]) -> None:
+    def __init__(self, cluster: Cluster, *, spawn: Callable[..., object]) -> None:
         self._cluster, self._spawn = cluster, spawn
         self._moves: dict[Key, tuple[str, ...]] = {}  # that wait for their turn, or are under way
 

@@ -48,7 +48,7 @@ class Cluster:
         options: ClusterOptions,
         replication: ReplicationOptions,
         connect: Connect,
-        spawn: Callable[..., asyncio.Task[None]],
+        spawn: Callable[..., object],
     ) -> None:
         self.node, self.options = info.id, options
         self.catalog, self.records = catalog, Records(store)
@@ -63,7 +63,7 @@ class Cluster:
         self._local: Local | None = None
         self.call_self: CallSelf = _nobody
         self.administration: Administration
-        self._membership: asyncio.Task[None] | None = None
+        self._membership: asyncio.Task[Any] | None = None
 
     def serve(self, local: Local) -> None:
         """Connect the network and the metadata store to the hosts of this node."""
@@ -104,7 +104,7 @@ class Cluster:
     # --- asking other nodes ---
 
     async def ask(
-        self, node: str, method: str, *, within_s: float = ASK_S, **arguments: Any
+        self, node: str, method: str, /, *, within_s: float = ASK_S, **arguments: Any
     ) -> dict[str, Any]:
         """An administrative call to a node, this one too."""
         if node == self.node:
@@ -119,7 +119,7 @@ class Cluster:
             raise Unavailable(f"node {node} did not answer in {within_s:g} s", node=node) from error
 
     async def ask_all(
-        self, method: str, *, within_s: float = ASK_S, **arguments: Any
+        self, method: str, /, *, within_s: float = ASK_S, **arguments: Any
     ) -> dict[str, dict[str, Any]]:
         """The same to every member; those who do not answer are left out."""
         nodes = sorted({*self.alive, self.node})
@@ -166,12 +166,16 @@ class Cluster:
         self.peers.listen(self)
         await until_available(lambda: self.members.join(info))
         self._on_members()
-        self._membership = self._spawn(self.members.run(), name="members")
+        self._spawn(self._stay(), name="members")
         self._spawn(self.control.run(), name="control")
         self._spawn(self._probe(), name="metadata-probe")
         await self.control.ready()
         self.ready = True
         log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
+
+    async def _stay(self) -> None:
+        self._membership = asyncio.current_task()
+        await self.members.run()
 
     async def set_draining(self, draining: bool) -> None:
         """Tell the others whether this node is to be given replicas."""

@@ -77,7 +77,7 @@ class ClusterControl:
         catalog: Catalog,
         local: Local,
         ages: Callable[[], Mapping[str, int]],
-        spawn: Callable[..., None],
+        spawn: Callable[..., object],
     ) -> None:
         self.node = node
         self.topics: dict[int, TopicConfig] = {}

@@ -14,6 +14,7 @@ from penstock.cluster.membership import NodeInfo
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch
 from penstock.node.logs import get_logger
+from penstock.node.routing.ports import PeerConnection as Asking
 from penstock.replication.messages import Append, Follow, Followed
 from penstock.wire.messages import Told
 
@@ -39,11 +40,8 @@ class FollowHandle(Protocol):
     def close(self) -> None: ...
 
 
-class PeerConnection(Protocol):
+class PeerConnection(Asking, Protocol):
     """What the node needs of a connection to another one."""
-
-    @property
-    def alive(self) -> bool: ...
 
     @property
     def node(self) -> str:
@@ -80,7 +78,7 @@ class Listener(Protocol):
 class Peers:
     """Connections by node. A node that is no longer a member is given up once it is lost."""
 
-    def __init__(self, node: str, *, connect: Connect, spawn: Callable[..., None]) -> None:
+    def __init__(self, node: str, *, connect: Connect, spawn: Callable[..., object]) -> None:
         self._node, self._connect, self._spawn = node, connect, spawn
         self._members: Mapping[str, NodeInfo] = {}
         self._links: dict[str, _Link] = {}
