@@ -122,8 +122,8 @@ async def test_a_folder_has_one_node(node: Node, tmp_path: Path) -> None:
 
 async def test_a_newer_format_is_refused(node: Node) -> None:
     await node.stop()
-    (node.path / "FORMAT").write_text('{"format": 3, "product": "penstock"}')
-    with pytest.raises(FailedPrecondition, match="format 3"):
+    (node.path / "FORMAT").write_text('{"format": 4, "product": "penstock"}')
+    with pytest.raises(FailedPrecondition, match="format 4"):
         await node.start()
 
 

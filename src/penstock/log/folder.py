@@ -14,9 +14,10 @@ import msgspec
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log.files import Handle, sync_folder, write_whole
 
-FORMAT: Final = 2  # the newest that this version reads and writes
+FORMAT: Final = 3  # the newest that this version reads and writes
 FORMAT_NEW: Final = 1  # of a new folder; it is raised when something needs it
 FORMAT_DELTAS: Final = 2  # holds a delta topic, which a reader of format 1 would take for a queue
+FORMAT_CLUSTER: Final = 3  # holds replicas, which a reader of format 2 would write to all alone
 
 
 class Format(msgspec.Struct):

@@ -23,8 +23,8 @@ def test_a_second_process_is_told_who_has_it(tmp_path):
 
 def test_a_newer_format_is_refused(tmp_path):
     DataFolder.open(tmp_path).close()
-    (tmp_path / "FORMAT").write_text('{"format": 3, "why": "later"}')
-    with pytest.raises(FailedPrecondition, match="format 3"):
+    (tmp_path / "FORMAT").write_text('{"format": 4, "why": "later"}')
+    with pytest.raises(FailedPrecondition, match="format 4"):
         DataFolder.open(tmp_path)
 
 

@@ -151,7 +151,7 @@ def test_verification_changes_nothing(data):
 def test_a_folder_in_use_or_of_a_newer_format_is_refused(data, tmp_path):
     with DataFolder.open(data.path), pytest.raises(Unavailable):
         verify_folder(data.path)
-    (data.path / "FORMAT").write_text('{"format": 3}')
+    (data.path / "FORMAT").write_text('{"format": 4}')
     with pytest.raises(FailedPrecondition):
         verify_folder(data.path)
     with pytest.raises(NotFound):
