@@ -114,11 +114,7 @@ class AppendLog:
             self._check_received(batch)
         if type(batch.body) is not bytes:  # a view would keep a whole network buffer alive
             batch = msgspec.structs.replace(batch, body=bytes(batch.body))
-        header = SegmentHeader(
-            self.topic, self.partition, batch.first, self.chain_last, self.epoch_last,
-            seeded=self.seeding,
-        )  # fmt: skip
-        begun = self._staging.add(batch, header=header)
+        begun = self._staging.add(batch, header=self._next_header)
         if begun is not None:
             self._table.append(begun)
         self._cache.put(batch)
@@ -305,6 +301,13 @@ class AppendLog:
         if not self._table.first <= sequence <= self._writer.durable:
             held = f"{self.sequence_first} to {self.sequence_durable}"
             raise NotFound(f"sequence {sequence} is not held, only {held}", sequence=sequence)
+
+    def _next_header(self) -> SegmentHeader:
+        """Of a segment that would begin behind what is staged."""
+        return SegmentHeader(
+            self.topic, self.partition, self.sequence_last + 1, self.chain_last, self.epoch_last,
+            seeded=self.seeding,
+        )  # fmt: skip
 
     def _check_received(self, batch: Batch) -> None:
         place = (self.topic, self.partition)

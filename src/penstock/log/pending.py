@@ -14,21 +14,19 @@ class Pending:
     thread. Every step is one operation on the deque, which needs no lock.
     """
 
-    __slots__ = ("_batches",)
+    __slots__ = ("_batches", "add")
 
     def __init__(self) -> None:
         self._batches: deque[Batch] = deque()
+        self.add = self._batches.append
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def add(self, batch: Batch) -> None:
-        self._batches.append(batch)
-
     def forget(self, through: int) -> None:
         """Let go of what is durable: everything up to `through`."""
         batches = self._batches
-        while batches and batches[0].last <= through:
+        while batches and batches[0].first <= through:  # a batch becomes durable as a whole
             batches.popleft()
 
     def clear(self) -> None:

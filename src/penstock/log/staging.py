@@ -11,6 +11,7 @@ smaller promise.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -111,18 +112,18 @@ class Staging:
             room -= self.options.reserve_bytes
         return max(room, 0) & ~7
 
-    def add(self, batch: Batch, *, header: SegmentHeader) -> Segment | None:
+    def add(self, batch: Batch, *, header: Callable[[], SegmentHeader]) -> Segment | None:
         """Give `batch` its place; returns the segment that it begins, if it begins one.
 
-        `header` is that of such a segment. Raises `DiskFull`, with nothing changed, when there is
-        no room for it.
+        `header` makes that of such a segment. Raises `DiskFull`, with nothing changed, when there
+        is no room for it.
         """
         size = padded(batch.size)
         begun: Segment | None = None
         segment, piece = self.segment, self._pieces[-1] if self._pieces else None
         mark = MARK_SIZE if piece is None else 0
         if segment is None or segment.end + mark + size + FOOTER_SIZE > segment.allocated:
-            piece = self._roll(size, header)
+            piece = self._roll(size, header())
             segment = begun = piece.segment
         elif piece is None:
             piece = Piece(segment, batch.first, None)
