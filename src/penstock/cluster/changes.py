@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from typing import ClassVar
 
 from penstock.cluster.store import WATCH_CHANGES_MAX, Change, MetadataStore
 from penstock.errors import PenstockError, Unavailable
@@ -15,17 +16,18 @@ from penstock.errors import PenstockError, Unavailable
 class ChangeQueue:
     """The changes under a prefix that one watcher has not taken yet."""
 
-    def __init__(self, prefix: str, *, limit: int = WATCH_CHANGES_MAX) -> None:
+    limit: ClassVar[int] = WATCH_CHANGES_MAX
+
+    def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.ended: PenstockError | None = None
-        self._limit = limit
         self._changes: deque[Change] = deque()
         self._news = asyncio.Event()
 
     def offer(self, change: Change) -> None:
         if self.ended or not change.key.startswith(self.prefix):
             return
-        if len(self._changes) >= self._limit:
+        if len(self._changes) >= self.limit:
             self._changes.clear()
             self.end(Unavailable("the watch fell behind; read the range again"))
             return

@@ -44,15 +44,20 @@ class EtcdWatch:
 
     async def run(self) -> None:
         """Report changes until cancelled, or until the watcher fell behind."""
+        broken = False  # one line when it breaks and one when it goes on, however long it takes
         try:
             while not self._queue.ended:
                 try:
                     if self._stream is None:
                         await self._resume()
+                        log.info("a watch of the metadata goes on")
+                        broken = False
                     await self._take()
                 except RetryableError as error:
                     self._drop()
-                    log.warning("a watch of the metadata was broken and goes on: %s", error)
+                    if not broken:
+                        log.warning("a watch of the metadata is broken: %s", error)
+                    broken = True
                     await asyncio.sleep(RESUME_S)
         except Exception as error:  # the end of a task: the watcher is told, whatever it is
             log.exception("a watch of the metadata failed")

@@ -156,11 +156,15 @@ class Membership:
             await self._store.revoke(self._lease)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        failing = False  # one line when it begins, however long it takes
         while True:
             try:
                 await work()
+                failing = False
             except RetryableError as error:
-                log.warning("membership is not in step with the metadata store: %s", error)
+                if not failing:
+                    log.warning("membership is not in step with the metadata store: %s", error)
+                failing = True
                 await asyncio.sleep(RETRY_S)
 
     async def _stay(self) -> None:

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from penstock.cluster.changes import ChangeQueue
 from penstock.cluster.store import (
     KEY_BYTES_MAX,
     VALUE_BYTES_MAX,
-    WATCH_CHANGES_MAX,
     Change,
     MetadataStore,
     until_won,
@@ -150,9 +150,12 @@ async def _take_half(store: MetadataStore, changes: AsyncIterator[Change]) -> No
         await anext(changes)
 
 
-async def test_a_watch_that_falls_behind_is_told(store: MetadataStore) -> None:
+async def test_a_watch_that_falls_behind_is_told(
+    store: MetadataStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChangeQueue, "limit", 100)
     async with store.watch("n/") as changes:
-        await asyncio.gather(*(store.put(f"n/{n}", b"") for n in range(WATCH_CHANGES_MAX + 1)))
+        await asyncio.gather(*(store.put(f"n/{n}", b"") for n in range(101)))
         with pytest.raises(Unavailable):
             await _take_half(store, changes)
 

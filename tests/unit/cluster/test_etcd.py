@@ -101,7 +101,7 @@ async def test_a_watch_goes_on_after_a_restart(etcd: EtcdProcess, store: EtcdSto
 
 
 async def test_what_a_broken_watch_missed_is_reported(
-    line: Line, far_store: EtcdStore, store: EtcdStore
+    line: Line, far_store: EtcdStore, store: EtcdStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The history is gone too, so that only reading again can tell."""
     for key in ("n/changed", "n/deleted", "n/same"):
@@ -119,6 +119,7 @@ async def test_what_a_broken_watch_missed_is_reported(
         assert await take(changes, 1) == [Change("n/same", b"1", later)]
     assert seen[:2] == [Change("n/made", b"1", made), Change("n/changed", b"2", changed)]
     assert seen[2].key == "n/deleted" and seen[2].value is None and seen[2].revision > changed
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 async def test_a_watch_behind_a_compaction_reads_again(store: EtcdStore) -> None:
