@@ -78,6 +78,8 @@ class Description(NamedTuple):
 
 
 class Heap(HeapState):
+    cut: Final = False  # it can tell all that it has (see `spine`)
+
     def apply(self, batch: Batch, columns: Columns, now: int) -> Applied:
         """Let the next batch of the log take effect. `now` has no say: time is the batch's."""
         if batch.first != self.sequence_applied + 1:

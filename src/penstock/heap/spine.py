@@ -9,6 +9,13 @@ message better than the chosen one was in some list, and was chosen before it, s
 fresh give rank error 0, and the bound K is what is left for candidates that go stale between the
 look and the lease.
 
+A source on another node cannot be refilled within a pick: it tells its best keys and whether it
+has more (`cut`). When such a list is used up, the pick ends there, with fewer messages than were
+wanted; whoever picks asks for fresh lists and goes on. Between the list and the lease others may
+arrive. They go first if they are better, which leaves behind as many of those that were picked, and
+these may be better than what is leased elsewhere: so at most floor(K / P) do (`bounded`), and all
+partitions together leave at most K behind.
+
 Keys compare between partitions, sequences do not: equal keys are taken in turn, partition by
 partition.
 """
@@ -30,22 +37,30 @@ Picked = list[tuple[int, Sequences]]
 class Source(Protocol):
     """A partition as the spine sees it (`Heap` is one)."""
 
+    @property
+    def cut(self) -> bool:
+        """Whether it has more than it can tell now."""
+
     def candidates(self, n: int, now: int) -> tuple[Keys, Sequences]: ...
 
     def rank(self, key: int, sequence: int, now: int) -> int: ...
 
 
 class Spine:
-    def __init__(self, k: int, partitions: int) -> None:
-        if k < 1 or partitions < 1:
-            raise ValueError("a spine needs k and partitions of at least 1")
+    def __init__(self, k: int, partitions: int, *, stretch: int = 1) -> None:
+        if k < 1 or partitions < 1 or stretch < 1:
+            raise ValueError("a spine needs k, partitions and a stretch of at least 1")
         self.k, self.partitions = k, partitions
+        self.stretch = stretch  # of equal keys so many are taken of a partition before the next
         self.fan_out = -(-k // partitions)
         self._turn = 0  # which partition wins a tie next
 
     def pick(self, sources: Sequence[Source], n: int, now: int) -> Picked:
-        """The best `n` messages: (partition, its share, best first), without empty shares."""
-        count = len(sources)
+        """The best `n` messages: (partition, its share, best first), without empty shares.
+
+        Fewer than `n`, though there are more, only if a source that is `cut` was used up.
+        """
+        count, stretch = len(sources), self.stretch
         width = min(n, max(self.fan_out, -(-n // count)))
         lists = [_Candidates(source, width, now) for source in sources]
         self._turn = (self._turn + 1) % count
@@ -54,15 +69,17 @@ class Spine:
             (own.keys[0], 0, (p - self._turn) % count, p) for p, own in enumerate(lists) if own.keys
         ]
         heapify(heap)
-        left = n
+        left = 0 if any(own.dry for own in lists) else n
         while heap and left:
             _, _, turn, p = heap[0]
             left -= 1
             key = lists[p].take()
-            if key is None:
-                heappop(heap)
+            if key is not None:
+                heapreplace(heap, (key, lists[p].taken // stretch, turn, p))
+            elif lists[p].dry:
+                break
             else:
-                heapreplace(heap, (key, lists[p].taken, turn, p))
+                heappop(heap)
         return [(p, own.sequences[: own.taken]) for p, own in enumerate(lists) if own.taken]
 
     def rank_error(self, sources: Sequence[Source], picked: Picked, now: int) -> int:
@@ -98,6 +115,11 @@ class _Candidates:
         keys, self.sequences = self._source.candidates(self.width, self._now)
         self.keys: list[int] = keys.tolist()
 
+    @property
+    def dry(self) -> bool:
+        """Used up, though the partition has more: nothing may be taken past it."""
+        return self._source.cut and self.taken == len(self.keys)
+
     def take(self) -> int | None:
         """Choose the head; returns the key of the next, None if the partition has no more."""
         self.taken += 1
@@ -105,6 +127,33 @@ class _Candidates:
             self.width *= 2
             self._fill()
         return self.keys[self.taken] if self.taken < len(self.keys) else None
+
+
+def bounded(
+    source: Source, count: int, now: int, *, bound: int, last: int, spare: int
+) -> Sequences:
+    """The best `count` messages no worse than `bound`, best first, as of now.
+
+    Of those that came after sequence `last`, at most `spare` take the place of an older one.
+    """
+    width = count
+    while True:
+        keys, sequences = source.candidates(width, now)
+        sequences = sequences[: int(keys.searchsorted(bound, side="right"))]
+        late = sequences[:count] > last
+        if int(np.count_nonzero(late)) <= spare:
+            return sequences[:count]
+        late = sequences > last
+        old = np.flatnonzero(~late)
+        if len(old) >= count - spare or len(sequences) < width:
+            break
+        width *= 2
+    # Older ones first; what room they leave is for the best that came late, at least `spare`.
+    kept = old[: count - spare]
+    room = count - len(kept)
+    chosen = np.sort(np.concatenate([kept, np.flatnonzero(late)[:room]]))
+    best: Sequences = sequences[chosen]
+    return best
 
 
 def _keys_of(source: Source, sequences: Sequences, now: int) -> Keys:

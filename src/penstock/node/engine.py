@@ -100,7 +100,11 @@ class Engine:
     _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
 
     def __post_init__(self) -> None:
-        self.router = Router(lambda: self.cluster, spawn=self.spawn)
+        self.router = Router(
+            lambda: self.cluster,
+            spawn=self.spawn,
+            consumers=f"{self.identity.node}/{self.run_id}/".encode(),
+        )
 
     # --- topics ---
 

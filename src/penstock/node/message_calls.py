@@ -151,8 +151,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
             message["deadline_ms"] = delivery.deadline_ms
             message["visibility_ms"] = delivery.visibility_ms
             messages.append(message)
-        if len(messages) >= stream.out:
-            arrived.set()
+        arrived.set()
 
     unreadable: list[PenstockError] = []
 
@@ -169,9 +168,19 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
         key_id=caller.key_id,
         fail=fail,
     )
+    stream.changed = arrived.set
+
+    def complete() -> bool:
+        """All that was leased so far is here."""
+        return bool(unreadable) or len(messages) >= stream.out + stream.away
+
     topic.add_stream(stream)
     try:
-        await _first_delivery(topic, stream, arrived, wait_ms)
+        if wait_ms:
+            await _until(arrived, lambda: bool(messages or unreadable), wait_ms)
+        else:
+            await topic.dispatched()
+        await _until(arrived, complete)
     finally:
         topic.remove_stream(stream)
     if unreadable and not messages:
@@ -193,19 +202,17 @@ def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
     return key
 
 
-async def _first_delivery(
-    topic: Topic, stream: LeaseStream, arrived: asyncio.Event, wait_ms: int
+async def _until(
+    changed: asyncio.Event, reached: Callable[[], bool], wait_ms: int | None = None
 ) -> None:
-    """Wait until what was leased has arrived; give up when nothing was leased in time."""
+    """Wait for `reached`, which may become true with each change; give up after `wait_ms`."""
     try:
-        async with asyncio.timeout(wait_ms / 1000 if wait_ms else None):
-            if not wait_ms:
-                await topic.dispatched()
-            if wait_ms or stream.out:
-                await arrived.wait()
+        async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
+            while not reached():
+                changed.clear()
+                await changed.wait()
     except TimeoutError:
-        if stream.out:  # leased at the last moment: it is about to arrive
-            await arrived.wait()
+        return
 
 
 # --- removing ---

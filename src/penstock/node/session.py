@@ -47,7 +47,6 @@ from penstock.wire.messages import (
     Call,
     Enqueue,
     Extend,
-    Grant,
     Hello,
     OpenFollow,
     OpenLease,
@@ -61,6 +60,7 @@ from penstock.wire.messages import (
     pack,
     unpack,
 )
+from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
 INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, reading pauses
@@ -71,7 +71,7 @@ _HELLO_BYTES_MAX: Final = 64 << 10
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
-Open = OpenLease | OpenLog | OpenFollow | Tell | Call
+Open = OpenLease | OpenLog | OpenFollow | OpenSupply | Tell | Call
 
 
 Act = Callable[[PartitionPort, NDArray[np.uint64], Reply], None]
@@ -231,8 +231,7 @@ class Session(asyncio.Protocol):
 
     def _on_ack(self, frame: Frame) -> None:
         if not frame.flags & FrameFlag.ACK_WANTED:
-            grant, _ = unpack(frame.payload, Grant)
-            self._subscriptions.grant(frame.sequence, grant)
+            self._subscriptions.on_ack(frame.sequence, frame.payload)
             return
         control, data = unpack(frame.payload, Settle)
         topic = self._engine.queue(control.topic)
@@ -298,6 +297,10 @@ class Session(asyncio.Protocol):
         if isinstance(control, OpenFollow):
             self._check_peer()
             self._subscriptions.open_follow(frame.sequence, control)
+            return
+        if isinstance(control, OpenSupply):
+            self._check_peer()
+            self._subscriptions.open_supply(frame.sequence, control)
             return
         if isinstance(control, OpenLease):
             self._subscriptions.open_lease(frame.sequence, control, self._key_id)

@@ -32,8 +32,8 @@ def gone(sequence: int, *, sequence_first: int) -> NotFound:
 class LeaseStream:
     """Messages leased to one consumer. `out` counts leases that are not yet settled."""
 
-    __slots__ = ("batch_max", "blocked", "consumer", "fail", "key_id", "open", "out", "send",
-                 "visibility_ms", "window")  # fmt: skip
+    __slots__ = ("away", "batch_max", "blocked", "changed", "consumer", "fail", "key_id", "open",
+                 "out", "send", "visibility_ms", "window")  # fmt: skip
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class LeaseStream:
         self.consumer, self.window, self.batch_max = consumer, window, batch_max
         self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
         self.fail = fail  # told when leased messages cannot be read
+        self.changed: Callable[[], None] | None = None  # told when `away` is another
         self.out = 0
+        self.away = 0  # the same, of messages that other nodes have leased to it
         self.open = True
         self.blocked = False  # the connection's send buffer is full
 
@@ -57,7 +59,7 @@ class LeaseStream:
         """How many messages may be leased to it now."""
         if self.blocked or not self.open:
             return 0
-        return min(self.window, leases_max) - self.out
+        return min(self.window, leases_max) - self.out - self.away
 
     def on_leased(self, count: int) -> None:
         self.out += count
@@ -67,6 +69,12 @@ class LeaseStream:
         self.out -= count
         if self.out < 0:
             raise RuntimeError(f"stream {self.consumer!r} got back more credit than it gave")
+
+    def on_away(self, change: int) -> None:
+        """Other nodes have leased more to it, or some of that has ended."""
+        self.away += change
+        if self.changed is not None:
+            self.changed()
 
     def grant(self, entries: int) -> None:
         self.window += entries

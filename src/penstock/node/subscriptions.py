@@ -16,6 +16,7 @@ from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.engine import Engine
 from penstock.node.replicas.transport import Sending
+from penstock.node.routing.demands import Demand
 from penstock.node.streams import LeaseStream, LogStream, gone
 from penstock.node.topic import Topic
 from penstock.wire.frame import FrameFlag, FrameType
@@ -27,7 +28,9 @@ from penstock.wire.messages import (
     OpenLease,
     OpenLog,
     pack,
+    unpack,
 )
+from penstock.wire.supply import Asked, OpenSupply
 
 Send = Callable[..., None]  # (type, number, *payload, flags=)
 
@@ -37,12 +40,13 @@ class Subscriptions:
         self._engine, self._send, self._name = engine, send, name
         self._streams: dict[int, tuple[Topic, LeaseStream | LogStream]] = {}
         self._follows: dict[int, Sending] = {}  # logs that another node reads
+        self._demands: dict[int, tuple[Topic, Demand]] = {}  # other nodes that pop from here
         self.blocked = False  # the connection's send buffer is full
 
     def check_number(self, number: int) -> None:
         """Raise unless one more stream may be opened under this number."""
         limit = self._engine.config.limits.streams_max
-        if number in self._streams or number in self._follows:
+        if number in self._streams or number in self._follows or number in self._demands:
             raise InvalidArgument("the stream number is taken", field="sequence")
         if len(self._streams) >= limit:
             raise LimitExceeded(f"a connection has at most {limit} streams", limit=limit)
@@ -52,6 +56,9 @@ class Subscriptions:
         self.blocked = blocked
         for topic, stream in self._streams.values():
             stream.blocked = blocked
+            topic.wake()
+        for topic, demand in self._demands.values():
+            demand.blocked = blocked
             topic.wake()
         if not blocked and self._engine.nodes is not None:
             for sending in list(self._follows.values()):
@@ -64,28 +71,50 @@ class Subscriptions:
         found = self._streams.pop(number, None)
         if found is not None:
             _remove(*found)
+        supplied = self._demands.pop(number, None)
+        if supplied is not None:
+            supplied[0].remove_demand(supplied[1])
         sending = self._follows.pop(number, None)
         if sending is not None and self._engine.nodes is not None:
             self._engine.nodes.transport.on_closed(sending)
 
     def close_all(self) -> None:
-        for number in [*self._streams, *self._follows]:
+        for number in [*self._streams, *self._follows, *self._demands]:
             self.close(number)
 
     def drop_topic(self, topic: Topic) -> None:
         """The topic is deleted: end its streams."""
-        for number, (owner, _) in list(self._streams.items()):
+        for number, (owner, _) in [*self._streams.items(), *self._demands.items()]:
             if owner is topic:
                 self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
 
     def end(self, number: int, error: PenstockError | None = None) -> None:
         """Close a stream from this side and say why; without an error: it is complete."""
-        if number in self._streams:
+        if number in self._streams or number in self._demands:
             self.close(number)
             why = () if error is None else (pack(error.to_wire()),)
             self._send(FrameType.UNSUBSCRIBE, number, *why)
 
-    def grant(self, number: int, grant: Grant) -> None:
+    def on_ack(self, number: int, payload: Buffer) -> None:
+        """What a client sends on a stream of its own: credit, or on a supply stream a question."""
+        demand = self._demands.get(number)
+        if demand is not None:
+            message: Asked
+            message, _ = unpack(payload, Asked)  # type: ignore[arg-type]
+            demand[1].on_message(message)
+        else:
+            self._grant(number, unpack(payload, Grant)[0])
+
+    def open_supply(self, number: int, control: OpenSupply) -> None:
+        topic = self._engine.queue(control.topic)
+
+        def send(*payload: Buffer) -> None:
+            self._send(FrameType.BATCH, number, *payload, flags=FrameFlag.BATCHED)
+
+        self._demands[number] = (topic, topic.add_demand(control.consumers, send))
+        self._send(FrameType.ACK, number, pack({}))
+
+    def _grant(self, number: int, grant: Grant) -> None:
         found = self._streams.get(number)
         if found is None:
             return  # the stream ended while the grant was on its way

@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
-from penstock.heap import Applied, Spine
+from penstock.heap import Applied
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Clock, Timer
 from penstock.node.delivering import Deliveries
-from penstock.node.enqueueing import COALESCE_ENTRIES
-from penstock.node.journal import Journal
+from penstock.node.dispatching import Dispatch
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
+from penstock.node.routing.demands import Demand
 from penstock.node.routing.ports import PartitionPort
 from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream, LogStream
-
-LEASES_PER_TURN: Final = 5000
-LEASE_MAX: Final = 1000  # messages leased by one record
-RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
 
 
 class Topic:
@@ -50,29 +42,26 @@ class Topic:
         router.add(self, config.id)
         self.metrics = metrics
         self.totals = dict.fromkeys(("enqueued", "acked", "retried", "dead", "expired"), 0)
-        self.rank_error_max = 0
         self._clock = clock
         self._on_fatal = on_fatal
         self._deliveries = Deliveries(
             config.name, metrics=metrics, on_damage=on_damage, on_fatal=on_fatal
         )
-        self._streams: dict[bytes, LeaseStream] = {}
+        self._dispatching = Dispatch(self, self._deliveries, clock=clock, router=router)
+        self._demands: list[Demand] = []  # other nodes whose consumers want our messages
         self._log_streams: dict[LogStream, Partition] = {}
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
         self._timer: Timer | None = None
         self._timer_ms = 0
-        self._spine = Spine(config.k, config.partitions)
-        self._picks = 0
-        self._awaited: list[tuple[Journal, int]] | None = None  # writes that a small lease awaits
         self.rotation = 0  # the partition that keyless messages go to next
         self.closed = False
 
     def reconfigure(self, config: TopicConfig) -> None:
         self.config = config
-        self._spine = Spine(config.k, config.partitions)
         self._add_ports()
+        self._dispatching.reconfigure()
 
     def _add_ports(self) -> None:
         """A port for each partition that has none; until it is served here, it is elsewhere."""
@@ -89,6 +78,7 @@ class Topic:
         self.partitions[index] = partition
         self._place_local()
         self._router.on_served((self.config.id, index))
+        self._recount()
         self.wake()
 
     def unserve(self, index: int) -> None:
@@ -104,7 +94,12 @@ class Topic:
         for stream, partition in list(self._log_streams.items()):
             if partition is gone:
                 stream.fail(moved)
+        self._recount()
         self.wake()
+
+    def _recount(self) -> None:
+        for demand in self._demands:
+            demand.recount(self.local)
 
     def _place_local(self) -> None:
         self.local = [p for p in self.partitions if isinstance(p, Partition)]
@@ -136,19 +131,35 @@ class Topic:
         return self.partitions[index]
 
     def add_stream(self, stream: LeaseStream) -> None:
-        self._streams[stream.consumer] = stream
+        self._dispatching.add(stream)
         self.wake()
 
     def remove_stream(self, stream: LeaseStream) -> None:
-        stream.open = False
-        self._streams.pop(stream.consumer, None)
+        self._dispatching.remove(stream)
+        self.wake()
 
     def streams_of(self, key_id: str | None) -> int:
-        return sum(1 for s in self._streams.values() if s.key_id == key_id)
+        return sum(1 for s in self._dispatching.streams.values() if s.key_id == key_id)
+
+    def add_demand(self, consumers: bytes, send: Callable[..., None]) -> Demand:
+        """Consumers of another node, whose names begin so, may lease our messages."""
+        demand = Demand(self, self._deliveries, consumers=consumers, clock=self._clock, send=send)
+        self._demands.append(demand)
+        self.wake()
+        return demand
+
+    def remove_demand(self, demand: Demand) -> None:
+        demand.close()
+        if demand in self._demands:
+            self._demands.remove(demand)
 
     @property
     def lease_streams(self) -> int:
-        return len(self._streams)
+        return len(self._dispatching.streams)
+
+    @property
+    def rank_error_max(self) -> int:
+        return self._dispatching.rank_error_max
 
     @property
     def log_streams(self) -> int:
@@ -156,7 +167,7 @@ class Topic:
 
     @property
     def unused_credit(self) -> int:
-        return sum(max(0, s.window - s.out) for s in self._streams.values())
+        return self._dispatching.unused_credit
 
     def add_log_stream(self, stream: LogStream, partition: Partition) -> None:
         self._log_streams[stream] = partition
@@ -174,9 +185,11 @@ class Topic:
     def observe(self, applied: Applied, reason: str) -> None:
         """A batch is committed: return credits, count what happened."""
         for consumer, count in applied.released.items():
-            stream = self._streams.get(consumer)
+            stream = self._dispatching.streams.get(consumer)
             if stream is not None:
                 stream.on_released(count)
+            else:
+                any(demand.on_released(consumer) for demand in self._demands)
         self._count(applied, reason)
 
     def _count(self, applied: Applied, reason: str) -> None:
@@ -219,6 +232,8 @@ class Topic:
     def _take_turn(self) -> None:
         for partition in self.local:
             partition.take_enqueues()
+        for demand in self._demands:
+            demand.take_turn()
         self._dispatch()
         for partition in self.local:
             partition.journal.flush()
@@ -228,104 +243,24 @@ class Topic:
             partition.journal.flush()
         for stream, partition in list(self._log_streams.items()):
             stream.pump(partition.coordinator.sequence_committed)
+        for demand in self._demands:
+            demand.after_turn()
         self._arm_timer()
 
     async def dispatched(self) -> None:
         """Wait until every ready message was offered to the streams that are open now."""
         waiter = self._loop.create_future()
         self._dispatch_waiters.append(waiter)
+        self._dispatching.rounds.renew()
         self.wake()
         await waiter
 
     def _dispatch(self) -> None:
-        if self._offer():
+        if self._dispatching.offer():
             for waiter in self._dispatch_waiters:
                 if not waiter.done():
                     waiter.set_result(None)
             self._dispatch_waiters.clear()
-
-    def _offer(self) -> bool:
-        """Lease ready messages to streams with credit; False if that has to wait for a write."""
-        if not all(p.coordinator.serving for p in self.local):
-            return False
-        if self.config.paused or not self._streams:
-            return True
-        if not any(p.heap.ready or p.heap.delayed for p in self.local):
-            return True
-        leases_max = self.config.consumer_leases_max
-        hungry = [s for s in self._streams.values() if s.room(leases_max) > 0]
-        if self._better_later(sum(s.room(leases_max) for s in hungry)):
-            return False
-        now_ms = self._clock.now_ms()
-        budget = min(LEASES_PER_TURN, self.config.inflight_max - self.leased)
-        while hungry and budget > 0:
-            for stream in hungry:
-                # Alone, it gets many at once; several take turns, a delivery each.
-                share = LEASE_MAX if len(hungry) == 1 else stream.batch_max
-                wanted = min(stream.room(leases_max), share, budget)
-                picked = self._pick(wanted, now_ms) if wanted > 0 else []
-                if not picked:
-                    return True
-                taken = sum(self._lease(stream, p, messages) for p, messages in picked)
-                if taken < wanted:
-                    return True  # that was all
-                budget -= taken
-            hungry = [s for s in hungry if s.room(leases_max) > 0]
-            self._rotate_streams()
-        if hungry and self.config.inflight_max > self.leased:
-            self.wake()  # the rest in the next turn, so that others get theirs
-        return True
-
-    def _better_later(self, wanted: int) -> bool:
-        """Whether to wait for the writes under way, since there is little to lease.
-
-        The lease could hardly be durable sooner, what is enqueued until then may be better, and
-        credit that comes back in crumbs would be leased out in crumbs for ever after.
-        """
-        ready = sum(p.heap.ready for p in self.local)
-        if min(wanted, ready) < COALESCE_ENTRIES:
-            if self._awaited is None:
-                journals = (p.journal for p in self.local)
-                self._awaited = [(j, j.writes) for j in journals if j.writing]
-            if any(journal.writes == writes for journal, writes in self._awaited):
-                return True
-        self._awaited = None
-        return False
-
-    def _rotate_streams(self) -> None:
-        """Who was served first goes last next time."""
-        if len(self._streams) > 1:
-            consumer = next(iter(self._streams))
-            self._streams[consumer] = self._streams.pop(consumer)
-
-    def _pick(self, wanted: int, now_ms: int) -> list[tuple[Partition, NDArray[np.uint64]]]:
-        """The best ready messages over all partitions, by the spine's rank bound."""
-        if len(self.local) == 1:
-            messages = self.local[0].heap.select(wanted, now_ms)
-            picked = [(self.local[0], messages)] if len(messages) else []
-        else:
-            heaps = [p.heap for p in self.local]
-            picked = [
-                (self.local[at], messages)
-                for at, messages in self._spine.pick(heaps, wanted, now_ms)
-            ]
-        self._picks += 1
-        if picked and self._picks % RANK_SAMPLE == 0:
-            self._sample_rank(picked, now_ms)
-        return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]
-
-    def _sample_rank(self, picked: list[tuple[Partition, NDArray[np.uint64]]], now_ms: int) -> None:
-        heaps = [p.heap for p in self.local]
-        by_place = [(self.local.index(p), m) for p, m in picked]
-        error = self._spine.rank_error(heaps, by_place, now_ms)
-        self.rank_error_max = max(self.rank_error_max, error)
-        self.metrics.rank_error(self.config.name, error)
-
-    def _lease(
-        self, stream: LeaseStream, partition: Partition, messages: NDArray[np.uint64]
-    ) -> int:
-        visibility_ms = stream.visibility_ms or self.config.visibility_ms
-        return self._deliveries.lease(stream, partition, messages, visibility_ms=visibility_ms)
 
     # --- time ---
 
@@ -357,6 +292,7 @@ class Topic:
         for waiter in self._dispatch_waiters:
             if not waiter.done():
                 waiter.set_exception(topic_not_found(self.config.name))
+        self._dispatching.rounds.close()
         for partition in self.local:
             partition.reader.forget()
 

@@ -7,6 +7,8 @@ from penstock.heap import Spine
 class Source:
     """A partition that notes how many candidates it was asked for."""
 
+    cut = False
+
     def __init__(self, *keys: int) -> None:
         self.keys = np.array(sorted(keys), np.int64)
         self.asked: list[int] = []

@@ -103,8 +103,10 @@ def control_of(kind: Kind, errands: list[Errand]) -> Any:
     if kind.type is FrameType.ACK:
         return Settle(kind.topic, tokens, forwarded=True)
     if kind.type is FrameType.HEARTBEAT:
-        return Extend(kind.topic, tokens, *kind.how, True)
-    return Return(kind.topic, tokens, *kind.how, True)
+        (extend_ms,) = kind.how
+        return Extend(kind.topic, tokens, extend_ms, forwarded=True)
+    delay_ms, reject, counted, reason = kind.how
+    return Return(kind.topic, tokens, delay_ms, reject, counted, reason, forwarded=True)
 
 
 def frames(errands: list[Errand]) -> Iterator[tuple[Kind, list[Errand]]]:

@@ -17,8 +17,11 @@ class RoutedTopic(Protocol):
 
 
 class Router:
-    def __init__(self, view: Callable[[], ClusterView], *, spawn: Callable[..., None]) -> None:
+    def __init__(
+        self, view: Callable[[], ClusterView], *, spawn: Callable[..., None], consumers: bytes
+    ) -> None:
         self._view, self._spawn = view, spawn
+        self.consumers = consumers  # what the names of all consumers of this node begin with
         self._topics: dict[int, RoutedTopic] = {}
         self._forwarder = Forwarder(self)
 

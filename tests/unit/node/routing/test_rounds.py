@@ -1,0 +1,171 @@
+"""Pops over partitions of several nodes: best first, no polling, credit that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.integration.harness import tokens_of
+from tests.unit.node.routing.conftest import Cluster
+
+from penstock.client.follow import PeerConnection
+from penstock.client.streams import LeaseStream
+from penstock.model.ids import LeaseToken
+from penstock.wire.frame import FrameType
+
+
+async def fill(cluster: Cluster, topic: str, priorities: list[list[int]]) -> None:
+    """Messages with these priorities in partition 0, 1, …; each is its own payload."""
+    for index, mine in enumerate(priorities):
+        rows = [{"payload": b"%d" % p, "priority": p} for p in mine]
+        if rows:
+            await cluster["a"].enqueue(topic, rows, partition=index)
+
+
+async def receive(stream: LeaseStream, count: int) -> list[tuple[int, LeaseToken]]:
+    """Priorities and tokens of the next messages."""
+    found: list[tuple[int, LeaseToken]] = []
+    async with asyncio.timeout(5):
+        while len(found) < count:
+            batch = await anext(stream)
+            d = batch.delivery
+            for i, priority in enumerate(batch.columns.fixed("priority").tolist()):
+                found.append((priority, LeaseToken(d.partition, d.epoch, d.token_first + i)))
+    return found
+
+
+async def test_a_pop_takes_the_best_of_all_nodes(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    await fill(cluster, "jobs", [[5, 2, 8], [1, 9, 4], [3, 7, 6]])
+    assert await cluster["a"].popped("jobs", 2) == [b"1", b"2"]
+    assert await cluster["b"].popped("jobs", 3) == [b"3", b"4", b"5"]
+    assert await cluster["c"].popped("jobs", 10) == [b"6", b"7", b"8", b"9"]
+    assert await cluster["a"].popped("jobs", 10) == []
+
+
+async def test_a_partition_with_all_the_best_is_not_passed(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc", k=3)
+    await fill(cluster, "jobs", [[900] * 50, list(range(300)), [800] * 50])
+    found = [int(p) for p in await cluster["a"].popped("jobs", 200)]
+    assert found == list(range(200))
+
+
+async def test_messages_of_other_nodes_are_acknowledged_through_any(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "bc")
+    await fill(cluster, "jobs", [[1, 2, 3], [4, 5, 6]])
+    held = await cluster["a"].pop("jobs", 6)
+    assert await cluster["b"].ack("jobs", held) == []
+    assert await cluster["c"].ack("jobs", held) == [0, 1, 2, 3, 4, 5]
+    assert len(tokens_of(held)) == 6
+
+
+async def test_a_stream_gets_what_becomes_ready_elsewhere(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "bc")
+    stream = await cluster["a"].stream("jobs", credits=10)
+    await asyncio.sleep(0.05)
+    await fill(cluster, "jobs", [[7], []])
+    assert [p for p, _ in await receive(stream, 1)] == [7]
+    await fill(cluster, "jobs", [[], [3, 4]])
+    assert [p for p, _ in await receive(stream, 2)] == [3, 4]
+
+
+async def test_credit_bounds_what_is_out_and_comes_back(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    await fill(cluster, "jobs", [list(range(i, 90, 3)) for i in range(3)])
+    stream = await cluster["a"].stream("jobs", credits=9)
+    seen: list[int] = []
+    while len(seen) < 90:
+        some = await receive(stream, 1)
+        seen += [p for p, _ in some]
+        leased = sum(n.engine.topic("jobs").leased for n in cluster.nodes.values())
+        assert leased <= 9
+        await cluster["a"].connection.settle("jobs", [t for _, t in some])
+    assert sorted(seen) == list(range(90))
+
+
+async def test_an_idle_stream_sends_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.topic("jobs", "abc")
+    await cluster["a"].stream("jobs", credits=10)
+    await asyncio.sleep(0.05)
+    sent: list[FrameType] = []
+    send = PeerConnection.send
+
+    def noted(peer: PeerConnection, type: FrameType, *rest: Any, **how: Any) -> None:
+        sent.append(type)
+        send(peer, type, *rest, **how)
+
+    monkeypatch.setattr(PeerConnection, "send", noted)
+    await asyncio.sleep(0.3)
+    assert sent == []
+
+
+async def test_several_consumers_share_without_overlap(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abcabc")
+    await fill(cluster, "jobs", [[i * 100 + j for j in range(50)] for i in range(6)])
+    streams = [await cluster[name].stream("jobs", credits=100) for name in "aabbcc"]
+    got: Counter[int] = Counter()
+
+    async def consume(stream: LeaseStream) -> None:
+        async for batch in stream:
+            got.update(batch.columns.fixed("priority").tolist())
+
+    tasks = [asyncio.create_task(consume(stream)) for stream in streams]
+    async with asyncio.timeout(5):
+        while sum(got.values()) < 300:
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    assert set(got.values()) == {1}
+
+
+async def test_what_a_lost_node_owed_is_no_credit(cluster: Cluster) -> None:
+    """The stream to b breaks while the consumer holds messages of it: the count is asked anew."""
+    await cluster.topic("jobs", "b")
+    await fill(cluster, "jobs", [[1, 2, 3, 4, 5, 6]])
+    stream = await cluster["a"].stream("jobs", credits=4)
+    held = await receive(stream, 4)
+    cluster.cut("a", "b")
+    await asyncio.sleep(0.05)
+    await cluster.connect("a", "b")
+    await asyncio.sleep(0.4)
+    assert stream.arrived == 0  # four are still out there
+    await cluster["a"].connection.settle("jobs", [t for _, t in held])
+    assert [p for p, _ in await receive(stream, 2)] == [5, 6]
+
+
+async def test_a_partition_that_moves_is_popped_from_its_new_node(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "b")
+    stream = await cluster["a"].stream("jobs", credits=4)
+    await asyncio.sleep(0.02)
+    cluster.give("jobs", 0, "c")
+    await fill(cluster, "jobs", [[1]])
+    assert [p for p, _ in await receive(stream, 1)] == [1]
+    cluster.give("jobs", 0, "a")
+    await fill(cluster, "jobs", [[2]])
+    assert [p for p, _ in await receive(stream, 1)] == [2]
+
+
+async def test_what_came_for_a_closed_stream_goes_back(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "bb")
+    stream = await cluster["a"].stream("jobs", credits=50)
+    await fill(cluster, "jobs", [list(range(50)), []])
+    await stream.close()
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+        taken = stream.arrived
+    b = cluster["b"].engine.topic("jobs")
+    assert b.leased + sum(p.heap.ready for p in b.local) == 50
+    assert taken == 0
+
+
+async def test_the_observed_rank_error_is_published(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    await fill(cluster, "jobs", [[1, 2], [3, 4], [5, 6]])
+    await cluster["a"].pop("jobs", 3)
+    await asyncio.sleep(0.02)
+    text = cluster["a"].engine.metrics.text().decode()
+    assert 'penstock_rank_error_count{topic="jobs"} 1.0' in text
