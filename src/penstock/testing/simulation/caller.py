@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from penstock.testing.simulation.simulation import Simulation
 
 TIMEOUT_US: Final = 1200 * MS
-ATTEMPTS_MAX: Final = 400
 
 
 class Owner(Protocol):
@@ -67,7 +66,7 @@ class Caller:
         unknown."""
 
         def answered(answer: Any) -> None:
-            if answer[0] in ("unknown", "elsewhere", "refused") and attempt < ATTEMPTS_MAX:
+            if answer[0] in ("unknown", "elsewhere", "refused"):
                 unknown = doubts + (answer[0] == "unknown")
                 pause = self._simulation.schedule.skewed(5 * MS, 300 * MS)
                 self._owner.after(pause, again, unknown)
@@ -75,6 +74,6 @@ class Caller:
             on_answer(answer, doubts)
 
         def again(unknown: int) -> None:
-            self.insist(request, on_answer, attempt=attempt + 1, doubts=unknown)
+            self.insist(request, on_answer, doubts=unknown)
 
         self.call(request, answered)

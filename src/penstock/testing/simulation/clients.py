@@ -146,11 +146,9 @@ class Consumer(Client):
 
     def take(self, partition: int, message: int, token: int, until: int) -> None:
         now = self.schedule.now
-        self.simulation.checker.add(
-            Delivered(now, self.name, partition, message, token, max(now, until))
-        )
-        if self.schedule.chance(0.1):
-            return  # forgets it
+        self.simulation.checker.add(Delivered(now, self.name, partition, message, token, until))
+        if now >= until or self.schedule.chance(0.1):
+            return  # too late, or it forgets it
         work = self.schedule.skewed(1 * MS, 1500 * MS)
         self.after(work, self.settle, partition, token)
 

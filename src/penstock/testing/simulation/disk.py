@@ -18,7 +18,6 @@ from penstock.model.batch import Batch
 from penstock.replication.facts import LogFacts
 from penstock.testing.simulation.schedule import MS, Schedule
 
-SYNC_US: Final = (300, 3 * MS)
 SLOW_SYNC_US: Final = (20 * MS, 900 * MS)
 
 
@@ -113,12 +112,15 @@ class Disk:
         schedule: Schedule,
         after: Callable[..., None],
         on_synced: Callable[[int], None],
+        *,
+        sync_us: tuple[int, int],
     ) -> None:
         self.platter = platter
         self.base, self.batches = platter.base, list(platter.batches)
         self._firsts = [batch.first for batch in self.batches]
         self.slow = False
         self.fail_next = False
+        self._sync_us = sync_us
         self._schedule, self._after, self._on_synced = schedule, after, on_synced
         self._operations: deque[Operation] = deque()
         self._under_way: Operation | None = None
@@ -220,7 +222,7 @@ class Disk:
             self._after(self._latency(), self._finish)
 
     def _latency(self) -> int:
-        low, high = SLOW_SYNC_US if self.slow else SYNC_US
+        low, high = SLOW_SYNC_US if self.slow else self._sync_us
         return self._schedule.skewed(low, high)
 
     def _finish(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from penstock.testing.simulation.metadata import STALE_US
 from penstock.testing.simulation.node import Node
 from penstock.testing.simulation.schedule import MS, SECOND
 
@@ -151,14 +150,8 @@ class Faults:
         self._for_a_while(200 * MS, 4 * SECOND, mend)
 
     def _stale_watch(self) -> None:
-        name, store = self._some_node().name, self._simulation.store
-        store.stale[name] = self._schedule.skewed(STALE_US, 5 * SECOND)
-
-        def mend() -> None:
-            store.stale[name] = 0
-            store.wake(name)
-
-        self._for_a_while(500 * MS, 5 * SECOND, mend)
+        lag_us = self._schedule.skewed(300 * MS, 5 * SECOND)
+        self._simulation.store.lag(self._some_node().name, lag_us)
 
     def _retarget(self) -> None:
         """An operator wants the replicas elsewhere."""

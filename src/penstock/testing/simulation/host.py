@@ -57,7 +57,13 @@ class Host:
     def __init__(self, node: Node, partition: int, platter: Platter) -> None:
         self.node, self.partition, self.platter = node, partition, platter
         self.simulation = node.simulation
-        self.disk = Disk(platter, node.simulation.schedule, node.after, self._on_synced)
+        self.disk = Disk(
+            platter,
+            node.simulation.schedule,
+            node.after,
+            self._on_synced,
+            sync_us=node.simulation.profile.sync_us,
+        )
         self.disk.slow = node.slow_disk
         self.snapshot: Snapshot | None = platter.snapshot
         self.committed = platter.floor
@@ -199,7 +205,6 @@ class Host:
             case OpenStream():
                 self._open_stream(effect.to, effect.follow)
             case CloseStream():
-                self._stop_seeding()
                 self.simulation.network.close(self.node.name, self.partition)
             case Reseed():
                 self._reseed(effect.source)
@@ -237,7 +242,6 @@ class Host:
 
     def _open_stream(self, to: str, follow: Follow) -> None:
         self.log("follow", to, follow)
-        self._stop_seeding()
         network = self.simulation.network
         stream = network.open(self.node.name, to, self.partition, follow.stream)
         network.send(
@@ -382,12 +386,6 @@ class Host:
                 self.node.after(SEED_TIMEOUT_US, self._on_seed_failed, number)
 
         self.disk.replace(None, [], dropped)
-
-    def _stop_seeding(self) -> None:
-        """The replica does something else now; it goes on with the empty log that it knows of."""
-        if self._seeding and (self.disk.batches or self.disk.base.sequence):
-            self.disk.replace(None, [], lambda: None)
-        self._seeding = 0
 
     def on_seed_asked(self, reader: str, number: int) -> None:
         if self.snapshot is None:

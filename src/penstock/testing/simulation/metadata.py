@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from penstock.replication.assignment import PartitionRecord
-from penstock.testing.simulation.schedule import MS
+from penstock.testing.simulation.schedule import MS, SECOND
 
 if TYPE_CHECKING:
     from penstock.testing.simulation.simulation import Simulation
 
 LATENCY_US: Final = (500, 8 * MS)
 WATCH_US: Final = (1 * MS, 20 * MS)
-STALE_US: Final = 300 * MS  # how often a stale watch catches up, at best
+STALE_CHANGES: Final = 8  # that a list may lack
 LEASE_US: Final = 1500 * MS
 TIMEOUT_US: Final = 500 * MS
 
@@ -98,7 +98,8 @@ class MetadataStore:
 
     def wake(self, node: str) -> None:
         """Let the node's watch deliver what is new, after a while."""
-        delay = self._schedule.skewed(*WATCH_US) + self.stale.get(node, 0)
+        stale = 0 if self._simulation.calm else self.stale.get(node, 0)
+        delay = self._schedule.skewed(*WATCH_US) + stale
         self._schedule.after(delay, self._deliver, node)
 
     def _deliver(self, name: str) -> None:
@@ -108,6 +109,35 @@ class MetadataStore:
         fresh, node.watched = self.changes[node.watched :], len(self.changes)
         for change in fresh:
             node.run(node.on_change, change)
+
+    def listed(
+        self, node: str
+    ) -> tuple[int, dict[int, tuple[PartitionRecord, int]], dict[str, int]]:
+        """Where a watch would begin, and the records and members then. A member of the store that
+        lags tells old ones, and goes on to lag for a while."""
+        seen = len(self.changes)
+        chance = 0 if self._simulation.calm else self._simulation.profile.stale_lists
+        if self._schedule.chance(chance):
+            seen -= self._schedule.between(0, min(STALE_CHANGES, seen - len(self.records)))
+            self.lag(node, self._schedule.skewed(50 * MS, 3 * SECOND))
+        records: dict[int, tuple[PartitionRecord, int]] = {}
+        members: dict[str, int] = {}
+        for change in self.changes[:seen]:
+            if isinstance(change, dict):
+                members = change
+            else:
+                records[change[0]] = change[1:]
+        return seen, records, dict(members)
+
+    def lag(self, node: str, lag_us: int) -> None:
+        """Have the node's watch tell everything that much later, for that long."""
+        self.stale[node] = lag_us
+
+        def over() -> None:
+            self.stale[node] = 0
+            self.wake(node)
+
+        self._schedule.after(lag_us, over)
 
     def heal(self) -> None:
         for node in self._simulation.nodes:

@@ -181,13 +181,9 @@ class Node:
             self._on_members(members)
             for partition, (record, revision) in records.items():
                 self._on_record(partition, record, revision)
+            store.wake(self.name)
 
-        store.request(
-            self.name,
-            lambda: (len(store.changes), dict(store.records), dict(store.members)),
-            listed,
-            lossy=False,
-        )
+        store.request(self.name, lambda: store.listed(self.name), listed, lossy=False)
 
     def on_change(self, change: Any) -> None:
         if isinstance(change, dict):

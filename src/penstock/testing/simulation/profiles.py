@@ -63,6 +63,8 @@ class Profile:
     straggle_us: int = 900 * MS
     reorder: bool = False  # on streams too
     lost_answers: float = 0.1  # of the metadata store, after a write
+    stale_lists: float = 0.1  # what a node that starts is told first, from a store that lags
+    sync_us: tuple[int, int] = (300, 3 * MS)
     snapshot_batches: int = 40  # 0: never
     producers: int = 3
     consumers: int = 2
@@ -75,7 +77,7 @@ _CALM: Final = Profile(name="calm", nodes=3, faults={"clock_jump": 1}, drop=0, d
 
 
 def _only(name: str, *faults: str, **changes: object) -> Profile:
-    weights = {fault: ALL_FAULTS[fault] for fault in faults}
+    weights = {fault: max(4, ALL_FAULTS[fault]) for fault in faults}
     return replace(Profile(), name=name, faults=weights, **changes)  # type: ignore[arg-type]
 
 
@@ -83,7 +85,17 @@ PROFILES: Final[dict[str, Profile]] = {
     profile.name: profile
     for profile in (
         Profile(),
-        _only("crashes", "crash", "fuse", "power_loss", nodes=3),
+        _only("crashes", "crash", "fuse", "power_loss", "clock_jump", nodes=3),
+        replace(
+            Profile(),
+            name="power",
+            nodes=3,
+            partitions=1,
+            faults={"power_loss": 8, "slow_disk": 6, "fuse": 8, "crash": 6, "cut": 8, "pause": 4},
+            sync_us=(1 * MS, 150 * MS),
+            stale_lists=0.4,
+            replication=replace(_QUICK, ack_entries=1),
+        ),
         _only(
             "network", "cut", "isolate", "reset_stream", "pause", nodes=3, partitions=1, drop=0.03,
             duplicate=0.05, straggle=0.05,
@@ -98,7 +110,7 @@ PROFILES: Final[dict[str, Profile]] = {
         ),
         _only(
             "metadata", "cut_store", "store_away", "stale_watch", "resign", "fuse", "crash", "cut",
-            lost_answers=0.3,
+            lost_answers=0.3, stale_lists=0.5,
         ),
         _only(
             "moves", "retarget", "fuse", "crash", "cut", "stale_watch", "wipe", nodes=5,
@@ -110,6 +122,6 @@ PROFILES: Final[dict[str, Profile]] = {
         ),
         replace(Profile(), name="five", nodes=5, replication_factor=5, partitions=1),
         replace(Profile(), name="two", nodes=3, replication_factor=2, policy=Policy.OLDEST),
-        replace(_CALM, partitions=3, atomics=2),
+        replace(_CALM, partitions=3, atomics=2, duration_ms=3000),
     )
 }  # fmt: skip
