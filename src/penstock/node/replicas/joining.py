@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+
+from penstock.cluster.catalog import TOPIC_ID
 from penstock.cluster.membership import NodeInfo
 from penstock.cluster.store import LeasingStore
 from penstock.config import Config, host_port
+from penstock.errors import FailedPrecondition, RevisionConflict
+from penstock.log.files import write_whole
 from penstock.log.folder import FORMAT_DELTAS
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.model.version import __version__
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
+from penstock.node.logs import get_logger
 from penstock.node.replicas.administration import Administration
 from penstock.node.replicas.cluster import Cluster, until_available
 from penstock.node.replicas.control import Held
@@ -22,7 +30,13 @@ from penstock.node.replicas.host import Host
 from penstock.node.replicas.peers import Connect
 from penstock.node.replicas.ports import Key
 from penstock.node.replicas.returning import Returning
+from penstock.replication.follower import State as Following
 from penstock.replication.nomination import Policy
+from penstock.replication.replica import Role
+
+CLUSTER_UUID: Final = "cluster/uuid"
+SETTLE_S_MAX: Final = 10.0
+log = get_logger(__name__)
 
 
 class EngineLocal:
@@ -100,9 +114,62 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     cluster = engine.nodes
     assert cluster is not None
     await until_available(engine.keys.load)
+    await until_available(lambda: _check_identity(engine, cluster.store))
     await cluster.start(_info(engine, port=port))
     engine.spawn(cluster.administration.run(), name="administration")
     engine.spawn(Returning(cluster, engine.hosts).run(), name="returning")
+    await until_available(lambda: _remove_deleted(engine, cluster))
+    await _settled(engine, cluster)
+
+
+async def _check_identity(engine: Engine, store: LeasingStore) -> None:
+    """Raise unless the metadata are those that the folder's topics are from. Other metadata may
+    have given the same ids to other topics, whose logs must not be mixed."""
+    try:
+        await store.put(CLUSTER_UUID, secrets.token_hex(16).encode(), expected_revision=0)
+    except RevisionConflict:
+        log.debug("the cluster has an id")
+    entry = await store.get(CLUSTER_UUID)
+    assert entry is not None
+    found, identity = entry.value.decode(), engine.identity
+    if not identity.cluster_uuid:
+        engine.identity = msgspec.structs.replace(identity, cluster_uuid=found)
+        content = [msgspec.json.encode(engine.identity)]
+        await asyncio.to_thread(write_whole, engine.folder.node_file, content)
+    elif identity.cluster_uuid != found:
+        raise FailedPrecondition(
+            f"data folder {engine.folder.path} is of another cluster named {identity.cluster}: "
+            "were the contents of etcd lost?"
+        )
+
+
+async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
+    """Remove files of topics that were deleted while this node was away: those whose id was given
+    out and is not there any more."""
+    counted = await cluster.store.get(TOPIC_ID)
+    given = int(counted.value) if counted else 0
+    for topic in {topic for topic, _, _ in engine.folder.partitions()}:
+        if topic not in cluster.control.topics and topic <= given:
+            log.info("removing a deleted topic's files", topic=topic)
+            await asyncio.to_thread(engine.folder.remove_topic, topic)
+
+
+async def _settled(engine: Engine, cluster: Cluster) -> None:
+    """Until the replicas here follow or serve, bounded in time: whoever restarts one node after
+    the other waits for this one to say that it is ready."""
+    deadline = time.monotonic() + SETTLE_S_MAX
+    while time.monotonic() < deadline:
+        ours = [k for k, h in cluster.control.records.items() if cluster.node in h.record.members]
+        if all(key in engine.hosts and _in_place(engine.hosts[key]) for key in ours):
+            return
+        await asyncio.sleep(0.05)
+    log.warning("not all replicas have found their place yet")
+
+
+def _in_place(host: Host) -> bool:
+    follower = host.replica.follower
+    streaming = follower is not None and follower.state is Following.STREAMING
+    return host.partition is not None or streaming or host.role is Role.HALTED
 
 
 def _info(engine: Engine, *, port: int) -> NodeInfo:

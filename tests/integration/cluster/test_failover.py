@@ -1,0 +1,112 @@
+"""Nodes are killed, stopped and wiped under writes; nothing that was acknowledged is lost."""
+
+import asyncio
+import shutil
+
+import pytest
+from tests.integration.cluster.asking import Asking
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_every_node_takes_writes_of_a_replicated_topic(cluster: Asking) -> None:
+    await cluster.create("shared", partitions=3)
+    for partition in range(3):
+        for node in ("n1", "n2", "n3"):
+            await cluster.put("shared", node.encode(), at=node, partition=partition)
+        assert await cluster.payloads("shared", partition=partition) == [b"n1", b"n2", b"n3"]
+    coordinators = {await cluster.coordinator("shared", index) for index in range(3)}
+    assert coordinators == {"n1", "n2", "n3"}
+
+
+async def test_a_killed_coordinator_is_replaced_and_nothing_is_lost(cluster: Asking) -> None:
+    await cluster.create("killed")
+    first = await cluster.coordinator("killed")
+    async with cluster.writing("killed") as acknowledged:
+        await cluster.until(lambda: _count(acknowledged, 50))
+        await cluster.processes.kill(first)
+        before = len(acknowledged)
+        await cluster.until(lambda: _count(acknowledged, before + 50))
+    assert max(took for _, took in acknowledged) < 5
+    held = await cluster.payloads("killed")
+    assert {payload for payload, _ in acknowledged} <= set(held)
+    await cluster.processes.start(first)
+    await cluster.has_all("killed", first)
+
+
+async def test_a_preferred_coordinator_comes_back(cluster: Asking) -> None:
+    await cluster.create("preferred")
+    preferred = (await cluster.partition("preferred"))["voters"][0]
+    assert await cluster.coordinator("preferred") == preferred
+    await cluster.processes.kill(preferred)
+    await cluster.put_somehow("preferred", b"x")
+    assert await cluster.coordinator("preferred") != preferred
+    await cluster.processes.start(preferred)
+
+    async def back() -> bool:
+        return await cluster.coordinator("preferred") == preferred
+
+    await cluster.until(back)
+    assert await cluster.payloads("preferred") == [b"x"]
+
+
+async def test_a_cluster_without_etcd_goes_on(cluster: Asking) -> None:
+    await cluster.create("orphan")
+    await asyncio.to_thread(cluster.processes.etcd.kill)
+
+    async def noticed() -> bool:
+        return not (await cluster.call("cluster_status"))["metadata"]["available"]
+
+    await cluster.until(noticed)
+    assert await cluster.put_somehow("orphan", b"without") < 1
+    await asyncio.to_thread(cluster.processes.etcd.start)
+    await cluster.processes.wait_ready()
+    assert await cluster.put_somehow("orphan", b"with again") < 1
+    await cluster.create("after")
+    assert await cluster.payloads("orphan") == [b"without", b"with again"]
+
+
+async def test_a_wiped_replica_is_copied_and_counts_again(cluster: Asking) -> None:
+    await cluster.create("wiped", retention_ms=0, max_retries=0, dlq=False)
+    coordinator = await cluster.coordinator("wiped")
+    wiped, other = await cluster.followers("wiped")
+    await _fill_and_drop(cluster, "wiped", coordinator)
+    await cluster.processes.kill(wiped)
+    await asyncio.to_thread(shutil.rmtree, cluster.processes.nodes[wiped].data)
+    await cluster.put("wiped", b"while it was away", at=coordinator)
+    await cluster.processes.start(wiped)
+    await cluster.has_all("wiped", wiped)
+    await cluster.put("wiped", b"with all", at=coordinator)
+    await cluster.processes.kill(other)  # only the copy is left to agree
+    assert await cluster.put_somehow("wiped", b"with the copy") < 5
+    await cluster.restore()
+
+
+async def test_nodes_are_restarted_in_turn_without_a_loss(cluster: Asking) -> None:
+    await cluster.create("rolling", partitions=1)
+    async with cluster.writing("rolling") as acknowledged:
+        for node in ("n1", "n2", "n3"):
+            assert await cluster.processes.stop(node) == 0
+            before = len(acknowledged)
+            await cluster.until(lambda before=before: _count(acknowledged, before + 20))
+            await cluster.processes.start(node)
+            await cluster.processes.wait_ready()
+    assert max(took for _, took in acknowledged) < 5
+    assert {payload for payload, _ in acknowledged} <= set(await cluster.payloads("rolling"))
+
+
+async def _count(acknowledged: list[tuple[bytes, float]], wanted: int) -> bool:
+    return len(acknowledged) >= wanted
+
+
+async def _fill_and_drop(cluster: Asking, topic: str, node: str) -> None:
+    """Write and settle until the log no longer begins at its start."""
+
+    async def begins_later() -> bool:
+        for _ in range(20):
+            await cluster.put(topic, bytes(4096), at=node)
+        await cluster.destroy("purge", topic, at=node)
+        [status] = (await cluster.call("stats", at=node, topic=topic))["topics"]
+        return bool(status["partitions"][0]["sequence_first"] > 1)
+
+    await cluster.until(begins_later, within_s=30)

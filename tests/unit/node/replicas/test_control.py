@@ -1,0 +1,215 @@
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.node.replicas.fakes import FakeHost, Spawning
+
+from penstock.cluster.catalog import Catalog
+from penstock.cluster.embedded import EmbeddedStore
+from penstock.cluster.records import Records
+from penstock.errors import Unavailable
+from penstock.model.topic import TopicConfig
+from penstock.node.replicas.control import ClusterControl, Held
+from penstock.node.replicas.ports import Key
+from penstock.replication.assignment import PartitionRecord
+
+OURS = PartitionRecord(voters=("a", "b", "c"))
+THEIRS = PartitionRecord(voters=("b", "c"))
+KEY = (1, 0)
+
+
+class Away(EmbeddedStore):
+    """A store that can be away."""
+
+    away = False
+
+    async def put(self, *args: object, **how: object) -> int:
+        if self.away:
+            raise Unavailable("away")
+        return await super().put(*args, **how)  # type: ignore[arg-type]
+
+
+class FakeLocal:
+    def __init__(self) -> None:
+        self.hosts: dict[Key, FakeHost] = {}
+        self.topics: list[str] = []
+        self.dropped: list[object] = []
+        self.promise = 0
+
+    async def add_topic(self, config: TopicConfig) -> None:
+        self.topics.append(config.name)
+
+    async def change_topic(self, config: TopicConfig) -> None:
+        self.topics.append(f"{config.name}/{config.max_retries}")
+
+    async def drop_topic(self, config: TopicConfig) -> None:
+        self.dropped.append(config.name)
+
+    async def open_replica(self, config: TopicConfig, index: int, held: Held) -> FakeHost:
+        return self.hosts.setdefault((config.id, index), FakeHost((config.id, index)))
+
+    def promised(self, key: Key) -> int:
+        return self.promise
+
+    async def drop_replica(self, key: Key) -> None:
+        self.dropped.append(key)
+        self.hosts.pop(key, None)
+
+
+class Scene:
+    """The control of node a over a store that it shares with others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Away(folder)
+        self.catalog, self.records = Catalog(self.store), Records(self.store)
+        self.local, self.spawn = FakeLocal(), Spawning()
+        self.control = ClusterControl(
+            "a", store=self.store, catalog=self.catalog, local=self.local,
+            ages=lambda: {"a": 1}, spawn=self.spawn,
+        )  # fmt: skip
+
+    async def start(self, *records: PartitionRecord) -> None:
+        await self.catalog.create({"name": "jobs", "partitions": max(1, len(records))})
+        await self.records.ensure({(1, index): record for index, record in enumerate(records)})
+        self._running = asyncio.get_running_loop().create_task(self.control.run())
+        await self.control.ready()
+        await self.spawn.done()
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.spawn.close()
+        await self.store.close()
+
+    def told(self, kind: str) -> list[tuple[object, ...]]:
+        return [each for each in self.local.hosts[KEY].told if each[0] == kind]
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    await scene.close()
+
+
+async def test_a_replica_is_opened_where_the_record_names_this_node(scene: Scene) -> None:
+    await scene.start(OURS, THEIRS)
+    assert scene.local.topics == ["jobs"]
+    assert list(scene.local.hosts) == [KEY]
+    assert [each[0] for each in scene.local.hosts[KEY].told] == ["members", "record"]
+
+
+async def test_a_replica_is_opened_when_the_record_comes_to_name_this_node(scene: Scene) -> None:
+    await scene.start(THEIRS)
+    learning = msgspec.structs.replace(THEIRS, learners=("a",))
+    changed = scene.control.changed(KEY)
+    await asyncio.gather(changed, scene.records.change(*KEY, learning, THEIRS))
+    await scene.spawn.done()
+    assert list(scene.local.hosts) == [KEY]
+
+
+async def test_a_version_is_told_once_and_an_older_one_never(scene: Scene) -> None:
+    await scene.start(OURS)
+    held = scene.control.records[KEY]
+    scene.control.on_record(KEY, held)
+    scene.control.on_record(KEY, Held(THEIRS, held.revision - 1))
+    assert scene.told("record") == [("record", 0, held.revision)]
+    scene.control.on_record(KEY, Held(OURS, held.revision + 1))
+    assert len(scene.told("record")) == 2
+
+
+async def test_an_epoch_that_is_won_is_told(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.control.take_epoch(KEY)
+    await scene.spawn.done()
+    assert [epoch for _, epoch, _ in scene.told("taken")] == [1]
+    record = await scene.records.get(*KEY)
+    assert (record.epoch, record.coordinator) == (1, "a")
+    assert scene.control.coordinator(KEY) == "a"
+
+
+async def test_an_epoch_is_above_what_was_promised(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.local.promise = 41
+    scene.control.take_epoch(KEY)
+    await scene.spawn.done()
+    assert (await scene.records.get(*KEY)).epoch == 42
+
+
+async def test_who_has_not_heard_of_the_last_epoch_takes_none(scene: Scene) -> None:
+    await scene.start(OURS)
+    known = scene.control.records[KEY]
+    await scene.records.take_epoch(*KEY, "b")
+    scene.control.records[KEY] = known  # the news is still on its way
+    scene.control.take_epoch(KEY)
+    await scene.spawn.done()
+    assert scene.told("taken") == []
+    assert (await scene.records.get(*KEY)).coordinator == "b"
+
+
+async def test_a_node_that_resigned_takes_nothing_back(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.control.quiet.add(KEY)
+    scene.control.take_epoch(KEY)
+    await scene.spawn.done()
+    assert (await scene.records.get(*KEY)).epoch == 0
+
+
+async def test_a_store_that_is_away_changes_nothing(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.store.away = True
+    scene.control.take_epoch(KEY)
+    scene.control.change_record(KEY, THEIRS, scene.control.records[KEY].revision)
+    await scene.spawn.done()
+    assert scene.told("taken") == [] and scene.told("change lost") == [("change lost",)]
+
+
+async def test_a_record_is_changed_only_if_it_is_the_one_known(scene: Scene) -> None:
+    await scene.start(OURS)
+    revision = scene.control.records[KEY].revision
+    scene.control.change_record(KEY, msgspec.structs.replace(OURS, target=("b",)), revision)
+    await scene.spawn.done()
+    assert (await scene.records.get(*KEY)).target == ("b",)
+    scene.control.change_record(KEY, OURS, revision)
+    await scene.spawn.done()
+    assert (await scene.records.get(*KEY)).target == ("b",)
+    assert scene.told("change lost") == [("change lost",)]
+
+
+async def test_a_replica_that_was_moved_away_is_dropped(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.control.retire(KEY)
+    await scene.spawn.done()
+    assert scene.local.dropped == []  # the record still names us
+    scene.control.on_record(KEY, Held(THEIRS, scene.control.records[KEY].revision + 1))
+    scene.control.retire(KEY)
+    await scene.spawn.done()
+    assert scene.local.dropped == [KEY]
+
+
+async def test_topics_are_followed(scene: Scene) -> None:
+    await scene.start(OURS)
+    await scene.catalog.update("jobs", {"max_retries": 7})
+    await scene.catalog.delete("jobs")
+    async with asyncio.timeout(5):
+        while not scene.local.dropped:
+            await asyncio.sleep(0.01)
+    assert scene.local.topics == ["jobs", "jobs/7"] and scene.local.dropped == ["jobs"]
+    assert scene.control.records == {}
+
+
+async def test_a_move_is_over_when_its_target_is_cleared(scene: Scene) -> None:
+    await scene.start(OURS)
+    revision = scene.control.records[KEY].revision
+    target = ("b", "c", "d")
+    wanted = msgspec.structs.replace(OURS, target=target)
+    scene.control.on_record(KEY, Held(wanted, revision + 1))
+    moving = asyncio.ensure_future(scene.control.settled(KEY, target))
+    joint = msgspec.structs.replace(wanted, joint=target, target=())
+    scene.control.on_record(KEY, Held(joint, revision + 2))
+    await asyncio.sleep(0)
+    assert not moving.done()
+    scene.control.on_record(KEY, Held(PartitionRecord(voters=target), revision + 3))
+    await asyncio.wait_for(moving, 1)

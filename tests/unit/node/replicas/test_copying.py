@@ -1,0 +1,124 @@
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.node.replicas.fakes import FakeHost
+
+from penstock.errors import Corruption, NotFound, Unavailable
+from penstock.model.batch import SCHEMAS, Batch, Kind, seal
+from penstock.node.replicas.copying import CHUNK_BYTES, HELD_MAX, Pace, SeedReader, SeedServer
+from penstock.node.replicas.ports import SeedHead
+
+KEY = (1, 0)
+
+
+def batch(first: int, size: int = 10) -> Batch:
+    body = SCHEMAS[Kind.ENQ].encode(1, {"payload": [bytes(size)]})
+    return seal(
+        Kind.ENQ, body, topic=1, partition=0, epoch=1, epoch_previous=1, first=first, count=1,
+        time_ms=5, chain_previous=0,
+    )  # fmt: skip
+
+
+class Line:
+    """Peers of which one is connected: its calls go straight to the server."""
+
+    def __init__(self, server: SeedServer) -> None:
+        self._server = server
+        self.calls: list[str] = []
+
+    def live(self, node: str) -> Any:
+        return self if node == "b" else None
+
+    async def call(self, method: str, /, **a: Any) -> dict[str, Any]:
+        self.calls.append(method)
+        if method == "replica_seed":
+            return await self._server.head((a["topic"], a["partition"]))
+        if method == "replica_seed_chunk":
+            return self._server.chunk(a["piece"], a["offset"])
+        return await self._server.slice(
+            (a["topic"], a["partition"]), from_sequence=a["from_sequence"], through=a["through"]
+        )
+
+
+class Target:
+    def __init__(self) -> None:
+        self.head: SeedHead | None = None
+        self.batches: list[Batch] = []
+
+    async def begin(self, head: SeedHead) -> None:
+        self.head = head
+
+    async def write(self, batches: list[Batch]) -> None:
+        self.batches += batches
+
+
+@pytest.fixture
+def host() -> FakeHost:
+    host = FakeHost(KEY)
+    host.head = SeedHead(5, 77, 3, 9, 7, 88, 3, b"state")
+    host.batches = [batch(sequence) for sequence in range(5, 12)]
+    return host
+
+
+def reader(host: FakeHost) -> tuple[SeedReader, Line]:
+    line = Line(SeedServer({KEY: host}))
+    return SeedReader(line, bytes_per_s=1 << 40), line  # type: ignore[arg-type]
+
+
+async def test_a_copy_is_the_snapshot_and_the_batches_up_to_its_end(host: FakeHost) -> None:
+    target = Target()
+    copying, line = reader(host)
+    await copying.fetch("b", KEY, target)
+    assert target.head == host.head
+    assert [b.first for b in target.batches] == [5, 6, 7, 8, 9]
+    assert [b.encode() for b in target.batches] == [b.encode() for b in host.batches[:5]]
+    assert line.calls.count("replica_seed_slice") == 3
+
+
+async def test_a_long_snapshot_and_a_long_batch_come_in_chunks(host: FakeHost) -> None:
+    host.head = host.head._replace(snapshot=bytes(range(256)) * (3 * CHUNK_BYTES // 256 + 1))
+    host.batches[0] = batch(5, size=2 * CHUNK_BYTES)
+    target = Target()
+    copying, line = reader(host)
+    await copying.fetch("b", KEY, target)
+    assert target.head == host.head and target.batches[0].encode() == host.batches[0].encode()
+    assert line.calls.count("replica_seed_chunk") == 5
+
+
+async def test_a_log_that_is_whole_and_empty_is_copied_too(host: FakeHost) -> None:
+    host.head = SeedHead(1, 0, 0, 0)
+    target = Target()
+    await reader(host)[0].fetch("b", KEY, target)
+    assert target.head == host.head and target.batches == []
+
+
+async def test_a_copy_needs_a_connection_and_a_replica(host: FakeHost) -> None:
+    with pytest.raises(Unavailable):
+        await reader(host)[0].fetch("z", KEY, Target())
+    with pytest.raises(NotFound):
+        await reader(host)[0].fetch("b", (9, 9), Target())
+
+
+async def test_a_slice_with_a_hole_is_refused(host: FakeHost) -> None:
+    del host.batches[0]
+    with pytest.raises(Corruption):
+        await reader(host)[0].fetch("b", KEY, Target())
+
+
+async def test_what_is_held_for_others_is_bounded(host: FakeHost) -> None:
+    server = SeedServer({KEY: host})
+    host.head = host.head._replace(snapshot=bytes(2 * CHUNK_BYTES))
+    pieces = [(await server.head(KEY))["piece"] for _ in range(HELD_MAX + 1)]
+    with pytest.raises(NotFound):
+        server.chunk(pieces[0], CHUNK_BYTES)
+    assert len(server.chunk(pieces[-1], CHUNK_BYTES)["data"]) == CHUNK_BYTES
+    with pytest.raises(NotFound):
+        server.chunk(pieces[-1], CHUNK_BYTES)  # it was fetched to its end
+
+
+async def test_all_copies_together_keep_the_pace() -> None:
+    pace, loop = Pace(1_000_000), asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(pace.spend(10_000) for _ in range(5)))
+    assert loop.time() - began >= 0.05
