@@ -18,7 +18,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline soak format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline soak simulate format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (AR
 
 soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")
 	$(BIN)/python scripts/crash_soak.py $(ARGS)
+
+simulate: setup ## Run clusters from seeds, with faults and checkers (ARGS="--seeds 10000 --jobs 2")
+	$(BIN)/python -m penstock.testing.simulation.command $(ARGS)
 
 format: setup ## Rewrite the code to the house format
 	$(BIN)/ruff check --fix .

@@ -187,7 +187,7 @@ AnyEvent = (
     Enqueuing | Enqueued | Refused | Atomic | Delivered | Extended | Released | Settled | Entered
     | Committed | AtRest | Stuck | Range | Message | Leased | Ended | Decided
 )  # fmt: skip
-_decoder: Final = msgspec.json.Decoder(AnyEvent)
+_decoder: Final[msgspec.json.Decoder[AnyEvent]] = msgspec.json.Decoder(AnyEvent)
 
 
 def decode_event(line: bytes | str) -> AnyEvent:
@@ -225,9 +225,8 @@ def log_events(batch: Batch) -> Iterator[AnyEvent]:
 
 def _messages(batch: Batch, columns: Columns) -> Iterator[Message]:
     names = columns.binary("run_producer")
-    transaction = b""
-    if batch.kind is Kind.PREPARE:
-        transaction = columns.binary("transaction")[0]
+    named = columns.binary("transaction") if batch.kind is Kind.PREPARE else None
+    transaction = b"" if named is None else named[0]
     counts = columns.fixed("run_count").tolist() or [batch.count]
     at = 0
     for run, count in enumerate(counts):

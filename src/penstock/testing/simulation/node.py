@@ -95,7 +95,6 @@ class Node:
 
     def point(self, name: str) -> None:
         """A named point: the process may end here."""
-        self.simulation.visited(name)
         if self.fuse is not None:
             self.fuse -= 1
             if self.fuse <= 0:
@@ -137,6 +136,7 @@ class Node:
             return
         lost = sum(host.disk.crash() for host in self.hosts.values())
         self.simulation.log(self.name, "crash", why, "lost", lost)
+        self.simulation.on_crash(why)
         self._end(power=power)
         self.simulation.faults.on_stopped(self)
 

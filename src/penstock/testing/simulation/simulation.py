@@ -39,7 +39,7 @@ class Result(msgspec.Struct):
     virtual_ms: int
     heal_ms: int
     faults: dict[str, int]
-    points: dict[str, int]
+    crashes: dict[str, int]  # by the named point at which a process ended
     verdict: Verdict
     last: list[str] = []  # events, if it failed
 
@@ -53,7 +53,7 @@ class Simulation:
         self.checker = Observer()
         self.calm = self.closing = False
         self.careful = True
-        self.points: dict[str, int] = {}
+        self.crashes: dict[str, int] = {}
         self.config = TopicConfig(
             name="jobs", id=7, partitions=profile.partitions, visibility_ms=1000,
             replication_factor=profile.replication_factor, backoff_ms_base=100, max_retries=3,
@@ -93,8 +93,8 @@ class Simulation:
     def log(self, *event: Any) -> None:
         self.trace.add(self.schedule.now, *event)
 
-    def visited(self, point: str) -> None:
-        self.points[point] = self.points.get(point, 0) + 1
+    def on_crash(self, point: str) -> None:
+        self.crashes[point] = self.crashes.get(point, 0) + 1
 
     def receiver(self, name: str) -> Any:
         return self.nodes.get(name) or self.clients[name]
@@ -131,7 +131,7 @@ class Simulation:
         verdict = self.checker.verdict()
         return Result(
             self.seed, self.profile.name, verdict.ok, self.trace.digest, self.schedule.fired,
-            self.schedule.now // MS, heal_ms, self.faults.drawn, self.points, verdict,
+            self.schedule.now // MS, heal_ms, self.faults.drawn, self.crashes, verdict,
             [] if verdict.ok else self.trace.lines(LAST_EVENTS),
         )  # fmt: skip
 

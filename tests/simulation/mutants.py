@@ -1,0 +1,191 @@
+"""Plausible mistakes, each made in one rule or one order of the real code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.heap.leases import LeaseBook
+from penstock.replication import assignment, coordinator, rules, sender
+from penstock.replication.coordinator import Coordinator
+from penstock.replication.effects import Persist
+from penstock.replication.facts import LogFacts
+from penstock.replication.promise import Promise
+from penstock.replication.replica import Replica
+from penstock.replication.rules import Fit
+from penstock.testing.simulation.disk import Disk
+from penstock.testing.simulation.host import Host
+from penstock.testing.simulation.metadata import MetadataStore
+from penstock.testing.simulation.tenure import Tenure
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def old_epochs_are_heard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rules, "accepts", lambda promised, epoch: True)
+
+
+def promises_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Answered at once, written never."""
+    patch.setattr(
+        Disk, "persist", lambda disk, promised, done: disk._after(0, lambda: done(promised))
+    )
+
+
+def acknowledged_before_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rules, "acknowledged", lambda durable, *, matched: matched)
+
+
+def old_entries_commit_by_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        rules, "commit", lambda reached, *, committed, barrier: max(reached, committed)
+    )  # fmt: skip
+
+
+def longest_log_wins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        rules, "best_log", lambda ends, prefer: max(ends, key=lambda n: (ends[n].sequence, n))
+    )
+
+
+def own_log_wins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rules, "best_log", lambda ends, prefer: prefer)
+
+
+def half_is_a_majority(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(assignment, "majority_of", lambda count: max(1, count // 2))
+
+
+def everything_fits(patch: pytest.MonkeyPatch) -> None:
+    """What stands after the place where two logs part is kept."""
+    patch.setattr(rules, "fit", lambda *args, **more: Fit.NEXT)
+    patch.setattr(sender, "meet", lambda tail, *, last_of: tail[-1][1] if tail else None)
+
+
+def watermark_passes_what_matched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        rules, "follower_commit", lambda heard, *, matched, committed: max(heard, committed)
+    )
+
+
+def fence_answered_before_promise(patch: pytest.MonkeyPatch) -> None:
+    def make(promise: Promise, epoch: int) -> list[Any]:
+        if epoch <= promise.asked:
+            return []
+        promise.asked = promise.kept = epoch
+        return [Persist(epoch)]
+
+    patch.setattr(Promise, "make", make)
+
+
+def staged_end_is_vouched_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "_durable", _counting_staged(Coordinator._durable))
+
+
+def _counting_staged(original: Any) -> Any:
+    def durable(self: Coordinator) -> dict[str, int]:
+        return {**original(self), self.node: self._log.last}
+
+    return durable
+
+
+def any_disk_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "_counts", lambda self, sender: True)
+
+
+def wiped_disks_promise(patch: pytest.MonkeyPatch) -> None:
+    original = Replica.on_fenced
+
+    def on_fenced(self: Replica, reply: Any, now: int) -> Any:
+        named = self.record.uuids.get(reply.node, "") if self.record else ""
+        return original(self, msgspec.structs.replace(reply, uuid=named), now)
+
+    patch.setattr(Replica, "on_fenced", on_fenced)
+
+
+def sets_change_at_once(patch: pytest.MonkeyPatch) -> None:
+    def reassigned(self: Coordinator) -> Any:
+        record = self.record
+        if not record.target or record.target == record.voters:
+            return None
+        return msgspec.structs.replace(record, voters=record.target, target=(), learners=())
+
+    patch.setattr(Coordinator, "_reassigned", reassigned)
+
+
+def epochs_are_taken_blindly(patch: pytest.MonkeyPatch) -> None:
+    original = MetadataStore.swap
+
+    def swap(self: MetadataStore, partition: int, record: Any, expected: int) -> int:
+        return original(self, partition, record, self.records[partition][1])
+
+    patch.setattr(MetadataStore, "swap", swap)
+
+
+def answered_before_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenure, "_when_committed", lambda self, sequence, reply, answer: reply(answer()))
+
+
+def leases_are_not_rearmed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LeaseBook, "rearm", lambda self, now_ms: None)
+
+
+def uncommitted_state_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A deposed coordinator goes on with what it had applied."""
+    original = Host._step_down
+
+    def step_down(self: Host, epoch: int) -> None:
+        committed, self.committed = self.committed, self.heap.sequence_applied
+        try:
+            original(self, epoch)
+        finally:
+            self.committed = committed
+
+    patch.setattr(Host, "_step_down", step_down)
+
+
+def served_before_the_barrier(patch: pytest.MonkeyPatch) -> None:
+    original = Host._enter
+
+    def enter(self: Host, epoch: int) -> None:
+        original(self, epoch)
+        assert self.tenure is not None
+        self.tenure.serving = True
+        self.tenure._when_committed = lambda _, reply, answer: reply(answer())  # type: ignore[method-assign]
+
+    patch.setattr(Host, "_enter", enter)
+    patch.setattr(Replica, "writable", lambda self, now: None)
+
+
+def truncation_forgets_too_much(patch: pytest.MonkeyPatch) -> None:
+    """Only what is known to be committed is kept when a stream begins."""
+    patch.setattr(sender, "meet", lambda tail, *, last_of: None)
+    patch.setattr(LogFacts, "tail", lambda self, committed: [])
+
+
+MUTANTS: dict[str, tuple[Mutant, str]] = {
+    mutant.__name__: (mutant, profile)
+    for mutant, profile in (
+        (promises_are_not_kept, "power"),
+        (acknowledged_before_synced, "power"),
+        (old_entries_commit_by_count, "crashes"),
+        (longest_log_wins, "crashes"),
+        (own_log_wins, "crashes"),
+        (half_is_a_majority, "network"),
+        (everything_fits, "crashes"),
+        (watermark_passes_what_matched, "crashes"),
+        (fence_answered_before_promise, "power"),
+        (staged_end_is_vouched_for, "power"),
+        (any_disk_counts, "disks"),
+        (wiped_disks_promise, "disks"),
+        (sets_change_at_once, "moves"),
+        (epochs_are_taken_blindly, "metadata"),
+        (answered_before_commit, "crashes"),
+        (leases_are_not_rearmed, "crashes"),
+        (uncommitted_state_is_kept, "network"),
+        (served_before_the_barrier, "crashes"),
+        (truncation_forgets_too_much, "crashes"),
+    )
+}
+__all__ = ["MUTANTS", "coordinator"]

@@ -1,0 +1,37 @@
+"""Hundreds of small clusters, each with its own misfortunes; every history is checked."""
+
+import os
+
+import pytest
+
+from penstock.testing.simulation.command import describe, results, runs_of
+from penstock.testing.simulation.profiles import PROFILES
+from penstock.testing.simulation.simulation import run_seed
+
+SEEDS = 504
+
+
+@pytest.mark.timeout(600)  # two minutes on one quiet core
+def test_every_seed_keeps_every_promise() -> None:
+    jobs = max(1, min(2, os.cpu_count() or 1))
+    failures = [describe(r) for r in results(runs_of(0, SEEDS, None), jobs) if not r.ok]
+    assert not failures, "\n\n".join(failures[:3])
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_does_what_it_is_for(profile: str) -> None:
+    """A run without messages, epochs or faults would prove nothing."""
+    found = [run_seed(seed, profile) for seed in (1, 2)]
+    assert sum(r.verdict.acknowledged for r in found) > 50
+    assert sum(r.verdict.leases for r in found) > 5
+    assert all(r.verdict.epochs >= PROFILES[profile].partitions for r in found)
+    assert {fault for r in found for fault in r.faults} <= set(PROFILES[profile].faults)
+
+
+def test_same_seed_same_trace() -> None:
+    """In another process too, whose sets are in another order."""
+    runs = runs_of(0, 12, None)
+    here = {r.seed: r.trace for r in results(runs, 1)}
+    elsewhere = {r.seed: r.trace for r in results(runs, 2)}
+    assert here == elsewhere
+    assert len(set(here.values())) == len(runs)
