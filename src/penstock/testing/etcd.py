@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -41,19 +41,28 @@ def etcd_program() -> str:
 class EtcdProcess:
     """One server. `start` again after `stop` or `kill` finds the same data on the same port."""
 
-    def __init__(self, folder: Path, *, name: str = "etcd0") -> None:
-        self.folder, self.name = folder, name
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "etcd0",
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix` is what runs the command, as `ip netns exec x`; `host` an address there."""
+        self.folder, self.name, self.host = folder, name, host
+        self._prefix = list(prefix)
         self.port, self.peer_port = free_ports(2)
         self.members = {name: self.peer_url}  # all of the cluster, for its first start
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def peer_url(self) -> str:
-        return f"http://127.0.0.1:{self.peer_port}"
+        return f"http://{self.host}:{self.peer_port}"
 
     @property
     def pid(self) -> int:
@@ -67,7 +76,8 @@ class EtcdProcess:
         with (self.folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    etcd_program(), "--name", self.name, "--data-dir", str(self.folder / "data"),
+                    *self._prefix, etcd_program(), "--name", self.name,
+                    "--data-dir", str(self.folder / "data"),
                     "--listen-client-urls", client_url, "--advertise-client-urls", client_url,
                     "--listen-peer-urls", self.peer_url,
                     "--initial-advertise-peer-urls", self.peer_url,
@@ -82,7 +92,7 @@ class EtcdProcess:
     def wait(self) -> None:
         """Until it is healthy: it has a leader and can commit."""
         deadline = time.monotonic() + START_S_MAX
-        while not _healthy(self.port):
+        while not _healthy(self.host, self.port):
             code = self._process.poll() if self._process else None
             if code is not None:
                 raise Unavailable(f"etcd ended with {code}, see {self.folder / 'etcd.log'}")
@@ -166,8 +176,8 @@ def free_ports(count: int) -> list[int]:
     raise Unavailable(f"no {count} free ports in {PORTS.start} to {PORTS.stop}")
 
 
-def _healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+def _healthy(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=2)
     try:
         connection.request("GET", "/health")
         return b'"health":"true"' in connection.getresponse().read()

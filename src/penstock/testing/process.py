@@ -38,6 +38,7 @@ class ServerProcess:
     arguments: list[str] = field(default_factory=list)  # further ones of `serve`
     environment: dict[str, str] = field(default_factory=dict)  # besides ours, without PENSTOCK_*
     prefix: list[str] = field(default_factory=list)  # what runs the command, as `ip netns exec x`
+    host: str = "127.0.0.1"  # an address that the prefix's network has
     _process: asyncio.subprocess.Process | None = None
 
     @property
@@ -47,15 +48,15 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return f"penstock://127.0.0.1:{self.ports['native']}"
+        return f"penstock://{self.host}:{self.ports['native']}"
 
     @property
     def grpc(self) -> str:
-        return f"127.0.0.1:{self.ports['grpc']}"
+        return f"{self.host}:{self.ports['grpc']}"
 
     @property
     def http(self) -> str:
-        return f"http://127.0.0.1:{self.ports['http']}"
+        return f"http://{self.host}:{self.ports['http']}"
 
     @property
     def log_path(self) -> Path:
@@ -81,7 +82,7 @@ class ServerProcess:
         port = {name: str(self.ports.get(name, 0)) for name in LISTENERS}
         arguments = [
             *self.prefix, sys.executable, "-m", "penstock.cli", "serve", "--data", str(self.data),
-            "--host", "127.0.0.1", "--port", port["native"], "--grpc-port", port["grpc"],
+            "--host", self.host, "--port", port["native"], "--grpc-port", port["grpc"],
             "--http-port", port["http"], "--ready-file", str(ready), *self.arguments,
         ]  # fmt: skip
         for name, value in self.options.items():
