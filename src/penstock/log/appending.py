@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Lock
 from typing import Final, NoReturn
 
 import msgspec
@@ -54,7 +53,6 @@ class AppendLog:
         self._reader = Reader(self._table, self._cache)
         self._staging = Staging(folder, options)
         self._writer = Writer(found.floor, floor_s=options.floor_s)
-        self._upkeep = Lock()  # one drop, rewrite or cut at a time
         self._failure = ""  # why nothing may be acknowledged any more
         self._ahead_due = 0.0  # a full disk is not asked again before
         self._restart(found.segments)
@@ -269,7 +267,7 @@ class AppendLog:
 
     def scrub(self) -> Iterator[int]:
         """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
-        return self._reader.scrub(self._upkeep)
+        return self._reader.scrub()
 
     def segments(self) -> list[SegmentInfo]:
         return [segment.info() for segment in self._table.segments()]

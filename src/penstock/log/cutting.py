@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.errors import Corruption
@@ -22,7 +22,7 @@ from penstock.log.files import Handle, sync_folder
 from penstock.log.floor import Floor
 from penstock.log.index import Index, Opened, sidecar
 from penstock.log.layout import FloorFlag, SegmentHeader, padded
-from penstock.log.segment import Segment, read_footer, read_header, seal
+from penstock.log.segment import Segment, read_footer, read_header, seal, segment_path
 from penstock.log.tail import clear_tail
 from penstock.log.walk import Walk, damaged, last_nonzero
 from penstock.model import batch as batches
@@ -30,30 +30,36 @@ from penstock.model import batch as batches
 _log = logging.getLogger(__name__)
 
 
-def cut_after(sequence: int, *, floor: Floor, segments: list[Segment]) -> list[Segment]:
-    """Durably forget everything behind `sequence`, a batch's last; returns what is left."""
+def cut_after(
+    sequence: int, *, floor: Floor, segments: list[Segment],
+    publish: Callable[[list[Segment]], None],
+) -> list[Segment]:  # fmt: skip
+    """Durably forget everything behind `sequence`, a batch's last; returns what is left.
+
+    It is given to `publish` before anything that is there is touched, so that who reads below the
+    cut meanwhile needs none of it.
+    """
     kept = [segment for segment in segments if segment.first <= sequence]
-    slot = floor.slot
-    changes = {"first": slot.first, "chain": slot.chain, "epoch": slot.epoch}
-    if not kept and segments:
-        header = segments[0].header
-        changes = {
-            "first": header.first, "chain": header.chain_before, "epoch": header.epoch_before
-        }  # fmt: skip
+    cut = None
+    if kept and kept[-1].last > sequence:
+        cut = _Cut(kept[-1].path, kept[-1].header, sequence, known=kept[-1].opened)
+        kept[-1] = cut.segment
+    slot, header = floor.slot, segments[0].header
+    if not kept:
+        slot = slot._replace(
+            first=header.first, chain=header.chain_before, epoch=header.epoch_before
+        )
     crash_point("log.truncate.before")
     floor.change(
         slot._replace(
             sequence=min(slot.sequence, sequence), tail=kept[-1].first if kept else 0,
-            flags=slot.flags | FloorFlag.CUT, cut=sequence, **changes,
+            flags=slot.flags | FloorFlag.CUT, cut=sequence,
         )
     )  # fmt: skip
     crash_point("log.truncate.intended")
-    newest = kept[-1] if kept else segments[0]
-    known = newest.opened.index if newest.opened is not None else None
-    header = newest.header
-    folder = newest.path.parent
-    cut = _finish_cut(folder, floor, topic=header.topic, partition=header.partition, known=known)
-    return [*kept[:-1], cut] if cut is not None else kept
+    publish(kept)
+    _finish_cut(segments[0].path.parent, floor, lambda _: cut)
+    return kept
 
 
 def begin_anew(folder: Path, *, floor: Floor, first: int, chain: int, epoch: int) -> None:
@@ -70,14 +76,18 @@ def begin_anew(folder: Path, *, floor: Floor, first: int, chain: int, epoch: int
 
 
 def finish_interrupted(folder: Path, floor: Floor, *, topic: int, partition: int) -> None:
-    """On opening: do what the floor says was under way. Raises `Corruption` below a cut."""
+    """On opening: do what the floor says was under way; `Corruption` if it cannot be done."""
     flags = floor.slot.flags
     if flags & FloorFlag.RESET:
         _log.warning("%s: finishing a reset", folder)
         _finish_reset(folder, floor)
     if flags & FloorFlag.CUT:
         _log.warning("%s: finishing a cut after sequence %d", folder, floor.slot.cut)
-        _finish_cut(folder, floor, topic=topic, partition=partition, known=None)
+        _finish_cut(
+            folder,
+            floor,
+            lambda path: _begun(path, floor.slot.cut, topic=topic, partition=partition),
+        )
 
 
 def _finish_reset(folder: Path, floor: Floor) -> None:
@@ -89,25 +99,21 @@ def _finish_reset(folder: Path, floor: Floor) -> None:
     crash_point("log.reset.after")
 
 
-def _finish_cut(
-    folder: Path, floor: Floor, *, topic: int, partition: int, known: Index | None
-) -> Segment | None:
-    slot, cut = floor.slot, None
+def _finish_cut(folder: Path, floor: Floor, cut_of: Callable[[Path], _Cut | None]) -> None:
+    slot = floor.slot
     firsts = sorted(int(path.stem, 16) for path in folder.glob("*.seg"))
-    gone = [first for first in reversed(firsts) if first > slot.cut]
+    gone = [segment_path(folder, first) for first in reversed(firsts) if first > slot.cut]
     kept = [first for first in firsts if slot.first <= first <= slot.cut]
-    paths = [folder / f"{first:016x}.seg" for first in gone]
-    _remove([*map(sidecar, paths), *paths], point="log.truncate.between")
+    _remove([*map(sidecar, gone), *gone], point="log.truncate.between")
     if gone:
         sync_folder(folder)
     crash_point("log.truncate.removed")
-    if kept:
-        path = folder / f"{kept[-1]:016x}.seg"
-        cut = _cut_segment(path, slot.cut, topic=topic, partition=partition, known=known)
+    cut = cut_of(segment_path(folder, kept[-1])) if kept else None
+    if cut is not None:
+        cut.perform()
     crash_point("log.truncate.cut")
     floor.settle(slot._replace(flags=slot.flags & ~FloorFlag.CUT, cut=0))
     crash_point("log.truncate.after")
-    return cut
 
 
 def _remove(paths: Iterable[Path], *, point: str) -> None:
@@ -116,26 +122,36 @@ def _remove(paths: Iterable[Path], *, point: str) -> None:
         crash_point(point)
 
 
-def _cut_segment(
-    path: Path, sequence: int, *, topic: int, partition: int, known: Index | None
-) -> Segment | None:
-    """Make the segment end after `sequence`, open for more; None if it is sealed there already."""
-    handle = Handle(path, os.O_RDWR)
+class _Cut:
+    """The segment that a cut goes through, and what it is to be: open for more behind the cut."""
+
+    def __init__(
+        self, path: Path, header: SegmentHeader, sequence: int, *, known: Opened | None = None
+    ) -> None:
+        handle = Handle(path, os.O_RDWR)
+        self.walk, index = Walk(handle, path, header=header, end=handle.size), Index()
+        if known is not None:
+            _skip(self.walk, index, sequence=sequence, known=known.index)
+        reach(self.walk, index, sequence)
+        self.segment = Segment(path, header)
+        self.segment.reached(self.walk)
+        self.segment.opened, self.segment.allocated = Opened(handle, index), handle.size
+
+    def perform(self) -> None:
+        walk = self.walk
+        sidecar(walk.path).unlink(missing_ok=True)
+        clear_tail(walk.handle, walk, last_nonzero(walk.handle, walk.offset, walk.end))
+        if walk.header.compacted:  # nothing may be appended to a rewritten segment
+            seal(self.segment)
+
+
+def _begun(path: Path, sequence: int, *, topic: int, partition: int) -> _Cut | None:
+    """What is left to do of a cut through a segment; None if it is sealed there already."""
+    handle = Handle(path)
     header = read_header(handle, path, topic=topic, partition=partition)
     if _sealed_at(handle, path, header) == sequence:
         return None
-    walk, index = Walk(handle, path, header=header, end=handle.size), Index()
-    if known is not None:
-        _skip(walk, index, sequence=sequence, known=known)
-    reach(walk, index, sequence)
-    sidecar(path).unlink(missing_ok=True)
-    clear_tail(handle, walk, last_nonzero(handle, walk.offset, walk.end))
-    segment = Segment(path, header)
-    segment.reached(walk)
-    segment.opened, segment.allocated = Opened(handle, index), handle.size
-    if header.compacted:  # nothing may be appended to a rewritten segment
-        seal(segment)
-    return segment
+    return _Cut(path, header, sequence)
 
 
 def _sealed_at(handle: Handle, path: Path, header: SegmentHeader) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class PartitionLog(AppendLog):
     def __init__(
         self, folder: Path, found: Recovered, *, topic: int, partition: int, options: LogOptions
     ) -> None:
+        self._upkeep = Lock()  # one drop, rewrite or cut at a time
         self._snapshots = Snapshots(folder, topic=topic, partition=partition)
         super().__init__(folder, found, topic=topic, partition=partition, options=options)
 
@@ -178,8 +180,11 @@ class PartitionLog(AppendLog):
             if sequence == self.sequence_last:
                 return
             try:
-                segments = self._table.segments()
-                self._restart(cut_after(sequence, floor=self._writer.floor, segments=segments))
+                kept = cut_after(
+                    sequence, floor=self._writer.floor, segments=self._table.segments(),
+                    publish=lambda kept: self._table.restart(kept, empty_at=sequence + 1),
+                )  # fmt: skip
+                self._restart(kept)
                 self._grow_ahead()
             except OSError as error:
                 self._fail(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from threading import Lock
 from typing import Final
 
 from penstock.errors import Corruption
@@ -181,11 +180,8 @@ class Reader:
             position += 1
         return found
 
-    def scrub(self, changing: Lock) -> Iterator[int]:
-        """Verify every sealed segment from the file, yielding bytes done after each chunk.
-
-        Who cuts a segment holds `changing` meanwhile.
-        """
+    def scrub(self) -> Iterator[int]:
+        """Verify every sealed segment from the file, yielding bytes done after each chunk."""
         for segment in self._table.segments():
             handle = self._table.open_file(segment) if segment.sealed else None
             if handle is None:
@@ -193,9 +189,8 @@ class Reader:
             try:
                 yield from _scrub_segment(segment, handle)
             except Corruption:
-                with changing:
-                    if segment in self._table.segments():
-                        raise
+                if segment in self._table.segments():
+                    raise  # else it has been cut meanwhile
 
     def scan(self, sequence: int, through: int) -> Iterator[Batch]:
         """Every batch from the one that covers `sequence` to the one that ends at `through`."""

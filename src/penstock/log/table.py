@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
-from penstock.errors import NotFound
+from penstock.errors import Corruption, NotFound
 from penstock.log.files import Handle
 from penstock.log.index import Opened
 from penstock.log.layout import FOOTER_SIZE
@@ -86,18 +86,30 @@ class SegmentTable:
         segment = self.find(sequence)
         opened = segment.opened
         while opened is None and not nowait:
-            handle = self.open_file(segment)
-            if handle is None:
+            opened = self._load(segment)
+            if opened is None:
                 segment = self.find(sequence)
                 opened = segment.opened
             else:
-                opened = segment.opened = Opened(handle, load_index(segment, handle))
+                segment.opened = opened
         if segment.sealed and opened is not None:
             self.touch(segment)
         return segment, opened
 
+    def _load(self, segment: Segment) -> Opened | None:
+        """Open exactly this segment; None once it is another one's place."""
+        handle = self.open_file(segment)
+        if handle is None:
+            return None
+        try:
+            return Opened(handle, load_index(segment, handle))
+        except Corruption:
+            if segment in self._view[1]:
+                raise
+            return None  # it was cut meanwhile
+
     def open_file(self, segment: Segment) -> Handle | None:
-        """The file of exactly this segment; None once it was dropped or rewritten."""
+        """The file of exactly this segment; None once it was dropped, cut or rewritten."""
         with self._lock:  # not while a rewrite swaps the file
             return Handle(segment.path) if segment in self._view[1] else None
 

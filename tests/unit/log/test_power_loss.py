@@ -64,6 +64,28 @@ def test_snapshots_and_rewrites_survive_a_power_cut(image, tmp_path, pen_on):
         del log
 
 
+def cut_and_cut(disk, pen_on):
+    pen = pen_on(open_on(disk))
+    pen.fill(1)
+    committed = pen.log.sequence_committed
+    for _ in range(200):
+        pen.stage([b"of a coordinator that is gone"] * 10)
+        pen.log.write(pen.log.take())
+    pen.log.truncate(pen.batches[-80].last)
+    cut_power(disk)
+    return committed, pen.batches[:-79]
+
+
+def test_a_cut_survives_a_power_cut(image, tmp_path, pen_on):
+    with ext4(image, tmp_path / "disk") as disk:
+        committed, batches = cut_and_cut(disk, pen_on)
+    with ext4(image, tmp_path / "disk") as disk:
+        log = open_on(disk)
+        assert log.sequence_durable == batches[-1].last > log.sequence_committed >= committed - 2
+        assert [b.encode() for b in log.scan(1)] == [b.encode() for b in batches]
+        del log
+
+
 def put_many(pen):
     for _ in range(100):
         pen.put(b"x" * 8000)

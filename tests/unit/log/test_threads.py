@@ -64,3 +64,45 @@ def test_readers_and_upkeep_do_not_disturb_the_writer(open_log, pen_on):
         assert all(reader.result() > 0 for reader in readers)
     log = open_log(OPTIONS)
     assert list(log.scan(1))[-1].chain == pen.batches[-1].chain
+
+
+def scrub(log, done):
+    rounds = 0
+    while not done.is_set():
+        rounds += 1
+        for _ in log.scrub():
+            pass
+    return rounds
+
+
+def read_committed(log, done, expected):
+    """What is committed is read as it was written, whatever happens behind it."""
+    dice, found = random.Random(2), 0
+    while not done.is_set():
+        through = log.sequence_committed
+        sequence = dice.randint(1, through)
+        batch = log.read(sequence, nowait=False)
+        [first, *_] = log.read_slice(sequence, through=through, bytes_max=3000, nowait=False)
+        assert batch.chain == first.chain == expected[sequence]
+        found += 1
+    return found
+
+
+def test_cuts_do_not_disturb_readers_of_what_is_committed(open_log, pen_on):
+    pen, done, expected = pen_on(open_log(OPTIONS)), Event(), {}
+    batch = pen.put(b"first")
+    expected[1] = batch.chain
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(read_committed, pen.log, done, expected) for _ in range(2)]
+        scrubber = pool.submit(scrub, pen.log, done)
+        for number in range(60):
+            kept = pen.stage([b"%d" % number * 40] * 3)
+            for _ in range(12):
+                pen.stage([b"%d goes" % number * 40] * 3)
+            pool.submit(pen.log.write, pen.log.take()).result()
+            pool.submit(pen.log.truncate, kept.last).result()
+            expected |= dict.fromkeys(range(kept.first, kept.last + 1), kept.chain)
+            pen.log.advance_commit(kept.last)
+        done.set()
+        assert all(reader.result() > 0 for reader in [*readers, scrubber])
+    assert open_log(OPTIONS).sequence_last == pen.log.sequence_last == 181
