@@ -75,7 +75,6 @@ class Coordinator:
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
         self._quorum_ms = now  # when a quorum was alive last
-        self._credit_ms = now  # when a quorum had credit last
 
     @property
     def serving(self) -> bool:
@@ -179,8 +178,6 @@ class Coordinator:
                 effects.append(Send(node, self.append(node)))
         if self.record.majority(self._reachable(now)):
             self._quorum_ms = now
-        if self.record.majority(self._with_credit()):
-            self._credit_ms = now
         return effects + self._next_change()
 
     def writable(self, now: int) -> PenstockError | None:
@@ -191,9 +188,7 @@ class Coordinator:
                 alive=sorted(self._reachable(now)),
                 voters=list(self.record.voters),
             )
-        if now - self._credit_ms > self._options.backpressure_ms and not self.record.majority(
-            self._with_credit()
-        ):
+        if not self.record.majority(self._moving(now)):
             return Backpressure(
                 "a majority of the replicas is slow", retry_after_s=BACKPRESSURE_RETRY_S
             )
@@ -203,8 +198,16 @@ class Coordinator:
         alive = {n for n, s in self.senders.items() if s.alive(self._options, now)}
         return {n for n in alive if self._counts(self.senders[n])} | {self.node}
 
-    def _with_credit(self) -> set[str]:
-        return {n for n, s in self.senders.items() if not s.credit.exhausted} | {self.node}
+    def _moving(self, now: int) -> set[str]:
+        """Those who take what they are sent. A batch as large as the window uses it up each time;
+        only who gives nothing back for a while is slow."""
+        since = now - self._options.backpressure_ms
+        slow = {
+            node
+            for node, sender in self.senders.items()
+            if sender.exhausted_ms is not None and sender.exhausted_ms < since
+        }
+        return (self.senders.keys() - slow) | {self.node}
 
     # --- who the replicas are ---
 
