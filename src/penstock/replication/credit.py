@@ -43,6 +43,11 @@ class Credit:
         return self.entries == 0 or self.bytes == 0
 
     @property
+    def share(self) -> float:
+        """What is left of the window, of entries or bytes, whichever is less."""
+        return min(self.entries / self.entries_window, self.bytes / self.bytes_window)
+
+    @property
     def low(self) -> bool:
         """Below a fifth of the window."""
         return self.entries * 5 < self.entries_window or self.bytes * 5 < self.bytes_window
@@ -53,9 +58,13 @@ class Credit:
         self.entries_sent += entries
         self.bytes_sent += bytes
 
+    def covers(self, entries: int, bytes: int) -> bool:
+        """Whether that much was sent at all."""
+        return entries <= self.entries_sent and bytes <= self.bytes_sent
+
     def on_received(self, entries: int, bytes: int) -> None:
         """The reader has taken this much in all."""
-        if entries > self.entries_sent or bytes > self.bytes_sent:
+        if not self.covers(entries, bytes):
             raise ValueError(f"{entries} entries received, {self.entries_sent} sent")
         self.entries_received = max(self.entries_received, entries)
         self.bytes_received = max(self.bytes_received, bytes)

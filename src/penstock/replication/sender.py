@@ -63,6 +63,8 @@ class Sender:
         return warnings
 
     def on_ack(self, ack: Ack, now: int) -> list[str]:
+        if not self.credit.covers(ack.entries, ack.bytes):
+            return []  # of an opening that was lost, and of which a late copy began this one
         self.credit.on_received(ack.entries, ack.bytes)
         self.heard_ms = max(self.heard_ms, now)
         self.durable = max(self.durable, min(ack.durable, self.next - 1))

@@ -11,7 +11,6 @@ from penstock.testing.simulation.schedule import MS, SECOND
 if TYPE_CHECKING:
     from penstock.testing.simulation.simulation import Simulation
 
-DOWN_US: Final = (20 * MS, 3 * SECOND)
 FUSE_POINTS: Final = 120
 
 
@@ -66,8 +65,8 @@ class Faults:
 
     def on_stopped(self, node: Node) -> None:
         """Somebody starts it again, sooner or later."""
-        low, high = (10 * MS, 200 * MS) if self._simulation.calm else DOWN_US
-        self._schedule.after(self._schedule.skewed(low, high), node.boot)
+        low, high = (10, 200) if self._simulation.calm else self._simulation.profile.down_ms
+        self._schedule.after(self._schedule.skewed(low * MS, high * MS), node.boot)
 
     def _some_node(self) -> Node:
         simulation = self._simulation

@@ -64,6 +64,7 @@ class Profile:
     reorder: bool = False  # on streams too
     lost_answers: float = 0.1  # of the metadata store, after a write
     stale_lists: float = 0.1  # what a node that starts is told first, from a store that lags
+    down_ms: tuple[int, int] = (20, 3000)  # until a process that ended is started again
     sync_us: tuple[int, int] = (300, 3 * MS)
     snapshot_batches: int = 40  # 0: never
     producers: int = 3
@@ -95,6 +96,16 @@ PROFILES: Final[dict[str, Profile]] = {
             sync_us=(1 * MS, 150 * MS),
             stale_lists=0.4,
             replication=replace(_QUICK, ack_entries=1),
+        ),
+        replace(
+            Profile(),
+            name="stale",
+            nodes=3,
+            partitions=1,
+            faults={"stale_watch": 14, "pause": 8, "crash": 12, "isolate": 6, "cut": 8, "fuse": 6},
+            pause_ms=(20, 900),
+            down_ms=(10, 400),
+            stale_lists=0.8,
         ),
         _only(
             "network", "cut", "isolate", "reset_stream", "pause", nodes=3, partitions=1, drop=0.03,
