@@ -44,7 +44,7 @@ LOG_POINTS: Final = (
 # Points that only a replica of several passes, in the order of its life.
 REPLICA_POINTS: Final = (
     "log.replica.before",
-    "log.replica.after",
+    "log.replica.written",
     "log.truncate.before",
     "log.truncate.intended",
     "log.truncate.between",

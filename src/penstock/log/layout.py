@@ -41,7 +41,7 @@ _PLACE: Final = struct.Struct("<IIQ")
 _FLOOR: Final = struct.Struct("<IHHQQQQQQI")
 _INDEX: Final = struct.Struct("<IHHQQQII20x")
 _SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
-_REPLICA: Final = struct.Struct("<IHHQ64s44x")
+_REPLICA: Final = struct.Struct("<IHHQQ64s36x")
 
 HEADER_SIZE: Final = _SEGMENT.size + 4
 FOOTER_SIZE: Final = _FOOTER.size + 4
@@ -206,6 +206,7 @@ class SnapshotHeader(NamedTuple):
 
 
 class ReplicaRecord(NamedTuple):
+    generation: int  # the record with the greater one counts
     promised: int  # the highest epoch promised
     uuid: str  # at most 64 bytes
 
@@ -213,13 +214,15 @@ class ReplicaRecord(NamedTuple):
         text = self.uuid.encode()
         if not 0 < len(text) <= 64:
             raise ValueError(f"not a replica's uuid: {self.uuid!r}")
-        return _sealed(_REPLICA.pack(REPLICA_MAGIC, VERSION, 0, self.promised, text))
+        return _sealed(
+            _REPLICA.pack(REPLICA_MAGIC, VERSION, 0, self.generation, self.promised, text)
+        )
 
     @staticmethod
     def decode(data: Buffer) -> ReplicaRecord:
         what = "replica record"
-        _, promised, text = _opened(data, _REPLICA, magic=REPLICA_MAGIC, what=what)
-        return ReplicaRecord(promised, text.rstrip(b"\0").decode())
+        _, generation, promised, text = _opened(data, _REPLICA, magic=REPLICA_MAGIC, what=what)
+        return ReplicaRecord(generation, promised, text.rstrip(b"\0").decode())
 
 
 def _sealed(record: bytes) -> bytes:

@@ -1,12 +1,15 @@
 """Who a replica is and what it has promised: one small file beside a partition's log.
 
-A promise that was answered must never be forgotten, so the file is replaced as a whole and a
-damaged one is refused: two slots in turn, as the floor has them, would fall back to an older
-promise. A replica whose file is gone is a new replica, with another uuid.
+A promise that was answered must never be forgotten. The file has the record twice, in two disk
+sectors. A change overwrites the first, syncs, and overwrites the second: a torn write spoils one,
+and until both are written nobody is answered, so damage to either cannot bring back less than was
+promised. It needs no space on a full disk. With both records damaged the file is refused; a
+replica whose file is gone is a new replica, with another uuid.
 """
 
 from __future__ import annotations
 
+import os
 import uuid as uuids
 from pathlib import Path
 from threading import Lock
@@ -14,10 +17,12 @@ from typing import Final
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import make_folder, storage_errors, write_whole
-from penstock.log.layout import ReplicaRecord
+from penstock.log.files import Handle, make_folder, storage_errors, write_whole
+from penstock.log.layout import REPLICA_SIZE, ReplicaRecord
 
 NAME: Final = "replica"
+STRIDE: Final = 512
+FILE_BYTES: Final = 2 * STRIDE
 
 
 class ReplicaFile:
@@ -28,12 +33,14 @@ class ReplicaFile:
         self.path = folder / NAME
         self._lock = Lock()
         with storage_errors(folder):
-            found = read_replica(self.path)
-            if found is None:
+            if not self.path.exists():
                 make_folder(folder)
-                self._write(ReplicaRecord(0, uuid or str(uuids.uuid4())))
-            else:
-                self._record = found
+                one = ReplicaRecord(1, 0, uuid or str(uuids.uuid4())).encode()
+                write_whole(self.path, [(one + bytes(STRIDE - len(one))) * 2])
+            self._record, whole = read_replica(self.path)
+            self._handle = Handle(self.path, os.O_RDWR)
+            if not whole:
+                self._write(self._record)
 
     @classmethod
     def anew(cls, folder: Path) -> ReplicaFile:
@@ -69,19 +76,25 @@ class ReplicaFile:
             return self.uuid
 
     def _write(self, record: ReplicaRecord) -> None:
+        record = record._replace(generation=self._record.generation + 1)
         crash_point("log.replica.before")
-        write_whole(self.path, [record.encode()])
-        crash_point("log.replica.after")
+        for at in (0, STRIDE):
+            self._handle.write([record.encode()], at)
+            os.fdatasync(self._handle.fd)
+            crash_point("log.replica.written")
         self._record = record
 
 
-def read_replica(path: Path) -> ReplicaRecord | None:
-    """The record in a replica file, None without one; raises `Corruption`."""
-    try:
-        return ReplicaRecord.decode(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except Corruption as error:
-        raise Corruption(
-            f"{path}: {error.message}", file=str(path), offset=0, reason=error.message
-        ) from error
+def read_replica(path: Path) -> tuple[ReplicaRecord, bool]:
+    """The record that counts, and whether the file has it twice; raises `Corruption`."""
+    data = path.read_bytes()
+    found: list[ReplicaRecord] = []
+    reason = "the file has another size"
+    for at in (0, STRIDE) if len(data) == FILE_BYTES else ():
+        try:
+            found.append(ReplicaRecord.decode(data[at : at + REPLICA_SIZE]))
+        except Corruption as error:
+            reason = error.message
+    if not found:
+        raise Corruption(f"{path}: {reason}", file=str(path), offset=0, reason=reason)
+    return max(found), len(found) == 2 and found[0] == found[1]

@@ -98,7 +98,7 @@ class _Partition:
         self.topic, self.partition = topic, partition
 
     def verify(self) -> None:
-        read_replica(self.folder / REPLICA_NAME)
+        self._replica()
         floor = self._floor()
         self._note_interrupted(floor)
         if floor.flags & FloorFlag.RESET:
@@ -118,6 +118,11 @@ class _Partition:
             )  # fmt: skip
         for path in sorted(self.folder.glob("*.snap")):
             read_snapshot(path, topic=self.topic, partition=self.partition)
+
+    def _replica(self) -> None:
+        path = self.folder / REPLICA_NAME
+        if path.exists() and not read_replica(path)[1]:
+            self.report.notes.append(f"{path}: one of two records is torn or damaged")
 
     def _floor(self) -> FloorSlot:
         path = self.folder / "floor"

@@ -101,6 +101,7 @@ RESET_POINTS = [p for p in REPLICA_POINTS if p.startswith("log.reset")]
 RESET_POINTS += ["log.reset.between:6", "log.floor.written", "log.floor.before:3"]
 SEED_POINTS = ["log.seed.before", "log.seed.after", "log.snapshot.renamed", "log.write.torn"]
 SEED_POINTS += ["log.roll.synced", "log.roll.renamed", "log.floor.before:5", "log.floor.written:5"]
+PROMISE_POINTS = ["log.replica.before", "log.replica.written", "log.replica.written:2"]
 AGAIN = ["log.truncate.between", "log.truncate.removed", "log.recover.zeroed", "log.truncate.cut"]
 
 
@@ -111,7 +112,7 @@ def at(operation, point):
 PLAN = [at(cut, point) for cut in CUTS for point in CUT_POINTS]
 PLAN += [at("reset", point) for point in RESET_POINTS]
 PLAN += [at("seed", point) for point in SEED_POINTS]
-PLAN += [at("promise", point) for point in ("log.replica.before", "log.replica.after")]
+PLAN += [at("promise", point) for point in PROMISE_POINTS]
 POWER = ("log.truncate.intended", "log.truncate.cut")
 PLAN += [[f"power-{cut}-{point}", cut, point] for cut in CUTS for point in POWER]
 for again in AGAIN:  # a second crash, while the first one's cut is being finished
@@ -232,14 +233,15 @@ def test_a_seeding_is_finished_or_known_not_to_be(crashes, point):
     check_goes_on(log)
 
 
-@pytest.mark.parametrize(("point", "promised"), [("before", 1), ("after", 2)])
-def test_a_promise_is_made_or_it_is_not(crashes, point, promised):
+@pytest.mark.parametrize("point", PROMISE_POINTS)
+def test_a_promise_is_made_or_it_is_not(crashes, point):
     root, exits = crashes
-    name = f"log.replica.{point}"
-    assert exits[tuple(at("promise", name))] == -signal.SIGKILL
-    replica = ReplicaFile(root / f"promise-{name}" / "topics" / "00000001" / "0000")
-    assert (replica.uuid, replica.promised) == ("u", promised)
-    assert verify_folder(root / f"promise-{name}").ok
+    assert exits[tuple(at("promise", point))] == -signal.SIGKILL
+    root /= f"promise-{point}"
+    report = verify_folder(root)
+    assert report.ok and len(report.notes) == (point == "log.replica.written")
+    replica = ReplicaFile(root / "topics" / "00000001" / "0000")
+    assert (replica.uuid, replica.promised) == ("u", 1 if "before" in point else 2)
 
 
 def test_every_point_of_a_replica_is_tried():

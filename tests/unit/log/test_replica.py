@@ -34,18 +34,38 @@ def test_renewing_changes_the_uuid_and_keeps_the_promise(folder):
     assert (again.uuid, again.promised) == (replica.uuid, 5)
 
 
-def test_any_damage_is_refused(folder):
+@pytest.mark.parametrize("at", [0, 512])
+def test_damage_to_one_record_forgets_no_promise_and_is_repaired(folder, at):
+    ReplicaFile(folder, uuid="u").promise(3)
+    path = folder / "replica"
+    whole = path.read_bytes()
+    for offset in range(at, at + 128):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 8]) + whole[offset + 1 :])
+        found = ReplicaFile(folder)
+        assert (found.uuid, found.promised) == ("u", 3)
+        assert path.read_bytes()[:128] == path.read_bytes()[512:640]
+
+
+def test_damage_to_both_records_is_refused(folder):
     ReplicaFile(folder).promise(3)
     path = folder / "replica"
     whole = path.read_bytes()
-    for offset in range(len(whole)):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 8]) + whole[offset + 1 :])
+    both = bytearray(whole)
+    both[20] ^= 1
+    both[512 + 70] ^= 1
+    for damaged in (b"", whole[:-1], whole[:512], bytes(1024), bytes(both)):
+        path.write_bytes(damaged)
         with pytest.raises(Corruption):
             ReplicaFile(folder)
-    for cut in (b"", whole[:-1]):
-        path.write_bytes(cut)
-        with pytest.raises(Corruption):
-            ReplicaFile(folder)
+
+
+def test_the_newer_of_two_records_counts(folder):
+    replica = ReplicaFile(folder, uuid="u")
+    path = folder / "replica"
+    before = path.read_bytes()
+    replica.promise(9)
+    path.write_bytes(path.read_bytes()[:512] + before[512:])  # a crash between the two
+    assert ReplicaFile(folder).promised == 9
 
 
 def test_a_uuid_that_does_not_fit_is_refused(folder):
@@ -53,14 +73,12 @@ def test_a_uuid_that_does_not_fit_is_refused(folder):
         ReplicaFile(folder, uuid="x" * 65)
 
 
-def test_opening_the_log_does_not_disturb_a_promise(folder, open_log):
+def test_opening_the_log_does_not_disturb_the_making_of_the_file(folder, open_log):
     ReplicaFile(folder)
     half_written = folder / "replica.tmp"
     half_written.write_bytes(b"by another thread")
     open_log()
     assert half_written.exists()
-    ReplicaFile(folder).promise(1)
-    assert not half_written.exists()
 
 
 def test_a_damaged_file_is_replaced_by_that_of_a_new_replica(folder):
