@@ -1,167 +1,162 @@
 """All-or-none batches over several partitions: PREPARE in each, one DECIDE in the home partition.
 
 The decision is the DECIDE record of the home partition: once that is committed, the batch is in,
-and nothing can take it back. A prepared participant never decides alone. After a restart, whatever
-is still prepared asks its home: a decision found there holds; if there is none, the home decides
-against, which later attempts then find.
+and nothing can take it back. A prepared participant never decides alone. Whoever coordinates a
+partition in which a batch has been prepared for too long asks its home: a decision found there
+holds; if there is none, the home decides against, which whoever drove the batch then finds. The
+driver may be any node, and so may the partitions' coordinators; each of them may fail at any time.
+
+- A PREPARE is sent once. If nobody knows whether it was written, the batch is decided against, and
+  a PREPARE that comes later than that is resolved by its coordinator.
+- A decision may be sent again and again: the first one in the home's log holds, and is the answer.
+- The other participants get a copy. Should it be lost, they ask, as after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from ulid import ULID
 
 from penstock.errors import BatchAborted, PenstockError
 from penstock.log.crash import crash_point
-from penstock.model.batch import SCHEMAS, Batch, Kind
-from penstock.model.columns import Columns, Value
-from penstock.node.bodies import ENQ, subset
+from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
+from penstock.node.preparing import (
+    Prepared,
+    Staged,
+    append_decision,
+    committed,
+    decide_here,
+    outcome_here,
+    stage_here,
+)
 from penstock.node.requests import EnqueuePart
-from penstock.node.topic import Topic
-from penstock.wire.messages import Duplicate, Placed
+from penstock.node.routing.ports import PartitionPort
+from penstock.node.routing.transactions import apply_at, decide_at, outcome_at, prepare_at
 
-PREPARE = SCHEMAS[Kind.PREPARE]
+if TYPE_CHECKING:
+    from penstock.node.topic import Topic
+
+__all__ = ["committed", "enqueue_atomically", "resolve_in_doubt"]
+log = get_logger(__name__)
 
 
-async def enqueue_atomically(topic: Topic, parts: Sequence[tuple[Partition, EnqueuePart]]) -> None:
+async def enqueue_atomically(
+    topic: Topic, parts: Sequence[tuple[PartitionPort, EnqueuePart]]
+) -> None:
     """Write all parts or none; each part's request is answered."""
     transaction = ULID().bytes
-    home = parts[0][0]
-    prepared: list[tuple[Partition, EnqueuePart, Batch | None, list[Duplicate]]] = []
+    home = parts[0][0].index
     try:
-        for partition, part in parts:
-            await partition.journal.make_room(len(part.columns.body) + 64)
-            known = await _known(topic, partition, part)
-            batch = _prepare(partition, part, transaction, home.index, known)
-            prepared.append((partition, part, batch, known))
-        crash_point("node.atomic.staged")
-        topic.wake()
-        await asyncio.gather(*(committed(p, b.last) for p, _, b, _ in prepared if b is not None))
+        prepared = await _prepare_all(topic, parts, transaction, home)
         crash_point("node.atomic.prepared")
-        written = [p for p, _, batch, _ in prepared if batch is not None]
+        written = [p.partition for p in prepared if p.written]
         if written:
-            await _decide(topic, home, transaction, commit=True)
+            if not await _decide(topic, home, transaction, commit=True):
+                raise BatchAborted("another decision came first")
             crash_point("node.atomic.decided")
-            for partition in written:
-                if partition is not home:
-                    _append_decision(partition, transaction, commit=True)
-            topic.wake()
+            await _tell(topic, [i for i in written if i != home], transaction, commit=True)
     except PenstockError as error:
-        await _abort(topic, home, [p for p, _, b, _ in prepared if b is not None], transaction)
         for _, part in parts:
             part.request.part_failed(error)
         return
-    for partition, part, batch, known in prepared:
-        part.request.part_placed(_placed(partition, part, batch, known), known)
+    for (_, part), done in zip(parts, prepared, strict=True):
+        part.request.part_placed(done.placed, done.duplicates)
 
 
-async def resolve_in_doubt(topic: Topic) -> int:
-    """After a restart: give every prepared batch the decision of its home partition."""
+async def _prepare_all(
+    topic: Topic,
+    parts: Sequence[tuple[PartitionPort, EnqueuePart]],
+    transaction: bytes,
+    home: int,
+) -> list[Prepared]:
+    """Every part, prepared and committed. If one fails, the batch is decided against."""
+    staging = await asyncio.gather(
+        *(_stage(topic, port.index, part, transaction, home) for port, part in parts),
+        return_exceptions=True,
+    )
+    staged = [s for s in staging if isinstance(s, Staged)]
+    crash_point("node.atomic.staged")
+    topic.wake()
+    ended = await asyncio.gather(*(s.prepared for s in staged), return_exceptions=True)
+    failed = [e for e in (*staging, *ended) if isinstance(e, BaseException)]
+    if failed:
+        if staged:
+            await _abort(topic, home, [s.partition for s in staged], transaction)
+        raise failed[0]
+    return [e for e in ended if isinstance(e, Prepared)]
+
+
+async def _stage(
+    topic: Topic, index: int, part: EnqueuePart, transaction: bytes, home: int
+) -> Staged:
+    port = topic.partitions[index]
+    if isinstance(port, Partition):
+        return await stage_here(topic, port, part, transaction=transaction, home=home)
+    work = prepare_at(topic, index, part, transaction=transaction, home=home)
+    return Staged(index, asyncio.ensure_future(work))
+
+
+async def _decide(topic: Topic, home: int, transaction: bytes, *, commit: bool) -> bool:
+    """Have the home decide; returns the decision that holds."""
+
+    async def here(partition: Partition) -> bool:
+        return await decide_here(topic, partition, transaction, commit=commit)
+
+    return await decide_at(topic, home, transaction, commit=commit, here=here)
+
+
+async def _tell(topic: Topic, partitions: list[int], transaction: bytes, *, commit: bool) -> None:
+    """Give participants a copy of the decision. One that does not get it will ask."""
+    away: list[int] = []
+    for index in partitions:
+        port = topic.partitions[index]
+        if isinstance(port, Partition) and port.journal.failed is None:
+            append_decision(port, transaction, commit=commit)
+        else:
+            away.append(index)
+    topic.wake()
+    results = await asyncio.gather(
+        *(apply_at(topic, index, transaction, commit=commit) for index in away),
+        return_exceptions=True,
+    )
+    for index, result in zip(away, results, strict=True):
+        if isinstance(result, PenstockError):
+            log.info("a decision was not told", partition=index, error=result.message)
+        elif isinstance(result, BaseException):
+            raise result
+
+
+async def _abort(topic: Topic, home: int, participants: list[int], transaction: bytes) -> None:
+    """Decide against. If even that is not possible now, participants ask for it later."""
+    try:
+        outcome = await _decide(topic, home, transaction, commit=False)
+    except PenstockError as error:
+        log.warning("an atomic batch is in doubt", home=home, error=error.message)
+        return
+    await _tell(topic, [i for i in participants if i != home], transaction, commit=outcome)
+
+
+async def resolve_in_doubt(topic: Topic, *, before_ms: int | None = None) -> int:
+    """Give what is prepared here, since before that time, the decision of its home partition."""
     resolved = 0
-    for partition in topic.local:
+    for partition in list(topic.local):
         for transaction, prepared in list(partition.heap.prepared.items()):
-            home = topic.here(prepared.home)
-            decision = home.heap.decision(transaction)
-            if decision is None:
-                decision = False
-                await _decide(topic, home, transaction, commit=False)
-            if transaction in partition.heap.prepared:
-                _append_decision(partition, transaction, commit=decision)
+            if before_ms is not None and prepared.time_ms > before_ms:
+                continue
+            decision = await _outcome(topic, prepared.home, transaction)
+            if partition.journal.failed is None and transaction in partition.heap.prepared:
+                append_decision(partition, transaction, commit=decision)
             topic.wake()
             resolved += 1
     return resolved
 
 
-def committed(partition: Partition, sequence: int) -> asyncio.Future[None]:
-    """A future that is done once `sequence` is committed."""
-    return partition.journal.committed(sequence)
+async def _outcome(topic: Topic, home: int, transaction: bytes) -> bool:
+    async def here(partition: Partition) -> bool:
+        return await outcome_here(topic, partition, transaction)
 
-
-async def _known(topic: Topic, partition: Partition, part: EnqueuePart) -> list[Duplicate]:
-    """Entries that an earlier attempt wrote. One that is still prepared is waited for."""
-    while True:
-        duplicates = partition.heap.admit(part.columns)
-        if not any(partition.heap.is_prepared(s) for _, s, _ in duplicates):
-            break
-        topic.wake()
-        await committed(partition, partition.log.sequence_last + 1)
-    return [
-        Duplicate(int(part.indices[i]), partition.index, sequence, time_ms)
-        for i, sequence, time_ms in duplicates
-    ]
-
-
-def _fresh(part: EnqueuePart, known: list[Duplicate]) -> NDArray[np.int64]:
-    seen = {duplicate.index for duplicate in known}
-    return np.array([i for i, index in enumerate(part.indices) if int(index) not in seen], np.int64)
-
-
-def _prepare(
-    partition: Partition,
-    part: EnqueuePart,
-    transaction: bytes,
-    home: int,
-    known: list[Duplicate],
-) -> Batch | None:
-    columns = part.columns
-    if known:
-        fresh = _fresh(part, known)
-        if not len(fresh):
-            return None
-        columns = ENQ.decode(subset(columns, fresh), len(fresh))
-    values = _values(columns) | {"transaction": [transaction], "home": [home]}
-    body = PREPARE.encode(columns.count, values, runs=columns.runs)
-    return partition.journal.append(Kind.PREPARE, body, columns.count)
-
-
-def _values(columns: Columns) -> dict[str, Value | None]:
-    return {
-        column.name: columns.binary(column.name) if column.binary else columns.fixed(column.name)
-        for column in ENQ.columns
-        if column.name in columns
-    }
-
-
-def _placed(
-    partition: Partition, part: EnqueuePart, batch: Batch | None, known: list[Duplicate]
-) -> list[Placed]:
-    if batch is None:
-        return []
-    if known:
-        fresh = _fresh(part, known)
-        indices = np.asarray(part.indices, np.int64)[fresh]
-        part = EnqueuePart(
-            part.request, ENQ.decode(subset(part.columns, fresh), len(fresh)), indices=indices,
-            body=b"",
-        )  # fmt: skip
-    return part.placed(partition.index, batch.first, batch.time_ms)
-
-
-async def _decide(topic: Topic, home: Partition, transaction: bytes, *, commit: bool) -> None:
-    batch = _append_decision(home, transaction, commit=commit)
-    topic.wake()
-    await committed(home, batch.last)
-    if home.heap.decision(transaction) is not commit:
-        raise BatchAborted("another decision came first")
-
-
-def _append_decision(partition: Partition, transaction: bytes, *, commit: bool) -> Batch:
-    values: dict[str, Value | None] = {"transaction": [transaction], "commit": [int(commit)]}
-    return partition.journal.append_record(Kind.DECIDE, 1, values)
-
-
-async def _abort(
-    topic: Topic, home: Partition, participants: list[Partition], transaction: bytes
-) -> None:
-    if not participants:
-        return
-    await _decide(topic, home, transaction, commit=False)
-    for partition in participants:
-        if partition is not home:
-            _append_decision(partition, transaction, commit=False)
-    topic.wake()
+    return await outcome_at(topic, home, transaction, here=here)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.errors import InvalidArgument, NotFound, PenstockError
+from penstock.errors import InvalidArgument, NotFound, PenstockError, Unauthenticated
 from penstock.model.version import __version__
 from penstock.node import logs
 from penstock.node.confirmations import NEED_CONFIRMATION
@@ -24,6 +24,12 @@ class Caller(NamedTuple):
     key_id: str | None
     connection: int
     peer: bool = False  # another node of the cluster
+
+
+def check_peer(caller: Caller) -> None:
+    """Raise unless another node of the cluster calls."""
+    if not caller.peer:
+        raise Unauthenticated("only a node of the cluster may do this")
 
 
 class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -18,7 +18,7 @@ from penstock.node.delivering import Deliveries
 from penstock.node.enqueueing import COALESCE_ENTRIES
 from penstock.node.journal import Journal
 from penstock.node.partition import Partition
-from penstock.node.routing.rounds import Rounds
+from penstock.node.routing.rounds import STRETCH, Rounds
 from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream
 
@@ -37,14 +37,14 @@ class Dispatch:
         self._topic, self._deliveries, self._clock = topic, deliveries, clock
         self.streams: dict[bytes, LeaseStream] = {}
         self.rank_error_max = 0
-        self._spine = Spine(topic.config.k, topic.config.partitions)
+        self._spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._picks = 0
         self._awaited: list[tuple[Journal, int]] | None = None  # writes that a small lease awaits
         self.rounds = Rounds(topic, self, clock=clock, router=router)
 
     def reconfigure(self) -> None:
         config = self._topic.config
-        self._spine = Spine(config.k, config.partitions)
+        self._spine = Spine(config.k, config.partitions, stretch=STRETCH)
         self.rounds.reconfigure()
 
     def add(self, stream: LeaseStream) -> None:

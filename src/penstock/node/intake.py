@@ -17,6 +17,7 @@ from penstock.node.bodies import ENQ, check_body, spread, subset
 from penstock.node.deltas import check_partition, homes_of_deltas, spread_deltas
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
+from penstock.node.preparing import stage_here
 from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
 from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
@@ -46,8 +47,7 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
     )
     parts = [(partition, make(request)) for partition, make in placed]
     if control.atomic and len(parts) > 1:
-        here = [(topic.here(port.index), part) for port, part in parts]
-        engine.spawn(enqueue_atomically(topic, here), name="atomic-enqueue")
+        engine.spawn(enqueue_atomically(topic, parts), name="atomic-enqueue")
         return
     for partition, part in parts:
         partition.enqueueing.enqueue(part)
@@ -65,10 +65,27 @@ def _enqueue_forwarded(
         partition = topic.partition(part.partition)
         if isinstance(partition, Partition):
             request = EnqueueRequest(topic.config.id, 1, outcomes.part(i))
-            make = _maker(control, columns, body, range(columns.count))
-            partition.enqueueing.enqueue(make(request))
+            share = _maker(control, columns, body, range(columns.count))(request)
+            if control.transaction:
+                engine.spawn(_prepare(topic, partition, control, share), name="atomic-prepare")
+            else:
+                partition.enqueueing.enqueue(share)
         else:
             outcomes.part(i)(topic.not_here(part.partition))
+
+
+async def _prepare(topic: Topic, partition: Partition, control: Enqueue, part: EnqueuePart) -> None:
+    """A part of an atomic batch that another node drives."""
+    try:
+        staged = await stage_here(
+            topic, partition, part, transaction=control.transaction, home=control.home
+        )
+        topic.wake()
+        done = await staged.prepared
+    except PenstockError as error:
+        part.request.part_failed(error)
+    else:
+        part.request.part_placed(done.placed, done.duplicates)
 
 
 def _bodies(engine: Engine, topic: Topic, control: Enqueue, data: memoryview) -> list[Checked]:

@@ -31,6 +31,7 @@ from penstock.model.topic import DELAY_MS_MAX
 from penstock.model.version import __version__
 from penstock.node import log_calls as _log_calls  # noqa: F401 - registers its methods
 from penstock.node import message_calls as _message_calls  # noqa: F401 - registers its methods
+from penstock.node import transaction_calls as _transaction_calls  # noqa: F401 - the same
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
 from penstock.node.intake import enqueue
@@ -225,6 +226,8 @@ class Session(asyncio.Protocol):
 
     def _on_batch(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Enqueue)
+        if control.transaction:
+            self._check_peer()
         if self._engine.inflight_bytes > NODE_INFLIGHT_BYTES_MAX:
             raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
         enqueue(self._engine, control, data, self._reply(frame, len(data)))

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
 from penstock.heap import Applied
 from penstock.model.topic import TopicConfig
+from penstock.node.atomic import resolve_in_doubt
 from penstock.node.clock import Clock, Timer
 from penstock.node.delivering import Deliveries
 from penstock.node.dispatching import Dispatch
+from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
 from penstock.node.routing.demands import Demand
-from penstock.node.routing.ports import PartitionPort
+from penstock.node.routing.ports import Key, PartitionPort
 from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream, LogStream
+
+IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
+DOUBT_PAUSE_MS: Final = 500  # before the next question, at least
+log = get_logger(__name__)
 
 
 class Topic:
@@ -35,7 +42,7 @@ class Topic:
         on_fatal: Callable[[BaseException], None],
         router: Router,
     ) -> None:
-        self.config, self._router = config, router
+        self.config, self.router = config, router
         self.partitions: list[PartitionPort] = []  # all, wherever they are served
         self.local: list[Partition] = []  # those that this node serves, by index
         self._add_ports()
@@ -54,6 +61,7 @@ class Topic:
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
         self._timer: Timer | None = None
+        self._doubt: Timer | None = None  # set until what was prepared too long ago has asked
         self._timer_ms = 0
         self.rotation = 0  # the partition that keyless messages go to next
         self.closed = False
@@ -69,7 +77,7 @@ class Topic:
             self.partitions.append(self._elsewhere(index))
 
     def _elsewhere(self, index: int) -> PartitionPort:
-        return self._router.elsewhere(self.config.name, (self.config.id, index))
+        return self.router.elsewhere(self.config.name, self.key(index))
 
     # --- which partitions this node serves ---
 
@@ -77,7 +85,7 @@ class Topic:
         """A tenure began: this node coordinates the partition."""
         self.partitions[index] = partition
         self._place_local()
-        self._router.on_served((self.config.id, index))
+        self.router.on_served(self.key(index))
         self._recount()
         self.wake()
 
@@ -95,6 +103,7 @@ class Topic:
             if partition is gone:
                 stream.fail(moved)
         self._recount()
+        self._dispatching.rounds.renew()
         self.wake()
 
     def _recount(self) -> None:
@@ -103,6 +112,9 @@ class Topic:
 
     def _place_local(self) -> None:
         self.local = [p for p in self.partitions if isinstance(p, Partition)]
+
+    def key(self, index: int) -> Key:
+        return (self.config.id, index)
 
     def here(self, index: int) -> Partition:
         """A partition that this node serves."""
@@ -116,7 +128,7 @@ class Topic:
         return WrongEpoch(
             f"partition {index} of {self.config.name} is not served by this node",
             partition=index,
-            coordinator=self._router.coordinator((self.config.id, index)) or None,
+            coordinator=self.router.coordinator(self.key(index)) or None,
         )
 
     # --- for sessions ---
@@ -246,6 +258,7 @@ class Topic:
         for demand in self._demands:
             demand.after_turn()
         self._arm_timer()
+        self._arm_doubt()
 
     async def dispatched(self) -> None:
         """Wait until every ready message was offered to the streams that are open now."""
@@ -283,9 +296,31 @@ class Topic:
             partition.expire(now_ms)
         self.wake()
 
+    def _arm_doubt(self) -> None:
+        """Have what is prepared for too long ask for its decision."""
+        if self._doubt is None and any(p.heap.prepared for p in self.local):
+            times = [t.time_ms for p in self.local for t in p.heap.prepared.values()]
+            when_ms = max(min(times) + IN_DOUBT_MS, self._clock.now_ms() + DOUBT_PAUSE_MS)
+            self._doubt = self._clock.call_at(when_ms, self._on_doubt)
+
+    def _on_doubt(self) -> None:
+        if not self.closed:
+            self.router.spawn(self._resolve(), name="resolve-in-doubt")
+
+    async def _resolve(self) -> None:
+        try:
+            await resolve_in_doubt(self, before_ms=self._clock.now_ms() - IN_DOUBT_MS)
+        except PenstockError as error:
+            log.warning("still in doubt", topic=self.config.name, error=error.message)
+        finally:
+            self._doubt = None
+            self.wake()
+
     def close(self) -> None:
         self.closed = True
-        self._router.remove(self, self.config.id)
+        if self._doubt is not None:
+            self._doubt.cancel()
+        self.router.remove(self, self.config.id)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

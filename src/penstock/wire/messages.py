@@ -77,6 +77,8 @@ class Enqueue(Message, frozen=True):
     raw_lengths: list[int] | None = None  # needed when compressed
     partitioned: bool = True  # False: one part, whose entries the node spreads by key itself
     forwarded: bool = False  # by a node that does not serve these partitions; answered by Forwarded
+    transaction: bytes = b""  # forwarded parts of an atomic batch: prepare them
+    home: int = 0  # the partition where it is decided
 
 
 class Duplicate(Message, frozen=True):

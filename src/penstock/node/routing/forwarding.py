@@ -135,7 +135,7 @@ class Forwarder:
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[str, list[Errand]] = {}  # by node, of this turn
         self._waiting: dict[Key, list[Errand]] = {}  # until something changes
-        self._changes: dict[Key, asyncio.Event] = {}
+        self._served: dict[Key, asyncio.Event] = {}  # who waits for that
 
     def send(self, errand: Errand) -> None:
         """Send it on with what else goes there in this turn, or let it wait for a coordinator."""
@@ -153,8 +153,8 @@ class Forwarder:
 
     def on_served(self, key: Key) -> None:
         """A partition is served here from now on."""
-        if key in self._changes:
-            self._changes[key].set()
+        if key in self._served:
+            self._served.pop(key).set()
 
     # --- sending ---
 
@@ -184,7 +184,7 @@ class Forwarder:
         if error is None:
             for errand, outcome in zip(errands, done.result().outcomes, strict=True):
                 self._on_outcome(errand, outcome)
-        elif _not_there(error):
+        elif not_there(error):
             for errand in errands:
                 self._wait(errand)
         elif isinstance(error, CallerError) and len(errands) > 1:
@@ -220,15 +220,16 @@ class Forwarder:
 
     async def _look(self, key: Key) -> None:
         """Send a partition's waiting errands again once something changed about it."""
-        await self._changed(key)
+        await self.changed(key)
         for errand in self._waiting.pop(key):
             if self._loop.time() >= errand.deadline:
                 errand.fail(errand.nobody)
             else:
                 self.send(errand)
 
-    async def _changed(self, key: Key) -> None:
-        served = self._changes[key] = asyncio.Event()
+    async def changed(self, key: Key) -> None:
+        """Returns when something changed about a partition, or after a short while."""
+        served = self._served.setdefault(key, asyncio.Event())
         events = [
             asyncio.ensure_future(self._router.cluster.changed(key)),
             asyncio.ensure_future(served.wait()),
@@ -238,10 +239,10 @@ class Forwarder:
         finally:
             for event in events:
                 event.cancel()
-            del self._changes[key]
+            self._served.pop(key, None)
 
 
-def _not_there(error: BaseException) -> bool:
+def not_there(error: BaseException) -> bool:
     """The node does not serve that partition, or does not even know the topic yet."""
     unknown = isinstance(error, NotFound) and "topic" in error.details
     return unknown or isinstance(error, WrongEpoch)

@@ -51,7 +51,7 @@ class RemotePartition:
                 data=part.body,
                 raw_length=len(part.columns.body),
                 here=here,
-                succeed=lambda outcome: part.request.part_placed(*_in_request(part, outcome)),
+                succeed=lambda outcome: part.request.part_placed(*in_request(part, outcome)),
                 fail=part.request.part_failed,
             )
         )
@@ -92,7 +92,7 @@ class RemotePartition:
         )
 
 
-def _in_request(part: EnqueuePart, outcome: Outcome) -> tuple[list[Placed], list[Duplicate]]:
+def in_request(part: EnqueuePart, outcome: Outcome) -> tuple[list[Placed], list[Duplicate]]:
     """An outcome counts entries of its part; the request counts those of all parts."""
     indices = part.indices
     placed: list[Placed] = []

@@ -73,12 +73,14 @@ class Rounds:
         self._number = 0
         self._began = 0.0  # the last round
         self._stalled_until = 0.0
-        self._fresh = False  # look once, whatever we believe
+        self._fresh = False  # ask once, whatever we believe
+        self._look = True  # for nodes that serve partitions
         self._width = 2  # times an even share that lists are asked for
         self._samples: dict[int, _Sample] = {}
         self._unreached: dict[str, float] = {}  # nodes, and when they are tried again
         self._timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._watching = False
 
     def reconfigure(self) -> None:
@@ -87,7 +89,7 @@ class Rounds:
 
     def renew(self) -> None:
         """Somebody new wants messages, or wants to know for sure that there are none."""
-        self._fresh = True
+        self._fresh = self._look = True
 
     def forget(self, consumer: bytes) -> None:
         """A stream is gone."""
@@ -95,7 +97,7 @@ class Rounds:
             supply.forget(consumer)
 
     def close(self) -> None:
-        for timer in (self._timer, self._linger):
+        for timer in (self._timer, self._linger, self._looking):
             if timer is not None:
                 timer.cancel()
         for supply in list(self.supplies.values()):
@@ -226,6 +228,9 @@ class Rounds:
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
+        if not self._look:
+            return
+        self._look = False
         needed = {
             node
             for port in self._topic.partitions
@@ -241,11 +246,12 @@ class Rounds:
     def _open(self, node: str) -> None:
         now = self._loop.time()
         if self._unreached.get(node, 0.0) > now:
+            self._look_in(self._unreached[node] - now)
             return
         peer = self._router.cluster.live(node)
         if peer is None:
             self._unreached[node] = now + REOPEN_S
-            self._wake_in(REOPEN_S)
+            self._look_in(REOPEN_S)
             return
         self._unreached.pop(node, None)
         self.supplies[node] = Supply(
@@ -266,7 +272,7 @@ class Rounds:
         for number, sample in list(self._samples.items()):
             if supply in sample.awaited:
                 del self._samples[number]
-        self._wake_in(REOPEN_S)
+        self._look_in(REOPEN_S)
 
     def _let_linger(self) -> None:
         if self.supplies and self._linger is None:
@@ -295,7 +301,7 @@ class Rounds:
                     for change in changes:
                         change.cancel()
                 if done:
-                    self._fresh = True
+                    self._fresh = self._look = True
                     self._topic.wake()
         finally:
             self._watching = False
@@ -343,6 +349,15 @@ class Rounds:
     def on_lost(self, supply: Supply, error: PenstockError | None) -> None:
         self._leave_out(supply)
         self._topic.wake()
+
+    def _look_in(self, seconds: float) -> None:
+        def look() -> None:
+            self._looking = None
+            self._look = True
+            self._topic.wake()
+
+        if self._looking is None:
+            self._looking = self._loop.call_later(seconds + 0.001, look)
 
     def _wake_in(self, seconds: float) -> None:
         when = self._loop.time() + seconds

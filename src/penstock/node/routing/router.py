@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
-from penstock.node.routing.forwarding import Forwarder
-from penstock.node.routing.ports import ClusterView, Key, PartitionPort
+from penstock.errors import PenstockError, Unavailable
+from penstock.node.partition import Partition
+from penstock.node.routing.forwarding import WAIT_S, Forwarder, not_there
+from penstock.node.routing.ports import ClusterView, Key, PartitionPort, PeerConnection
 from penstock.node.routing.remote import RemotePartition
+
+R = TypeVar("R")
 
 
 class RoutedTopic(Protocol):
@@ -49,6 +54,43 @@ class Router:
 
     def on_served(self, key: Key) -> None:
         self._forwarder.on_served(key)
+
+    async def at(
+        self,
+        key: Key,
+        *,
+        here: Callable[[Partition], Awaitable[R]],
+        away: Callable[[PeerConnection], Awaitable[R]],
+        repeat: bool = False,
+        within_s: float | None = None,
+    ) -> R:
+        """Do something at the coordinator of a partition, `here` if that is this node.
+
+        While nobody coordinates it, or who was asked does not, it is tried again; when nobody
+        knows whether it was done, only if it may be done twice (`repeat`).
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (WAIT_S if within_s is None else within_s)
+        while True:
+            unreached = Unavailable(f"nobody serves partition {key[1]} now", partition=key[1])
+            try:
+                port = self.port(key)
+                if isinstance(port, Partition):
+                    return await here(port)
+                node = self.coordinator(key)
+                peer = self.cluster.live(node) if node else None
+                if peer is None:
+                    raise unreached
+                return await away(peer)
+            except PenstockError as error:
+                unknown = isinstance(error, Unavailable) and error is not unreached
+                if (unknown and not repeat) or not (
+                    isinstance(error, Unavailable) or not_there(error)
+                ):
+                    raise
+                if loop.time() >= deadline:
+                    raise (error if unknown else unreached) from error
+            await self._forwarder.changed(key)
 
     # --- where things are ---
 

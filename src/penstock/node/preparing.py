@@ -1,0 +1,158 @@
+"""What a partition that is served here does for an atomic batch: prepare, decide, answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BatchAborted
+from penstock.model.batch import SCHEMAS, Batch, Kind
+from penstock.model.columns import Columns, Value
+from penstock.node.bodies import ENQ, subset
+from penstock.node.partition import Partition
+from penstock.node.requests import EnqueuePart
+from penstock.wire.messages import Duplicate, Placed
+
+if TYPE_CHECKING:
+    from penstock.node.topic import Topic
+
+PREPARE = SCHEMAS[Kind.PREPARE]
+EARLIER_S: Final = 1.0  # that an earlier attempt at the same entries is waited for
+LOOK_S: Final = 0.005  # between looks whether it is decided
+
+
+class Prepared(NamedTuple):
+    """A part of a batch that is prepared: indices count the request's entries."""
+
+    partition: int
+    placed: list[Placed]
+    duplicates: list[Duplicate]
+
+    @property
+    def written(self) -> bool:
+        return bool(self.placed)
+
+
+class Staged(NamedTuple):
+    """A part that is on its way into its log."""
+
+    partition: int
+    prepared: asyncio.Future[Prepared]
+
+
+def committed(partition: Partition, sequence: int) -> asyncio.Future[None]:
+    """A future that is done once `sequence` is committed."""
+    return partition.journal.committed(sequence)
+
+
+async def stage_here(
+    topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+) -> Staged:
+    """Append a PREPARE of what was not written before."""
+    await partition.journal.make_room(len(part.columns.body) + 64)
+    known = await _known(topic, partition, part)
+    batch = _append(partition, part, transaction, home, known)
+    done = Prepared(partition.index, _placed(partition, part, batch, known), known)
+    # What an earlier attempt wrote is answered as what this one writes: when it is committed.
+    durable = committed(partition, partition.heap.sequence_applied)
+
+    async def prepared() -> Prepared:
+        await durable
+        return done
+
+    return Staged(partition.index, asyncio.ensure_future(prepared()))
+
+
+async def decide_here(topic: Topic, home: Partition, transaction: bytes, *, commit: bool) -> bool:
+    """Write a decision, unless there is one; returns the one that holds, once it is committed."""
+    if home.heap.decision(transaction) is None:
+        append_decision(home, transaction, commit=commit)
+    topic.wake()
+    await committed(home, home.heap.sequence_applied)
+    outcome = home.heap.decision(transaction)
+    assert outcome is not None
+    return outcome
+
+
+async def outcome_here(topic: Topic, home: Partition, transaction: bytes) -> bool:
+    """How a batch was decided; if it was not, it is now: against it."""
+    return await decide_here(topic, home, transaction, commit=False)
+
+
+def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit: bool) -> None:
+    """Let a participant follow the home's decision."""
+    if transaction in partition.heap.prepared:
+        append_decision(partition, transaction, commit=commit)
+        topic.wake()
+
+
+def append_decision(partition: Partition, transaction: bytes, *, commit: bool) -> Batch:
+    values: dict[str, Value | None] = {"transaction": [transaction], "commit": [int(commit)]}
+    return partition.journal.append_record(Kind.DECIDE, 1, values)
+
+
+async def _known(topic: Topic, partition: Partition, part: EnqueuePart) -> list[Duplicate]:
+    """Entries that an earlier attempt wrote. One that is still prepared is waited for a while:
+    for ever would be a deadlock if that attempt waits for us in another partition."""
+    patience = round(EARLIER_S / LOOK_S)
+    duplicates = partition.heap.admit(part.columns)
+    while any(partition.heap.is_prepared(s) for _, s, _ in duplicates):
+        if not patience:
+            raise BatchAborted("an earlier attempt at these entries is not decided yet")
+        patience -= 1
+        topic.wake()
+        await asyncio.sleep(LOOK_S)
+        duplicates = partition.heap.admit(part.columns)
+    return [
+        Duplicate(int(part.indices[i]), partition.index, sequence, time_ms)
+        for i, sequence, time_ms in duplicates
+    ]
+
+
+def _fresh(part: EnqueuePart, known: list[Duplicate]) -> NDArray[np.int64]:
+    seen = {duplicate.index for duplicate in known}
+    return np.array([i for i, index in enumerate(part.indices) if int(index) not in seen], np.int64)
+
+
+def _append(
+    partition: Partition,
+    part: EnqueuePart,
+    transaction: bytes,
+    home: int,
+    known: list[Duplicate],
+) -> Batch | None:
+    columns = part.columns
+    if known:
+        fresh = _fresh(part, known)
+        if not len(fresh):
+            return None
+        columns = ENQ.decode(subset(columns, fresh), len(fresh))
+    values = _values(columns) | {"transaction": [transaction], "home": [home]}
+    body = PREPARE.encode(columns.count, values, runs=columns.runs)
+    return partition.journal.append(Kind.PREPARE, body, columns.count)
+
+
+def _values(columns: Columns) -> dict[str, Value | None]:
+    return {
+        column.name: columns.binary(column.name) if column.binary else columns.fixed(column.name)
+        for column in ENQ.columns
+        if column.name in columns
+    }
+
+
+def _placed(
+    partition: Partition, part: EnqueuePart, batch: Batch | None, known: list[Duplicate]
+) -> list[Placed]:
+    if batch is None:
+        return []
+    if known:
+        fresh = _fresh(part, known)
+        indices = np.asarray(part.indices, np.int64)[fresh]
+        part = EnqueuePart(
+            part.request, ENQ.decode(subset(part.columns, fresh), len(fresh)), indices=indices,
+            body=b"",
+        )  # fmt: skip
+    return part.placed(partition.index, batch.first, batch.time_ms)

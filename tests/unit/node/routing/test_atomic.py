@@ -1,0 +1,177 @@
+"""Atomic batches over partitions of several nodes: all or none, whoever fails at whatever point."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.integration.harness import body, ids_of
+from tests.unit.node.routing.conftest import Cluster
+
+from penstock.errors import BatchAborted, PenstockError, RetryableError, Unavailable
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Call, Enqueue, unpack
+
+
+async def put_all(cluster: Cluster, name: str = "a", sequence: int = 1, partitions: int = 3) -> Any:
+    """One entry for each partition, all or none."""
+    parts = [
+        (i, 1, body([{"payload": b"%d" % i}], producer=(f"p{i}", 1, sequence)))
+        for i in range(partitions)
+    ]
+    return await cluster[name].connection.enqueue("jobs", parts, atomic=True)
+
+
+def ready(cluster: Cluster) -> list[int]:
+    """Ready messages of each partition, wherever it is served."""
+    found = {p.index: p.heap.ready for n in cluster.nodes.values()
+             for p in n.engine.topic("jobs").local}  # fmt: skip
+    return [found[i] for i in sorted(found)]
+
+
+def undecided(cluster: Cluster) -> int:
+    return sum(
+        len(p.heap.prepared) for n in cluster.nodes.values() for p in n.engine.topic("jobs").local
+    )
+
+
+async def doubts_resolved(cluster: Cluster) -> None:
+    """Let time pass until nothing is in doubt."""
+    async with asyncio.timeout(5):
+        while undecided(cluster):
+            for node in cluster.nodes.values():
+                node.clock.advance(6)
+            await asyncio.sleep(0.01)
+
+
+class Saboteur:
+    """Loses what one node says to another, at a named point: `before` it was heard or after."""
+
+    def __init__(self, cluster: Cluster, name: str, other: str, what: str, *, heard: bool) -> None:
+        self._cluster, self._name, self._other = cluster, name, other
+        self._what, self._heard = what, heard
+        self.struck = False
+        peer = cluster.views[name].peers[other]
+        self._ask = peer.ask
+        peer.ask = self.ask  # type: ignore[method-assign]
+
+    def ask(self, type: FrameType, answer: Any, *payload: Any) -> asyncio.Future[Any]:
+        if self.struck or self._what != _named(type, payload[0]):
+            return self._ask(type, answer, *payload)
+        self.struck = True
+        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._heard:  # it is carried out, and the answer gets lost
+            self._ask(type, answer, *payload).add_done_callback(lambda _: self._strike(lost))
+        else:
+            self._strike(lost)
+        return lost
+
+    def _strike(self, lost: asyncio.Future[Any]) -> None:
+        self._cluster.cut(self._name, self._other)
+        lost.set_exception(Unavailable("the connection was lost"))
+        self._again = asyncio.ensure_future(self._cluster.connect(self._name, self._other))
+
+
+def _named(type: FrameType, control: Any) -> str:
+    if type is FrameType.BATCH:
+        return "prepare" if unpack(control, Enqueue)[0].transaction else "enqueue"
+    if type is FrameType.SUBSCRIBE:
+        return unpack(control, Call)[0].method.removeprefix("transaction_")
+    return type.name
+
+
+async def test_a_batch_is_in_everywhere(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    answer = await put_all(cluster)
+    assert len(set(ids_of(answer))) == 3
+    assert ready(cluster) == [1, 1, 1]
+
+
+async def test_any_node_may_drive_it_and_repeat_it(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "bcb")
+    first = await put_all(cluster, "a")
+    again = await put_all(cluster, "c")
+    assert ids_of(again) == ids_of(first)
+    assert ready(cluster) == [1, 1, 1]
+
+
+async def test_a_partition_that_nobody_serves_fails_all(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.node.routing.router.WAIT_S", 0.1)
+    await cluster.topic("jobs", "ab-")
+    with pytest.raises(RetryableError):
+        await put_all(cluster)
+    await doubts_resolved(cluster)
+    assert ready(cluster) == [0, 0]
+
+
+@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize(
+    ("what", "other", "placed"),
+    [("prepare", "b", "abc"), ("prepare", "b", "bac"), ("decide", "b", "bac"),
+     ("apply", "c", "abc")],
+)  # fmt: skip
+async def test_a_connection_lost_at_any_point_leaves_all_or_none(
+    cluster: Cluster, what: str, other: str, placed: str, heard: bool
+) -> None:
+    await cluster.topic("jobs", placed)
+    saboteur = Saboteur(cluster, "a", other, what, heard=heard)
+    (result,) = await asyncio.gather(put_all(cluster), return_exceptions=True)
+    written = not isinstance(result, RetryableError | BatchAborted)
+    assert saboteur.struck
+    await doubts_resolved(cluster)
+    assert ready(cluster) in ([[1, 1, 1]] if written else [[0, 0, 0], [1, 1, 1]])
+    await put_all(cluster)
+    assert ready(cluster) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("home", "abc")
+async def test_a_batch_whose_driver_died_is_decided_against(cluster: Cluster, home: str) -> None:
+    """The driver prepared everything and was never heard of again."""
+    placed = home + "abc".replace(home, "")
+    await cluster.topic("jobs", placed)
+    driver = next(n for n in "abc" if n != home)
+    peers = [n for n in "abc" if n != driver]
+    dead = [Silent(cluster, driver, other) for other in peers]
+    task = asyncio.create_task(put_all(cluster, driver))
+    async with asyncio.timeout(5):
+        while undecided(cluster) < 3:
+            await asyncio.sleep(0.005)
+    await doubts_resolved(cluster)
+    assert ready(cluster) == [0, 0, 0]
+    for one in dead:
+        one.speak()
+    with pytest.raises(PenstockError):
+        await task
+    await put_all(cluster, "a")
+    assert ready(cluster) == [1, 1, 1]
+
+
+class Silent:
+    """Holds back every decision that a node makes, until it may speak again."""
+
+    def __init__(self, cluster: Cluster, name: str, other: str) -> None:
+        self._peer = cluster.views[name].peers[other]
+        self._ask, self._held = self._peer.ask, []
+        self._peer.ask = self.ask  # type: ignore[method-assign]
+
+    def ask(self, type: FrameType, answer: Any, *payload: Any) -> asyncio.Future[Any]:
+        if _named(type, payload[0]) not in ("decide", "apply"):
+            return self._ask(type, answer, *payload)
+        future = asyncio.get_running_loop().create_future()
+        self._held.append((future, (type, answer, *payload)))
+        return future
+
+    def speak(self) -> None:
+        self._peer.ask = self._ask  # type: ignore[method-assign]
+        for future, request in self._held:
+            self._ask(*request).add_done_callback(lambda done, f=future: _copy(done, f))
+
+
+def _copy(done: asyncio.Future[Any], to: asyncio.Future[Any]) -> None:
+    if done.exception() is not None:
+        to.set_exception(done.exception())  # type: ignore[arg-type]
+    else:
+        to.set_result(done.result())
