@@ -360,6 +360,8 @@ class Rounds:
             self._looking = self._loop.call_later(seconds + 0.001, look)
 
     def _wake_in(self, seconds: float) -> None:
+        # uvloop turns less than half a millisecond into a call that has no time to compare with.
+        seconds = max(seconds, 0.001)
         when = self._loop.time() + seconds
         if self._timer is not None:
             if not self._timer.cancelled() and self._loop.time() < self._timer.when() <= when:
