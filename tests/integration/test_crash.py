@@ -23,7 +23,7 @@ AT_ONCE = 4
 AT_START = ("log.recover.zeroed", "node.barrier.staged")
 # On which pass to die: late enough for something to be at stake.
 PASSES = {
-    "log.write": 40, "log.sync": 40, "log.floor": 12, "log.grow": 8, "log.seal": 3, "log.roll": 3,
+    "log.write": 40, "log.sync": 40, "log.floor": 20, "log.grow": 8, "log.seal": 3, "log.roll": 3,
     "log.snapshot": 5, "log.rewrite": 2, "log.drop": 1, "node.enqueue": 30, "node.ack": 20,
     "node.commit": 60, "node.lease": 20, "node.snapshot": 5, "node.atomic": 4,
 }  # fmt: skip

@@ -13,37 +13,45 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
+from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.config import Config
 from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
-from penstock.heap import Heap
-from penstock.log.crash import crash_point
 from penstock.log.folder import FORMAT_DELTAS, DataFolder
-from penstock.log.partition import PartitionLog
 from penstock.model.batch import Kind
 from penstock.model.topic import TopicConfig, TopicKind, topic_config
 from penstock.node.atomic import committed, resolve_in_doubt
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock
 from penstock.node.confirmations import Confirmations
-from penstock.node.journal import Journal
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.reading import ReadCache
+from penstock.node.replica_metrics import FollowerReading, ReplicaReading
+from penstock.node.replicas.host import Host
+from penstock.node.replicas.local import LocalControl
+from penstock.node.replicas.opening import Opened, open_replica
+from penstock.node.replicas.ports import Key
+from penstock.node.replicas.surroundings import Surroundings
 from penstock.node.routing.ports import AlwaysHere, ClusterView
 from penstock.node.routing.router import Router
 from penstock.node.syncer import Syncer
 from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
-from penstock.node.upkeep import Pacer, retain, scrub, take_snapshot
+from penstock.node.upkeep import (
+    Pacer,
+    retain,
+    retain_replica,
+    scrub,
+    snapshot_replica,
+    take_snapshot,
+)
 from penstock.node.writer import WriterPool
-from penstock.replication.single import Coordinator
 
 if TYPE_CHECKING:
     from penstock.node.replicas.cluster import Cluster
 
 UPKEEP_TICK_S: Final = 0.5
-BARRIER_BYTES: Final = 4096  # of records that a partition's start may take
 SCRUB_DELAY_S: Final = 60.0  # after the start
 SCRUB_BYTES_PER_S: Final = 16 << 20  # at least
 log = get_logger(__name__)
@@ -54,16 +62,8 @@ class NodeIdentity(msgspec.Struct, frozen=True):
 
     node: str
     replica_uuid: str
-
-
-@dataclass(slots=True)
-class _Recovered:
-    """A partition read back from disk, before it serves."""
-
-    heap: Heap
-    log: PartitionLog
-    snapshot: SnapshotFacts
-    replayed: int = 0
+    cluster: str = ""  # its name; empty: the node is alone
+    cluster_uuid: str = ""  # of the metadata that the topics' ids are from
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Engine:
     folder: DataFolder
     identity: NodeIdentity
     catalog: Catalog
+    records: Records
     keys: KeyRing
     audit: AuditLog
     confirmations: Confirmations
@@ -84,7 +85,10 @@ class Engine:
     tasks: asyncio.TaskGroup
     cluster: ClusterView = field(default_factory=AlwaysHere)
     router: Router = field(init=False)
+    around: Surroundings = field(init=False)  # of hosts; a cluster puts in its own
+    local: LocalControl = field(init=False)
     topics: dict[str, Topic] = field(default_factory=dict)
+    hosts: dict[Key, Host] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
     fatal_error: BaseException | None = None
@@ -105,6 +109,16 @@ class Engine:
             spawn=self.spawn,
             consumers=f"{self.identity.node}/{self.run_id}/".encode(),
         )
+        self.local = LocalControl(
+            self.identity.node, self.records, self.hosts, spawn=self.spawn_for_host
+        )
+        self.around = Surroundings(
+            node=self.identity.node, clock=self.clock, metrics=self.metrics,
+            writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
+            transport=None, spawn=self.spawn_for_host, on_damage=self.on_damage,
+            on_fatal=self.on_fatal, reserve_bytes=self.config.log.reserve_bytes,
+            release=self.reserve.release,
+        )  # fmt: skip
 
     # --- topics ---
 
@@ -122,6 +136,8 @@ class Engine:
         return found
 
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
+        if self.nodes is not None:
+            return await self.nodes.administration.create_topic(fields, exists_ok=exists_ok)
         if fields.get("replication_factor", 1) != 1:
             raise InvalidArgument(
                 "this node is a cluster of one: replication_factor must be 1",
@@ -138,6 +154,8 @@ class Engine:
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
         """Change the catalogue first, then tell each partition's log."""
+        if self.nodes is not None:
+            return await self.nodes.administration.update_topic(name, changes)
         async with self._administering:
             topic = self.topic(name)
             topic.reconfigure(await self.catalog.update(name, changes))
@@ -145,116 +163,83 @@ class Engine:
             return topic.config
 
     async def delete_topic(self, name: str) -> None:
+        if self.nodes is not None:
+            await self.nodes.administration.delete_topic(name)
+            return
         async with self._administering:
-            await self._delete_topic(self.topic(name))
+            topic = self.topic(name)
+            await self.catalog.delete(name)
+            await self.drop_topic(topic)
 
-    async def _delete_topic(self, topic: Topic) -> None:
+    def reconfigure_topic(self, config: TopicConfig) -> None:
+        """The topic was changed, here or elsewhere; who serves it writes that into its log."""
+        topic = self.topic(config.name)
+        topic.reconfigure(config)
+        if any(partition.heap.config != config for partition in topic.local):
+            self.spawn(self._write_config(topic), name=f"config-{config.name}")
+
+    async def drop_topic(self, topic: Topic) -> None:
+        """Forget a topic that was deleted, and remove its files."""
         name = topic.config.name
-        await self.catalog.delete(name)
         del self.topics[name]
         await self.drain([topic])
         for connection in list(self.connections):
             connection.drop_topic(topic)
         topic.close()
-        for partition in topic.local:
-            await asyncio.to_thread(partition.log.close)
+        await self.close_hosts(key for key in self.hosts if key[0] == topic.config.id)
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
 
     async def open_topic(self, config: TopicConfig) -> None:
         """Recover a topic's partitions, enter a new epoch in each, and serve."""
-        topic = Topic(
-            config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
-            on_fatal=self.on_fatal, router=self.router,
-        )  # fmt: skip
-        indices = range(config.partitions)
+        topic = self.make_topic(config)
         started = time.perf_counter()
-        recovered = await asyncio.gather(
-            *(asyncio.to_thread(self._recover, config, index) for index in indices)
+        opened = await asyncio.gather(
+            *(self.open_host(topic, index) for index in range(config.partitions))
         )
-        self.clock.not_before(max(parts.log.time_ms_last for parts in recovered))
-        epochs = await self.catalog.next_epochs((config.id, index) for index in indices)
-        for index, parts in zip(indices, recovered, strict=True):
-            partition = self._partition(topic, index, parts, epochs[config.id, index])
-            topic.serve(index, partition)
-        await self._enter(topic)
-        self.topics[config.name] = topic
-        self.metrics.begin_topic(config.name)
+        await self.local.enter(opened)
+        self.clock.not_before(max(host.log.time_ms_last for host in opened))
+        resolved = await resolve_in_doubt(topic)
+        if resolved:
+            log.info("atomic batches resolved", topic=topic.config.name, count=resolved)
+        self.add_topic(topic)
         log.info(
             "topic open",
             topic=config.name,
             partitions=config.partitions,
-            batches_replayed=sum(r.replayed for r in recovered),
+            batches_replayed=sum(host.replayed for host in opened),
             seconds=round(time.perf_counter() - started, 3),
         )
 
-    def _recover(self, config: TopicConfig, index: int) -> _Recovered:
-        folder = self.folder.partition(config.id, index)
-        stored = PartitionLog.open(
-            folder,
-            topic=config.id,
-            partition=index,
-            options=self.config.log,
-            accept_rot=self.config.accept_rot,
-        )
-        snapshot = stored.load_snapshot()
-        if snapshot is None:
-            heap, facts, start = Heap(config, partition=index), SnapshotFacts(), 1
-        else:
-            heap = Heap.restore(config, snapshot.data, partition=index)
-            facts = SnapshotFacts(snapshot.sequence, len(snapshot.data), snapshot.time_ms)
-            facts.log_bytes = stored.bytes_total
-            start = snapshot.sequence + 1
-        recovered = _Recovered(heap, stored, facts)
-        for batch in stored.scan(start):
-            heap.apply(batch, batch.columns(), batch.time_ms)
-            recovered.replayed += 1
-        return recovered
+    def make_topic(self, config: TopicConfig) -> Topic:
+        return Topic(
+            config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
+            on_fatal=self.on_fatal, router=self.router,
+        )  # fmt: skip
 
-    def _partition(self, topic: Topic, index: int, parts: _Recovered, epoch: int) -> Partition:
-        journal = Journal(
-            parts.heap,
-            parts.log,
-            Coordinator(
-                epoch=epoch,
-                replicas=[self.identity.node],
-                sequence_last=parts.log.sequence_last,
-            ),
-            topic=topic.config.id,
-            partition=index,
-            node=self.identity.node,
-            clock=self.clock,
-            submit=self.writers.pin(),
-            syncer=self.syncer,
-            reserve_bytes=self.config.log.reserve_bytes,
-            wake=topic.wake,
-            turn=topic.turn,
-            observe=topic.observe,
-            on_write=self.metrics.log_written,
-            on_fatal=self.on_fatal,
-        )
-        partition = Partition(journal, index, self.cache)
-        partition.snapshot = parts.snapshot
-        return partition
+    def add_topic(self, topic: Topic) -> None:
+        """Requests find the topic from now on."""
+        self.topics[topic.config.name] = topic
+        self.metrics.begin_topic(topic.config.name)
 
-    async def _enter(self, topic: Topic) -> None:
-        """Append each partition's barrier and wait until it is committed."""
-        barriers = []
-        for partition in topic.local:
-            if not partition.journal.has_room(BARRIER_BYTES):
-                await asyncio.to_thread(partition.log.grow, BARRIER_BYTES)
-            values: dict[str, Any] = {"node": [self.identity.node.encode()]}
-            barriers.append(
-                (partition, partition.journal.append_record(Kind.BARRIER, 1, values).last)
-            )
-            crash_point("node.barrier.staged")
-            partition.journal.flush()
-        await asyncio.gather(*(committed(p, sequence) for p, sequence in barriers))
-        if any(p.heap.config != topic.config for p in topic.local):
-            await self._write_config(topic)
-        resolved = await resolve_in_doubt(topic)
-        if resolved:
-            log.info("atomic batches resolved", topic=topic.config.name, count=resolved)
+    async def open_host(self, topic: Topic, index: int, *, uuid: str = "") -> Host:
+        """Recover a replica; it does nothing before it is told of a record."""
+        alone = self.around.transport is None
+
+        def recover() -> Opened:
+            return open_replica(
+                self.folder.partition(topic.config.id, index), topic.config, index,
+                options=self.config.log, accept_rot=self.config.accept_rot, alone=alone, uuid=uuid,
+            )  # fmt: skip
+
+        host = Host(topic, index, await asyncio.to_thread(recover), self.around)
+        self.hosts[host.key] = host
+        return host
+
+    async def close_hosts(self, keys: Iterable[Key]) -> None:
+        """End what they do and let go of their files."""
+        hosts = [self.hosts.pop(key) for key in list(keys)]
+        await asyncio.gather(*(host.close() for host in hosts))
 
     async def _write_config(self, topic: Topic) -> None:
         value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
@@ -266,7 +251,12 @@ class Engine:
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         """Run `work` beside everything else; what it raises is logged, and ends only itself."""
+        self._start(work, name)
 
+    def spawn_for_host(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._start(work, "host")
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
@@ -276,6 +266,7 @@ class Engine:
         task = self.tasks.create_task(guarded(), name=name)
         self.spawned.add(task)
         task.add_done_callback(self.spawned.discard)
+        return task
 
     async def run_upkeep(self) -> None:
         """Snapshots and retention, until cancelled."""
@@ -283,19 +274,28 @@ class Engine:
         while True:
             await asyncio.sleep(UPKEEP_TICK_S)
             retention_due = retention.due()
-            for topic in list(self.topics.values()):
-                for partition in topic.local:
-                    await self._look_after(topic, partition, retention_due)
+            for host in list(self.hosts.values()):
+                if not (host.closed or host.halted):
+                    await self._look_after(host, retention_due)
 
-    async def _look_after(self, topic: Topic, partition: Partition, retention_due: bool) -> None:
+    async def _look_after(self, host: Host, retention_due: bool) -> None:
+        topic, partition = host.topic, host.partition
         try:
-            if partition.idle and partition.floor_persisted < partition.log.sequence_durable:
-                partition.floor_persisted = partition.log.sequence_durable
-                partition.journal.persist_floor()
-            if self._snapshot_due(partition):
-                await self.snapshot(topic, partition)
+            host.persist_floor()
+            if self._snapshot_due(host):
+                if partition is not None:
+                    await self.snapshot(topic, partition)
+                else:
+                    await snapshot_replica(host, self.clock.now_ms(), reserve=self.reserve)
             if retention_due:
-                await retain(topic, partition, self.clock.now_ms())
+                now_ms = self.clock.now_ms()
+                retaining = (
+                    retain_replica(host, now_ms)
+                    if partition is None
+                    else retain(topic, partition, now_ms)
+                )
+                if await retaining:
+                    await host.on_shrunk()
                 await asyncio.to_thread(self.reserve.hold)
         except Corruption as error:
             self.on_damage(error)
@@ -313,15 +313,14 @@ class Engine:
 
     async def verify(self, within_s: float = 0.0) -> int:
         """Verify all sealed segments; damage is reported, not raised. Returns bytes read."""
-        total = sum(p.log.bytes_total for t in self.topics.values() for p in t.local)
+        total = sum(host.log.bytes_total for host in self.hosts.values())
         bytes_per_s = max(SCRUB_BYTES_PER_S, total / within_s) if within_s else float("inf")
         done = 0
-        for topic in list(self.topics.values()):
-            for partition in topic.local:
-                try:
-                    done += await scrub(partition, bytes_per_s)
-                except Corruption as error:
-                    self.on_damage(error)
+        for host in list(self.hosts.values()):
+            try:
+                done += await scrub(host.log, bytes_per_s)
+            except Corruption as error:
+                self.on_damage(error)
         return done
 
     async def snapshot(self, topic: Topic, partition: Partition) -> SnapshotFacts:
@@ -330,12 +329,12 @@ class Engine:
         self.metrics.snapshot_written(time.perf_counter() - started)
         return facts
 
-    def _snapshot_due(self, partition: Partition) -> bool:
-        options, facts = self.config.upkeep, partition.snapshot
-        if partition.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
+    def _snapshot_due(self, host: Host) -> bool:
+        options, facts = self.config.upkeep, host.newest_snapshot
+        if host.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
             return False
         age_s = (self.clock.now_ms() - max(facts.time_ms, self.started_ms)) / 1000
-        grown = partition.log.bytes_total - facts.log_bytes
+        grown = host.log.bytes_total - facts.log_bytes
         return age_s >= options.snapshot_s or grown >= options.snapshot_bytes
 
     def on_damage(self, error: PenstockError) -> None:
@@ -365,10 +364,11 @@ class Engine:
         now_ms = self.clock.now_ms()
         return NodeReading(
             partitions=[
-                partition_reading(topic, partition, now_ms)
-                for topic in self.topics.values()
-                for partition in topic.local
+                partition_reading(host.topic, host.partition, now_ms)
+                for host in self.hosts.values()
+                if host.partition is not None
             ],
+            replicas=[replica_reading(host) for host in self.hosts.values()],
             connections=len(self.connections),
             streams={
                 "lease": sum(t.lease_streams for t in self.topics.values()),
@@ -379,9 +379,16 @@ class Engine:
             requests_pending=sum(c.pending for c in self.connections),
         )
 
+    def revoke(self, key_id: str) -> None:
+        """Whoever came in with this key is out, on whichever node it was revoked."""
+        for connection in list(self.connections):
+            connection.revoke(key_id)
+
     def check_serving(self) -> None:
         if self.stopping:
             raise Unavailable("the node is stopping")
+        if self.nodes is not None and not self.nodes.ready:
+            raise Unavailable("the node is starting")
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")
 
@@ -403,4 +410,28 @@ def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> Partit
         epoch=partition.coordinator.epoch,
         snapshot_bytes=facts.bytes if facts.sequence else None,
         snapshot_age_s=max(0, now_ms - facts.time_ms) / 1000 if facts.sequence else None,
+    )
+
+
+def replica_reading(host: Host) -> ReplicaReading:
+    replica = host.replica
+    return ReplicaReading(
+        topic=host.topic.config.name,
+        partition=host.index,
+        role=host.role.value,
+        epoch=replica.epoch,
+        sequence_committed=host.committed,
+        sequence_last=host.log.sequence_last,
+        sequence_applied=host.heap.sequence_applied,
+        followers=()
+        if replica.coordinator is None
+        else tuple(
+            FollowerReading(
+                node=sender.node,
+                lag=sender.lag(replica.log),
+                credit=sender.credit.share,
+                lagging=sender.lagging,
+            )
+            for sender in replica.coordinator.senders.values()
+        ),
     )

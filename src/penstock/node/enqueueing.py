@@ -105,7 +105,11 @@ class Enqueueing:
         left = np.flatnonzero(fresh)
         last = max(sequence for _, sequence, _ in duplicates)
         if not len(left):
-            self._journal.when_committed(last, lambda: part.request.part_placed([], known))
+            self._journal.when_committed(
+                last,
+                lambda: part.request.part_placed([], known),
+                unknown=part.request.part_failed,
+            )
             return
         body = subset(part.columns, left)
         rest = EnqueuePart(
@@ -113,7 +117,11 @@ class Enqueueing:
         )
         batch = self._append_enqueue(rest.body, rest.columns)
         placed = rest.placed(self._index, batch.first, batch.time_ms)
-        self._journal.when_committed(batch.last, lambda: part.request.part_placed(placed, known))
+        self._journal.when_committed(
+            batch.last,
+            lambda: part.request.part_placed(placed, known),
+            unknown=part.request.part_failed,
+        )
 
     def _write_group(self, group: list[EnqueuePart]) -> None:
         """Append the group as one batch: verbatim if it is one part, merged otherwise."""
@@ -135,7 +143,11 @@ class Enqueueing:
                 part.request.part_placed(part.placed(self._index, first, batch.time_ms))
                 first += part.count
 
-        self._journal.when_committed(batch.last, answer)
+        def unknown(error: PenstockError) -> None:
+            for part in group:
+                part.request.part_failed(error)
+
+        self._journal.when_committed(batch.last, answer, unknown=unknown)
 
     def _append_enqueue(self, body: Buffer, columns: Columns, *, codec: int = 0) -> Batch:
         raw_length = len(columns.body)

@@ -11,12 +11,15 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
+from penstock.cluster.etcd import EtcdStore, cluster_prefix
+from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.cluster.keys import KeyRing
+from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.config import Config
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.log.files import write_whole
-from penstock.log.folder import DataFolder
+from penstock.log.folder import FORMAT_CLUSTER, DataFolder
 from penstock.model.version import __version__
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock, SystemClock
@@ -25,6 +28,8 @@ from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
+from penstock.node.replicas.joining import prepare_cluster
+from penstock.node.replicas.peers import Connect
 from penstock.node.routing.ports import AlwaysHere
 from penstock.node.syncer import open_syncer
 from penstock.node.writer import WriterPool
@@ -33,14 +38,22 @@ log = get_logger(__name__)
 
 
 @asynccontextmanager
-async def running_engine(config: Config, *, clock: Clock | None = None) -> AsyncIterator[Engine]:
-    """Open the data folder, recover, serve inside the block, and stop cleanly after it."""
+async def running_engine(
+    config: Config, *, clock: Clock | None = None, connect: Connect | None = None
+) -> AsyncIterator[Engine]:
+    """Open the data folder, recover, serve inside the block, and stop cleanly after it.
+
+    A node of a cluster needs `connect`, its way to the others. It holds nothing before it has
+    joined (`joining.join_cluster`), which it does once others can connect to it.
+    """
     folder = await asyncio.to_thread(DataFolder.open, config.data)
     try:
-        store = await asyncio.to_thread(EmbeddedStore, folder.meta)
+        store = await _open_store(config, folder)
         try:
             async with asyncio.TaskGroup() as tasks:
                 engine = await _start(config, folder, store, tasks, clock or SystemClock())
+                if isinstance(store, EtcdStore):
+                    await _prepare(engine, store, connect)
                 try:
                     yield engine
                 finally:
@@ -55,10 +68,33 @@ async def running_engine(config: Config, *, clock: Clock | None = None) -> Async
         folder.close()
 
 
+async def _open_store(config: Config, folder: DataFolder) -> EmbeddedStore | EtcdStore:
+    options = config.cluster
+    if not options.enabled:
+        return await asyncio.to_thread(EmbeddedStore, folder.meta)
+    return EtcdStore(
+        options.etcd,
+        prefix=cluster_prefix(options.name),
+        options=EtcdOptions(
+            lease_ttl_s=options.lease_s,
+            ca=options.etcd_ca,
+            certificate=options.etcd_cert,
+            key=options.etcd_key,
+        ),
+    )
+
+
+async def _prepare(engine: Engine, store: EtcdStore, connect: Connect | None) -> None:
+    if connect is None:
+        raise FailedPrecondition("a node of a cluster is run by `penstock serve`")
+    await asyncio.to_thread(engine.folder.raise_format, FORMAT_CLUSTER)
+    prepare_cluster(engine, store, connect)
+
+
 async def _start(
     config: Config,
     folder: DataFolder,
-    store: EmbeddedStore,
+    store: EmbeddedStore | EtcdStore,
     tasks: asyncio.TaskGroup,
     clock: Clock,
 ) -> Engine:
@@ -68,6 +104,7 @@ async def _start(
         folder=folder,
         identity=identity,
         catalog=Catalog(store),
+        records=Records(store),
         keys=KeyRing(store, now_ms=clock.now_ms),
         audit=await asyncio.to_thread(AuditLog, folder.audit_file, config.audit),
         confirmations=Confirmations(clock),
@@ -83,10 +120,12 @@ async def _start(
     )
     await asyncio.to_thread(engine.reserve.hold)
     engine.metrics.read_with(engine.reading)
-    await engine.keys.load()
+    engine.keys.on_revoked(engine.revoke)
     try:
-        for topic in await engine.catalog.list():
-            await engine.open_topic(topic)
+        if not config.cluster.enabled:
+            await engine.keys.load()
+            for topic in await engine.catalog.list():
+                await engine.open_topic(topic)
     except BaseException:
         await engine.writers.close()
         raise
@@ -108,13 +147,10 @@ async def _stop(engine: Engine) -> None:
         task.cancel()
     for topic in engine.topics.values():
         topic.close()
+    await engine.close_hosts(engine.hosts)
     await engine.writers.close()
     if engine.syncer is not None:
         engine.syncer.close()
-    for topic in engine.topics.values():
-        for partition in topic.local:
-            if engine.fatal_error is None:
-                await asyncio.to_thread(partition.log.close)
     try:
         await engine.keys.flush()
     except PenstockError:
@@ -126,13 +162,19 @@ async def _stop(engine: Engine) -> None:
 def _identify(config: Config, folder: DataFolder) -> NodeIdentity:
     """Who we are: kept with the data, so that a foreign disk is noticed."""
     path = folder.node_file
+    cluster = config.cluster.name if config.cluster.enabled else ""
     if path.exists():
         identity = msgspec.json.decode(path.read_bytes(), type=NodeIdentity)
+        if identity.cluster != cluster:
+            owner = f"of cluster {identity.cluster}" if identity.cluster else "that is alone"
+            raise FailedPrecondition(f"data folder {folder.path} belongs to a node {owner}")
         if config.node and config.node != identity.node:
             raise Unavailable(
                 f"data folder {folder.path} belongs to node {identity.node}, not {config.node}"
             )
         return identity
-    identity = NodeIdentity(config.node or f"node-{secrets.token_hex(4)}", secrets.token_hex(16))
+    identity = NodeIdentity(
+        config.node or f"node-{secrets.token_hex(4)}", secrets.token_hex(16), cluster
+    )
     write_whole(path, [msgspec.json.encode(identity)])
     return identity

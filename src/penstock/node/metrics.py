@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from penstock.model.version import __version__
 from penstock.node.instruments import Counter, Histogram
+from penstock.node.replica_metrics import ReplicaReading, replica_gauges
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS: Final = (
@@ -56,6 +57,7 @@ class NodeReading(NamedTuple):
     """What a node holds at the moment of a scrape."""
 
     partitions: Iterable[PartitionReading] = ()
+    replicas: Iterable[ReplicaReading] = ()
     connections: int = 0
     streams: Mapping[str, int] = {}  # by kind: lease, log
     credits: Mapping[str, int] = {}  # unused, by kind of stream
@@ -70,6 +72,7 @@ class Metrics(Collector):
         self._node = node
         self._read: Callable[[], NodeReading] = NodeReading
         self._make_topic_instruments()
+        self._make_replica_instruments()
         self._make_node_instruments()
         self._instruments = [
             instrument
@@ -119,6 +122,22 @@ class Metrics(Collector):
         )
         self._lease_lost = Counter(
             "penstock_lease_lost", "Settlements of a lease that was no longer held.", ["topic"]
+        )
+
+    def _make_replica_instruments(self) -> None:
+        self._takeovers = Counter(
+            "penstock_takeovers", "Tenures as coordinator that this node began.", ["topic"]
+        )
+        self._promises = Counter(
+            "penstock_fences", "Epochs that replicas of this node have promised.", ["topic"]
+        )
+        self._truncated = Counter(
+            "penstock_truncated_entries", "Entries cut off that never committed.", ["topic"]
+        )
+        self._stream_warnings = Counter(
+            "penstock_follower_warnings",
+            "Followers that ran low on credit, out of it, or fell behind, by what happened.",
+            ["topic", "what"],
         )
 
     def _make_node_instruments(self) -> None:
@@ -193,6 +212,19 @@ class Metrics(Collector):
     def backpressure(self, reason: str) -> None:
         self._backpressure.add((reason,))
 
+    def took_over(self, topic: str) -> None:
+        self._takeovers.add((topic,))
+
+    def promised(self, topic: str) -> None:
+        self._promises.add((topic,))
+
+    def truncated(self, topic: str, entries: int) -> None:
+        self._truncated.add((topic,), entries)
+
+    def stream_warned(self, topic: str, what: str) -> None:
+        """`what` is one of credit_low, credit_exhausted, lagging, resumed."""
+        self._stream_warnings.add((topic, what))
+
     def auth_failed(self) -> None:
         self._auth_failures.add(())
 
@@ -233,6 +265,7 @@ class Metrics(Collector):
         reading = self._read()
         yield from _node_gauges(reading)
         yield from _partition_gauges(list(reading.partitions))
+        yield from replica_gauges(list(reading.replicas))
 
 
 def _node_gauges(reading: NodeReading) -> Iterator[Metric]:

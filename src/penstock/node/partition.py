@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import Backpressure, Unavailable
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
 from penstock.node.journal import Journal
@@ -39,7 +40,7 @@ class Partition:
         self.settling = Settling(journal)
         self.reader = MessageReader(journal.log, cache)
         self.snapshot = SnapshotFacts()
-        self.floor_persisted = 0  # how far the log is known on disk to be acknowledged
+        self.resigning = False  # what is under way is finished, nothing else begun
 
     @property
     def idle(self) -> bool:
@@ -80,10 +81,23 @@ class Partition:
         if self.journal.failed is not None:
             work.fail(self.journal.failed)
             return False
-        return bool(work.gathered) and self.coordinator.serving
+        if not work.gathered or not self.coordinator.serving or self.resigning:
+            return False
+        refusal = self.journal.refusal()
+        if refusal is None or (work is self.settling and isinstance(refusal, Backpressure)):
+            return True
+        work.fail(refusal)
+        return False
+
+    @property
+    def may_lease(self) -> bool:
+        """Whether a lease would be committed soon. With nobody to agree to it, it would not."""
+        if self.resigning or self.journal.failed is not None:
+            return False
+        return not isinstance(self.journal.refusal(), Unavailable)
 
     def expire(self, now_ms: int) -> None:
-        if self.coordinator.serving and self.journal.failed is None:
+        if self.coordinator.serving and self.may_lease:
             self.settling.expire(now_ms)
 
     def lease(self, messages: NDArray[np.uint64], *, consumer: bytes, visibility_ms: int) -> Batch:

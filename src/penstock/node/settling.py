@@ -125,7 +125,11 @@ class Settling:
             for reply, lost in answers:
                 reply(lost)
 
-        self._journal.when_committed(sequence, answer)
+        def unknown(error: PenstockError) -> None:
+            for reply, _ in answers:
+                reply(error)
+
+        self._journal.when_committed(sequence, answer, unknown=unknown)
 
     def _process_returns(self) -> None:
         requests, self._returns = self._returns, []

@@ -1,4 +1,8 @@
-"""Upkeep of a partition: snapshots, retention and compaction, away from the hot path."""
+"""Upkeep of a partition: snapshots, retention and compaction, away from the hot path.
+
+Every replica looks after its own log and snapshots. Only the coordinator writes about it: a mark
+after a snapshot, a record for dead letters that are old.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ from numpy.typing import NDArray
 
 from penstock.cluster.reserve import Reserve
 from penstock.errors import DiskFull
+from penstock.heap import Heap
 from penstock.log.crash import crash_point
-from penstock.log.partition import SegmentInfo
+from penstock.log.partition import PartitionLog, SegmentInfo
 from penstock.model.batch import Kind
+from penstock.model.columns import Buffer
 from penstock.node.atomic import committed
 from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.replicas.host import Host
 from penstock.node.topic import Topic
 
 FORGET_MAX: Final = 10_000  # dead letters dropped by one record
@@ -26,27 +33,16 @@ REWRITE_BELOW: Final = 0.5  # a segment is rewritten when fewer of its entries t
 async def take_snapshot(
     topic: Topic, partition: Partition, now_ms: int, *, reserve: Reserve
 ) -> SnapshotFacts:
-    """Save the heap's state as of now. It is saved only once all it holds is committed.
-
-    A log shrinks only behind a snapshot, so on a full disk the way out leads through one: it may
-    take the space of the `reserve`.
-    """
+    """Save the heap's state as of now. It is saved only once all it holds is committed."""
     heap, log = partition.heap, partition.log
     sequence, chain, epoch = heap.sequence_applied, log.chain_last, log.epoch_last
     parts = heap.snapshot()
     topic.wake()
     await committed(partition, sequence)
     crash_point("node.snapshot.committed")
-
-    def save() -> int:
-        return log.save_snapshot(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
-
-    try:
-        size = await asyncio.to_thread(save)
-    except DiskFull:
-        if not await asyncio.to_thread(reserve.release):
-            raise
-        size = await asyncio.to_thread(save)
+    size = await _save(
+        log, sequence=sequence, chain=chain, epoch=epoch, parts=parts, reserve=reserve
+    )
     if partition.journal.has_room(8):
         partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [sequence]})
         topic.wake()
@@ -54,40 +50,111 @@ async def take_snapshot(
     return partition.snapshot
 
 
+async def snapshot_replica(host: Host, now_ms: int, *, reserve: Reserve) -> None:
+    """The same of a replica that follows: what it has applied is committed."""
+    heap, log = host.heap, host.log
+    sequence = heap.sequence_applied
+    if not _is_at_rest(host) or sequence <= max(host.snapshot.sequence, log.sequence_first - 1):
+        return
+    parts = heap.snapshot()
+    batch = await asyncio.to_thread(log.read, sequence, nowait=False)
+    if batch is None or batch.last != sequence:
+        raise RuntimeError(f"no batch ends at {sequence}, where the heap is")
+    size = await _save(
+        log, sequence=sequence, chain=batch.chain, epoch=batch.epoch, parts=parts, reserve=reserve
+    )
+    host.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
+
+
+async def _save(
+    log: PartitionLog, *, sequence: int, chain: int, epoch: int, parts: list[Buffer],
+    reserve: Reserve,
+) -> int:  # fmt: skip
+    """A log shrinks only behind a snapshot, so on a full disk the way out leads through one: it
+    may take the space of the `reserve`."""
+
+    def save() -> int:
+        return log.save_snapshot(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
+
+    try:
+        return await asyncio.to_thread(save)
+    except DiskFull:
+        if not await asyncio.to_thread(reserve.release):
+            raise
+        return await asyncio.to_thread(save)
+
+
 async def retain(topic: Topic, partition: Partition, now_ms: int) -> int:
     """Drop what is settled and older than the topic's retention; returns bytes given back."""
     cutoff_ms = now_ms - topic.config.retention_ms
     _forget_dead(partition, cutoff_ms)
     topic.wake()
-    old = _older(partition, cutoff_ms)
+    old = _older(partition.log, cutoff_ms, below=_streamed(partition))
     if not old:
         return 0
-    oldest = partition.heap.oldest_alive()
-    alive = {s.first: partition.heap.alive(s.first, s.last) for s in old}
+    oldest, alive = _living(partition.heap, old)
     # What is settled in memory must be settled on disk before its payload may go.
     await committed(partition, partition.heap.sequence_applied)
-    done = [segment for segment in old if oldest is None or segment.last < oldest]
-    freed = 0
-    if done:
-        freed += await asyncio.to_thread(partition.log.drop_before, done[-1].last + 1)
-    for segment in old[len(done) :]:
-        if _worth_rewriting(segment, len(alive[segment.first])):
-            freed += await _rewrite(partition, segment.first, alive[segment.first])
+    freed = await _shrink(partition.log, old, oldest, alive)
     if freed:
         partition.reader.forget()
     return freed
 
 
-def _older(partition: Partition, cutoff_ms: int) -> list[SegmentInfo]:
+async def retain_replica(host: Host, now_ms: int) -> int:
+    """The same of a replica that follows."""
+    if not _is_at_rest(host):
+        return 0
+    old = _older(host.log, now_ms - host.topic.config.retention_ms, below=None)
+    if not old:
+        return 0
+    oldest, alive = _living(host.heap, old)
+    return await _shrink(host.log, old, oldest, alive)
+
+
+def _is_at_rest(host: Host) -> bool:
+    """Whether the heap holds nothing that may be cut off, here or by a power cut."""
+    reached = min(host.committed, host.log.sequence_durable)
+    return host.applying.settled and host.heap.sequence_applied <= reached
+
+
+def _streamed(partition: Partition) -> int | None:
+    """The first entry that some follower is still to be sent. One that lags is not waited for."""
+    senders = partition.coordinator.senders.values()
+    return min((s.next for s in senders if not s.lagging), default=None)
+
+
+def _older(log: PartitionLog, cutoff_ms: int, *, below: int | None) -> list[SegmentInfo]:
     """Sealed segments past retention that no snapshot needs for its replay, oldest first."""
-    snapshots = partition.log.snapshot_sequences()
+    snapshots = log.snapshot_sequences()
     if not snapshots:
         return []
+    through = snapshots[0] if below is None else min(snapshots[0], below - 1)
     return [
         segment
-        for segment in partition.log.segments()
-        if segment.sealed and segment.time_ms_last < cutoff_ms and segment.last <= snapshots[0]
+        for segment in log.segments()
+        if segment.sealed and segment.time_ms_last < cutoff_ms and segment.last <= through
     ]
+
+
+def _living(heap: Heap, old: list[SegmentInfo]) -> tuple[int | None, dict[int, NDArray[np.uint64]]]:
+    return heap.oldest_alive(), {s.first: heap.alive(s.first, s.last) for s in old}
+
+
+async def _shrink(
+    log: PartitionLog,
+    old: list[SegmentInfo],
+    oldest: int | None,
+    alive: dict[int, NDArray[np.uint64]],
+) -> int:
+    done = [segment for segment in old if oldest is None or segment.last < oldest]
+    freed = 0
+    if done:
+        freed += await asyncio.to_thread(log.drop_before, done[-1].last + 1)
+    for segment in old[len(done) :]:
+        if _worth_rewriting(segment, len(alive[segment.first])):
+            freed += await _rewrite(log, segment.first, alive[segment.first])
+    return freed
 
 
 def _forget_dead(partition: Partition, cutoff_ms: int) -> None:
@@ -105,13 +172,13 @@ def _worth_rewriting(segment: SegmentInfo, alive: int) -> bool:
     return share < REWRITE_BELOW
 
 
-async def _rewrite(partition: Partition, first: int, alive: NDArray[np.uint64]) -> int:
-    return await asyncio.to_thread(partition.log.rewrite, first, lambda *_: alive)
+async def _rewrite(log: PartitionLog, first: int, alive: NDArray[np.uint64]) -> int:
+    return await asyncio.to_thread(log.rewrite, first, lambda *_: alive)
 
 
-async def scrub(partition: Partition, bytes_per_s: float) -> int:
+async def scrub(log: PartitionLog, bytes_per_s: float) -> int:
     """Verify every sealed byte of a partition, no faster than told; raises `Corruption`."""
-    steps = partition.log.scrub()
+    steps = log.scrub()
     total = 0
     while (step := await asyncio.to_thread(next, steps, None)) is not None:
         total += step

@@ -1,0 +1,528 @@
+"""One partition on this node, in whatever role: it performs what the replication core decides.
+
+The core (`penstock.replication.replica`) is told what happened and answers with effects. They are
+performed here in order, on the event loop. Some take a while: a promise that is synced, a log that
+is cut, a heap that must catch up before the barrier. What comes after such an effect waits for it,
+while the core goes on being told what happens.
+
+Ending a tenure is the exception. Nothing may be appended once the core has stepped down, so that
+part happens at once, whatever waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from penstock.errors import Corruption, DiskFull, PenstockError, Unavailable
+from penstock.heap import Heap
+from penstock.log.crash import crash_point
+from penstock.model.batch import Batch, Kind
+from penstock.node.flushing import Flusher
+from penstock.node.journal import Journal
+from penstock.node.logs import get_logger
+from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.replicas.applying import Applying, Replayed
+from penstock.node.replicas.following import Following, Slow
+from penstock.node.replicas.opening import Opened
+from penstock.node.replicas.ports import Key, Letter, SeedHead
+from penstock.node.replicas.seeding import head_of
+from penstock.node.replicas.sending import Sending
+from penstock.node.replicas.surroundings import Surroundings
+from penstock.node.topic import Topic
+from penstock.replication import effects as do
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.effects import Effect, Effects
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.replication.replica import Replica, Role
+
+BARRIER_BYTES: Final = 4096  # of records that a tenure's start may take
+RESIGN_S: Final = 0.5  # for what is under way to commit
+log = get_logger(__name__)
+
+
+class Host:
+    """See the module. `partition` is there while this node serves."""
+
+    def __init__(self, topic: Topic, index: int, opened: Opened, around: Surroundings) -> None:
+        self.topic, self.index, self.around = topic, index, around
+        self.key: Key = (topic.config.id, index)
+        self.log, self._file = opened.log, opened.file
+        self.replica = Replica(
+            around.node, uuid=opened.file.uuid, promised=opened.file.promised,
+            committed=opened.log.sequence_committed, log=opened.facts, options=around.options,
+            policy=around.policy,
+        )  # fmt: skip
+        self.flusher = Flusher(
+            opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
+            on_write=around.metrics.log_written, on_durable=self._on_durable,
+            on_room=self._on_room, on_failed=self._on_failed,
+        )  # fmt: skip
+        self.applying = Applying(
+            opened.replayed.heap, opened.log, spawn=self._spawn, on_rebuilt=self._on_rebuilt
+        )
+        self.following = Following(
+            self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
+            now=around.now, spawn=self._spawn, perform=self._perform,
+        )  # fmt: skip
+        self.sending: Sending | None = None
+        if around.transport is not None:
+            self.sending = Sending(
+                self.key, self.replica, opened.log, transport=around.transport, now=around.now,
+                perform=self._perform, spawn=self._spawn,
+            )  # fmt: skip
+        self.partition: Partition | None = None
+        self.snapshot = opened.replayed.snapshot  # the newest, when no tenure has a newer one
+        self.replayed = opened.replayed.batches
+        self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
+        self._journal: Journal | None = None
+        self._effects: deque[Effect] = deque()
+        self._performing = False
+        self._slow = False  # an effect is under way, the others wait
+        self._serving: list[asyncio.Future[None]] = []
+        self._quiet_ms = 0  # no nomination before: we have just resigned
+        self.halted = ""  # why nothing is done any more
+        self.closed = False
+
+    @property
+    def heap(self) -> Heap:
+        return self.applying.heap
+
+    @property
+    def committed(self) -> int:
+        return self.replica.committed
+
+    @property
+    def role(self) -> Role:
+        return Role.HALTED if self.halted else self.replica.role
+
+    @property
+    def coordinator(self) -> str:
+        """The node that coordinates, as far as is known here."""
+        record = self.replica.record
+        return "" if record is None else record.coordinator
+
+    # --- from the metadata store ---
+
+    def on_record(self, record: PartitionRecord, revision: int) -> None:
+        self._perform(self.replica.on_record(record, revision, self._now))
+
+    def on_epoch_taken(self, record: PartitionRecord, revision: int) -> None:
+        self._perform(self.replica.on_epoch_taken(record, revision, self._now))
+
+    def on_change_lost(self) -> None:
+        self._perform(self.replica.on_change_lost(self._now))
+
+    def on_members(self, alive: Mapping[str, int]) -> None:
+        self._perform(self.replica.on_members(alive, self._now))
+
+    # --- from other nodes ---
+
+    def on_message(self, message: Letter) -> None:
+        self._perform(_HANDLERS[type(message)](self.replica, message, self._now))
+        if type(message) is Ack and self.sending is not None:
+            self.sending.pump(message.node)
+
+    def on_follow(self, follow: Follow) -> None:
+        self._perform(self.replica.on_follow(follow, self._now))
+
+    def on_slice(self, append: Append, batches: list[Batch]) -> None:
+        self._perform(self.replica.on_append(append, batches, self._now))
+
+    def on_stream_lost(self, stream: int, *, gone: bool = False) -> None:
+        self._perform(self.replica.on_stream_lost(stream, self._now, gone=gone))
+
+    def on_follower_lost(self, node: str, stream: int) -> None:
+        if self.sending is not None:
+            self.sending.closed(node, stream)
+        self._perform(self.replica.on_follower_lost(node, stream, self._now))
+
+    def on_writable(self, node: str) -> None:
+        if self.sending is not None:
+            self.sending.on_writable(node)
+
+    async def seed_head(self) -> SeedHead:
+        return await head_of(self.log, self.committed)
+
+    async def seed_slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
+        def read() -> list[Batch]:
+            found = self.log.read_slice(
+                from_sequence, through=through, bytes_max=bytes_max, nowait=False
+            )
+            return found or []
+
+        return await asyncio.to_thread(read)
+
+    # --- from the node ---
+
+    def on_tick(self) -> None:
+        now = self._now
+        if self.replica.role is Role.IDLE and now < self._quiet_ms:
+            return
+        self._perform(self.replica.on_tick(now))
+
+    @property
+    def newest_snapshot(self) -> SnapshotFacts:
+        return self.snapshot if self.partition is None else self.partition.snapshot
+
+    def persist_floor(self) -> None:
+        """Remember on disk how far an idle log was acknowledged."""
+        reached = min(self.log.sequence_durable, self.log.sequence_committed)
+        idle = not self.flusher.writing if self.partition is None else self.partition.idle
+        if idle and self._floor_persisted < reached and not self.log.seeding:
+            self._floor_persisted = reached
+            self.flusher.persist_floor()
+
+    async def on_shrunk(self) -> None:
+        """The log was compacted: what can be streamed as it was written begins later now."""
+        if self.sending is not None:
+            first = await asyncio.to_thread(self.log.first_as_written)
+            self.replica.log.first = max(self.replica.log.first, first)
+
+    async def serving(self) -> None:
+        """Wait until this node serves the partition; raises if that cannot be."""
+        if self.partition is None:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._serving.append(waiter)
+            await waiter
+
+    async def resign(self) -> None:
+        """Give up the epoch, after what is under way: another takes over at once."""
+        partition = self.partition
+        if partition is None:
+            return
+        partition.resigning = True
+        with suppress(TimeoutError, PenstockError):  # who waits longer is told: unknown
+            await asyncio.wait_for(partition.journal.committed(self.log.sequence_last), RESIGN_S)
+        self._perform(self._give_up())
+
+    def _give_up(self) -> Effects:
+        """The others are to have the epoch; we ask for one again only if none of them does."""
+        self._quiet_ms = self._now + 2 * self.around.options.silence_ms
+        return self.replica.resign(self._now)
+
+    async def close(self) -> None:
+        """Stop, and let go of the files. Nothing is resigned; that is `resign`."""
+        if self.closed:
+            return
+        self.closed = True
+        self._end_tenure(Unavailable("the node is stopping; the outcome is unknown"))
+        self._effects.clear()
+        if self.sending is not None:
+            self.sending.close()
+        await self.following.stop()
+        if self.flusher.failed is None:
+            await self.flusher.alone(self.log.close)
+
+    # --- effects ---
+
+    @property
+    def _now(self) -> int:
+        return self.around.now()
+
+    def _perform(self, effects: Effects) -> None:
+        if self.closed or self.halted:
+            return
+        for effect in effects:
+            if type(effect) is do.SteppedDown:
+                self._end_tenure(self._deposed())
+        self._effects.extend(effects)
+        if not self._performing:
+            self._perform_next()
+
+    def _perform_next(self) -> None:
+        self._performing = True
+        try:
+            while self._effects and not (self._slow or self.halted or self.closed):
+                effect = self._effects.popleft()
+                slow = _EFFECTS[type(effect)](self, effect)
+                if slow is not None:
+                    self._slow = True
+                    self._spawn(self._finish(slow))
+        except PenstockError as error:
+            self._on_error(error)
+        finally:
+            self._performing = False
+
+    async def _finish(self, slow: Slow) -> None:
+        effects = await slow
+        self._slow = False
+        self._perform(effects)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work
+            except PenstockError as error:
+                self._on_error(error)
+            except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
+                self.around.on_fatal(error)
+
+        return self.around.spawn(guarded())
+
+    def _on_error(self, error: PenstockError) -> None:
+        """Something that the replica cannot go on without has failed."""
+        if self.closed:
+            return
+        if isinstance(error, Corruption):
+            self._halt(do.Halt(error.message))
+            self.around.on_damage(error)
+        else:
+            self.flusher.fail(error)
+
+    def _on_failed(self, error: BaseException) -> None:
+        assert self.flusher.failed is not None
+        self._refuse_serving(self.flusher.failed)
+        if self._journal is not None:
+            self._journal.end(self.flusher.failed)
+        self.around.on_fatal(error)
+
+    def _halt(self, effect: do.Halt) -> None:
+        self.halted = effect.reason
+        self._end_tenure(Unavailable(f"the partition halted: {effect.reason}"))
+        self._tell(log.critical, "a replica halts", reason=effect.reason)
+
+    def _tell(self, level: Callable[..., object], event: str, **facts: object) -> None:
+        level(event, topic=self.topic.config.name, partition=self.index, **facts)
+
+    def _persist(self, effect: do.Persist) -> Slow:
+        async def persist() -> Effects:
+            try:
+                await asyncio.to_thread(self._file.promise, effect.promised)
+            except DiskFull:  # there is space set aside for what cannot wait
+                await asyncio.to_thread(self.around.release)
+                await asyncio.to_thread(self._file.promise, effect.promised)
+            self.around.metrics.promised(self.topic.config.name)
+            return self.replica.on_persisted(effect.promised, self._now)
+
+        return persist()
+
+    # --- messages and streams ---
+
+    def _send(self, effect: do.Send) -> None:
+        transport, sending = self.around.transport, self.sending
+        if transport is None or sending is None:
+            return
+        message = effect.message
+        if isinstance(message, Append):
+            sending.send_sign(effect.to, message)
+            return
+        transport.send(effect.to, self.key, message)
+        if isinstance(message, Followed) and not (message.refused or message.reseed):
+            if self._journal is not None:
+                self._journal.flush = self._flush_and_send
+            sending.opened(effect.to, message.stream)
+
+    def _flush_and_send(self) -> None:
+        assert self.sending is not None
+        self.flusher.flush()
+        self.sending.pump_all()
+
+    def _open_stream(self, effect: do.OpenStream) -> None:
+        if self.around.transport is not None:
+            self.around.transport.open_stream(effect.to, self.key, effect.follow)
+
+    def _close_stream(self, effect: do.CloseStream) -> Slow | None:
+        if self.around.transport is not None:
+            self.around.transport.close_stream(self.key)
+        return self.following.abandon_copy() if self.following.copying else None
+
+    # --- the log ---
+
+    def _write(self, effect: do.Write) -> Slow | None:
+        return self.following.write(effect.batches)
+
+    def _truncate(self, effect: do.Truncate) -> Slow:
+        lost = self.log.sequence_last - effect.sequence
+        self.around.metrics.truncated(self.topic.config.name, lost)
+        self._tell(log.warning, "uncommitted entries are cut off", entries=lost)
+        return self.following.truncate(effect.sequence)
+
+    def _reseed(self, effect: do.Reseed) -> None:
+        assert self.around.transport is not None
+        self._tell(log.warning, "a replica starts over from a snapshot", source=effect.source)
+        self.following.reseed(effect.source, self.around.transport.fetch_seed)
+
+    def _on_durable(self, sequence: int) -> None:
+        before = self.committed
+        effects = self.replica.on_durable(sequence, self._now)
+        if self._journal is None:
+            self.flusher.flush()
+        elif self.committed == before:  # nothing to answer, but more can be written
+            self._journal.wake()
+        self._perform(effects)
+
+    def _on_room(self) -> None:
+        if self._journal is not None:
+            self._journal.wake()
+
+    def _commit(self, effect: do.Commit) -> None:
+        # What a full disk did not take is not here, though others have committed it.
+        sequence = min(effect.sequence, self.log.sequence_last)
+        self.log.advance_commit(sequence)
+        if self._journal is None:
+            self.applying.advance(sequence)
+            return
+        if self.sending is not None:
+            self.sending.on_commit()
+        self._journal.on_commit(sequence)
+
+    def _on_rebuilt(self, replayed: Replayed) -> None:
+        self.snapshot = replayed.snapshot
+
+    # --- a tenure ---
+
+    def _append_barrier(self, effect: do.AppendBarrier) -> Slow | None:
+        ready = self.applying.settled and self.heap.sequence_applied == self.log.sequence_last
+        if ready and self.flusher.has_room(BARRIER_BYTES):
+            self._enter(effect.epoch)
+            return None
+        return self._enter_later(effect.epoch)
+
+    async def _enter_later(self, epoch: int) -> Effects:
+        """Apply the tail first: what is to be served is the state after all of the log."""
+
+        def wanted() -> bool:
+            coordinator = self.replica.coordinator
+            return not self.closed and coordinator is not None and coordinator.epoch == epoch
+
+        if not await self.applying.catch_up(self.log.sequence_last, wanted=wanted):
+            return []
+        try:
+            await self.flusher.make_room(BARRIER_BYTES, enqueue=False)
+        except DiskFull as error:
+            if self.around.transport is None:
+                raise
+            self._tell(log.error, "no room to coordinate", error=error.message)
+            return self._give_up()
+        if wanted():
+            self._enter(epoch)
+        return []
+
+    def _enter(self, epoch: int) -> None:
+        topic, around = self.topic, self.around
+        around.clock.not_before(self.log.time_ms_last)
+        writable: Callable[[], PenstockError | None] | None = None
+        if around.transport is not None:
+            writable = self._writable
+        journal = Journal(
+            self.heap, self.replica, self.flusher, clock=around.clock,
+            reserve_bytes=around.reserve_bytes, wake=topic.wake, turn=topic.turn,
+            observe=topic.observe, writable=writable, on_fatal=around.on_fatal,
+        )  # fmt: skip
+        self._journal = journal
+        if self.sending is not None:
+            journal.flush = self._flush_and_send
+        journal.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
+        crash_point("node.barrier.staged")
+        journal.flush()
+
+    def _writable(self) -> PenstockError | None:
+        return self.replica.writable(self._now)
+
+    def _began_serving(self, effect: do.BeganServing) -> None:
+        journal = self._journal
+        if journal is None or journal.coordinator.epoch != effect.epoch:
+            return  # ended already
+        self.partition = Partition(journal, self.index, self.around.cache)
+        self.partition.snapshot = self.snapshot
+        if self.heap.config != self.topic.config:
+            config = msgspec.msgpack.encode(self.topic.config)
+            journal.append_record(Kind.CONFIG, 1, {"config": [config]})
+        self.topic.serve(self.index, self.partition)
+        self.around.metrics.took_over(self.topic.config.name)
+        waiters, self._serving = self._serving, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _deposed(self) -> Unavailable:
+        return Unavailable(
+            f"partition {self.index} of {self.topic.config.name} changed its coordinator; "
+            "the outcome is unknown",
+            partition=self.index,
+        )
+
+    def _end_tenure(self, error: Unavailable) -> None:
+        """Nothing is appended or answered from here on. The heap stays; see `applying`."""
+        journal, partition = self._journal, self.partition
+        self._journal = self.partition = None
+        if self.sending is not None:
+            self.sending.close()
+        if partition is not None:
+            self.snapshot = partition.snapshot
+            if not self.topic.closed:
+                self.topic.unserve(self.index)
+            partition.reader.forget()
+        if journal is not None:
+            journal.end(error)
+            self.flusher.flush()
+            self.applying.resume(self.committed)
+
+    def _refuse_serving(self, error: PenstockError) -> None:
+        waiters, self._serving = self._serving, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    # --- the others ---
+
+    def _stepped_down(self, effect: do.SteppedDown) -> None:
+        """It took place when it was heard of."""
+
+    def _take_epoch(self, effect: do.TakeEpoch) -> None:
+        self.around.control.take_epoch(self.key)
+
+    def _change_record(self, effect: do.ChangeRecord) -> None:
+        self.around.control.change_record(self.key, effect.record, effect.revision)
+
+    def _retire(self, effect: do.Retire) -> None:
+        self.around.control.retire(self.key)
+
+    def _warn(self, effect: do.Warn) -> None:
+        self.around.metrics.stream_warned(self.topic.config.name, effect.what)
+        # Credit that runs low is counted; large batches use it up each time and mean nothing by it.
+        level = {"lagging": log.warning, "resumed": log.info}.get(effect.what, log.debug)
+        self._tell(level, "a follower's stream", follower=effect.node, what=effect.what)
+
+
+_HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
+    Ack: Replica.on_ack,
+    Fence: Replica.on_fence,
+    Fenced: Replica.on_fenced,
+    Followed: Replica.on_followed,
+    Probe: Replica.on_probe,
+    Probed: Replica.on_probed,
+}
+_EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
+    do.AppendBarrier: Host._append_barrier,
+    do.BeganServing: Host._began_serving,
+    do.ChangeRecord: Host._change_record,
+    do.CloseStream: Host._close_stream,
+    do.Commit: Host._commit,
+    do.Halt: Host._halt,
+    do.OpenStream: Host._open_stream,
+    do.Persist: Host._persist,
+    do.Reseed: Host._reseed,
+    do.Retire: Host._retire,
+    do.Send: Host._send,
+    do.SteppedDown: Host._stepped_down,
+    do.TakeEpoch: Host._take_epoch,
+    do.Truncate: Host._truncate,
+    do.Warn: Host._warn,
+    do.Write: Host._write,
+}
