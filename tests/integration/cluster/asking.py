@@ -138,17 +138,7 @@ class Asking:
         await self.until(done)
 
     async def until(self, look: Callable[[], Awaitable[Any]], within_s: float = WITHIN_S) -> Any:
-        """Look until there is something to see."""
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                if found := await look():
-                    return found
-            except (PenstockError, TimeoutError):
-                self._connections.clear()
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not so within {within_s:.0f} s: {look.__qualname__}")
-            await asyncio.sleep(0.05)
+        return await until(look, within_s)
 
     async def restore(self) -> None:
         """Start what a test has ended, and wait until every partition is served."""
@@ -156,3 +146,19 @@ class Asking:
             if not process.running:
                 await self.processes.start(node)
         await self.processes.wait_ready()
+
+
+async def until(look: Callable[[], Awaitable[Any]], within_s: float = WITHIN_S) -> Any:
+    """Look until there is something to see."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            if found := await look():
+                return found
+        except (PenstockError, TimeoutError) as error:
+            failed: Exception | None = error
+        else:
+            failed = None
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {within_s:.0f} s: {look.__qualname__}") from failed
+        await asyncio.sleep(0.05)

@@ -50,6 +50,29 @@ async def test_a_preferred_coordinator_comes_back(cluster: Asking) -> None:
     assert await cluster.payloads("preferred") == [b"x"]
 
 
+async def test_a_coordinator_that_was_taken_for_dead_follows_when_it_wakes(cluster: Asking) -> None:
+    await cluster.create("asleep")
+    asleep = await cluster.coordinator("asleep")
+    cluster.processes.pause(asleep)
+    awake = next(node for node in ("n1", "n2", "n3") if node != asleep)
+
+    async def replaced() -> bool:
+        return (await cluster.partition("asleep", at=awake))["coordinator"] not in ("", asleep)
+
+    await cluster.until(replaced)
+    await cluster.put("asleep", b"while it slept", at=awake)
+
+    async def expired() -> bool:
+        nodes = (await cluster.call("cluster_status", at=awake))["nodes"]
+        return not next(node for node in nodes if node["id"] == asleep)["alive"]
+
+    await cluster.until(expired)
+    cluster.processes.resume(asleep)
+    await cluster.processes.wait_ready()
+    await cluster.has_all("asleep", asleep)
+    assert await cluster.payloads("asleep") == [b"while it slept"]
+
+
 async def test_a_cluster_without_etcd_goes_on(cluster: Asking) -> None:
     await cluster.create("orphan")
     await asyncio.to_thread(cluster.processes.etcd.kill)

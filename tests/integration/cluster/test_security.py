@@ -2,23 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import trustme
+from tests.integration.cluster.nodes import running_node
 
 from penstock.client.connection import Connection, open_connection
 from penstock.client.follow import PeerConnection, connect_peer
 from penstock.config import ClusterOptions, Config, TlsOptions
 from penstock.errors import PenstockError, Unauthenticated
 from penstock.node.engine import Engine
-from penstock.node.lifecycle import running_engine
-from penstock.node.listener import listen
-from penstock.node.replicas.joining import join_cluster
-from penstock.node.tls import server_context
 from penstock.replication.messages import Follow
-from penstock.server.serve import connect_to_peers
 from penstock.testing.etcd import etcd_process, free_ports
 from penstock.wire.messages import Told
 
@@ -35,22 +31,6 @@ def tls(tmp_path: Path) -> TlsOptions:
     issued.private_key_pem.write_to_path(files["key"])
     authority.cert_pem.write_to_path(files["ca"])
     return TlsOptions(**files)
-
-
-@asynccontextmanager
-async def running_node(config: Config) -> AsyncIterator[Engine]:
-    """A node of a cluster in this process."""
-    async with running_engine(config, connect=connect_to_peers(config)) as engine:
-        assert config.native_port is not None
-        tls = server_context(config.tls)
-        server = await listen(engine, host=config.host, port=config.native_port, tls=tls)
-        try:
-            await join_cluster(engine, port=config.native_port)
-            yield engine
-            assert engine.nodes is not None
-            await engine.nodes.leave(1.0)
-        finally:
-            server.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock.cluster.catalog import Catalog
+from penstock.cluster.catalog import TOPIC_ID, Catalog
 from penstock.cluster.membership import Membership, NodeInfo
 from penstock.cluster.placement import Candidate, Policy
 from penstock.cluster.records import Records
@@ -24,6 +24,7 @@ from penstock.node.replicas.ports import Key
 from penstock.node.replicas.transport import PeerTransport
 from penstock.replication.options import ReplicationOptions
 
+CLUSTER_UUID: Final = "cluster/uuid"
 PROBE_S: Final = 2.0  # between looks whether the metadata store answers
 ASK_S: Final = 2.0
 RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
@@ -55,6 +56,7 @@ class Cluster:
         self.store = store
         self.members = Membership(store, lease_ttl_s=options.lease_s)
         self.peers = Peers(info.id, connect=connect, spawn=spawn)
+        self.uuid = ""  # of its metadata; known once this node has joined
         self.available = True  # the metadata store answered when it was asked last
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
@@ -79,6 +81,7 @@ class Cluster:
             catalog=self.catalog,
             local=local,
             ages=lambda: self.members.ages,
+            deleted=self.deleted,
             spawn=self._spawn,
         )
 
@@ -231,12 +234,25 @@ class Cluster:
         record = held.record
         return record.majority([n for n in self.alive if n != self.node and record.is_voter(n)])
 
+    async def deleted(self, topic: int) -> bool:
+        """Whether a topic that is not there was deleted: the metadata are those that we joined
+        with, and have given out its id."""
+        counted = await self.store.get(TOPIC_ID)
+        given = int(counted.value) if counted else 0
+        return topic <= given and await self._same()
+
+    async def _same(self) -> bool:
+        """Whether the store holds the metadata of our cluster."""
+        entry = await self.store.get(CLUSTER_UUID)
+        return entry is not None and entry.value.decode() == self.uuid
+
     async def _probe(self) -> None:
         """Know whether the metadata store answers."""
         while True:
             try:
-                await self.store.get("counters/topic_id")
-                reached = True
+                reached = await self._same()
+                if not reached and self.available:
+                    log.critical("the metadata of this cluster are gone: restore etcd")
             except RetryableError as error:
                 reached = False
                 if self.available:

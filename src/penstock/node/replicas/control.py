@@ -77,6 +77,7 @@ class ClusterControl:
         catalog: Catalog,
         local: Local,
         ages: Callable[[], Mapping[str, int]],
+        deleted: Callable[[int], Awaitable[bool]],
         spawn: Callable[..., object],
     ) -> None:
         self.node = node
@@ -85,6 +86,7 @@ class ClusterControl:
         self.quiet: set[Key] = set()  # partitions that this node does not try to coordinate
         self._store, self._catalog = store, catalog
         self._local, self._ages, self._spawn = local, ages, spawn
+        self._deleted = deleted  # whether a topic that is not there was deleted, by its id
         self._opening: set[Key] = set()
         self._openings = asyncio.Semaphore(OPENING_MAX)
         self._waiters: dict[Key, list[asyncio.Future[None]]] = {}
@@ -259,13 +261,10 @@ class ClusterControl:
                     self._read["topics"].set()
 
     async def _on_topic(self, news: TopicNews, config: TopicConfig) -> None:
+        if news is TopicNews.DELETED:
+            await self._on_deleted(config)
+            return
         try:
-            if news is TopicNews.DELETED:
-                self.topics.pop(config.id, None)
-                await self._local.drop_topic(config)
-                for key in [key for key in self.records if key[0] == config.id]:
-                    self.records.pop(key)
-                return
             known = self.topics.get(config.id)
             self.topics[config.id] = config
             if known is None:
@@ -277,6 +276,20 @@ class ClusterControl:
         for key in [key for key in self.records if key[0] == config.id]:
             self._open_if_ours(key)
 
+    async def _on_deleted(self, config: TopicConfig) -> None:
+        """Files are removed only where it is sure that somebody deleted the topic: a store that
+        lost its contents, or was restored from an older copy, lacks topics too."""
+        if not await self._deleted(config.id):
+            log.critical("a topic vanished that nobody deleted; it is kept", topic=config.name)
+            return
+        self.topics.pop(config.id, None)
+        try:
+            await self._local.drop_topic(config)
+        except PenstockError as error:
+            log.error("topic not removed", topic=config.name, error=error.message)
+        for key in [key for key in self.records if key[0] == config.id]:
+            self.records.pop(key)
+
     async def _follow_records(self) -> None:
         entries = await self._store.range(PARTITIONS)
         for entry in entries:
@@ -287,7 +300,8 @@ class ClusterControl:
             async for change in changes:
                 key = place_of(change.key)
                 if change.value is None:
-                    self.records.pop(key, None)  # its topic is deleted
+                    if key[0] not in self.topics:  # else it goes with its topic
+                        self.records.pop(key, None)
                 else:
                     self.on_record(key, Held(decode_record(change.value), change.revision))
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.cluster.catalog import TOPIC_ID
 from penstock.cluster.membership import NodeInfo
 from penstock.cluster.store import LeasingStore
 from penstock.config import Config, host_port
@@ -24,7 +23,7 @@ from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
 from penstock.node.logs import get_logger
 from penstock.node.replicas.administration import Administration
-from penstock.node.replicas.cluster import Cluster, until_available
+from penstock.node.replicas.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.replicas.control import Held
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.peers import Connect
@@ -34,7 +33,6 @@ from penstock.replication.follower import State as Following
 from penstock.replication.nomination import Policy
 from penstock.replication.replica import Role
 
-CLUSTER_UUID: Final = "cluster/uuid"
 SETTLE_S_MAX: Final = 10.0
 log = get_logger(__name__)
 
@@ -115,6 +113,7 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     assert cluster is not None
     await until_available(engine.keys.load)
     await until_available(lambda: _check_identity(engine, cluster.store))
+    cluster.uuid = engine.identity.cluster_uuid
     await cluster.start(_info(engine, port=port))
     engine.spawn(cluster.administration.run(), name="administration")
     engine.spawn(Returning(cluster, engine.hosts).run(), name="returning")
@@ -144,12 +143,9 @@ async def _check_identity(engine: Engine, store: LeasingStore) -> None:
 
 
 async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
-    """Remove files of topics that were deleted while this node was away: those whose id was given
-    out and is not there any more."""
-    counted = await cluster.store.get(TOPIC_ID)
-    given = int(counted.value) if counted else 0
+    """Remove files of topics that were deleted while this node was away."""
     for topic in {topic for topic, _, _ in engine.folder.partitions()}:
-        if topic not in cluster.control.topics and topic <= given:
+        if topic not in cluster.control.topics and await cluster.deleted(topic):
             log.info("removing a deleted topic's files", topic=topic)
             await asyncio.to_thread(engine.folder.remove_topic, topic)
 

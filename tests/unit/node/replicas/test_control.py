@@ -67,8 +67,12 @@ class Scene:
         self.local, self.spawn = FakeLocal(), Spawning()
         self.control = ClusterControl(
             "a", store=self.store, catalog=self.catalog, local=self.local,
-            ages=lambda: {"a": 1}, spawn=self.spawn,
+            ages=lambda: {"a": 1}, deleted=self._was_deleted, spawn=self.spawn,
         )  # fmt: skip
+        self.lost = False  # the store has not what it once had
+
+    async def _was_deleted(self, topic: int) -> bool:
+        return not self.lost
 
     async def start(self, *records: PartitionRecord) -> None:
         await self.catalog.create({"name": "jobs", "partitions": max(1, len(records))})
@@ -198,6 +202,17 @@ async def test_topics_are_followed(scene: Scene) -> None:
             await asyncio.sleep(0.01)
     assert scene.local.topics == ["jobs", "jobs/7"] and scene.local.dropped == ["jobs"]
     assert scene.control.records == {}
+
+
+async def test_what_a_store_has_lost_is_kept(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.lost = True
+    await scene.catalog.delete("jobs")
+    await scene.catalog.create({"name": "later"})
+    async with asyncio.timeout(5):
+        while scene.local.topics != ["jobs", "later"]:
+            await asyncio.sleep(0.01)
+    assert scene.local.dropped == [] and scene.control.records[KEY].record == OURS
 
 
 async def test_a_move_is_over_when_its_target_is_cleared(scene: Scene) -> None:
