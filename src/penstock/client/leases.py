@@ -86,6 +86,11 @@ class MessageBatch(Generic[T]):
         return self._delivery.visibility_ms
 
     @property
+    def deadline_ms(self) -> int:
+        """When the leases end unless they are extended, by the coordinator's wall clock."""
+        return self._delivery.deadline_ms
+
+    @property
     def payloads(self) -> list[bytes]:
         """Every payload, without making messages of them."""
         column = self._columns.binary("payload")
@@ -265,6 +270,11 @@ class LeasedMessage(Message[T]):
     @property
     def lease_token(self) -> str:
         return str(self._batch.token(self._row))
+
+    @property
+    def deadline_ms(self) -> int:
+        """When its lease ends unless it is extended, by the coordinator's wall clock."""
+        return self._batch.deadline_ms
 
     @property
     def held(self) -> bool:

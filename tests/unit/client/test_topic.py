@@ -69,12 +69,13 @@ async def test_peeked_messages_are_decoded(client: Client, broker: Any) -> None:
 
 
 async def test_popped_messages_are_leases(client: Client, broker: Any) -> None:
-    lease = {"lease_token": "0.3.64", "deadline_ms": 0, "visibility_ms": 30}
+    lease = {"lease_token": "0.3.64", "deadline_ms": 77, "visibility_ms": 30}
     broker.results["pop"] = {"messages": [MESSAGE | lease]}
     broker.leases[0x64] = ((0, 5, {}), broker.sessions[0], 0)
     topic = client.topic("jobs", of=dict)
     (message,) = await topic.pop(wait=2, visibility=0.03)
     assert message.lease_token == "0.3.64" and message.attempts == 1
+    assert message.deadline_ms == 77
     async with message:
         while not broker.extended:
             await asyncio.sleep(0.005)
