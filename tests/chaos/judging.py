@@ -1,0 +1,161 @@
+"""The end of a run: drain what is left, read every replica's log, and hold the books against it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.arena import KEY, NODES, Arena
+from tests.chaos.consuming import VISIBILITY_S, Popper, read_all
+from tests.chaos.history import History
+from tests.chaos.producing import JOBS, LEDGER
+
+import penstock
+from penstock.errors import PenstockError, WrongEpoch
+from penstock.log import LogOptions, PartitionLog, verify_folder
+from penstock.model.batch import Batch, Kind
+from penstock.testing.checkers import VIOLATIONS, Checker, Verdict
+from penstock.testing.events import AtRest, Committed, Entered, Stuck, log_events
+from penstock.testing.replay import LogReplay
+
+TOPICS: Final = (JOBS, LEDGER)
+QUIET_ROUNDS: Final = int(VISIBILITY_S / 0.5) + 6  # empty pops of half a second, past any lease
+DRAIN_S_MAX: Final = 120.0
+Place = tuple[str, int]  # topic, partition
+
+
+async def drain(popper: Popper, topic: Any) -> int:
+    """Take everything out, until nothing has come for longer than a lease runs."""
+    drained = empty = 0
+    async with asyncio.timeout(DRAIN_S_MAX):
+        while empty < QUIET_ROUNDS:
+            found = await popper.round(topic, plain=True)
+            drained += found
+            empty = 0 if found else empty + 1
+    return drained
+
+
+async def committed(arena: Arena) -> dict[Place, int]:
+    """How far each partition is committed, by its coordinator."""
+    partitions = (await arena.status())["partitions"]
+    return {(p["topic"], p["partition"]): p["sequence_committed"] for p in partitions}
+
+
+async def read_logs(arena: Arena, ends: dict[Place, int]) -> dict[tuple[str, Place], list[Batch]]:
+    """Every partition's committed log as each node tells it."""
+    found: dict[tuple[str, Place], list[Batch]] = {}
+    for node in NODES:
+        for place, through in ends.items():
+            try:
+                found[node, place] = await read_all(
+                    arena.url_of(node), place[0], partition=place[1], through=through
+                )
+            except WrongEpoch:
+                continue
+    return found
+
+
+def read_disk(
+    data: Path, topic_ids: dict[str, int], ends: dict[Place, int]
+) -> tuple[dict[Place, list[tuple[int, int]]], str | None]:
+    """The ends and chains of a stopped node's batches, and what is wrong with its folder."""
+    report = verify_folder(data)
+    if not report.ok:
+        return {}, str(report.first_bad)
+    found = {}
+    for (topic, partition), through in ends.items():
+        folder = data / "topics" / f"{topic_ids[topic]:08x}" / f"{partition:04x}"
+        log = PartitionLog.open(
+            folder, topic=topic_ids[topic], partition=partition, options=LogOptions()
+        )
+        found[topic, partition] = [(b.last, b.chain) for b in log.scan(1) if b.last <= through]
+    return found, None
+
+
+class Judge:
+    """One checker for each topic; the verdicts are added up."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.checkers = {topic: Checker() for topic in TOPICS}
+
+    def judge(
+        self,
+        logs: dict[tuple[str, Place], list[Batch]],
+        on_disk: dict[tuple[str, Place], list[tuple[int, int]]],
+    ) -> dict[str, Any]:
+        for topic, checker in self.checkers.items():
+            with self._history.events_path(topic).open("rb") as lines:
+                checker.read(lines)
+        for (node, (topic, partition)), batches in logs.items():
+            self._add_replica(self.checkers[topic], node, partition, batches)
+        for (node, (topic, partition)), ends in on_disk.items():
+            for last, chain in ends:
+                self.checkers[topic].add(Committed(partition, f"{node} disk", 0, last, chain))
+        for (topic, _), batches in {place: found for (_, place), found in logs.items()}.items():
+            self.checkers[topic].add_log(batches)
+            self._add_undone(self.checkers[topic], batches)
+        return _sum([checker.verdict() for checker in self.checkers.values()])
+
+    def _add_replica(
+        self, checker: Checker, node: str, partition: int, batches: Sequence[Batch]
+    ) -> None:
+        for batch in batches:
+            checker.add(Committed(partition, f"{node} at rest", 0, batch.last, batch.chain))
+            if batch.kind is Kind.BARRIER:
+                [name] = batch.columns().binary("node") or [b""]
+                checker.add(Entered(partition, batch.epoch, name.decode()))
+        last = batches[-1]
+        checker.add(AtRest(partition, node, last.last, last.chain, 0))
+
+    def _add_undone(self, checker: Checker, batches: Sequence[Batch]) -> None:
+        """Every message was taken out in the end."""
+        replay = LogReplay(_ignore)
+        for batch in batches:
+            for event in log_events(batch):
+                replay.add(event)
+        done = {(place[0], replay.leases[place]) for place in replay.acked}
+        left = [p for p in replay.messages if replay.is_in(p) and p not in done]
+        for place in left:
+            checker.add(Stuck(f"message {place} was never acknowledged"))
+
+
+def _ignore(_: str, __: str) -> None:
+    """What this second reading finds wrong, the checker finds too."""
+
+
+def _sum(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    total: Counter[str] = Counter()
+    problems: list[str] = []
+    for verdict in verdicts:
+        problems += verdict.problems
+        for name in verdict.__struct_fields__:
+            if name != "problems":
+                total[name] += getattr(verdict, name)
+    found: dict[str, Any] = {name: total[name] for name in Verdict.__struct_fields__[:-1]}
+    found["duplicates_per_producer_key"] = found.pop("duplicates")
+    found["ok"] = not any(total[name] for name in VIOLATIONS)
+    found["problems"] = problems
+    return found
+
+
+async def settle(arena: Arena, *, within_s: float, say: Callable[[str], None]) -> bool:
+    """Wait until all three nodes serve and every replica has everything."""
+    try:
+        await arena.wait_ready(within_s)
+    except PenstockError as error:
+        say(f"not ready: {error}")
+        return False
+    return await arena.in_step(within_s)
+
+
+async def drain_all(arena: Arena, history: History, urls: Sequence[str]) -> int:
+    drained = 0
+    async with penstock.connect(urls, api_key=KEY) as client:
+        for topic in TOPICS:
+            popper = Popper(f"drain-{topic}", urls, history, "drain", topic)
+            drained += await drain(popper, client.topic(topic, bytes, create=False))
+    return drained
