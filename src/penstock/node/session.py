@@ -37,6 +37,7 @@ from penstock.node.engine import Engine
 from penstock.node.intake import enqueue
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
+from penstock.node.replicas import calls as _replica_calls  # noqa: F401 - registers its methods
 from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
@@ -206,7 +207,7 @@ class Session(asyncio.Protocol):
         heartbeat_ms = int(limits.idle_s * 1000 / 3)
         welcome = Welcome(
             wire.VERSION, __version__, self._engine.identity.node, heartbeat_ms,
-            limits.frame_bytes_max,
+            limits.frame_bytes_max, self._engine.config.cluster_name,
         )  # fmt: skip
         self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
 
