@@ -7,22 +7,27 @@ import gc
 import os
 import signal
 import ssl
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from penstock.client.connection import Connection
+from penstock.client.follow import PeerConnection, connect_peer
 from penstock.client.memory import memory_pair
+from penstock.cluster.membership import NodeInfo
 from penstock.config import Config
 from penstock.errors import FailedPrecondition, StorageFailed
 from penstock.node.engine import Engine
 from penstock.node.lifecycle import running_engine
 from penstock.node.listener import listen, port_of
 from penstock.node.logs import get_logger
+from penstock.node.replicas.joining import join_cluster
+from penstock.node.replicas.peers import Connect
 from penstock.node.session import Session
-from penstock.node.tls import server_context
+from penstock.node.tls import client_context, server_context
 
 if TYPE_CHECKING:
     from penstock.server.gateway import Gateway
@@ -38,15 +43,48 @@ async def serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running_engine(config) as engine:
+    async with running_engine(config, connect=connect_to_peers(config)) as engine:
         tls = server_context(config.tls) if config.tls_enabled else None
         async with AsyncExitStack() as stack:
             ports = await _listen(engine, config, tls, stack)
-            _announce(config, ports)
+            if engine.nodes is not None:
+                await _unless_stopped(join_cluster(engine, port=ports["native"]), engine, stop)
+            if not stop.is_set():
+                _announce(config, ports)
             await _until_stopped(engine, stop)
             log.info("stopping")
+            if engine.nodes is not None:
+                await engine.nodes.leave(config.drain_s if engine.fatal_error is None else 0.0)
     if engine.fatal_error is not None:
         raise StorageFailed(f"storage failed: {engine.fatal_error}")
+
+
+def connect_to_peers(config: Config) -> Connect:
+    """How a node reaches the others of its cluster."""
+    tls = client_context(config.tls) if config.tls_enabled else None
+
+    async def connect(info: NodeInfo) -> PeerConnection:
+        return await connect_peer(
+            info.host, info.native_port, api_key=config.cluster.key or None, tls=tls,
+            node=config.node,
+        )  # fmt: skip
+
+    return connect
+
+
+async def _unless_stopped(
+    work: Coroutine[Any, Any, None], engine: Engine, stop: asyncio.Event
+) -> None:
+    """Do something that may take long, but give it up when the node is told to stop."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(_until_stopped(engine, stop))
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        stopped.cancel()
 
 
 def _settle_memory() -> None:
