@@ -184,7 +184,8 @@ class Coordinator:
         """Why a write cannot be taken now; None if it can."""
         if not self.record.majority(self._reachable(now)):
             return QuorumUnavailable(
-                f"of {len(self.record.voters)} replicas only {len(self._reachable(now))} are alive",
+                f"alive: {' '.join(sorted(self._reachable(now)))}; that is no majority of "
+                + " and of ".join(" ".join(nodes) for nodes in self.record.quorums),
                 alive=sorted(self._reachable(now)),
                 voters=list(self.record.voters),
             )
@@ -226,7 +227,7 @@ class Coordinator:
     def _next_change(self) -> Effects:
         """One step towards the replica set that is wanted. Only the holder of an epoch whose
         barrier is committed may take it, and one at a time."""
-        if not self.serving or self._changing:
+        if not self.serving or self._changing or not self.record.is_voter(self.node):
             return []
         wanted = self._named() or self._reassigned()
         if wanted is None:

@@ -48,12 +48,14 @@ class Model:
         self.bounds = bounds
 
     def initial(self) -> World:
-        wanted = self.bounds.target or (True,) * len(self.bounds.seats)
+        bounds, count = self.bounds, len(self.bounds.seats)
+        wanted = bounds.target or (True,) * count
+        logs = bounds.logs or ((),) * count
         members = tuple(
-            Member(seat=Seat(sets, 0), wanted=w)
-            for sets, w in zip(self.bounds.seats, wanted, strict=True)
+            Member(seat=Seat(sets, 0), wanted=w, log=log, durable=len(log))
+            for sets, w, log in zip(bounds.seats, wanted, logs, strict=True)
         )
-        return World(0, members, (), 0)
+        return World(max((e for log in logs for e in log), default=0), members, (), 0)
 
     def steps(self, world: World) -> Iterator[Step]:
         """All that may happen next. Without `lag` an acknowledgement is heard when it is said, and

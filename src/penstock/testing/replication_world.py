@@ -56,6 +56,7 @@ class Bounds:
     seats: tuple[int, ...] = (VOTER, VOTER, VOTER)
     target: tuple[bool, ...] = ()  # by member: is it in the set to come; (): nothing changes
     wipes: int = 0  # of each member
+    logs: tuple[tuple[int, ...], ...] = ()  # by member: what earlier epochs have left behind
     partial: bool = True  # a taker may be cut off while it copies a log
     lag: bool = True  # acknowledgements and watermarks may be heard late, or never
 

@@ -22,6 +22,7 @@ from tests.unit.replication.parts import (
 )
 
 from penstock.replication.effects import (
+    ChangeRecord,
     CloseStream,
     Commit,
     OpenStream,
@@ -260,3 +261,10 @@ def test_a_log_whose_last_epoch_is_unknown_is_not_reported_as_empty() -> None:
 def test_closing_a_stream_that_is_not_open_says_nothing() -> None:
     machine = replica()
     assert only(CloseStream, machine.on_fence(Fence("a", 1), 0)) == []
+
+
+def test_who_has_moved_itself_away_changes_the_record_no_more() -> None:
+    machine = serving()
+    effects = machine.on_record(record(1, "a", "bcd"), 2, 0)
+    assert only(ChangeRecord, effects) == []
+    assert only(SteppedDown, effects)
