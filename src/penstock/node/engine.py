@@ -117,7 +117,6 @@ class Engine:
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
             transport=None, spawn=self.spawn_for_host, on_damage=self.on_damage,
             on_fatal=self.on_fatal, reserve_bytes=self.config.log.reserve_bytes,
-            release=self.reserve.release,
         )  # fmt: skip
 
     # --- topics ---

@@ -59,6 +59,7 @@ class Journal:
         self._unobserved: deque[tuple[int, Applied, str]] = deque()  # the same, of all batches
         self._futures: set[asyncio.Future[None]] = set()  # of `committed`, not done yet
         self.failed: Unavailable | None = None  # nothing is taken or acknowledged any more
+        self.resigning = False  # what is under way is finished, nothing else begun
 
     @property
     def idle(self) -> bool:
@@ -75,6 +76,13 @@ class Journal:
     def refusal(self) -> PenstockError | None:
         """Why nothing can be committed now, or would be so late that writers should wait."""
         return None if self._writable is None else self._writable()
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether what is appended now would be committed soon, as far as is known."""
+        if self.failed is not None or self.resigning:
+            return False
+        return self._writable is None or not isinstance(self._writable(), Unavailable)
 
     # --- appending ---
 
@@ -195,7 +203,10 @@ class Journal:
         return self.log.room(enqueue) >= body_bytes + BATCH_OVERHEAD
 
     def has_room_to_lease(self, count: int) -> bool:
-        """As `has_room`, but what is leased must also find room to be settled."""
+        """As `has_room`, but what is leased must also find room to be settled, and be committed
+        before its time runs out."""
+        if not self.may_commit:
+            return False
         body_bytes = count * 8 + LEASE_BYTES
         settling = self._reserve_bytes // 2
         return self.log.room(False) >= body_bytes + settling + BATCH_OVERHEAD

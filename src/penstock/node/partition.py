@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import Backpressure, Unavailable
+from penstock.errors import Backpressure
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
 from penstock.node.journal import Journal
@@ -40,7 +40,6 @@ class Partition:
         self.settling = Settling(journal)
         self.reader = MessageReader(journal.log, cache)
         self.snapshot = SnapshotFacts()
-        self.resigning = False  # what is under way is finished, nothing else begun
 
     @property
     def idle(self) -> bool:
@@ -81,7 +80,7 @@ class Partition:
         if self.journal.failed is not None:
             work.fail(self.journal.failed)
             return False
-        if not work.gathered or not self.coordinator.serving or self.resigning:
+        if not work.gathered or not self.coordinator.serving or self.journal.resigning:
             return False
         refusal = self.journal.refusal()
         if refusal is None or (work is self.settling and isinstance(refusal, Backpressure)):
@@ -89,15 +88,8 @@ class Partition:
         work.fail(refusal)
         return False
 
-    @property
-    def may_lease(self) -> bool:
-        """Whether a lease would be committed soon. With nobody to agree to it, it would not."""
-        if self.resigning or self.journal.failed is not None:
-            return False
-        return not isinstance(self.journal.refusal(), Unavailable)
-
     def expire(self, now_ms: int) -> None:
-        if self.coordinator.serving and self.may_lease:
+        if self.coordinator.serving and self.journal.may_commit:
             self.settling.expire(now_ms)
 
     def lease(self, messages: NDArray[np.uint64], *, consumer: bytes, visibility_ms: int) -> Batch:

@@ -17,6 +17,7 @@ from penstock.node.replicas.opening import empty, facts_of
 from penstock.node.replicas.ports import Key, SeedTarget
 from penstock.node.replicas.seeding import Seeding
 from penstock.replication.effects import Effects
+from penstock.replication.facts import LogFacts
 from penstock.replication.replica import Replica
 
 RETRY_S: Final = 1.0  # after a copy that failed
@@ -70,7 +71,9 @@ class Following:
                 self._stage(batch)
         except DiskFull as error:
             log.warning("a follower's disk is full", partition=self._key[1], error=error.message)
-            return self._replica.on_unwritten(self._log.sequence_last, self._now())
+            # It may have been the end of a log that we took over: then we cannot.
+            effects = self._replica.resign(self._now())
+            return effects + self._replica.on_unwritten(self._log.sequence_last, self._now())
         finally:
             self._flusher.flush()
         return []
@@ -120,7 +123,8 @@ class Following:
         await self.stop()
         await self._flusher.alone(lambda: empty(self._log))
         self._applying.resume(0)
-        return []
+        # The replica tells nobody where its log ends until it hears that the log is whole again.
+        return self._replica.on_seeded(LogFacts(), 0, self._now())
 
     async def stop(self) -> None:
         task, self._copying = self._copying, None

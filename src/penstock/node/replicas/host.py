@@ -94,7 +94,6 @@ class Host:
         self._performing = False
         self._slow = False  # an effect is under way, the others wait
         self._serving: list[asyncio.Future[None]] = []
-        self._quiet_ms = 0  # no nomination before: we have just resigned
         self.halted = ""  # why nothing is done any more
         self.closed = False
 
@@ -170,10 +169,7 @@ class Host:
     # --- from the node ---
 
     def on_tick(self) -> None:
-        now = self._now
-        if self.replica.role is Role.IDLE and now < self._quiet_ms:
-            return
-        self._perform(self.replica.on_tick(now))
+        self._perform(self.replica.on_tick(self._now))
 
     @property
     def newest_snapshot(self) -> SnapshotFacts:
@@ -205,15 +201,10 @@ class Host:
         partition = self.partition
         if partition is None:
             return
-        partition.resigning = True
+        partition.journal.resigning = True
         with suppress(TimeoutError, PenstockError):  # who waits longer is told: unknown
             await asyncio.wait_for(partition.journal.committed(self.log.sequence_last), RESIGN_S)
-        self._perform(self._give_up())
-
-    def _give_up(self) -> Effects:
-        """The others are to have the epoch; we ask for one again only if none of them does."""
-        self._quiet_ms = self._now + 2 * self.around.options.silence_ms
-        return self.replica.resign(self._now)
+        self._perform(self.replica.resign(self._now))
 
     async def close(self) -> None:
         """Stop, and let go of the files. Nothing is resigned; that is `resign`."""
@@ -301,11 +292,7 @@ class Host:
 
     def _persist(self, effect: do.Persist) -> Slow:
         async def persist() -> Effects:
-            try:
-                await asyncio.to_thread(self._file.promise, effect.promised)
-            except DiskFull:  # there is space set aside for what cannot wait
-                await asyncio.to_thread(self.around.release)
-                await asyncio.to_thread(self._file.promise, effect.promised)
+            await asyncio.to_thread(self._file.promise, effect.promised)
             self.around.metrics.promised(self.topic.config.name)
             return self.replica.on_persisted(effect.promised, self._now)
 
@@ -408,7 +395,7 @@ class Host:
             if self.around.transport is None:
                 raise
             self._tell(log.error, "no room to coordinate", error=error.message)
-            return self._give_up()
+            return self.replica.resign(self._now)
         if wanted():
             self._enter(epoch)
         return []

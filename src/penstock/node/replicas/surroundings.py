@@ -37,7 +37,6 @@ class Surroundings:
     on_damage: Callable[[PenstockError], None]
     on_fatal: Callable[[BaseException], None]
     reserve_bytes: int  # of each log: for settling when the disk is full
-    release: Callable[[], bool]  # give a full disk what was set aside; blocks
     options: ReplicationOptions = field(default_factory=ReplicationOptions)
     policy: Policy = Policy.BALANCED
     now: Callable[[], int] = monotonic_ms  # of replication; it never steps, forwards neither
