@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unauthenticated
-from penstock.model.version import __version__
 from penstock.node import logs
 from penstock.node.confirmations import NEED_CONFIRMATION
-from penstock.node.engine import Engine, partition_reading
-from penstock.node.partition import Partition
+from penstock.node.engine import Engine
 from penstock.node.topic import Topic
 
 
@@ -203,103 +201,3 @@ async def key_revoke(engine: Engine, _: Caller, a: KeyRevokeArguments) -> dict[s
     for connection in list(engine.connections):
         connection.revoke(a.id)
     return record.public()
-
-
-# --- what is ---
-
-
-class StatsArguments(Arguments, frozen=True):
-    topic: str | None = None
-
-
-@method(StatsArguments)
-async def stats(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, Any]:
-    chosen = [engine.topic(a.topic)] if a.topic else list(engine.topics.values())
-    now_ms = engine.clock.now_ms()
-    return {"topics": [_topic_stats(engine, topic, now_ms) for topic in chosen]}
-
-
-_SUMMED: Final = ("ready", "delayed", "leased", "dead", "backlog", "bytes")
-
-
-def _topic_stats(engine: Engine, topic: Topic, now_ms: int) -> dict[str, Any]:
-    partitions = [_partition_stats(engine, topic, partition, now_ms) for partition in topic.local]
-    ages = [p["oldest_age_ms"] for p in partitions if p["oldest_age_ms"] is not None]
-    return {
-        "name": topic.config.name,
-        "mode": topic.config.mode.value,
-        "paused": topic.config.paused,
-        **{name: sum(p[name] for p in partitions) for name in _SUMMED},
-        **{f"{name}_total": count for name, count in topic.totals.items()},
-        "oldest_age_ms": max(ages, default=None),
-        "rank_error_max": topic.rank_error_max,
-        "consumers": topic.lease_streams,
-        "partitions": partitions,
-    }
-
-
-def _partition_stats(
-    engine: Engine, topic: Topic, partition: Partition, now_ms: int
-) -> dict[str, Any]:
-    reading = partition_reading(topic, partition, now_ms)
-    age_s, snapshot_age_s = reading.oldest_age_s, reading.snapshot_age_s
-    return {
-        "partition": partition.index,
-        "coordinator": engine.identity.node,
-        "epoch": reading.epoch,
-        "sequence_first": partition.log.sequence_first,
-        "sequence_last": partition.log.sequence_last,
-        "sequence_committed": reading.sequence_committed,
-        "ready": reading.ready,
-        "delayed": reading.delayed,
-        "leased": reading.inflight,
-        "dead": reading.dead,
-        "backlog": reading.backlog,
-        "oldest_age_ms": None if age_s is None else round(age_s * 1000),
-        "bytes": reading.log_bytes,
-        "segments": reading.log_segments,
-        "snapshot_sequence": partition.snapshot.sequence,
-        "snapshot_bytes": partition.snapshot.bytes,
-        "snapshot_age_ms": None if snapshot_age_s is None else round(snapshot_age_s * 1000),
-    }
-
-
-@method(StatsArguments, audited=True)
-async def snapshot(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, Any]:
-    """Take snapshots now."""
-    chosen = [engine.topic(a.topic)] if a.topic else list(engine.topics.values())
-    taken = []
-    for topic in chosen:
-        for partition in topic.local:
-            facts = await engine.snapshot(topic, partition)
-            taken.append(
-                {
-                    "topic": topic.config.name,
-                    "partition": partition.index,
-                    "sequence": facts.sequence,
-                    "bytes": facts.bytes,
-                }
-            )
-    return {"snapshots": taken}
-
-
-@method(Arguments, audited=True)
-async def verify(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
-    """Verify all sealed segments now."""
-    return {"bytes": await engine.verify(), "ok": engine.damage is None, "damage": engine.damage}
-
-
-@method(Arguments)
-async def node_status(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
-    return {
-        "node": engine.identity.node,
-        "version": __version__,
-        "format": engine.folder.format,
-        "data": str(engine.config.data),
-        "uptime_ms": engine.clock.now_ms() - engine.started_ms,
-        "topics": len(engine.topics),
-        "connections": len(engine.connections),
-        "keys_required": engine.config.keys_required,
-        "healthy": engine.fatal_error is None and not engine.stopping,
-        "damage": engine.damage,
-    }

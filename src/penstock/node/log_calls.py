@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from penstock.node.atomic import committed
 from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
+from penstock.node.shares import fan_out, merged, shared
 from penstock.node.streams import gone
 from penstock.node.topic import Topic
 
@@ -35,8 +38,15 @@ class LogExtentArguments(TopicArguments, frozen=True):
 @method(TopicArguments)
 async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
-    topic = engine.topic(a.topic)
-    stable = await asyncio.gather(*(_stable(topic, p) for p in topic.local))
+    results = await fan_out(engine, engine.topic(a.topic), log_status_share)
+    return {"partitions": merged(results, "partitions")}
+
+
+@shared
+async def log_status_share(
+    _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
+) -> dict[str, Any]:
+    stable = await asyncio.gather(*(_stable(topic, p) for p in partitions))
     return {
         "partitions": [
             {
@@ -48,7 +58,7 @@ async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, 
                 "sequence_stable": sequence_stable,
                 "chain": p.log.chain_last,
             }
-            for p, sequence_stable in zip(topic.local, stable, strict=True)
+            for p, sequence_stable in zip(partitions, stable, strict=True)
         ]
     }
 
@@ -72,28 +82,53 @@ async def _stable(topic: Topic, partition: Partition) -> int:
 @method(LogFindArguments)
 async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, Any]:
     """The first committed batch that is not from before `time_ms`; past the end if none is."""
-    partition = engine.topic(a.topic).here(a.partition)
+    topic = engine.topic(a.topic)
+    index = topic.partition(a.partition).index
+    (result,) = await fan_out(engine, topic, log_find_share, indices=[index], time_ms=a.time_ms)
+    return result
+
+
+@shared
+async def log_find_share(
+    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    (partition,) = partitions
     through = partition.coordinator.sequence_committed
-    return {
-        "sequence": await asyncio.to_thread(partition.log.find_time, a.time_ms, through=through)
-    }
+    sequence = await asyncio.to_thread(partition.log.find_time, a["time_ms"], through=through)
+    return {"sequence": sequence}
 
 
 @method(LogExtentArguments)
 async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[str, Any]:
     """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
     topic = engine.topic(a.topic)
+    indices = {topic.partition(extent.partition).index for extent in a.extents}
+    wanted = [msgspec.to_builtins(extent) | {"place": i} for i, extent in enumerate(a.extents)]
+    results = await fan_out(engine, topic, log_extent_share, indices=indices, extents=wanted)
+    found = sorted((row for r in results for row in r["extents"]), key=lambda row: row[0])
+    return {"extents": [extent for _, extent in found]}
+
+
+@shared
+async def log_extent_share(
+    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    """Extents of these partitions, each with its place in the request."""
+    by_index = {partition.index: partition for partition in partitions}
     found = []
-    for extent in a.extents:
-        partition = topic.here(extent.partition)
-        if extent.from_sequence < partition.log.sequence_first:
-            raise gone(extent.from_sequence, sequence_first=partition.log.sequence_first)
+    for wanted in a["extents"]:
+        partition = by_index.get(wanted["partition"])
+        if partition is None:
+            continue
+        if wanted["from_sequence"] < partition.log.sequence_first:
+            raise gone(wanted["from_sequence"], sequence_first=partition.log.sequence_first)
         last, size = await asyncio.to_thread(
             partition.log.extent,
-            extent.from_sequence,
-            through=min(extent.through, partition.coordinator.sequence_committed),
-            entries_max=max(1, extent.entries_max),
-            bytes_max=extent.bytes_max,
+            wanted["from_sequence"],
+            through=min(wanted["through"], partition.coordinator.sequence_committed),
+            entries_max=max(1, wanted["entries_max"]),
+            bytes_max=wanted["bytes_max"],
         )
-        found.append({"partition": extent.partition, "last": last, "bytes": size})
+        row = {"partition": partition.index, "last": last, "bytes": size}
+        found.append((wanted["place"], row))
     return {"extents": found}

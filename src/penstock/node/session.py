@@ -29,9 +29,13 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.topic import DELAY_MS_MAX
 from penstock.model.version import __version__
-from penstock.node import log_calls as _log_calls  # noqa: F401 - registers its methods
-from penstock.node import message_calls as _message_calls  # noqa: F401 - registers its methods
-from penstock.node import transaction_calls as _transaction_calls  # noqa: F401 - the same
+from penstock.node import (  # noqa: F401 - they register their methods
+    dlq_calls,
+    log_calls,
+    message_calls,
+    status_calls,
+    transaction_calls,
+)
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
 from penstock.node.intake import enqueue

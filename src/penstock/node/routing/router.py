@@ -90,7 +90,11 @@ class Router:
                     raise
                 if loop.time() >= deadline:
                     raise (error if unknown else unreached) from error
-            await self._forwarder.changed(key)
+            await self.changed(key)
+
+    async def changed(self, key: Key) -> None:
+        """Returns when something changed about a partition, or after a short while."""
+        await self._forwarder.changed(key)
 
     # --- where things are ---
 
