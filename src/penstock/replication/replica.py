@@ -402,13 +402,17 @@ class Replica:
     def on_unwritten(self, sequence_last: int, now: int) -> Effects:
         """Batches of a `Write` could not be staged: the log really ends here. A `Commit` that came
         with them is void too."""
-        if self.coordinator is not None:  # an epoch would have two entries of one sequence
-            raise RuntimeError("what a coordinator staged may have been sent: it stays")
+        effects: Effects = []
+        if self.coordinator is not None:
+            if self.log.last >= self.coordinator.sequence_barrier:
+                # An epoch would have two entries of one sequence.
+                raise RuntimeError("what a coordinator staged may have been sent: it stays")
+            effects = self.resign(now)  # what we adopted has no room here
         self.log.truncate(sequence_last)
         self._committed = min(self._committed, sequence_last)
         if self.follower is not None:
             self.follower.on_unwritten()
-        return []
+        return effects
 
     # --- coordinating ---
 

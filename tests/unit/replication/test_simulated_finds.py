@@ -1,8 +1,22 @@
 """Mistakes that the simulator found; docs/simulation.md names the seeds."""
 
-from tests.unit.replication.parts import ack, disk, replica, serving
+from tests.unit.replication.parts import (
+    ack,
+    append,
+    batch,
+    disk,
+    fencing,
+    followed,
+    only,
+    opened,
+    promise,
+    replica,
+    serving,
+)
 
+from penstock.replication.effects import AppendBarrier, SteppedDown
 from penstock.replication.messages import Fence, Follow
+from penstock.replication.replica import Role
 
 
 def test_a_copied_follow_does_not_begin_the_stream_anew() -> None:
@@ -28,3 +42,13 @@ def test_an_ack_of_more_than_was_sent_is_void() -> None:
     machine.on_follow(Follow("b", disk("b"), machine.epoch, 1, 0, [], 1000, 1 << 20), 0)
     machine.on_ack(ack("b", machine, durable=1), 0)  # from before the stream was lost
     assert machine.coordinator.senders["b"].durable == 0
+
+
+def test_a_taker_without_room_for_the_adopted_log_gives_the_epoch_up() -> None:
+    machine = fencing("a", epoch=2)
+    follow = opened(machine.on_fenced(promise("b", 2, (1, 1)), 0))
+    machine.on_followed(followed(follow, 0), 0)
+    effects = machine.on_append(append(follow), [batch(1, epoch=1, previous=0)], 0)
+    assert only(AppendBarrier, effects)  # decided before the disk had its say
+    assert only(SteppedDown, machine.on_unwritten(0, 0))
+    assert (machine.role, machine.log.last) == (Role.IDLE, 0)

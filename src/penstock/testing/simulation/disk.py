@@ -120,6 +120,7 @@ class Disk:
         self._firsts = [batch.first for batch in self.batches]
         self.slow = False
         self.fail_next = False
+        self.full = False  # for what a follower is sent; a coordinator refuses in time
         self._sync_us = sync_us
         self._schedule, self._after, self._on_synced = schedule, after, on_synced
         self._operations: deque[Operation] = deque()

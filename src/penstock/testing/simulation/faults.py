@@ -92,6 +92,17 @@ class Faults:
             50 * MS, 5 * SECOND, lambda: node.resume() if node.life == life else None
         )  # fmt: skip
 
+    def _restart(self) -> None:
+        """In good order: give up all epochs, leave, stop; then come back."""
+        node = self._some_node()
+        self._resign_all(node)
+        self._simulation.store.leave(node.name)
+        life = node.life
+        self._schedule.after(
+            self._schedule.between(10 * MS, 300 * MS),
+            lambda: node.crash("stopped") if node.life == life else None,
+        )
+
     def _clock_jump(self) -> None:
         """The wall clock is set; a process that runs goes by the monotonic one."""
         node = self._some_node()
@@ -105,11 +116,19 @@ class Faults:
         self._cut_links([(one, other)])
 
     def _isolate(self) -> None:
-        name = self._some_node().name
+        """From everybody, perhaps from the metadata store too."""
+        name, store = self._some_node().name, self._simulation.store
         others = [n for n in (*self._simulation.names, *self._simulation.clients) if n != name]
-        self._cut_links([(name, n) for n in others] + [(n, name) for n in others])
+        links = [(name, n) for n in others] + [(n, name) for n in others]
+        if self._schedule.chance(0.5):
+            store.cut_off(name)
+            self._cut_links(links, lambda: store.reconnect(name))
+        else:
+            self._cut_links(links)
 
-    def _cut_links(self, links: list[tuple[str, str]]) -> None:
+    def _cut_links(
+        self, links: list[tuple[str, str]], also: Callable[[], None] = lambda: None
+    ) -> None:
         cut = self._simulation.network.cut
         for link in links:
             cut[link] = cut.get(link, 0) + 1
@@ -117,6 +136,7 @@ class Faults:
         def mend() -> None:
             for link in links:
                 cut[link] -= 1
+            also()
 
         self._for_a_while(100 * MS, 5 * SECOND, mend)
 
@@ -130,23 +150,13 @@ class Faults:
 
     def _cut_store(self) -> None:
         name, store = self._some_node().name, self._simulation.store
-        store.cut[name] = True
-
-        def mend() -> None:
-            store.cut[name] = False
-            store.wake(name)
-
-        self._for_a_while(200 * MS, 6 * SECOND, mend)
+        store.cut_off(name)
+        self._for_a_while(200 * MS, 6 * SECOND, lambda: store.reconnect(name))
 
     def _store_away(self) -> None:
         store = self._simulation.store
         store.away = True
-
-        def mend() -> None:
-            store.away = False
-            store.heal()
-
-        self._for_a_while(200 * MS, 4 * SECOND, mend)
+        self._for_a_while(200 * MS, 4 * SECOND, store.come_back)
 
     def _stale_watch(self) -> None:
         lag_us = self._schedule.skewed(300 * MS, 5 * SECOND)
@@ -162,7 +172,9 @@ class Faults:
             simulation.store.edit(partition, target=target)
 
     def _resign(self) -> None:
-        node = self._some_node()
+        self._resign_all(self._some_node())
+
+    def _resign_all(self, node: Node) -> None:
         for host in list(node.hosts.values()):
             if host.tenure is not None and host.tenure.serving:
                 node.run(host.resign)
@@ -179,6 +191,16 @@ class Faults:
 
         set_slow(True)
         self._for_a_while(200 * MS, 4 * SECOND, lambda: set_slow(False))
+
+    def _disk_full(self) -> None:
+        disks = [host.disk for host in self._some_node().hosts.values()]
+
+        def set_full(full: bool) -> None:
+            for disk in disks:
+                disk.full = full
+
+        set_full(True)
+        self._for_a_while(100 * MS, 3 * SECOND, lambda: set_full(False))
 
     def _failed_sync(self) -> None:
         hosts = list(self._some_node().hosts.values())

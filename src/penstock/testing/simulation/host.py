@@ -6,6 +6,7 @@ at which the process may end.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.heap import Heap
@@ -44,7 +45,7 @@ from penstock.replication.messages import (
 from penstock.replication.replica import Replica
 from penstock.testing.simulation.disk import Disk, Platter, Snapshot, end_of
 from penstock.testing.simulation.network import Stream
-from penstock.testing.simulation.schedule import SECOND
+from penstock.testing.simulation.schedule import MS, SECOND
 from penstock.testing.simulation.tenure import Tenure
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Host:
         self.heap = self._rebuilt()
         self.tenure: Tenure | None = None
         self.followers: dict[str, Stream] = {}  # who opened a stream here
+        self._queue: deque[Effect] = deque()  # effects that wait for a slow one
+        self._slow = False
         self._seeding = 0  # number of the seeding under way, 0: none
         self._seedings = 0
         self.replica = Replica(
@@ -172,14 +175,30 @@ class Host:
     # --- effects ---
 
     def perform(self, effects: Effects) -> None:
-        for at, effect in enumerate(effects):
-            if isinstance(effect, Persist):
-                self._persist(effect.promised, effects[at + 1 :])
-                break
-            self._do(effect)
-        if self.simulation.careful:
-            self.replica.validate()
+        """A driver may let effects of later events pass one that is slow, or make all wait for it;
+        both are tried. What stands after a promise in one list always waits for it."""
+        if self.simulation.serial:
+            if any(isinstance(effect, SteppedDown) for effect in effects):
+                self._end_tenure()
+            self._queue.extend(effects)
+            self._perform_queued()
+        else:
+            for at, effect in enumerate(effects):
+                if isinstance(effect, Persist):
+                    self._persist(effect.promised, effects[at + 1 :])
+                    break
+                self._do(effect)
+        self.replica.validate()
         self.pump()
+
+    def _perform_queued(self) -> None:
+        while self._queue and not self._slow:
+            effect = self._queue.popleft()
+            self._slow = isinstance(effect, Persist | Truncate)
+            if isinstance(effect, Persist):
+                self._persist(effect.promised, [])
+            else:
+                self._do(effect)
 
     def _persist(self, promised: int, rest: Effects) -> None:
         self.log("persist", promised)
@@ -187,6 +206,7 @@ class Host:
 
         def done(stored: int) -> None:
             self.node.point("persist.done")
+            self._slow = False
             self.perform(self.replica.on_persisted(stored, self.now))
             self.perform(rest)
 
@@ -214,7 +234,7 @@ class Host:
             case ChangeRecord():
                 self.node.change_record(self.partition, effect.record, effect.revision)
             case AppendBarrier():
-                self._enter(effect.epoch)
+                self._enter_when_ready(effect.epoch)
             case BeganServing():
                 self._serve(effect.epoch)
             case SteppedDown():
@@ -253,9 +273,15 @@ class Host:
         for batch in batches:
             self.simulation.checker.on_append(self.partition, self.node.name, end, batch)
             end = end_of(batch)
-        self.log("write", batches[0].first, batches[-1].last, batches[-1].epoch)
-        self.disk.append(batches)
-        self.node.point("write.staged")
+        if self.disk.full:
+            batches = batches[: self.simulation.schedule.between(0, len(batches) - 1)]
+        if batches:
+            self.log("write", batches[0].first, batches[-1].last, batches[-1].epoch)
+            self.disk.append(batches)
+            self.node.point("write.staged")
+        if self.disk.full:
+            self.log("no room after", self.disk.end.sequence)
+            self.perform(self.replica.on_unwritten(self.disk.end.sequence, self.now))
 
     def _truncate(self, sequence: int) -> None:
         self.log("truncate", sequence)
@@ -267,11 +293,14 @@ class Host:
 
         def done() -> None:
             self.node.point("truncate.done")
+            self._slow = False
             self.perform(self.replica.on_truncated(sequence, self.now))
 
         self.disk.cut(sequence, done)
 
     def _commit(self, sequence: int) -> None:
+        if self.disk.full and sequence > self.disk.end.sequence:
+            return  # it came with what found no room
         if sequence <= self.committed:
             self.simulation.checker.broken(
                 "regressions", f"{self.node.name} commits {sequence} after {self.committed}"
@@ -288,6 +317,23 @@ class Host:
 
     # --- coordinating ---
 
+    def _enter_when_ready(self, epoch: int) -> None:
+        """The heap has to take in the rest of the log first, which may take a while; by then
+        another may have taken over."""
+        schedule = self.simulation.schedule
+        if self.simulation.serial and schedule.chance(0.3):
+            self._slow = True
+            self.node.after(schedule.skewed(1 * MS, 200 * MS), self._enter_now, epoch)
+        else:
+            self._enter_now(epoch)
+
+    def _enter_now(self, epoch: int) -> None:
+        self._slow = False
+        coordinator = self.replica.coordinator
+        if coordinator is not None and coordinator.epoch == epoch:
+            self._enter(epoch)
+        self.perform([])
+
     def _enter(self, epoch: int) -> None:
         self._apply(self.heap, self.disk.end.sequence)
         self.simulation.checker.on_entered(self.partition, epoch, self.node.name)
@@ -298,19 +344,23 @@ class Host:
 
     def _serve(self, epoch: int) -> None:
         self.log("serve", epoch)
-        assert self.tenure is not None
+        if self.tenure is None or self.tenure.epoch != epoch:
+            return  # over already
         self.tenure.serving = True
         self.node.point("serving.began")
         self.tenure.on_serving()
 
     def _step_down(self, epoch: int) -> None:
         self.log("step down", epoch)
-        if self.tenure is not None:
-            self.tenure.end()
-            self.tenure = None
+        self._end_tenure()
         self.node.point("serving.ended")
         if self.heap.sequence_applied > self.committed:
             self.heap = self._rebuilt()
+
+    def _end_tenure(self) -> None:
+        if self.tenure is not None:
+            self.tenure.end()
+            self.tenure = None
 
     def pump(self) -> None:
         """Send each reader what it may be sent."""

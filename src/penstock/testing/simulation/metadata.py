@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LATENCY_US: Final = (500, 8 * MS)
 WATCH_US: Final = (1 * MS, 20 * MS)
+RECONNECT_US: Final = (1 * MS, 1500 * MS)  # until a watch that was cut off tells again
 STALE_CHANGES: Final = 8  # that a list may lack
 LEASE_US: Final = 1500 * MS
 TIMEOUT_US: Final = 500 * MS
@@ -33,7 +34,7 @@ class MetadataStore:
         self._expires: dict[str, int] = {}
         self.changes: list[tuple[int, PartitionRecord, int] | dict[str, int]] = []
         self.away = False
-        self.cut: dict[str, bool] = {}  # nodes that do not reach the store
+        self.cut: dict[str, int] = {}  # node -> how many faults cut it off
         self.stale: dict[str, int] = {}  # node -> extra delay of its watch
 
     # --- at the store ---
@@ -69,7 +70,7 @@ class MetadataStore:
     # --- between a node and the store ---
 
     def reaches(self, node: str) -> bool:
-        return not self.away and not self.cut.get(node, False)
+        return not self.away and not self.cut.get(node)
 
     def request(
         self, node: str, ask: Callable[[], Any], answer: Callable[[Any], None], *, lossy: bool
@@ -139,9 +140,17 @@ class MetadataStore:
 
         self._schedule.after(lag_us, over)
 
-    def heal(self) -> None:
+    def cut_off(self, node: str) -> None:
+        self.cut[node] = self.cut.get(node, 0) + 1
+
+    def reconnect(self, node: str) -> None:
+        self.cut[node] -= 1
+        self._schedule.after(self._schedule.skewed(*RECONNECT_US), self._deliver, node)
+
+    def come_back(self) -> None:
+        self.away = False
         for node in self._simulation.nodes:
-            self.wake(node)
+            self._schedule.after(self._schedule.skewed(*RECONNECT_US), self._deliver, node)
 
     # --- leases ---
 

@@ -21,11 +21,13 @@ ALL_FAULTS: Final[dict[str, int]] = {
     "stale_watch": 4,
     "slow_disk": 4,
     "failed_sync": 3,
+    "disk_full": 3,
     "rot": 3,
     "wipe": 2,
     "clock_jump": 3,
     "retarget": 6,
     "resign": 3,
+    "restart": 3,
     "reset_stream": 5,
 }
 
@@ -116,11 +118,13 @@ PROFILES: Final[dict[str, Profile]] = {
             duplicate=0.08, straggle=0.1, reorder=True, replication=_TIGHT,
         ),
         _only(
-            "disks", "slow_disk", "failed_sync", "rot", "wipe", "crash", "power_loss", "fuse",
+            "disks", "slow_disk", "failed_sync", "disk_full", "rot", "wipe", "crash", "power_loss",
+            "fuse",
             snapshot_batches=12,
         ),
         _only(
-            "metadata", "cut_store", "store_away", "stale_watch", "resign", "fuse", "crash", "cut",
+            "metadata", "cut_store", "store_away", "stale_watch", "resign", "restart",
+            "fuse", "crash", "cut",
             lost_answers=0.3, stale_lists=0.5,
         ),
         _only(
@@ -132,6 +136,10 @@ PROFILES: Final[dict[str, Profile]] = {
             snapshot_batches=20,
         ),
         replace(Profile(), name="five", nodes=5, replication_factor=5, partitions=1),
+        _only(
+            "one", "retarget", "crash", "fuse", "slow_disk", "restart", "clock_jump", nodes=3,
+            replication_factor=1,
+        ),
         replace(Profile(), name="two", nodes=3, replication_factor=2, policy=Policy.OLDEST),
         replace(_CALM, partitions=3, atomics=2, duration_ms=3000),
     )

@@ -52,7 +52,7 @@ class Simulation:
         self.trace = Trace(keep=keep)
         self.checker = Observer()
         self.calm = self.closing = False
-        self.careful = True
+        self.serial = self.schedule.chance(0.5)  # how drivers treat slow effects
         self.crashes: dict[str, int] = {}
         self.config = TopicConfig(
             name="jobs", id=7, partitions=profile.partitions, visibility_ms=1000,
