@@ -376,6 +376,7 @@ class Engine:
             credits={"lease": sum(t.unused_credit for t in self.topics.values())},
             rank_error_max={t.config.name: t.rank_error_max for t in self.topics.values()},
             requests_pending=sum(c.pending for c in self.connections),
+            metadata_available=self.nodes is None or self.nodes.available,
         )
 
     def revoke(self, key_id: str) -> None:

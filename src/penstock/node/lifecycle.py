@@ -147,7 +147,8 @@ async def _stop(engine: Engine) -> None:
         task.cancel()
     for topic in engine.topics.values():
         topic.close()
-    await engine.close_hosts(engine.hosts)
+    if engine.fatal_error is None:
+        await engine.close_hosts(engine.hosts)
     await engine.writers.close()
     if engine.syncer is not None:
         engine.syncer.close()

@@ -63,6 +63,7 @@ class NodeReading(NamedTuple):
     credits: Mapping[str, int] = {}  # unused, by kind of stream
     rank_error_max: Mapping[str, int] = {}  # by topic
     requests_pending: int = 0
+    metadata_available: bool = True
 
 
 class Metrics(Collector):
@@ -272,6 +273,11 @@ def _node_gauges(reading: NodeReading) -> Iterator[Metric]:
     yield _gauge("penstock_connections", "Open connections.", reading.connections)
     yield _gauge(
         "penstock_requests_pending", "Requests not answered yet.", reading.requests_pending
+    )
+    yield _gauge(
+        "penstock_metadata_available",
+        "0: the metadata store did not answer when it was asked last.",
+        float(reading.metadata_available),
     )
     yield _gauges("penstock_streams", "Open streams, by kind.", "kind", reading.streams)
     yield _gauges(
