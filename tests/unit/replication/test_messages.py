@@ -1,0 +1,45 @@
+from typing import get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.replication import messages
+from penstock.replication.messages import Fenced, Followed, Message
+from penstock.replication.rules import End
+
+KINDS = [
+    kind
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+]
+
+NUMBER = st.integers(0, 2**63 - 1)
+VALUES = {
+    str: st.text(max_size=40),
+    int: NUMBER,
+    bool: st.booleans(),
+    list[tuple[int, int]]: st.lists(st.tuples(NUMBER, NUMBER), max_size=3),
+}
+
+
+@given(st.data(), st.sampled_from(KINDS))
+def test_what_is_sent_is_what_arrives(data: st.DataObject, kind: type[Message]) -> None:
+    fields = {name: VALUES[hint] for name, hint in get_type_hints(kind).items()}
+    message = data.draw(st.builds(kind, **fields))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sender_comes_first(kind: type[Message]) -> None:
+    assert kind.__struct_fields__[0] == "node"
+
+
+def test_fields_that_an_older_node_does_not_send_have_defaults() -> None:
+    old = msgspec.msgpack.encode(["a", 1, 2, 3, 4])
+    assert msgspec.msgpack.decode(old, type=Followed) == Followed("a", 1, 2, 3, 4)
+
+
+def test_a_promise_tells_where_the_log_ends() -> None:
+    assert Fenced("a", "disk", 3, 2, 9, 5).end == End(2, 9)
