@@ -150,6 +150,10 @@ class Journal:
         """Have something counted, once `sequence` is committed, that no record tells."""
         self.when_committed(sequence, lambda: self._observe(applied, ""))
 
+    def releasing(self, consumer: bytes) -> int:
+        """Leases of a consumer that have ended, which is not committed yet."""
+        return sum(applied.released.get(consumer, 0) for _, applied, _ in self._unobserved)
+
     # --- what becomes of it ---
 
     def on_commit(self, sequence: int) -> None:

@@ -88,6 +88,10 @@ class Partition:
         work.fail(refusal)
         return False
 
+    def leased_to(self, consumer: bytes) -> int:
+        """Leases whose credit a consumer does not have back yet."""
+        return self.heap.leases_of(consumer) + self.journal.releasing(consumer)
+
     def expire(self, now_ms: int) -> None:
         if self.coordinator.serving and self.journal.may_commit:
             self.settling.expire(now_ms)

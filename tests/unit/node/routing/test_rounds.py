@@ -169,3 +169,17 @@ async def test_the_observed_rank_error_is_published(cluster: Cluster) -> None:
     await asyncio.sleep(0.02)
     text = cluster["a"].engine.metrics.text().decode()
     assert 'penstock_rank_error_count{topic="jobs"} 1.0' in text
+
+
+async def test_credit_moves_with_a_partition(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "ab")
+    await fill(cluster, "jobs", [[1, 2, 3, 4], [5, 6, 7, 8]])
+    stream = await cluster["a"].stream("jobs", credits=4)
+    here = await receive(stream, 4)
+    cluster.give("jobs", 0, "")
+    there = await receive(stream, 4)
+    cluster.give("jobs", 0, "a")
+    assert await cluster["a"].connection.settle("jobs", [token for _, token in here]) == []
+    assert await cluster["a"].connection.settle("jobs", [token for _, token in there]) == []
+    await fill(cluster, "jobs", [[9, 10], [11, 12]])
+    assert sorted(p for p, _ in await receive(stream, 4)) == [9, 10, 11, 12]
