@@ -7,30 +7,16 @@ import msgspec
 import pytest
 
 from penstock.heap.leases import LeaseBook
-from penstock.replication import assignment, coordinator, rules, sender
+from penstock.replication import assignment, rules, sender
 from penstock.replication.coordinator import Coordinator
-from penstock.replication.effects import Persist
 from penstock.replication.facts import LogFacts
-from penstock.replication.promise import Promise
 from penstock.replication.replica import Replica
 from penstock.replication.rules import Fit
-from penstock.testing.simulation.disk import Disk
 from penstock.testing.simulation.host import Host
 from penstock.testing.simulation.metadata import MetadataStore
-from penstock.testing.simulation.tenure import Tenure
+from penstock.testing.simulation.tenure import Decide, Tenure
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
-
-
-def old_epochs_are_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rules, "accepts", lambda promised, epoch: True)
-
-
-def promises_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    """Answered at once, written never."""
-    patch.setattr(
-        Disk, "persist", lambda disk, promised, done: disk._after(0, lambda: done(promised))
-    )
 
 
 def acknowledged_before_synced(patch: pytest.MonkeyPatch) -> None:
@@ -67,16 +53,6 @@ def watermark_passes_what_matched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         rules, "follower_commit", lambda heard, *, matched, committed: max(heard, committed)
     )
-
-
-def fence_answered_before_promise(patch: pytest.MonkeyPatch) -> None:
-    def make(promise: Promise, epoch: int) -> list[Any]:
-        if epoch <= promise.asked:
-            return []
-        promise.asked = promise.kept = epoch
-        return [Persist(epoch)]
-
-    patch.setattr(Promise, "make", make)
 
 
 def staged_end_is_vouched_for(patch: pytest.MonkeyPatch) -> None:
@@ -164,10 +140,20 @@ def truncation_forgets_too_much(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogFacts, "tail", lambda self, committed: [])
 
 
+def retries_are_written_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenure, "_known", lambda self, kind, entries: None)
+
+
+def participants_decide_alone(patch: pytest.MonkeyPatch) -> None:
+    def resolve(self: Tenure, transaction: bytes) -> None:
+        self.serve(Decide(self.host.partition, transaction, False), lambda _: None)
+
+    patch.setattr(Tenure, "_resolve", resolve)
+
+
 MUTANTS: dict[str, tuple[Mutant, str]] = {
     mutant.__name__: (mutant, profile)
     for mutant, profile in (
-        (promises_are_not_kept, "power"),
         (acknowledged_before_synced, "power"),
         (old_entries_commit_by_count, "crashes"),
         (longest_log_wins, "crashes"),
@@ -175,7 +161,6 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (half_is_a_majority, "network"),
         (everything_fits, "crashes"),
         (watermark_passes_what_matched, "crashes"),
-        (fence_answered_before_promise, "power"),
         (staged_end_is_vouched_for, "power"),
         (any_disk_counts, "disks"),
         (wiped_disks_promise, "disks"),
@@ -186,6 +171,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (uncommitted_state_is_kept, "network"),
         (served_before_the_barrier, "crashes"),
         (truncation_forgets_too_much, "crashes"),
+        (retries_are_written_again, "network"),
+        (participants_decide_alone, "crashes"),
     )
 }
-__all__ = ["MUTANTS", "coordinator"]
