@@ -103,8 +103,8 @@ async def failover(bench: Bench) -> list[Values]:
         victim = list(bench.cluster.nodes)[number % len(bench.cluster.nodes)]
         owners = await bench.cluster.coordinators(name)
         orphans = [keys[p] for p, owner in enumerate(owners) if owner == victim]
-        await bench.cluster.kill(victim)
         began = time.perf_counter()
+        await bench.cluster.kill(victim)
         took += await asyncio.gather(*(_written(topic, key, began) for key in orphans))
         await bench.cluster.start(victim)
         await bench.cluster.wait_ready()

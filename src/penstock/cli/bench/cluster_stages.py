@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,7 @@ from penstock.errors import Corruption, Unavailable
 
 if TYPE_CHECKING:
     from penstock.client.client import Client
+    from penstock.client.connection import Connection
     from penstock.testing.cluster import ClusterProcesses
 
 NODES: Final = 3
@@ -46,6 +48,10 @@ class Bench:
     cluster: ClusterProcesses
     client: Client
     run: Run
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all nodes so far."""
+        return sum(node.cpu_seconds() for node in self.cluster.nodes.values())
 
     async def topic(self, name: str) -> str:
         """A new topic on all nodes, with every route known and every node connected."""
@@ -97,15 +103,19 @@ async def fill(bench: Bench, topic: str, count: int) -> float:
     priorities = np.random.default_rng(7).integers(0, 10, BATCH)
     schema = SCHEMAS[Kind.ENQ]
     turns = iter(range(count // BATCH))
-    link = bench.client.link
+    link, identity = bench.client.link, bench.client.identity(topic)
 
     async def worker() -> None:
         for turn in turns:
             partition = turn % PARTITIONS
-            chunk = chunks[turn % len(chunks)]
-            body = schema.encode(BATCH, {"payload": chunk, "priority": priorities})
-            connection = link.toward(topic, partition) or await link.connection()
-            await connection.enqueue(topic, [(partition, BATCH, body)])
+            columns: dict[str, Any] = {
+                "payload": chunks[turn % len(chunks)],
+                "priority": priorities,
+            }
+            columns |= identity.run(partition, identity.take(partition, BATCH), BATCH)
+            part = (partition, BATCH, schema.encode(BATCH, columns, runs=1))
+            # With its producer key: the partition may move, and then it is sent again.
+            await link.request(partial(_enqueue, topic=topic, part=part), at=(topic, partition))
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -114,13 +124,20 @@ async def fill(bench: Bench, topic: str, count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
+async def _enqueue(connection: Connection, *, topic: str, part: Any) -> None:
+    await connection.enqueue(topic, [part])
+
+
 async def enqueue(bench: Bench) -> list[Values]:
     rows = []
     for number in range(bench.run.runs):
         topic = await bench.topic(f"enqueue-{number}")
         await fill(bench, topic, bench.run.count(WARM_MESSAGES))
-        rate = await fill(bench, topic, bench.run.count(ENQUEUE_MESSAGES))
-        rows.append({"enqueue_batch100_per_s": rate})
+        count = bench.run.count(ENQUEUE_MESSAGES)
+        used = bench.cpu_seconds()
+        rate = await fill(bench, topic, count)
+        cpu = (bench.cpu_seconds() - used) / count
+        rows.append({"enqueue_batch100_per_s": rate, "nodes_cpu_us_per_enqueue": cpu * 1e6})
     return rows
 
 
@@ -130,60 +147,68 @@ async def pop(bench: Bench) -> list[Values]:
     for number in range(bench.run.runs):
         topic = await bench.topic(f"pop-{number}")
         await fill(bench, topic, count)
+        used = bench.cpu_seconds()
         rate = await _drain(bench, topic, count)
+        cpu = (bench.cpu_seconds() - used) / count
         await _expect_empty(bench, topic)
-        rows.append({"pop_ack_batch100_per_s": rate})
+        rows.append({"pop_ack_batch100_per_s": rate, "nodes_cpu_us_per_pop_ack": cpu * 1e6})
     return rows
 
 
 async def _drain(bench: Bench, topic: str, count: int) -> float:
     """A lease stream at every node, each batch acknowledged at its coordinator."""
-    from penstock.client.connection import open_connection
-
-    link, seen = bench.client.link, 0
-    done = asyncio.Event()
-
-    async def settle(batch: Any) -> None:
-        head = batch.delivery
-        tokens = np.arange(head.token_first, head.token_first + head.count, dtype=np.uint64)
-        connection = link.toward(topic, head.partition) or await link.connection()
-        lost = await connection.settle_range(
-            topic, partition=head.partition, epoch=head.epoch, tokens=tokens
-        )
-        if lost:
-            raise Corruption(f"{len(lost)} leases were lost while nobody failed")
-
-    async def consume(url: str) -> None:
-        nonlocal seen
-        connection = await open_connection(url)
-        stream = await connection.lease_stream(topic, credits=POP_CREDITS, batch_max=BATCH)
-        async with asyncio.TaskGroup() as settling:
-            async for batch in stream:
-                if not len(batch.columns.binary("payload") or ()):
-                    raise Corruption("a delivery came without payloads")
-                settling.create_task(settle(batch))
-                seen += batch.delivery.count
-                if seen >= count:
-                    done.set()
-        await connection.close()
-
+    draining = _Draining(bench.client, topic, count)
     began = time.perf_counter()
-    consumers = [asyncio.create_task(consume(node.url)) for node in bench.cluster.nodes.values()]
-    finished = asyncio.ensure_future(done.wait())
-    await asyncio.wait({finished, *consumers}, return_when=asyncio.FIRST_COMPLETED)
-    took = time.perf_counter() - began
-    await _ended(consumers, failed=not finished.done())
-    return seen / took
-
-
-async def _ended(consumers: Sequence[asyncio.Task[None]], *, failed: bool) -> None:
-    """Everything was delivered: let the last acknowledgements arrive, then leave."""
-    await asyncio.sleep(0 if failed else 1.0)
-    for consumer in consumers:
-        consumer.cancel()
-    for result in await asyncio.gather(*consumers, return_exceptions=True):
+    streams = [asyncio.create_task(draining.at(node.url)) for node in bench.cluster.nodes.values()]
+    finished = asyncio.ensure_future(draining.done.wait())
+    try:
+        await asyncio.wait({finished, *streams}, return_when=asyncio.FIRST_COMPLETED)
+        took = time.perf_counter() - began
+    finally:
+        finished.cancel()
+        for stream in streams:
+            stream.cancel()
+    for result in await asyncio.gather(*streams, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
+    return count / took
+
+
+class _Draining:
+    def __init__(self, client: Client, topic: str, count: int) -> None:
+        self._link, self._topic, self._left = client.link, topic, count
+        self.done = asyncio.Event()
+
+    async def at(self, url: str) -> None:
+        """Consume through one node until all is done."""
+        from penstock.client.connection import open_connection
+
+        connection = await open_connection(url)
+        try:
+            stream = await connection.lease_stream(
+                self._topic, credits=POP_CREDITS, batch_max=BATCH
+            )
+            async with asyncio.TaskGroup() as settling:
+                async for batch in stream:
+                    if not len(batch.columns.binary("payload") or ()):
+                        raise Corruption("a delivery came without payloads")
+                    settling.create_task(self._settle(batch))
+        finally:
+            await connection.close()
+
+    async def _settle(self, batch: Any) -> None:
+        head = batch.delivery
+        tokens = np.arange(head.token_first, head.token_first + head.count, dtype=np.uint64)
+
+        async def settle(connection: Connection) -> list[int]:
+            return await connection.settle_range(
+                self._topic, partition=head.partition, epoch=head.epoch, tokens=tokens
+            )
+
+        lost = await self._link.request(settle, at=(self._topic, head.partition))
+        self._left -= head.count - len(lost)
+        if self._left <= 0:
+            self.done.set()
 
 
 async def _expect_empty(bench: Bench, topic: str) -> None:
