@@ -18,7 +18,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline soak simulate format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline model soak simulate format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-cluster: setup ## Measure three nodes on this machine (ARGS="...")
 
 chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)
+
+model: setup ## Explore the replication rules, larger (ARGS="--epochs 3 --entries 4 --prompt")
+	$(BIN)/python -m penstock.testing.model_check $(ARGS)
 
 soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")
 	$(BIN)/python scripts/crash_soak.py $(ARGS)

@@ -20,9 +20,10 @@ from penstock.testing.replication_world import Bounds, Member, Seat, World, fact
 
 pytestmark = pytest.mark.timeout(300)
 
-PLAIN = Bounds(epochs=3, entries=3, lag=False)
-# Two takeovers, of which neither got further than its own disk, and two more to come.
+# What earlier takeovers may have left behind, none of which got further than its own disk.
 UNDECIDED = Bounds(epochs=4, entries=2, lag=False, logs=((1,), (2,), ()))
+DIVERGED = Bounds(epochs=4, entries=3, lag=False, logs=((1,), (2,), ()))
+LONG = Bounds(epochs=3, entries=3, lag=False, logs=((1, 1), (), ()))
 SMALL = Bounds(epochs=2, entries=2, lag=False)
 LATE = Bounds(epochs=2, entries=2)
 LOST_DISKS = Bounds(epochs=2, entries=2, wipes=1, partial=False, lag=False)
@@ -191,27 +192,27 @@ MISTAKES = {
         UNDECIDED, Model, "commit", commit_by_count
     ),
     "no barrier": Mistake(UNDECIDED, NoBarrier),
-    "the longest log wins": Mistake(PLAIN, Model, "best_log", longest_log),
-    "the taker keeps its own log": Mistake(PLAIN, Model, "best_log", own_log),
-    "query without fence": Mistake(PLAIN, QueryWithoutFence),
-    "a promise is not on disk": Mistake(PLAIN, PromiseForgotten),
-    "a lower epoch is listened to": Mistake(PLAIN, Model, "accepts", accept_any),
-    "acknowledged before synced": Mistake(PLAIN, Model, "acknowledged", acknowledge_before_sync),
+    "the longest log wins": Mistake(LONG, Model, "best_log", longest_log),
+    "the taker keeps its own log": Mistake(SMALL, Model, "best_log", own_log),
+    "query without fence": Mistake(SMALL, QueryWithoutFence),
+    "a promise is not on disk": Mistake(SMALL, PromiseForgotten),
+    "a lower epoch is listened to": Mistake(SMALL, Model, "accepts", accept_any),
+    "acknowledged before synced": Mistake(SMALL, Model, "acknowledged", acknowledge_before_sync),
     "the log's length is acknowledged": Mistake(
         SMALL, TruncatesLater, "acknowledged", acknowledge_length
     ),
-    "conflicts are not truncated": Mistake(PLAIN, ConflictsStay),
+    "conflicts are not truncated": Mistake(DIVERGED, ConflictsStay),
     "a follower commits past what matched": Mistake(
         LATE, Model, "follower_commit", commit_past_matched
     ),
-    "equal entries are forgotten": Mistake(PLAIN, Model, "meet", forget_equal),
-    "what is as long is taken for equal": Mistake(PLAIN, Model, "meet", meet_by_length),
+    "equal entries are forgotten": Mistake(SMALL, Model, "meet", forget_equal),
+    "what is as long is taken for equal": Mistake(DIVERGED, Model, "meet", meet_by_length),
     "a wiped disk counts": Mistake(LOST_DISKS, AnyDiskCounts),
     "a new disk counts before it caught up": Mistake(LOST_DISKS, NamedTooEarly),
     "the set changes in a single step": Mistake(REASSIGNED, SingleStep),
     "the joint record is left too early": Mistake(REASSIGNED, LeaveJointEarly),
-    "a takeover needs no majority": Mistake(PLAIN, EnterWithoutMajority),
-    "an epoch is given out twice": Mistake(PLAIN, EpochTakenTwice),
+    "a takeover needs no majority": Mistake(SMALL, EnterWithoutMajority),
+    "an epoch is given out twice": Mistake(SMALL, EpochTakenTwice),
 }
 
 
