@@ -122,40 +122,49 @@ class Simulation:
     def run(self) -> Result:
         heal_ms = 0
         try:
-            heal_ms = self._run()
+            self.start()
+            self.schedule.run_until(self.profile.duration_ms * MS)
+            heal_ms = self.heal()
         except Exception as error:  # noqa: BLE001 - whatever a core raises is a finding
             where = traceback.format_exc(limit=-4)
             self.checker.broken("exceptions", f"{type(error).__name__}: {error}\n{where}")
-        for ledger in self.ledger.values():
-            self.checker.add_log(ledger)
-        verdict = self.checker.verdict()
+        verdict = self.verdict()
         return Result(
             self.seed, self.profile.name, verdict.ok, self.trace.digest, self.schedule.fired,
             self.schedule.now // MS, heal_ms, self.faults.drawn, self.crashes, verdict,
             [] if verdict.ok else self.trace.lines(LAST_EVENTS),
         )  # fmt: skip
 
-    def _run(self) -> int:
+    def start(self) -> None:
         schedule = self.schedule
         for node in self.nodes.values():
             schedule.after(schedule.between(0, 200 * MS), node.boot)
         schedule.after(500 * MS, self._expire_leases)
         for client in self.clients.values():
             schedule.after(0, client.start)
-        schedule.after(schedule.between(0, SECOND), self.faults.start)
-        schedule.run_until(self.profile.duration_ms * MS)
+        if self.profile.faults:
+            schedule.after(schedule.between(0, SECOND), self.faults.start)
+
+    def heal(self) -> int:
+        """No more faults: all must come to an end and to rest. Returns how many ms that took."""
+        schedule = self.schedule
         self.log("calm")
         self.calm = True
         self.faults.mend_all()
         schedule.run_until(schedule.now + 500 * MS)
         self.closing = True
         mended = schedule.now
-        if not schedule.run_until(mended + HEAL_US, self._at_rest):
+        if schedule.run_until(mended + HEAL_US, self._at_rest):
+            self._compare()
+        else:
             for what in self._unrest():
                 self.checker.add(Stuck(what))
-        else:
-            self._compare()
         return (schedule.now - mended) // MS
+
+    def verdict(self) -> Verdict:
+        for ledger in self.ledger.values():
+            self.checker.add_log(ledger)
+        return self.checker.verdict()
 
     def _expire_leases(self) -> None:
         self.store.expire()
