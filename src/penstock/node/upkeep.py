@@ -26,6 +26,7 @@ from penstock.node.replicas.host import Host
 from penstock.node.topic import Topic
 
 FORGET_MAX: Final = 10_000  # dead letters dropped by one record
+DURABLE_POLL_S: Final = 0.01
 REWRITE_BYTES_MIN: Final = 4096
 REWRITE_BELOW: Final = 0.5  # a segment is rewritten when fewer of its entries than this live
 
@@ -39,6 +40,7 @@ async def take_snapshot(
     parts = heap.snapshot()
     topic.wake()
     await committed(partition, sequence)
+    await _durable(partition, sequence)
     crash_point("node.snapshot.committed")
     size = await _save(
         log, sequence=sequence, chain=chain, epoch=epoch, parts=parts, reserve=reserve
@@ -48,6 +50,14 @@ async def take_snapshot(
         topic.wake()
     partition.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
     return partition.snapshot
+
+
+async def _durable(partition: Partition, sequence: int) -> None:
+    """Wait for the disk of this node: others may have committed without it."""
+    while partition.log.sequence_durable < sequence:
+        if partition.journal.failed is not None:
+            raise partition.journal.failed
+        await asyncio.sleep(DURABLE_POLL_S)
 
 
 async def snapshot_replica(host: Host, now_ms: int, *, reserve: Reserve) -> None:

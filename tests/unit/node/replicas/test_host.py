@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.node.replicas.hosting import (
     START_MS,
     Cluster,
+    SlowDisk,
     lease,
     payloads,
     put,
@@ -91,6 +93,21 @@ async def test_leases_are_armed_anew_by_a_takeover(cluster: Cluster) -> None:
     await cluster.stop("a")
     taker = await cluster.serving()
     assert taker.heap.next_wakeup() >= START_MS + 50_000 + 60_000
+
+
+async def test_a_barrier_is_written_after_the_tail_that_it_follows(cluster: Cluster) -> None:
+    leader = await cluster.serving()
+    await cluster.at_rest()
+    cluster.isolate("b")
+    await put(leader, [b"only on a and c"])
+    await cluster.stop("a")
+    cluster.heal("b")
+    taker = cluster.hosts["b"]
+    disk = SlowDisk(taker)
+    await cluster.until(lambda: taker.role is Role.ENTERING and taker.log.epoch_last == 2)
+    disk.let_go()
+    assert await cluster.serving() is taker
+    assert payloads(taker) == [b"only on a and c"]
 
 
 async def test_without_a_majority_nothing_is_taken(cluster: Cluster) -> None:
@@ -278,6 +295,24 @@ async def test_an_idle_stream_hears_of_a_commit_without_a_tick(cluster: Cluster)
     async with asyncio.timeout(2):  # nothing ticks here
         while min(host.committed for host in cluster.hosts.values()) < last:
             await asyncio.sleep(0.001)
+
+
+async def test_a_snapshot_waits_for_the_own_disk(cluster: Cluster, tmp_path: Path) -> None:
+    leader = await cluster.serving()
+    await cluster.until(lambda: len(leader.replica.coordinator.senders) == 2)
+    gate = threading.Event()
+    slow = asyncio.create_task(leader.flusher.alone(gate.wait))
+    await cluster.until(lambda: leader.flusher._alone)
+    await put(leader, [b"on the others"])
+    reserve = Reserve(tmp_path / "reserve", 4096)
+    taking = asyncio.create_task(
+        take_snapshot(leader.topic, leader.partition, START_MS, reserve=reserve)
+    )
+    await cluster.until(lambda: leader.committed > leader.log.sequence_durable)
+    gate.set()
+    await slow
+    leader.flusher.flush()
+    assert (await taking).sequence <= leader.log.sequence_durable
 
 
 async def _taker(cluster: Cluster) -> Host:
