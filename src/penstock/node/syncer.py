@@ -8,6 +8,7 @@ Linux' asynchronous I/O takes the request in one call that returns at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -43,8 +44,13 @@ class Syncer:
 
         operation = self._make(descriptor)
         operation.set_callback(completed)
-        self._context.submit(operation)
-        self._under_way += 1
+        try:
+            self._context.submit(operation)
+        except (OSError, SystemError, ValueError) as error:  # the kernel did not take it
+            number = next((a for a in error.args if isinstance(a, int)), errno.EIO)
+            self._loop.call_soon(done, OSError(number, os.strerror(number)))
+        else:
+            self._under_way += 1
 
     def close(self) -> None:
         self._loop.remove_reader(self._context.fileno)

@@ -42,3 +42,12 @@ async def test_a_failed_sync_is_told_with_its_error(tmp_path: Path) -> None:
     syncer.close()
     assert isinstance(error, OSError)
     assert error.strerror == "Input/output error"
+
+
+async def test_a_sync_that_is_not_even_begun_is_told_too() -> None:
+    syncer = open_syncer()
+    assert syncer is not None
+    error = await synced(syncer, 12345)  # no such descriptor
+    syncer.close()
+    assert isinstance(error, OSError)
+    assert not syncer.full
