@@ -70,7 +70,7 @@ class Host:
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
             on_write=around.metrics.log_written, on_durable=self._on_durable,
-            on_room=self._on_room, on_failed=self._on_failed,
+            on_room=self._write_on, on_failed=self._on_failed,
         )  # fmt: skip
         self.applying = Applying(
             opened.replayed.heap, opened.log, spawn=self._spawn, on_rebuilt=self._on_rebuilt
@@ -347,15 +347,18 @@ class Host:
     def _on_durable(self, sequence: int) -> None:
         before = self.committed
         effects = self.replica.on_durable(sequence, self._now)
-        if self._journal is None:
-            self.flusher.flush()
-        elif self.committed == before:  # nothing to answer, but more can be written
-            self._journal.wake()
+        if self.committed == before or self.partition is None:  # no commit takes a turn
+            self._write_on()
         self._perform(effects)
 
-    def _on_room(self) -> None:
-        if self._journal is not None:
-            self._journal.wake()
+    def _write_on(self) -> None:
+        """More can be written. The turn of a topic does that, for partitions that are served."""
+        if self.partition is not None:
+            self.topic.wake()
+        elif self._journal is not None:
+            self._journal.flush()
+        else:
+            self.flusher.flush()
 
     def _commit(self, effect: do.Commit) -> None:
         # What a full disk did not take is not here, though others have committed it.
@@ -374,6 +377,9 @@ class Host:
     # --- a tenure ---
 
     def _append_barrier(self, effect: do.AppendBarrier) -> Slow | None:
+        coordinator = self.replica.coordinator
+        if coordinator is None or coordinator.epoch != effect.epoch:
+            return None  # given up while this waited for something slow
         ready = self.applying.settled and self.heap.sequence_applied == self.log.sequence_last
         if ready and self.flusher.has_room(BARRIER_BYTES):
             self._enter(effect.epoch)

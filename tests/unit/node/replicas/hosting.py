@@ -274,6 +274,29 @@ class Cluster:
         return task
 
 
+class SlowDisk:
+    """What the writer thread has done is told to the host only when it is let go."""
+
+    def __init__(self, host: Host) -> None:
+        self._submit = host.flusher._submit
+        self._told: list[Callable[[], None]] | None = []
+        host.flusher._submit = self._hold
+
+    def _hold(self, work: Callable[[], Any], done: Callable[[Any, Any], None]) -> None:
+        def told(value: Any, error: BaseException | None) -> None:
+            if self._told is None:
+                done(value, error)
+            else:
+                self._told.append(lambda: done(value, error))
+
+        self._submit(work, told)
+
+    def let_go(self) -> None:
+        told, self._told = self._told or [], None
+        for tell in told:
+            tell()
+
+
 # --- what a client would do, at the host that serves ---
 
 
