@@ -123,6 +123,15 @@ async def test_of_two_that_expect_the_same_one_wins(node: Node) -> None:
     assert await node.counts() == (1, 0, 0, 0)
 
 
+async def test_a_repeated_request_is_no_conflict_with_itself(node: Node) -> None:
+    topic = await node.topic()
+    how = {"partition": 0, "producer": ("p", 1, 1), "expected_sequence": 0}
+    first = await node.enqueue(topic, ROWS, **how)
+    assert ids_of(await node.enqueue(topic, ROWS, **how)) == ids_of(first)
+    with pytest.raises(SequenceConflict):
+        await node.enqueue(topic, ROWS, **{**how, "producer": ("p", 1, 4)})
+
+
 async def test_expected_sequence_needs_one_partition(node: Node) -> None:
     topic = await node.topic(partitions=4)
     rows = [{"payload": b"x", "key": b"%d" % i} for i in range(20)]

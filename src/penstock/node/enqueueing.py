@@ -77,21 +77,35 @@ class Enqueueing:
         self._write_group(group)
 
     def _write_if_special(self, part: EnqueuePart) -> bool:
-        """Deal with a part that is not simply appended: a conflict, or entries written before."""
+        """Deal with a part that is not simply appended: a conflict, or entries written before.
+
+        A request that was written is answered as before whatever it expects: its own entries are
+        what has moved the partition.
+        """
         try:
-            if part.expected_sequence not in (None, self._heap.sequence_enqueued):
-                raise SequenceConflict(
-                    f"partition {self._index} is at {self._heap.sequence_enqueued}, "
-                    f"not at {part.expected_sequence}",
-                    sequence=self._heap.sequence_enqueued,
-                )
             duplicates = self._heap.admit(part.columns)
         except PenstockError as error:
             part.request.part_failed(error)
             return True
+        if len(duplicates) < part.count and self._conflicts(part):
+            return True
         if not duplicates:
             return False
         self._write_without(part, duplicates)
+        return True
+
+    def _conflicts(self, part: EnqueuePart) -> bool:
+        """Whether the partition is not where it was expected. That is told once it is final: what
+        is not committed may come to nothing, and another attempt succeed."""
+        at = self._heap.sequence_enqueued
+        if part.expected_sequence in (None, at):
+            return False
+        conflict = SequenceConflict(
+            f"partition {self._index} is at {at}, not at {part.expected_sequence}", sequence=at
+        )
+        self._journal.when_committed(
+            at, lambda: part.request.part_failed(conflict), unknown=part.request.part_failed
+        )
         return True
 
     def _write_without(self, part: EnqueuePart, duplicates: list[tuple[int, int, int]]) -> None:
