@@ -18,7 +18,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos-pipeline model soak simulate format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos chaos-pipeline model soak simulate format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ bench-pipeline: setup ## Measure the pipeline (ARGS="...")
 
 bench-cluster: setup ## Measure three nodes on this machine (ARGS="...")
 	$(BIN)/penstock bench cluster $(ARGS)
+
+chaos: setup ## Break a cluster of three nodes under load (ARGS="--minutes 10 --faults 60 --seed 1")
+	sh scripts/prepare_tests.sh
+	$(BIN)/python scripts/chaos.py $(ARGS)
 
 chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)

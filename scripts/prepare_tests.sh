@@ -1,7 +1,7 @@
 #!/bin/sh
-# What the tests need besides .venv: they break real file systems, which takes root, mount and
-# mkfs.ext4, and start etcd servers of their own. Fetches the Debian packages that are missing; says
-# so when it cannot.
+# What the tests need besides .venv: they break real file systems, networks and system calls, which
+# takes root, mount, mkfs.ext4, ip, iptables and strace, and start etcd servers of their own. Fetches
+# the Debian packages that are missing; says so when it cannot.
 set -eu
 
 as_root=""
@@ -18,6 +18,9 @@ PATH="$PATH:/usr/sbin:/sbin"
 missing=""
 command -v mount >/dev/null 2>&1 || missing="$missing mount"
 command -v mkfs.ext4 >/dev/null 2>&1 || missing="$missing e2fsprogs"
+command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
+command -v iptables >/dev/null 2>&1 || missing="$missing iptables"
+command -v strace >/dev/null 2>&1 || missing="$missing strace"
 etcd=""
 command -v etcd >/dev/null 2>&1 || etcd="etcd-server"
 if [ -n "$missing$etcd" ]; then

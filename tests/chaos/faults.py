@@ -34,15 +34,21 @@ class Faults:
         self._wiping = asyncio.Lock()  # never two wiped disks at a time
         self._moving = asyncio.Lock()
 
-    async def run(self, kind: str, dice: random.Random) -> bool:
-        """One fault, written down; whether it was done."""
+    async def run(self, kind: str, dice: random.Random) -> str:
+        """One fault, written down; the kind that it was in the end, empty if it failed.
+
+        A disk that must not be wiped now gives way to a kill.
+        """
         act: Callable[[random.Random], Awaitable[dict[str, Any] | None]] = getattr(self, kind)
+        found: dict[str, Any] | None = None
         with self._history.operation("fault", kind) as operation:
             found = await act(dice)
             operation.details |= {} if found is None else found
             if found is None:
                 operation.outcome = "failed"
-        return operation.outcome == "ok"
+        if found is None and kind != "kill":
+            return await self.run("kill", dice)
+        return kind if operation.outcome == "ok" else ""
 
     async def _wait(self, seconds: float) -> None:
         """Let time pass, unless all is to end now."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import stamina
 from tests.chaos import judging
 from tests.chaos.arena import KEY, NODES, Arena, arena
 from tests.chaos.consuming import Popper, Streamer, Tail
@@ -95,12 +96,11 @@ class Run:
             self.faults.complaints.append(f"{planned.kind} at {planned.at_s}: {error!r}")
             raise
         took = time.monotonic() - at
-        self._say(
-            f"{at - began:6.1f} s  {planned.kind:16}{'' if done else 'not '}done, {took:.1f} s"
-        )
+        what = planned.kind if done == planned.kind else f"{planned.kind} > {done or 'failed'}"
+        self._say(f"{at - began:6.1f} s  {what:16} {took:.1f} s")
         if done:
-            self.done[planned.kind] += 1
-        else:
+            self.done[done] += 1
+        if done != planned.kind:
             self._not_done.append(planned.kind)
 
     async def _all(self, schedule: Sequence[Planned], seconds: float) -> None:
@@ -212,6 +212,7 @@ async def play(
     rate: float = 1.0,
 ) -> dict[str, Any]:
     """Run `faults` faults under load for so long; the verdict. The folder keeps all there is."""
+    stamina.instrumentation.set_on_retry_hooks(())  # they would tell of each retry on stdout
     schedule = plan(seconds=seconds, count=faults, seed=seed, kinds=kinds)
     spare = any(planned.kind == "move" for planned in schedule)
     async with arena(folder, spare=spare) as made:

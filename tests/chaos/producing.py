@@ -149,8 +149,8 @@ class Producer:
 class Appender:
     """Appends to a partition that has not moved since it looked, through one node after another.
 
-    A request that was answered with a conflict, and was sent once, must never be found in the log;
-    one without an answer is sent again as it is until there is one.
+    A request without an answer is sent again as it is until there is one. If that is a conflict, it
+    must never be found in the log: no attempt was written, and none can be any more.
     """
 
     def __init__(self, name: str, urls: Sequence[str], history: History, seed: str) -> None:
@@ -180,8 +180,7 @@ class Appender:
                 sequence = await self._send(partition, body, expected)
             except SequenceConflict as error:
                 self._ends[partition] = int(error.details["sequence"])
-                if tries == 1:
-                    self._history.add(LEDGER, Refused(*key))
+                self._history.add(LEDGER, Refused(*key))
                 raise
             except CallerError:
                 raise
