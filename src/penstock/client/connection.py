@@ -193,22 +193,40 @@ async def open_connection(
     client: str = "penstock-python",
 ) -> Connection:
     """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`; where several are
-    named, to the first that answers."""
-    addresses = Address.parse_all(url)
-    timeout = GREETING_TIMEOUT_S if len(addresses) == 1 else ENDPOINT_TIMEOUT_S
+    named, to the first that serves."""
+
+    def make() -> Connection:
+        return Connection(api_key=api_key, client=client)
+
+    first, *others = Address.parse_all(url)
+    if not others:
+        return await dial(first, make, tls=tls, timeout=GREETING_TIMEOUT_S)
     failed: Unavailable | None = None
-    for address in addresses:
+    for address in (first, *others):
         try:
-            return await dial(
-                address,
-                lambda: Connection(api_key=api_key, client=client),
-                tls=tls,
-                timeout=timeout,
-            )
+            connection = await dial(address, make, tls=tls, timeout=ENDPOINT_TIMEOUT_S)
+            await _serving(connection)
         except Unavailable as error:
             failed = error
+        else:
+            return connection
     assert failed is not None
     raise failed
+
+
+async def _serving(connection: Connection) -> None:
+    """Raises `Unavailable` if it is a node's that only joins its cluster, or leaves it."""
+    if not connection.welcome.cluster:
+        return
+    try:
+        async with asyncio.timeout(ENDPOINT_TIMEOUT_S):
+            await connection.call("routes")
+    except TimeoutError as error:
+        connection.abort()
+        raise Unavailable("the node greeted and then said nothing") from error
+    except BaseException:
+        connection.abort()
+        raise
 
 
 async def connect(url: str, make: Callable[[], C], *, tls: Tls = None) -> C:

@@ -49,6 +49,7 @@ class Link:
         self._source = source
         self._connection: Connection | None = None
         self._fleet: Fleet | None = None  # of a cluster
+        self._left: list[Connection] = []  # for another node's, with requests under way
         self._opening = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
         self.closed = False
@@ -103,6 +104,19 @@ class Link:
             self._fleet = Fleet(self._source, home=lambda: self.live, spawn=self.spawn)
         self._fleet.refresh()
 
+    def _look_elsewhere(
+        self, error: Exception, at: Where | None, reached: Connection | None
+    ) -> None:
+        """After a failure: find out who serves by now, and leave a node that says it does not."""
+        assert self._fleet is not None
+        if at is not None:
+            self._fleet.failed(at[0])
+        if reached is None or reached is not self.live:
+            return
+        if isinstance(error, Unavailable) and error.details.get("elsewhere"):
+            self._connection = None
+            self._left = [left for left in self._left if left.alive] + [reached]
+
     def raise_if_closed(self) -> None:
         if self.closed:
             raise PenstockError("the client is closed")
@@ -123,14 +137,16 @@ class Link:
         """
 
         def again(error: Exception) -> bool | float:
-            if at is not None and self._fleet is not None:
-                self._fleet.failed(at[0])
+            if self._fleet is not None:
+                self._look_elsewhere(error, at, reached)
             return _again(error, repeatable=repeatable)
 
         options = self.options
+        reached: Connection | None = None
         if failed is None:
             try:
-                return await action(await self._reached(at))
+                reached = await self._reached(at)
+                return await action(reached)
             except PenstockError as error:
                 failed = error
         wait = again(failed)
@@ -148,8 +164,8 @@ class Link:
             wait_jitter=options.retry_wait_s,
         ):
             with attempt:
-                connection = await self._reached(at)
-                return await action(connection)
+                reached = await self._reached(at)
+                return await action(reached)
         raise AssertionError("stamina ends by returning or raising")
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
@@ -187,8 +203,9 @@ class Link:
         finally:
             if self._fleet is not None:
                 await self._fleet.close()
-            if self._connection is not None:
-                await self._connection.close()
+            for connection in (self._connection, *self._left):
+                if connection is not None:
+                    await connection.close()
             await self._source.close()
 
 
@@ -203,7 +220,8 @@ def _again(error: Exception, *, repeatable: bool) -> bool | float:
         return False
     if isinstance(error, Backpressure):
         return float(error.retry_after_s)
-    return repeatable or error.details.get("sent") is False
+    undone = error.details.get("sent") is False or bool(error.details.get("elsewhere"))
+    return repeatable or undone
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:

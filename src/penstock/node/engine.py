@@ -386,9 +386,9 @@ class Engine:
 
     def check_serving(self) -> None:
         if self.stopping:
-            raise Unavailable("the node is stopping")
+            raise Unavailable("the node is stopping", elsewhere=True)
         if self.nodes is not None and not self.nodes.ready:
-            raise Unavailable("the node is starting")
+            raise Unavailable("the node is starting", elsewhere=True)
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")
 

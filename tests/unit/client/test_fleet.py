@@ -9,6 +9,7 @@ import pytest
 
 import penstock
 from penstock.client.client import Client
+from penstock.client.connection import open_connection
 from penstock.client.options import Options
 from penstock.errors import Unavailable, WrongEpoch
 from penstock.model.ids import MessageId
@@ -187,3 +188,21 @@ async def test_the_first_node_that_answers_is_enough(peers: Peers) -> None:
     urls = [peers.url(node) for node in ("n1", "n2", "n3")]
     async with penstock.connect(urls, options=QUICK) as client:
         assert client.link.live is not None and client.link.live.welcome.node == "n3"
+
+
+async def test_a_node_that_is_leaving_is_left(peers: Peers) -> None:
+    async with routed(peers, "n1") as (client, topic):
+        peers.broker.refusals = [Unavailable("the node is stopping", elsewhere=True)] * 2
+        await topic.put(b"x", key=key_of(0))
+        await client.call("stats")
+        assert client.link.live is not None and client.link.live.welcome.node != "n1"
+
+
+async def test_a_connection_goes_past_nodes_that_do_not_serve(peers: Peers) -> None:
+    peers.kill("n1")
+    connection = await open_connection(peers.url())
+    assert connection.welcome.node == "n2"
+    await connection.close()
+    peers.broker.results["routes"] = Unavailable("the node is starting", elsewhere=True)
+    with pytest.raises(Unavailable, match="starting"):
+        await open_connection(peers.url())
