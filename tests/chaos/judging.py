@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +17,11 @@ from tests.chaos.producing import JOBS, LEDGER
 
 import penstock
 from penstock.errors import PenstockError, WrongEpoch
+from penstock.heap import Heap
 from penstock.log import LogOptions, PartitionLog, verify_folder
 from penstock.model.batch import Batch, Kind
+from penstock.model.topic import TopicConfig
+from penstock.node.replicas.applying import replay
 from penstock.testing.checkers import VIOLATIONS, Checker, Verdict
 from penstock.testing.events import AtRest, Committed, Entered, Stuck, log_events
 from penstock.testing.replay import LogReplay
@@ -24,6 +29,7 @@ from penstock.testing.replay import LogReplay
 TOPICS: Final = (JOBS, LEDGER)
 QUIET_ROUNDS: Final = int(VISIBILITY_S / 0.5) + 6  # empty pops of half a second, past any lease
 DRAIN_S_MAX: Final = 120.0
+EXPLAINED: Final = ("penstock.errors.", "OSError", "TimeoutError", "ConnectionError", "grpc")
 Place = tuple[str, int]  # topic, partition
 
 
@@ -58,21 +64,46 @@ async def read_logs(arena: Arena, ends: dict[Place, int]) -> dict[tuple[str, Pla
     return found
 
 
-def read_disk(
-    data: Path, topic_ids: dict[str, int], ends: dict[Place, int]
-) -> tuple[dict[Place, list[tuple[int, int]]], str | None]:
-    """The ends and chains of a stopped node's batches, and what is wrong with its folder."""
+@dataclass
+class OnDisk:
+    """What a stopped node has of each partition, and what is wrong with it."""
+
+    ends: dict[Place, list[tuple[int, int]]] = field(default_factory=dict)  # sequence, chain
+    damage: str | None = None
+    unequal: list[Place] = field(default_factory=list)  # a snapshot and the log say different
+
+
+def read_disk(data: Path, configs: dict[str, TopicConfig], through: dict[Place, int]) -> OnDisk:
     report = verify_folder(data)
     if not report.ok:
-        return {}, str(report.first_bad)
-    found = {}
-    for (topic, partition), through in ends.items():
-        folder = data / "topics" / f"{topic_ids[topic]:08x}" / f"{partition:04x}"
-        log = PartitionLog.open(
-            folder, topic=topic_ids[topic], partition=partition, options=LogOptions()
-        )
-        found[topic, partition] = [(b.last, b.chain) for b in log.scan(1) if b.last <= through]
-    return found, None
+        return OnDisk(damage=str(report.first_bad))
+    found = OnDisk()
+    for (topic, partition), last in through.items():
+        config = configs[topic]
+        folder = data / "topics" / f"{config.id:08x}" / f"{partition:04x}"
+        log = PartitionLog.open(folder, topic=config.id, partition=partition, options=LogOptions())
+        batches = list(log.scan(1))
+        found.ends[topic, partition] = [(b.last, b.chain) for b in batches if b.last <= last]
+        heap = Heap(config, partition=partition)
+        for batch in batches:
+            heap.apply(batch, batch.columns(), batch.time_ms)
+        if replay(log, config).heap.digest() != heap.digest():
+            found.unequal.append((topic, partition))
+    return found
+
+
+def mistakes(log: Path) -> Counter[str]:
+    """Exceptions that a node wrote down and that no fault explains: the program's own."""
+    found: Counter[str] = Counter()
+    for line in log.read_bytes().splitlines() if log.exists() else ():
+        try:
+            trace = str(json.loads(line)["exception"])
+        except (ValueError, KeyError, TypeError):
+            continue  # another line
+        last = trace.strip().splitlines()[-1]
+        if not last.startswith(EXPLAINED):
+            found[last[:300]] += 1
+    return found
 
 
 class Judge:
@@ -85,20 +116,26 @@ class Judge:
     def judge(
         self,
         logs: dict[tuple[str, Place], list[Batch]],
-        on_disk: dict[tuple[str, Place], list[tuple[int, int]]],
+        on_disk: dict[str, OnDisk],
     ) -> dict[str, Any]:
         for topic, checker in self.checkers.items():
             with self._history.events_path(topic).open("rb") as lines:
                 checker.read(lines)
         for (node, (topic, partition)), batches in logs.items():
             self._add_replica(self.checkers[topic], node, partition, batches)
-        for (node, (topic, partition)), ends in on_disk.items():
-            for last, chain in ends:
-                self.checkers[topic].add(Committed(partition, f"{node} disk", 0, last, chain))
+        for node, found in on_disk.items():
+            self._add_disk(node, found)
         for (topic, _), batches in {place: found for (_, place), found in logs.items()}.items():
             self.checkers[topic].add_log(batches)
             self._add_undone(self.checkers[topic], batches)
         return _sum([checker.verdict() for checker in self.checkers.values()])
+
+    def _add_disk(self, node: str, found: OnDisk) -> None:
+        for (topic, partition), ends in found.ends.items():
+            for last, chain in ends:
+                self.checkers[topic].add(Committed(partition, f"{node} disk", 0, last, chain))
+        for topic, partition in found.unequal:
+            self.checkers[topic].broken("unequal", f"heap of {partition} by {node}'s snapshot")
 
     def _add_replica(
         self, checker: Checker, node: str, partition: int, batches: Sequence[Batch]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import stamina
 from tests.chaos import judging
 from tests.chaos.arena import KEY, NODES, Arena, arena
@@ -20,6 +21,7 @@ from tests.chaos.producing import JOBS, LEDGER, Appender, Producer
 from tests.chaos.schedule import Planned, plan
 
 import penstock
+from penstock.model.topic import TopicConfig
 
 PARTITIONS: Final = {JOBS: 6, LEDGER: 2}
 TOPIC: Final[dict[str, Any]] = {
@@ -154,23 +156,26 @@ class Run:
         self._progress["drained"] = await judging.drain_all(arena, history, self._urls)
         ends = await judging.committed(arena)
         logs = await judging.read_logs(arena, ends)
-        ids = {place[0]: batches[0].topic for (_, place), batches in logs.items()}
+        configs = {
+            topic: msgspec.convert(
+                await arena.call(NODES[0], "topic_get", topic=topic), TopicConfig
+            )
+            for topic in judging.TOPICS
+        }
         history.close()
         for node in NODES:
             await arena.stop(node)
-        on_disk, damage = await asyncio.to_thread(self._disks, ids, ends)
+        on_disk = {
+            node: await asyncio.to_thread(judging.read_disk, arena.disks[node].data, configs, ends)
+            for node in NODES
+        }
         found = await asyncio.to_thread(judging.Judge(history).judge, logs, on_disk)
+        damage = [f"{node}: {disk.damage}" for node, disk in on_disk.items() if disk.damage]
+        for node in arena.nodes:
+            for mistake, count in judging.mistakes(self._folder / f"{node}.log").items():
+                found["exceptions"] += count
+                found["problems"].append(f"{node} wrote {count} times: {mistake}")
         return self._document(found, damage)
-
-    def _disks(self, ids: dict[str, int], ends: dict[Any, int]) -> tuple[Any, list[str]]:
-        on_disk: dict[Any, Any] = {}
-        damage = []
-        for node in NODES:
-            found, wrong = judging.read_disk(self._arena.disks[node].data, ids, ends)
-            on_disk |= {(node, place): batches for place, batches in found.items()}
-            if wrong is not None:
-                damage.append(f"{node}: {wrong}")
-        return on_disk, damage
 
     def _document(self, found: dict[str, Any], damage: list[str]) -> dict[str, Any]:
         operations: dict[str, dict[str, int]] = {}
