@@ -151,8 +151,9 @@ class Follower:
         return self._bound(now)
 
     def silent(self, now: int) -> bool:
-        """Nothing has come of this stream for too long."""
-        return now - max(self.heard_ms, self.opened_ms) > self._options.silence_ms
+        """Nothing has come of this stream for too long; before its answer, nothing else counts."""
+        heard = self.opened_ms if self.state is State.OPENING else self.heard_ms
+        return now - max(heard, self.opened_ms) > self._options.silence_ms
 
     @property
     def _ack_every(self) -> int:

@@ -268,3 +268,10 @@ def test_who_has_moved_itself_away_changes_the_record_no_more() -> None:
     effects = machine.on_record(record(1, "a", "bcd"), 2, 0)
     assert only(ChangeRecord, effects) == []
     assert only(SteppedDown, effects)
+
+
+def test_a_stream_whose_answer_was_lost_is_opened_again_though_it_shows_life() -> None:
+    machine, follow = following()
+    for now in range(300, SILENCE, 300):
+        machine.on_append(append(follow), [], now)
+    assert opened(machine.on_tick(SILENCE)).stream != follow.stream
