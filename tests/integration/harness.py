@@ -188,7 +188,7 @@ class Node(Caller):
             quiet = 0
             while quiet < 3:
                 await asyncio.sleep(0)
-                partitions = [p for t in self.engine.topics.values() for p in t.partitions]
+                partitions = [p for t in self.engine.topics.values() for p in t.local]
                 quiet = quiet + 1 if all(p.idle for p in partitions) else 0
 
     async def stream(self, topic: str = "jobs", *, credits: int, **how: Any) -> LeaseStream:

@@ -70,19 +70,13 @@ class FollowStream:
 class Relay(Protocol):
     """Who reads a stream for somebody else."""
 
+    def on_answer(self, payload: memoryview) -> None:
+        """It was opened."""
+        ...
+
     def on_batch(self, payload: memoryview) -> None: ...
 
     def on_end(self, error: PenstockError | None) -> None: ...
-
-
-class _Relayed:
-    """A relayed stream: that it was opened is not told."""
-
-    def __init__(self, relay: Relay) -> None:
-        self.on_batch, self.on_end = relay.on_batch, relay.on_end
-
-    def on_answer(self, payload: memoryview) -> None:
-        return
 
 
 class PeerConnection(Connection):
@@ -119,7 +113,7 @@ class PeerConnection(Connection):
         """Subscribe; returns the stream's number. What comes goes to `stream`, a refusal too."""
         self._raise_if_lost()
         number = self._next()
-        self._streams[number] = _Relayed(stream)
+        self._streams[number] = stream
         self.send(FrameType.SUBSCRIBE, number, pack(control), flags=FrameFlag.ACK_WANTED)
         return number
 

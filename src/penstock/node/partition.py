@@ -42,6 +42,10 @@ class Partition:
         self.snapshot = SnapshotFacts()
 
     @property
+    def sequence_readable(self) -> int:
+        return self.coordinator.sequence_committed
+
+    @property
     def idle(self) -> bool:
         return not self._gathered and self.journal.idle
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.log.partition import PartitionLog
@@ -27,6 +27,16 @@ def gone(sequence: int, *, sequence_first: int) -> NotFound:
         f"sequence {sequence} is gone: the log starts at {sequence_first}",
         sequence_first=sequence_first,
     )
+
+
+class LogSource(Protocol):
+    """A replica whose log may be read, as far as it is committed."""
+
+    @property
+    def log(self) -> PartitionLog: ...
+
+    @property
+    def sequence_readable(self) -> int: ...
 
 
 class LeaseStream:

@@ -11,14 +11,19 @@ from penstock.errors import (
     NotFound,
     PenstockError,
     Unavailable,
+    WrongEpoch,
 )
 from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.engine import Engine
+from penstock.node.partition import Partition
+from penstock.node.replicas.host import Host
 from penstock.node.replicas.transport import Sending
 from penstock.node.routing.demands import Demand
-from penstock.node.streams import LeaseStream, LogStream, gone
+from penstock.node.routing.log_relay import LogRelay
+from penstock.node.streams import LeaseStream, LogSource, LogStream, gone
 from penstock.node.topic import Topic
+from penstock.replication.replica import Role
 from penstock.wire.frame import FrameFlag, FrameType
 from penstock.wire.messages import (
     Delivery,
@@ -32,13 +37,14 @@ from penstock.wire.messages import (
 )
 from penstock.wire.supply import Asked, OpenSupply
 
+Stream = LeaseStream | LogStream | LogRelay
 Send = Callable[..., None]  # (type, number, *payload, flags=)
 
 
 class Subscriptions:
     def __init__(self, engine: Engine, send: Send, *, name: str) -> None:
         self._engine, self._send, self._name = engine, send, name
-        self._streams: dict[int, tuple[Topic, LeaseStream | LogStream]] = {}
+        self._streams: dict[int, tuple[Topic, Stream]] = {}
         self._follows: dict[int, Sending] = {}  # logs that another node reads
         self._demands: dict[int, tuple[Topic, Demand]] = {}  # other nodes that pop from here
         self.blocked = False  # the connection's send buffer is full
@@ -55,7 +61,8 @@ class Subscriptions:
         """The connection's send buffer is full, or has room again."""
         self.blocked = blocked
         for topic, stream in self._streams.values():
-            stream.blocked = blocked
+            if not isinstance(stream, LogRelay):  # its reader's credit bounds what may come
+                stream.blocked = blocked
             topic.wake()
         for topic, demand in self._demands.values():
             demand.blocked = blocked
@@ -122,6 +129,8 @@ class Subscriptions:
         try:
             if isinstance(stream, LeaseStream):
                 stream.grant(grant.entries)
+            elif isinstance(stream, LogRelay):
+                stream.grant(grant)
             else:
                 stream.acknowledge(grant.entries, grant.bytes)
         except InvalidArgument as error:
@@ -160,10 +169,21 @@ class Subscriptions:
         self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
 
     def open_log(self, number: int, control: OpenLog) -> None:
+        """From a replica of this node, at its commit; if there is none that will do, from the
+        coordinator."""
         topic = self._engine.topic(control.topic)
-        partition = topic.here(control.partition)
-        stored = partition.log
-        start = control.from_sequence or partition.coordinator.sequence_committed + 1
+        source: LogSource
+        port = topic.partition(control.partition)
+        host = self._engine.hosts.get(topic.key(control.partition))
+        if isinstance(port, Partition):
+            source = port
+        elif host is not None and host.role is Role.FOLLOWING and _has(host, control):
+            source = host
+        else:
+            self._relay_log(number, control, topic)
+            return
+        start = control.from_sequence or source.sequence_readable + 1
+        stored = source.log
         if start < stored.sequence_first:
             raise gone(start, sequence_first=stored.sequence_first)
 
@@ -187,7 +207,29 @@ class Subscriptions:
         )
         self._streams[number] = (topic, stream)
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))
-        topic.add_log_stream(stream, partition)
+        topic.add_log_stream(stream, source)
+
+    def _relay_log(self, number: int, control: OpenLog, topic: Topic) -> None:
+        node = topic.router.coordinator(topic.key(control.partition))
+        peer = topic.router.cluster.live(node) if node else None
+        if peer is None:
+            raise Unavailable(
+                f"nobody serves partition {control.partition} of {control.topic} at the moment",
+                partition=control.partition,
+            )
+
+        def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
+            self._send(type, number, *payload, flags=flags)
+
+        def refuse(error: PenstockError) -> None:
+            self.close(number)
+            known = error if not isinstance(error, WrongEpoch) else Unavailable(error.message)
+            self._send(FrameType.NACK, number, pack(known.to_wire()))
+
+        relay = LogRelay(
+            peer, control, send=send, end=lambda error: self.end(number, error), refuse=refuse
+        )
+        self._streams[number] = (topic, relay)
 
 
 def _check_lease(control: OpenLease, config: TopicConfig) -> None:
@@ -206,8 +248,16 @@ def _check_lease(control: OpenLease, config: TopicConfig) -> None:
             raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
 
 
-def _remove(topic: Topic, stream: LeaseStream | LogStream) -> None:
+def _has(host: Host, control: OpenLog) -> bool:
+    """Whether a replica that follows can give what is asked: not what commits *from now on*, which
+    it hears of late, and not what it has never had."""
+    return control.from_sequence >= host.log.sequence_first and control.from_sequence > 0
+
+
+def _remove(topic: Topic, stream: Stream) -> None:
     if isinstance(stream, LeaseStream):
         topic.remove_stream(stream)
+    elif isinstance(stream, LogRelay):
+        stream.close()
     else:
         topic.remove_log_stream(stream)

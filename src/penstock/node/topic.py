@@ -24,7 +24,7 @@ from penstock.node.partition import Partition
 from penstock.node.routing.demands import Demand
 from penstock.node.routing.ports import Key, PartitionPort
 from penstock.node.routing.router import Router
-from penstock.node.streams import LeaseStream, LogStream
+from penstock.node.streams import LeaseStream, LogSource, LogStream
 
 IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
 DOUBT_PAUSE_MS: Final = 500  # before the next question, at least
@@ -56,7 +56,7 @@ class Topic:
         )
         self._dispatching = Dispatch(self, self._deliveries, clock=clock, router=router)
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
-        self._log_streams: dict[LogStream, Partition] = {}
+        self._log_streams: dict[LogStream, LogSource] = {}
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
@@ -99,8 +99,8 @@ class Topic:
         moved = Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
         gone.enqueueing.fail(moved)
         gone.settling.fail(moved)
-        for stream, partition in list(self._log_streams.items()):
-            if partition is gone:
+        for stream, source in list(self._log_streams.items()):
+            if source is gone:
                 stream.fail(moved)
         self._recount()
         self._dispatching.rounds.renew()
@@ -184,9 +184,14 @@ class Topic:
     def unused_credit(self) -> int:
         return self._dispatching.unused_credit
 
-    def add_log_stream(self, stream: LogStream, partition: Partition) -> None:
-        self._log_streams[stream] = partition
+    def add_log_stream(self, stream: LogStream, source: LogSource) -> None:
+        self._log_streams[stream] = source
         self.wake()
+
+    def on_replica_commit(self) -> None:
+        """A replica of this node that does not serve its partition has got further."""
+        if self._log_streams:
+            self.wake()
 
     def remove_log_stream(self, stream: LogStream) -> None:
         stream.open = False
@@ -256,8 +261,8 @@ class Topic:
         for partition in self.local:
             partition.take_settlements()
             partition.journal.flush()
-        for stream, partition in list(self._log_streams.items()):
-            stream.pump(partition.coordinator.sequence_committed)
+        for stream, source in list(self._log_streams.items()):
+            stream.pump(source.sequence_readable)
         for demand in self._demands:
             demand.after_turn()
         self._arm_timer()

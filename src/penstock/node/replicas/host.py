@@ -106,6 +106,11 @@ class Host:
         return self.replica.committed
 
     @property
+    def sequence_readable(self) -> int:
+        """How far the log may be shown to readers of this replica."""
+        return min(self.log.sequence_committed, self.log.sequence_durable)
+
+    @property
     def role(self) -> Role:
         return Role.HALTED if self.halted else self.replica.role
 
@@ -366,6 +371,7 @@ class Host:
         self.log.advance_commit(sequence)
         if self._journal is None:
             self.applying.advance(sequence)
+            self.topic.on_replica_commit()
             return
         if self.sending is not None:
             self.sending.on_commit()

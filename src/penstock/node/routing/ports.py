@@ -44,6 +44,9 @@ class PartitionPort(Protocol):
 class PeerStream(Protocol):
     """Our end of a stream that we opened at another node."""
 
+    def on_answer(self, payload: memoryview) -> None:
+        """It was opened."""
+
     def on_batch(self, payload: memoryview) -> None: ...
 
     def on_end(self, error: PenstockError | None) -> None:

@@ -129,6 +129,9 @@ class Supply:
 
     # --- what it says ---
 
+    def on_answer(self, payload: memoryview) -> None:
+        """Nothing was waiting for it."""
+
     def on_batch(self, payload: memoryview) -> None:
         if not self.open:
             return

@@ -1,0 +1,59 @@
+"""A log stream of a partition that this node has no replica of: passed on, slice by slice.
+
+The reader's credit is the credit of the stream at the other node, so no more is under way than the
+reader has granted, and nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import PenstockError
+from penstock.model.columns import Buffer
+from penstock.node.routing.ports import PeerConnection
+from penstock.wire.frame import FrameFlag, FrameType
+from penstock.wire.messages import Grant, OpenLog, pack
+
+
+class LogRelay:
+    def __init__(
+        self,
+        peer: PeerConnection,
+        control: OpenLog,
+        *,
+        send: Callable[..., None],
+        end: Callable[[PenstockError | None], None],
+        refuse: Callable[[PenstockError], None],
+    ) -> None:
+        self._peer, self._send = peer, send
+        self._end, self._refuse = end, refuse
+        self._opened = False
+        self.open = True
+        self._number = peer.open(control, self)
+
+    def grant(self, grant: Grant) -> None:
+        self._peer.send(FrameType.ACK, self._number, pack(grant))
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._peer.close_stream(self._number)
+
+    # --- what the other node says ---
+
+    def on_answer(self, payload: Buffer) -> None:
+        if self.open:
+            self._opened = True
+            self._send(FrameType.ACK, payload)
+
+    def on_batch(self, payload: memoryview) -> None:
+        if self.open:
+            self._send(FrameType.BATCH, payload, flags=FrameFlag.BATCHED)
+
+    def on_end(self, error: PenstockError | None) -> None:
+        if self.open:
+            self.open = False
+            if error is not None and not self._opened:
+                self._refuse(error)
+            else:
+                self._end(error)
