@@ -60,15 +60,16 @@ class Asking:
     async def put_somehow(self, topic: str, payload: bytes) -> float:
         """Write one message through whichever node takes it; how long that took in seconds."""
         began = time.monotonic()
+        refusals: dict[str, Exception] = {}
         while True:
             for node in self.processes.running:
                 try:
                     await self.put(topic, payload, at=node)
                     return time.monotonic() - began
-                except (PenstockError, TimeoutError):
-                    continue
+                except (PenstockError, TimeoutError) as error:
+                    refusals[node] = error
             if time.monotonic() - began > 20:
-                raise Unavailable("nobody takes a message any more")
+                raise Unavailable(f"nobody takes a message any more: {refusals}")
             await asyncio.sleep(0.02)
 
     @asynccontextmanager
@@ -143,6 +144,7 @@ class Asking:
     async def restore(self) -> None:
         """Start what a test has ended, and wait until every partition is served."""
         for node, process in self.processes.nodes.items():
+            process.resume()
             if not process.running:
                 await self.processes.start(node)
         await self.processes.wait_ready()

@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
     folder = tmp_path_factory.mktemp("cluster")
     async with cluster_processes(folder, nodes=3, options=OPTIONS) as processes:
         asking = Asking(processes)
@@ -30,3 +30,10 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ask
             yield asking
         finally:
             await asking.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cluster(shared: Asking) -> Asking:
+    """The shared cluster, with all that an earlier test has ended."""
+    await shared.restore()
+    return shared
