@@ -15,6 +15,7 @@ processes log is in `<folder>/<node>.log` and `<folder>/etcd/etcd.log`.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -73,8 +74,19 @@ class ClusterProcesses:
             options={"cluster.name": self.name, **self._options},
             ports=off | ports,
             arguments=arguments,
+            environment=self._bytecode(),
         )
         return node
+
+    def _bytecode(self) -> dict[str, str]:
+        """Where Python may not keep bytecode beside the source, keep it with the cluster: a node
+        that is restarted often would compile everything each time."""
+        if not sys.dont_write_bytecode:
+            return {}
+        return {
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(self.folder / "bytecode"),
+        }
 
     # --- where they are ---
 
