@@ -160,8 +160,10 @@ class Coordinator:
 
     def append(self, node: str, *, resigned: bool = False) -> Append:
         """The head of the next slice to `node`."""
-        stream = self.senders[node].stream
-        return Append(self.node, self.epoch, stream, self.sequence_committed, resigned)
+        sender = self.senders[node]
+        return Append(
+            self.node, self.epoch, sender.stream, self.sequence_committed, resigned, sender.next - 1
+        )
 
     # --- time ---
 

@@ -121,6 +121,8 @@ class Follower:
             return self._bound(now)
         effects = self._drain(now)
         if not batches:
+            if append.sent > self._log.last and not self._buffer:
+                self.broken = True  # a slice got lost without the stream
             return [*effects, self._ack()]  # an answer to the sign of life
         if self._entries - self._entries_acked >= self._ack_every:
             effects.append(self._ack())

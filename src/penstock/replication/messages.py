@@ -76,12 +76,14 @@ class Followed(Message, frozen=True):
 
 class Append(Message, frozen=True):
     """A slice of the log; without batches a sign of life that carries the watermark. `resigned`:
-    the last one, I give up the epoch."""
+    the last one, I give up the epoch. `sent`: the last sequence that went over this stream before;
+    who does not have it at a sign of life has lost a slice."""
 
     epoch: int
     stream: int
     committed: int
     resigned: bool = False
+    sent: int = 0
 
 
 class Ack(Message, frozen=True):

@@ -33,7 +33,16 @@ from penstock.replication.effects import (
     Write,
 )
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Fence, Fenced, Follow, Followed, Probe, Probed
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
 from penstock.replication.replica import Replica, Role
 
 SILENCE = 1501
@@ -275,3 +284,18 @@ def test_a_stream_whose_answer_was_lost_is_opened_again_though_it_shows_life() -
     for now in range(300, SILENCE, 300):
         machine.on_append(append(follow), [], now)
     assert opened(machine.on_tick(SILENCE)).stream != follow.stream
+
+
+def test_a_slice_that_was_lost_on_the_way_is_missed_at_the_next_sign_of_life() -> None:
+    machine, follow = following()
+    machine.on_followed(followed(follow, 0), 0)
+    machine.on_append(append(follow, sent=0), [], 100)
+    assert only(OpenStream, machine.on_tick(400)) == []
+    machine.on_append(append(follow, sent=2), [], 500)
+    assert opened(machine.on_tick(500)).tail == []
+
+
+def test_a_sign_of_life_tells_what_was_sent() -> None:
+    machine = serving(followers="b")
+    (beat,) = sent(Append, machine.on_tick(300))
+    assert beat.sent == 1
