@@ -8,9 +8,10 @@ Three parties use a log at once, without waiting for each other:
 - upkeep threads scan, snapshot, drop and rewrite sealed segments.
 
 Invariants: sequences have no gap · `sequence_first - 1 <= sequence_durable <= sequence_last` · a
-batch is readable only when durable, except to who asks for staged ones · the persisted floor is at
-most `min(sequence_durable, sequence_committed)` · after a failed write nothing is ever acknowledged
-again · the list of segments is replaced, never changed, so a reader's view of it stays whole.
+batch is readable only when durable, or committed by others, except to who asks for staged ones ·
+the persisted floor is at most `min(sequence_durable, sequence_committed)` · after a failed write
+nothing is ever acknowledged again · the list of segments is replaced, never changed, so a reader's
+view of it stays whole.
 """
 
 from __future__ import annotations
@@ -133,14 +134,28 @@ class AppendLog:
 
     def first_of(self, sequence: int) -> int | None:
         """Where the batch that covers `sequence` begins; None when the disk is needed to tell."""
+        ahead = self._ahead(sequence)
+        if ahead is not None:
+            return ahead.first
         self._check_held(sequence)
         _, opened = self._table.locate(sequence, nowait=True)
         return None if opened is None else opened.index.firsts[opened.index.find(sequence)]
 
     def read(self, sequence: int, *, nowait: bool) -> Batch | None:
-        """The durable batch that covers `sequence`; None when `nowait` and the disk is needed."""
+        """The batch that covers `sequence`, durable here or committed by others; None when `nowait`
+        and the disk is needed."""
+        ahead = self._ahead(sequence)
+        if ahead is not None:
+            return ahead
         self._check_held(sequence)
         return self._reader.read(sequence, nowait=nowait)
+
+    def _ahead(self, sequence: int) -> Batch | None:
+        """A batch that was committed without this disk. It is in memory until it is durable."""
+        if not self._writer.durable < sequence <= self._writer.committed:
+            return None
+        found = self._pending.slice(sequence, through=self.sequence_last, bytes_max=0)
+        return found[0] if found else None  # else it has become durable just now
 
     def read_slice(
         self, from_sequence: int, *, through: int, bytes_max: int, nowait: bool,

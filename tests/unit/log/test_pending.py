@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
+from penstock.errors import NotFound
+
 
 def staged(log, from_sequence, *, through=1 << 40, bytes_max=1 << 20):
     found = log.read_slice(
@@ -59,3 +63,16 @@ def test_a_begun_flush_is_let_go_when_it_is_finished(pen):
     assert len(pen.log._pending) == 1
     pen.log.finish(flush, None)
     assert len(pen.log._pending) == 0 and staged(pen.log, 2) == [(2, 2)]
+
+
+def test_what_others_have_committed_is_read_before_the_disk_has_it(pen):
+    pen.put(b"durable")
+    pen.stage([b"a", b"b"])
+    pen.stage([b"c"])
+    pen.log.advance_commit(3)
+    assert pen.log.read(3, nowait=True) is pen.batches[1]
+    assert pen.log.first_of(3) == 2
+    with pytest.raises(NotFound):
+        pen.log.read(4, nowait=True)
+    pen.flush()
+    assert pen.log.read(4, nowait=True).encode() == pen.batches[2].encode()
