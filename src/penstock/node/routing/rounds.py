@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.node.topic import Topic
 
 LEASES_PER_ROUND: Final = 5000
-STRETCH: Final = 50  # messages of equal keys that are taken of one partition, then of the next
+STRETCH: Final = 100  # messages of equal keys that are taken of one partition, then of the next
 RANK_SAMPLE: Final = 64  # one round in so many has its rank error measured
 PACE_S: Final = 0.003  # between rounds, unless one is worth it before
 LIST_WIDTH_MAX: Final = 64  # times as long a list as an even share
