@@ -18,6 +18,7 @@ import pytest_asyncio
 
 import penstock
 from penstock.model.partitioning import partition_of
+from penstock.spark.source.access import NodeAccess
 from penstock.testing.cluster import ClusterProcesses, cluster_processes
 from penstock.testing.process import clean_environment
 
@@ -159,6 +160,27 @@ async def test_requests_go_straight_to_coordinators(cluster: ClusterProcesses) -
                     if nearest is not None and nearest.welcome.node == owner:
                         break
                     await topic.put(b"x", key=key_of(partition))
+
+
+def read_everything(url: str, topic: str) -> int:
+    """As Spark's workers do: how many messages the committed ranges of all partitions hold."""
+    access = NodeAccess(url)
+    try:
+        return sum(
+            batch.entries
+            for state in access.log_status(topic)
+            for batches in access.read_range(topic, state.partition, 1, state.readable)
+            for batch in batches
+        )
+    finally:
+        access.close()
+
+
+async def test_spark_reads_the_partitions_of_all_nodes(cluster: ClusterProcesses) -> None:
+    async with penstock.connect(cluster.url) as client:
+        topic = await client.topic("read", of=int, partitions=PARTITIONS)
+        await asyncio.gather(*(topic.put(i, key=str(i)) for i in range(200)))
+    assert await asyncio.to_thread(read_everything, cluster.url, "read") == 200
 
 
 async def test_the_command_line_shows_and_drains(cluster: ClusterProcesses) -> None:

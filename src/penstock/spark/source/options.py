@@ -171,7 +171,7 @@ class _Given:
         url = self.get("url") or os.environ.get("PENSTOCK_URL")
         if url is None:
             raise InvalidArgument("url is missing: penstock://host:port", field="url")
-        Address.parse(url)
+        Address.parse_all(url)
         key, file = self.get("apiKey"), self.get("apiKeyFile")
         if key and file:
             raise InvalidArgument("give apiKey or apiKeyFile, not both", field="apiKey")
