@@ -61,6 +61,8 @@ class Spine:
         Fewer than `n`, though there are more, only if a source that is `cut` was used up.
         """
         count, stretch = len(sources), self.stretch
+        if not count:
+            return []  # nobody serves anything just now
         width = min(n, max(self.fan_out, -(-n // count)))
         lists = [_Candidates(source, width, now) for source in sources]
         self._turn = (self._turn + 1) % count

@@ -30,6 +30,10 @@ def test_the_fan_out_shares_k_among_the_partitions(k: int, partitions: int, fan_
     assert Spine(k, partitions).fan_out == fan_out
 
 
+def test_without_partitions_there_is_nothing_to_pick() -> None:
+    assert Spine(100, 6).pick([], 5, 0) == []
+
+
 def test_a_used_up_list_is_refilled_before_it_is_passed() -> None:
     """All the best are in one partition: F candidates of each would return the wrong ones."""
     rich, poor = Source(*range(50)), Source(100, 101, 102)
