@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from penstock.testing.simulation.simulation import Simulation
 
 FUSE_POINTS: Final = 120
+RARE_POINTS: Final = (
+    "persist.asked", "persist.done", "fence.answered", "truncate.asked", "truncate.done",
+    "barrier.staged", "serving.began", "serving.ended", "epoch.asked", "epoch.taken",
+    "change.asked", "change.done", "snapshot.asked", "seed.dropped", "seed.stored",
+    "prepare.staged", "decide.staged", "expire.staged",
+)  # fmt: skip
 
 
 class Faults:
@@ -46,7 +52,7 @@ class Faults:
         for mend in mends:
             mend()
         for node in self._simulation.nodes.values():
-            node.fuse = None
+            node.fuse = node.trap = None
             node.resume()
             for host in node.hosts.values():
                 host.disk.fail_next = False
@@ -78,7 +84,12 @@ class Faults:
         self._some_node().crash("killed", power=self._schedule.chance(0.3))
 
     def _fuse(self) -> None:
-        self._some_node().fuse = self._schedule.skewed(1, FUSE_POINTS)
+        """A process ends at a named point: one that is drawn, or whichever is the n-th from now."""
+        node = self._some_node()
+        if self._schedule.chance(0.5):
+            node.trap = self._schedule.rng.choice(RARE_POINTS)
+        else:
+            node.fuse = self._schedule.skewed(1, FUSE_POINTS)
 
     def _power_loss(self) -> None:
         for node in self._simulation.nodes.values():
@@ -115,6 +126,20 @@ class Faults:
         one, other = self._schedule.rng.sample(self._simulation.names, 2)
         self._cut_links([(one, other)])
 
+    def _strand(self) -> None:
+        """A coordinator loses the other nodes, one way or both, and still hears its clients."""
+        simulation, store = self._simulation, self._simulation.store
+        partition = self._schedule.between(0, simulation.profile.partitions - 1)
+        name = store.records[partition][0].coordinator or simulation.names[0]
+        others = [n for n in simulation.names if n != name]
+        out, back = [(name, n) for n in others], [(n, name) for n in others]
+        links = self._schedule.rng.choice([out, back, out + back, out + back])
+        if self._schedule.chance(0.5):
+            store.cut_off(name)
+            self._cut_links(links, lambda: store.reconnect(name), least_us=800 * MS)
+        else:
+            self._cut_links(links, least_us=800 * MS)
+
     def _isolate(self) -> None:
         """From everybody, perhaps from the metadata store too."""
         name, store = self._some_node().name, self._simulation.store
@@ -127,7 +152,11 @@ class Faults:
             self._cut_links(links)
 
     def _cut_links(
-        self, links: list[tuple[str, str]], also: Callable[[], None] = lambda: None
+        self,
+        links: list[tuple[str, str]],
+        also: Callable[[], None] = lambda: None,
+        *,
+        least_us: int = 100 * MS,
     ) -> None:
         cut = self._simulation.network.cut
         for link in links:
@@ -138,7 +167,7 @@ class Faults:
                 cut[link] -= 1
             also()
 
-        self._for_a_while(100 * MS, 5 * SECOND, mend)
+        self._for_a_while(least_us, 5 * SECOND, mend)
 
     def _reset_stream(self) -> None:
         network = self._simulation.network

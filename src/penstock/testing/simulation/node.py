@@ -43,6 +43,7 @@ class Node:
         self.refuses = False  # the machine runs: who connects is told that nobody listens
         self.life = 0
         self.fuse: int | None = None  # named points until the process ends
+        self.trap: str | None = None  # the named point at which it ends
         self.slow_disk = False
         self.watched: int | None = None  # changes of the metadata seen; None: not listed yet
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
@@ -95,10 +96,11 @@ class Node:
 
     def point(self, name: str) -> None:
         """A named point: the process may end here."""
+        if self.trap == name:
+            raise Crash(name)
         if self.fuse is not None:
             self.fuse -= 1
             if self.fuse <= 0:
-                self.fuse = None
                 raise Crash(name)
 
     def pause(self) -> None:
@@ -143,7 +145,7 @@ class Node:
     def _end(self, *, power: bool) -> None:
         self.up, self.refuses = False, not power
         self.life += 1
-        self.fuse, self._paused = None, None
+        self.fuse = self.trap = self._paused = None
         self.hosts.clear()
         self.simulation.network.node_stopped(self.name, refuses=not power)
 

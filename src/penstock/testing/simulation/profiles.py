@@ -16,6 +16,7 @@ ALL_FAULTS: Final[dict[str, int]] = {
     "pause": 6,
     "cut": 8,
     "isolate": 4,
+    "strand": 8,
     "cut_store": 3,
     "store_away": 2,
     "stale_watch": 4,
@@ -108,6 +109,10 @@ PROFILES: Final[dict[str, Profile]] = {
             pause_ms=(20, 900),
             down_ms=(10, 400),
             stale_lists=0.8,
+        ),
+        _only(
+            "duels", "strand", "isolate", "pause", "crash", "fuse", "slow_disk", "resign", nodes=3,
+            partitions=1, pause_ms=(200, 1800), producers=5, snapshot_batches=0,
         ),
         _only(
             "network", "cut", "isolate", "reset_stream", "pause", nodes=3, partitions=1, drop=0.03,
