@@ -135,13 +135,19 @@ class Streamer(Consumer):
         consumer = topic.consume(
             concurrency=concurrency, visibility=VISIBILITY_S, prefetch=2, consumer=self._name
         )
-        async with consumer, asyncio.TaskGroup() as tasks:
-            ending = tasks.create_task(self._close(consumer, stop))
-            async for message in consumer:
-                until_us = message.deadline_ms * 1000 - CLOCKS_US
-                token = self._delivered(message, until_us)
-                tasks.create_task(self._work(message, token))
-            ending.cancel()
+        failed: Exception | None = None
+        try:
+            async with consumer, asyncio.TaskGroup() as tasks:
+                ending = tasks.create_task(self._close(consumer, stop))
+                async for message in consumer:
+                    until_us = message.deadline_ms * 1000 - CLOCKS_US
+                    token = self._delivered(message, until_us)
+                    tasks.create_task(self._work(message, token))
+                ending.cancel()
+        except* PenstockError as group:
+            failed = group.exceptions[0]
+        if failed is not None:
+            raise failed
 
     async def _close(self, consumer: Any, stop: asyncio.Event) -> None:
         await stop.wait()
