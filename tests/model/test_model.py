@@ -54,7 +54,7 @@ def test_every_kind_of_step_is_taken() -> None:
                 labels.add(label.split()[0])
                 yield label, after
 
-    explore(Watched(Bounds(epochs=2, entries=2)))
+    explore(Watched(Bounds(epochs=2, entries=1)))
     explore(Watched(Bounds(epochs=3, entries=2, lag=False, logs=((1,), (2,), ()))))
     explore(Watched(replace(CHANGES["grow"], epochs=2, entries=2, lag=False)))
     explore(Watched(Bounds(epochs=2, entries=2, wipes=1, seats=(VOTER, VOTER), lag=False)))

@@ -11,6 +11,7 @@ within its bounds, or says that it is not.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -60,6 +61,16 @@ def _shown(world: World) -> str:
 
 def explore(model: Model, *, states_max: int = 5_000_000) -> Outcome:
     """Take every step from every state until there is nothing new, or something is broken."""
+    collecting = gc.isenabled()
+    gc.disable()  # states are tuples of tuples: looking for cycles among them takes long
+    try:
+        return _explore(model, states_max)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _explore(model: Model, states_max: int) -> Outcome:
     began = time.monotonic()
     first = model.canonical(model.initial())
     parents: dict[World, tuple[World, str] | None] = {first: None}
