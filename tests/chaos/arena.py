@@ -113,8 +113,10 @@ class Arena(ClusterProcesses):
         await self.wait_ready()
 
     async def start(self, node: str) -> float:
-        """Start it, more than once if need be: whatever it needs may be away just now."""
+        """Start it if it does not run, more than once if need be: what it needs may be away."""
         process = self.nodes[node]
+        if process.running:
+            return 0.0
         for tries in range(1, START_TRIES + 1):
             try:
                 took = await process.start()
@@ -171,10 +173,10 @@ class Arena(ClusterProcesses):
     async def coordinator(self, dice_index: int) -> str:
         """A node that coordinates something now; any node if nobody knows."""
         try:
-            found = sorted({p["coordinator"] for p in (await self.status())["partitions"]} - {""})
+            found = {p["coordinator"] for p in (await self.status())["partitions"]}
         except (PenstockError, TimeoutError):
-            found = []
-        names = [name for name in found if name in NODES] or list(NODES)
+            found = set()
+        names = [name for name in NODES if name in found] or list(NODES)
         return names[dice_index % len(names)]
 
     async def in_step(self, within_s: float) -> bool:

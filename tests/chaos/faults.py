@@ -236,6 +236,7 @@ class Faults:
             drained = await self._ask("cluster_drain", node=SPARE)
             emptied = await self._emptied()
             if not emptied:
+                self.complaints.append(f"{SPARE} was not emptied: {await self._left()}")
                 return {"moved": len(moved), "settled": settled, "emptied": False}
             async with self._arena.nodes[SPARE].lock:
                 await self._arena.stop(SPARE)
@@ -272,6 +273,14 @@ class Faults:
             if _ % 10 == 9:
                 await self._ask("cluster_drain", node=SPARE)
         return False
+
+    async def _left(self) -> list[dict[str, Any]]:
+        """What the spare node still holds."""
+        try:
+            status = await self._arena.status()
+        except (PenstockError, TimeoutError) as error:
+            return [{"unknown": str(error)}]
+        return [part for part in status["partitions"] if _holds({"partitions": [part]}, SPARE)]
 
     async def empty_spare(self) -> bool:
         """At the end: no replica is left on the fourth node, and it is stopped."""
