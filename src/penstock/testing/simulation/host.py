@@ -7,7 +7,7 @@ at which the process may end.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from penstock.heap import Heap
 from penstock.model.batch import Batch
@@ -31,7 +31,6 @@ from penstock.replication.effects import (
     Warn,
     Write,
 )
-from penstock.replication.facts import LogFacts
 from penstock.replication.messages import (
     Ack,
     Append,
@@ -43,15 +42,14 @@ from penstock.replication.messages import (
     Probed,
 )
 from penstock.replication.replica import Replica
+from penstock.testing.simulation.copies import Copies
 from penstock.testing.simulation.disk import Disk, Platter, Snapshot, end_of
 from penstock.testing.simulation.network import Stream
-from penstock.testing.simulation.schedule import MS, SECOND
+from penstock.testing.simulation.schedule import MS
 from penstock.testing.simulation.tenure import Tenure
 
 if TYPE_CHECKING:
     from penstock.testing.simulation.node import Node
-
-SEED_TIMEOUT_US: Final = 2 * SECOND
 
 
 class Host:
@@ -68,13 +66,12 @@ class Host:
         self.disk.slow = node.slow_disk
         self.snapshot: Snapshot | None = platter.snapshot
         self.committed = platter.floor
-        self.heap = self._rebuilt()
+        self.heap = self.rebuilt()
         self.tenure: Tenure | None = None
         self.followers: dict[str, Stream] = {}  # who opened a stream here
         self._queue: deque[Effect] = deque()  # effects that wait for a slow one
         self._slow = False
-        self._seeding = 0  # number of the seeding under way, 0: none
-        self._seedings = 0
+        self.copies = Copies(self)
         self.replica = Replica(
             node.name,
             uuid=platter.uuid,
@@ -94,7 +91,7 @@ class Host:
 
     # --- the heap ---
 
-    def _rebuilt(self) -> Heap:
+    def rebuilt(self) -> Heap:
         """The state at the commit, from the snapshot and the log."""
         config = self.simulation.config
         if self.snapshot is None:
@@ -227,7 +224,7 @@ class Host:
             case CloseStream():
                 self.simulation.network.close(self.node.name, self.partition)
             case Reseed():
-                self._reseed(effect.source)
+                self.copies.reseed(effect.source)
             case TakeEpoch():
                 self.log("take epoch")
                 self.node.take_epoch(self.partition)
@@ -313,7 +310,7 @@ class Host:
         self._apply(self.heap, sequence)
         if self.tenure is not None:
             self.tenure.on_commit(sequence)
-        self._take_snapshot()
+        self.copies.take_snapshot()
 
     # --- coordinating ---
 
@@ -355,7 +352,7 @@ class Host:
         self._end_tenure()
         self.node.point("serving.ended")
         if self.heap.sequence_applied > self.committed:
-            self.heap = self._rebuilt()
+            self.heap = self.rebuilt()
 
     def _end_tenure(self) -> None:
         if self.tenure is not None:
@@ -397,74 +394,3 @@ class Host:
         self.node.point("slice.sent")
         for effect in sent:
             self._do(effect)
-
-    # --- snapshots and seeding ---
-
-    def _take_snapshot(self) -> None:
-        """Now and then, when the heap is what is committed; then old batches may go."""
-        every = self.simulation.profile.snapshot_batches
-        batches, applied = self.disk.batches, self.heap.sequence_applied
-        if not every or len(batches) < every or applied != self.committed:
-            return
-        if applied > self.replica.log.durable:
-            return  # our own disk is not that far
-        at = self.disk.batch_ending(applied)
-        if at is None:
-            return
-        data = b"".join(bytes(part) for part in self.heap.snapshot())
-        self.snapshot = Snapshot(end_of(at), data)
-        keep = self.simulation.schedule.between(0, every // 2)
-        through = max(0, applied - keep)
-        self.disk.retain(self.snapshot, through=through)
-        self.replica.log.first = self.disk.base.sequence + 1
-        self.log("snapshot", applied, "base", self.disk.base.sequence)
-        self.node.point("snapshot.asked")
-
-    def _reseed(self, source: str) -> None:
-        self.log("reseed", source)
-        self._seedings += 1
-        number = self._seeding = self._seedings
-        self.snapshot, self.committed = None, 0
-        self.heap = Heap(self.simulation.config, partition=self.partition)
-
-        def dropped() -> None:
-            self.node.point("seed.dropped")
-            if self._seeding == number:
-                self.simulation.network.send(
-                    self.node.name, source, "on_seed_asked", self.partition, self.node.name, number
-                )
-                self.node.after(SEED_TIMEOUT_US, self._on_seed_failed, number)
-
-        self.disk.replace(None, [], dropped)
-
-    def on_seed_asked(self, reader: str, number: int) -> None:
-        if self.snapshot is None:
-            return  # it asks again
-        batches = self.disk.read(self.snapshot.at.sequence + 1, through=self.committed)
-        self.simulation.network.send(
-            self.node.name, reader, "on_seed", self.partition, number, self.snapshot, batches
-        )
-
-    def _on_seed_failed(self, number: int) -> None:
-        if self._seeding == number:
-            self._seeding = 0
-            self.log("seed failed")
-            self.perform(self.replica.on_seeded(LogFacts(), 0, self.now))
-
-    def on_seed(self, number: int, snapshot: Snapshot, batches: list[Batch]) -> None:
-        if self._seeding != number:
-            return
-
-        def stored() -> None:
-            self.node.point("seed.stored")
-            if self._seeding != number:
-                return
-            self._seeding = 0
-            self.snapshot, self.committed = snapshot, snapshot.at.sequence
-            self.heap = self._rebuilt()
-            self.log("seeded", snapshot.at.sequence, self.disk.end.sequence)
-            self.perform(self.replica.on_seeded(self.disk.facts(), snapshot.at.sequence, self.now))
-
-        self._seedings += 1
-        number = self._seeding = self._seedings
-        self.disk.replace(snapshot, batches, stored)

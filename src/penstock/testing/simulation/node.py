@@ -292,14 +292,14 @@ class Node:
     def on_seed_asked(self, partition: int, reader: str, number: int) -> None:
         host = self.hosts.get(partition)
         if host is not None:
-            host.on_seed_asked(reader, number)
+            host.copies.on_seed_asked(reader, number)
 
     def on_seed(
         self, partition: int, number: int, snapshot: Snapshot, batches: list[Batch]
     ) -> None:  # fmt: skip
         host = self.hosts.get(partition)
         if host is not None:
-            host.on_seed(number, snapshot, batches)
+            host.copies.on_seed(number, snapshot, batches)
 
     # --- requests ---
 
