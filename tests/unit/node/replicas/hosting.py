@@ -48,6 +48,7 @@ class Network:
         self._cluster, self._node = cluster, node
         self.stream: tuple[str, int] | None = None  # that we have opened: where, its number
         self.bytes_to: dict[str, int] = {}  # of batches that were sent
+        self.entries_to: dict[str, int] = {}
         self.epochs_wanted = 0
 
     def _later(self, to: str, arrive: Callable[[Host], None]) -> None:
@@ -75,6 +76,7 @@ class Network:
         if to in self._cluster.clogged:
             return False
         self.bytes_to[to] = self.bytes_to.get(to, 0) + sum(b.size for b in batches)
+        self.entries_to[to] = self.entries_to.get(to, 0) + sum(b.count for b in batches)
         self._later(to, lambda host: self._cluster.arrive(host, append, batches))
         return True
 
@@ -194,7 +196,7 @@ class Cluster:
 
     def arrive(self, host: Host, append: Append, batches: list[Batch]) -> None:
         waiting = self.slow.get(host.around.node)
-        if waiting is not None and batches:
+        if waiting is not None:  # signs of life too: nothing overtakes within a stream
             waiting.append((append, batches))
         else:
             host.on_slice(append, batches)

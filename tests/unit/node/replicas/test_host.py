@@ -193,13 +193,29 @@ async def test_writers_are_slowed_down_when_a_majority_is_slow(tmp_path: Path) -
     await cluster.at_rest()
     cluster.slow = {"b": [], "c": []}
     waiting = [put(leader, [MESSAGE] * 20) for _ in range(3)]
-    while leader.replica.writable(cluster.now_ms) is None:
-        waiting.append(put(leader, [MESSAGE]))
-        await cluster.tick()
+    await cluster.until(lambda: leader.replica.writable(cluster.now_ms) is not None)
     with pytest.raises(Backpressure):
         await put(leader, [b"too much"])
     cluster.speed_up()
     await cluster.until(lambda: all(answer.done() for answer in waiting))
+    await cluster.stop()
+
+
+async def test_a_slice_has_no_more_entries_than_there_is_credit_for(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, credit=(50, 8 << 20))
+    await cluster.start()
+    leader = await cluster.serving()
+    await cluster.at_rest()
+    cluster.slow["c"] = []
+    cluster.clogged.add("c")
+    before = cluster.networks["a"].entries_to["c"]
+    for _ in range(10):
+        await put(leader, [b"small"] * 20)
+    cluster.clogged.clear()
+    leader.on_writable("c")  # ten batches are there by now
+    assert 40 <= cluster.networks["a"].entries_to["c"] - before <= 50 + 20
+    cluster.speed_up()
+    await cluster.at_rest()
     await cluster.stop()
 
 
