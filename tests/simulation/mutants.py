@@ -165,7 +165,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (any_disk_counts, "disks"),
         (wiped_disks_promise, "disks"),
         (sets_change_at_once, "moves"),
-        (epochs_are_taken_blindly, "metadata"),
+        (epochs_are_taken_blindly, "crashes"),
         (answered_before_commit, "crashes"),
         (leases_are_not_rearmed, "crashes"),
         (uncommitted_state_is_kept, "network"),
