@@ -48,6 +48,7 @@ class Node:
         self.watched: int | None = None  # changes of the metadata seen; None: not listed yet
         self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         self._members: dict[str, int] = {}
+        self._coordinators: dict[int, str] = {}  # of all partitions, as last heard
         self._uuids = 0
         self.monotonic_us = simulation.schedule.between(0, 3600 * SECOND)
         self.wall_ms = EPOCH_MS + simulation.schedule.between(-300, 300)  # of the machine
@@ -123,7 +124,7 @@ class Node:
         self.up, self.refuses, self.watched = True, True, None
         self._clock_ms = self.wall_ms - self.monotonic_us // MS
         self.simulation.log(self.name, "boot", self.life)
-        self._members = {}
+        self._members, self._coordinators = {}, {}
         self.caller.reset()
         for partition, platter in self.platters.items():
             if platter.rotten:
@@ -199,6 +200,7 @@ class Node:
             host.on_members(members)
 
     def _on_record(self, partition: int, record: PartitionRecord, revision: int) -> None:
+        self._coordinators[partition] = record.coordinator
         host = self.hosts.get(partition)
         if host is None:
             if self.name not in record.members:
@@ -310,8 +312,7 @@ class Node:
             self.simulation.network.send(self.name, sender, "on_reply", number, answer)
 
         if host is None or host.tenure is None or not host.tenure.serving:
-            known = host.replica.record if host is not None else None
-            reply(("elsewhere", known.coordinator if known is not None else ""))
+            reply(("elsewhere", self._coordinators.get(request.partition, "")))
             return
         host.tenure.serve(request, reply)
         host.pump()
