@@ -5,7 +5,7 @@ from tests.simulation.mutants import MUTANTS
 
 from penstock.testing.simulation.simulation import run_seed
 
-SEEDS_MAX = 60
+SEEDS_MAX = 120
 
 
 @pytest.mark.parametrize("name", MUTANTS)
