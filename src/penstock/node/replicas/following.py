@@ -14,6 +14,7 @@ from penstock.node.flushing import Flusher
 from penstock.node.logs import get_logger
 from penstock.node.replicas.applying import Applying
 from penstock.node.replicas.opening import empty, facts_of
+from penstock.node.replicas.performing import Slow
 from penstock.node.replicas.ports import Key, SeedTarget
 from penstock.node.replicas.seeding import Seeding
 from penstock.replication.effects import Effects
@@ -21,7 +22,6 @@ from penstock.replication.facts import LogFacts
 from penstock.replication.replica import Replica
 
 RETRY_S: Final = 1.0  # after a copy that failed
-Slow = Coroutine[Any, Any, Effects]
 Fetch = Callable[[str, Key, SeedTarget], Coroutine[Any, Any, None]]
 log = get_logger(__name__)
 

@@ -12,28 +12,24 @@ part happens at once, whatever waits.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import msgspec
-
-from penstock.errors import Corruption, DiskFull, PenstockError, Unavailable
+from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.heap import Heap
-from penstock.log.crash import crash_point
-from penstock.model.batch import Batch, Kind
+from penstock.model.batch import Batch
 from penstock.node.flushing import Flusher
-from penstock.node.journal import Journal
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.replicas.applying import Applying, Replayed
-from penstock.node.replicas.following import Following, Slow
+from penstock.node.replicas.following import Following
 from penstock.node.replicas.opening import Opened
+from penstock.node.replicas.performing import Performing, Slow
 from penstock.node.replicas.ports import Key, Letter, SeedHead
-from penstock.node.replicas.seeding import head_of
+from penstock.node.replicas.seeding import head_of, slice_of
 from penstock.node.replicas.sending import Sending
 from penstock.node.replicas.surroundings import Surroundings
+from penstock.node.replicas.tenure import Tenure
 from penstock.node.topic import Topic
 from penstock.replication import effects as do
 from penstock.replication.assignment import PartitionRecord
@@ -50,8 +46,6 @@ from penstock.replication.messages import (
 )
 from penstock.replication.replica import Replica, Role
 
-BARRIER_BYTES: Final = 4096  # of records that a tenure's start may take
-RESIGN_S: Final = 0.5  # for what is under way to commit
 log = get_logger(__name__)
 
 
@@ -67,39 +61,57 @@ class Host:
             committed=opened.log.sequence_committed, log=opened.facts, options=around.options,
             policy=around.policy,
         )  # fmt: skip
+        self._performing = Performing(
+            self._do, perform=self._perform, spawn=around.spawn, on_error=self._on_error,
+            on_fatal=around.on_fatal,
+        )  # fmt: skip
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
             on_write=around.metrics.log_written, on_durable=self._on_durable,
             on_room=self._write_on, on_failed=self._on_failed,
         )  # fmt: skip
         self.applying = Applying(
-            opened.replayed.heap, opened.log, spawn=self._spawn, on_rebuilt=self._on_rebuilt
+            opened.replayed.heap,
+            opened.log,
+            spawn=self._performing.spawn,
+            on_rebuilt=self._on_rebuilt,
         )
         self.following = Following(
             self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
-            now=around.now, spawn=self._spawn, perform=self._perform,
+            now=around.now, spawn=self._performing.spawn, perform=self._perform,
         )  # fmt: skip
         self.sending: Sending | None = None
         if around.transport is not None:
             self.sending = Sending(
                 self.key, self.replica, opened.log, transport=around.transport, now=around.now,
-                perform=self._perform, spawn=self._spawn,
+                perform=self._perform, spawn=self._performing.spawn,
             )  # fmt: skip
-        self.partition: Partition | None = None
-        self.snapshot = opened.replayed.snapshot  # the newest, when no tenure has a newer one
+        self.tenure = Tenure(
+            topic, index, self.replica, flusher=self.flusher, applying=self.applying,
+            sending=self.sending, around=around, snapshot=opened.replayed.snapshot,
+        )  # fmt: skip
         self.replayed = opened.replayed.batches
         self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
-        self._journal: Journal | None = None
-        self._effects: deque[Effect] = deque()
-        self._performing = False
-        self._slow = False  # an effect is under way, the others wait
-        self._serving: list[asyncio.Future[None]] = []
         self.halted = ""  # why nothing is done any more
         self.closed = False
 
     @property
     def heap(self) -> Heap:
         return self.applying.heap
+
+    @property
+    def partition(self) -> Partition | None:
+        """What this node serves, while it does."""
+        return self.tenure.partition
+
+    @property
+    def snapshot(self) -> SnapshotFacts:
+        """The newest one."""
+        return self.tenure.snapshot
+
+    @snapshot.setter
+    def snapshot(self, facts: SnapshotFacts) -> None:
+        self.tenure.snapshot = facts
 
     @property
     def committed(self) -> int:
@@ -163,22 +175,12 @@ class Host:
         return await head_of(self.log, self.committed)
 
     async def seed_slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
-        def read() -> list[Batch]:
-            found = self.log.read_slice(
-                from_sequence, through=through, bytes_max=bytes_max, nowait=False
-            )
-            return found or []
-
-        return await asyncio.to_thread(read)
+        return await slice_of(self.log, from_sequence, through=through, bytes_max=bytes_max)
 
     # --- from the node ---
 
     def on_tick(self) -> None:
         self._perform(self.replica.on_tick(self._now))
-
-    @property
-    def newest_snapshot(self) -> SnapshotFacts:
-        return self.snapshot if self.partition is None else self.partition.snapshot
 
     def persist_floor(self) -> None:
         """Remember on disk how far an idle log was acknowledged."""
@@ -196,28 +198,21 @@ class Host:
 
     async def serving(self) -> None:
         """Wait until this node serves the partition; raises if that cannot be."""
-        if self.partition is None:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._serving.append(waiter)
-            await waiter
+        await self.tenure.serving()
 
     async def resign(self) -> None:
         """Give up the epoch, after what is under way: another takes over at once."""
-        partition = self.partition
-        if partition is None:
-            return
-        partition.journal.resigning = True
-        with suppress(TimeoutError, PenstockError):  # who waits longer is told: unknown
-            await asyncio.wait_for(partition.journal.committed(self.log.sequence_last), RESIGN_S)
-        self._perform(self.replica.resign(self._now))
+        if self.partition is not None:
+            await self.tenure.finish()
+            self._perform(self.replica.resign(self._now))
 
     async def close(self) -> None:
         """Stop, and let go of the files. Nothing is resigned; that is `resign`."""
         if self.closed:
             return
         self.closed = True
-        self._end_tenure(Unavailable("the node is stopping; the outcome is unknown"))
-        self._effects.clear()
+        self.tenure.end(Unavailable("the node is stopping; the outcome is unknown"))
+        self._performing.stop()
         if self.sending is not None:
             self.sending.close()
         await self.following.stop()
@@ -235,40 +230,11 @@ class Host:
             return
         for effect in effects:
             if type(effect) is do.SteppedDown:
-                self._end_tenure(self._deposed())
-        self._effects.extend(effects)
-        if not self._performing:
-            self._perform_next()
+                self.tenure.depose()
+        self._performing.add(effects)
 
-    def _perform_next(self) -> None:
-        self._performing = True
-        try:
-            while self._effects and not (self._slow or self.halted or self.closed):
-                effect = self._effects.popleft()
-                slow = _EFFECTS[type(effect)](self, effect)
-                if slow is not None:
-                    self._slow = True
-                    self._spawn(self._finish(slow))
-        except PenstockError as error:
-            self._on_error(error)
-        finally:
-            self._performing = False
-
-    async def _finish(self, slow: Slow) -> None:
-        effects = await slow
-        self._slow = False
-        self._perform(effects)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        async def guarded() -> None:
-            try:
-                await work
-            except PenstockError as error:
-                self._on_error(error)
-            except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
-                self.around.on_fatal(error)
-
-        return self.around.spawn(guarded())
+    def _do(self, effect: Effect) -> Slow | None:
+        return _EFFECTS[type(effect)](self, effect)
 
     def _on_error(self, error: PenstockError) -> None:
         """Something that the replica cannot go on without has failed."""
@@ -282,14 +248,13 @@ class Host:
 
     def _on_failed(self, error: BaseException) -> None:
         assert self.flusher.failed is not None
-        self._refuse_serving(self.flusher.failed)
-        if self._journal is not None:
-            self._journal.end(self.flusher.failed)
+        self.tenure.fail(self.flusher.failed)
         self.around.on_fatal(error)
 
     def _halt(self, effect: do.Halt) -> None:
         self.halted = effect.reason
-        self._end_tenure(Unavailable(f"the partition halted: {effect.reason}"))
+        self._performing.stop()
+        self.tenure.end(Unavailable(f"the partition halted: {effect.reason}"))
         self._tell(log.critical, "a replica halts", reason=effect.reason)
 
     def _tell(self, level: Callable[..., object], event: str, **facts: object) -> None:
@@ -315,14 +280,7 @@ class Host:
             return
         transport.send(effect.to, self.key, message)
         if isinstance(message, Followed) and not (message.refused or message.reseed):
-            if self._journal is not None:
-                self._journal.flush = self._flush_and_send
             sending.opened(effect.to, message.stream)
-
-    def _flush_and_send(self) -> None:
-        assert self.sending is not None
-        self.flusher.flush()
-        self.sending.pump_all()
 
     def _open_stream(self, effect: do.OpenStream) -> None:
         if self.around.transport is not None:
@@ -360,137 +318,19 @@ class Host:
         """More can be written. The turn of a topic does that, for partitions that are served."""
         if self.partition is not None:
             self.topic.wake()
-        elif self._journal is not None:
-            self._journal.flush()
         else:
-            self.flusher.flush()
+            self.tenure.flush()
 
     def _commit(self, effect: do.Commit) -> None:
         # What a full disk did not take is not here, though others have committed it.
         sequence = min(effect.sequence, self.log.sequence_last)
         self.log.advance_commit(sequence)
-        if self._journal is None:
+        if not self.tenure.on_commit(sequence):
             self.applying.advance(sequence)
             self.topic.on_replica_commit()
-            return
-        if self.sending is not None:
-            self.sending.on_commit()
-        self._journal.on_commit(sequence)
 
     def _on_rebuilt(self, replayed: Replayed) -> None:
-        self.snapshot = replayed.snapshot
-
-    # --- a tenure ---
-
-    def _append_barrier(self, effect: do.AppendBarrier) -> Slow | None:
-        coordinator = self.replica.coordinator
-        if coordinator is None or coordinator.epoch != effect.epoch:
-            return None  # given up while this waited for something slow
-        ready = self.applying.settled and self.heap.sequence_applied == self.log.sequence_last
-        if ready and self.flusher.has_room(BARRIER_BYTES):
-            self._enter(effect.epoch)
-            return None
-        return self._enter_later(effect.epoch)
-
-    async def _enter_later(self, epoch: int) -> Effects:
-        """Apply the tail first: what is to be served is the state after all of the log."""
-
-        def wanted() -> bool:
-            coordinator = self.replica.coordinator
-            return not self.closed and coordinator is not None and coordinator.epoch == epoch
-
-        if not await self.applying.catch_up(self.log.sequence_last, wanted=wanted):
-            return []
-        try:
-            await self.flusher.make_room(BARRIER_BYTES, enqueue=False)
-        except DiskFull as error:
-            if self.around.transport is None:
-                raise
-            self._tell(log.error, "no room to coordinate", error=error.message)
-            return self.replica.resign(self._now)
-        if wanted():
-            self._enter(epoch)
-        return []
-
-    def _enter(self, epoch: int) -> None:
-        topic, around = self.topic, self.around
-        around.clock.not_before(self.log.time_ms_last)
-        writable: Callable[[], PenstockError | None] | None = None
-        if around.transport is not None:
-            writable = self._writable
-        journal = Journal(
-            self.heap, self.replica, self.flusher, clock=around.clock,
-            reserve_bytes=around.reserve_bytes, wake=topic.wake, turn=topic.turn,
-            observe=topic.observe, writable=writable, on_fatal=around.on_fatal,
-        )  # fmt: skip
-        self._journal = journal
-        if self.sending is not None:
-            journal.flush = self._flush_and_send
-        journal.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
-        crash_point("node.barrier.staged")
-        journal.flush()
-
-    def _writable(self) -> PenstockError | None:
-        return self.replica.writable(self._now)
-
-    def _began_serving(self, effect: do.BeganServing) -> None:
-        journal = self._journal
-        if journal is None or journal.coordinator.epoch != effect.epoch:
-            return  # ended already
-        self.partition = Partition(journal, self.index, self.around.cache)
-        self.partition.snapshot = self.snapshot
-        if self.heap.config != self.topic.config:
-            config = msgspec.msgpack.encode(self.topic.config)
-            journal.append_record(Kind.CONFIG, 1, {"config": [config]})
-        self.topic.serve(self.index, self.partition)
-        self.around.metrics.took_over(self.topic.config.name)
-        waiters, self._serving = self._serving, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def _deposed(self) -> Unavailable:
-        return Unavailable(
-            f"partition {self.index} of {self.topic.config.name} changed its coordinator; "
-            "the outcome is unknown",
-            partition=self.index,
-        )
-
-    def _end_tenure(self, error: Unavailable) -> None:
-        """Nothing is appended or answered from here on. The heap stays; see `applying`."""
-        journal, partition = self._journal, self.partition
-        self._journal = self.partition = None
-        if self.sending is not None:
-            self.sending.close()
-        if partition is not None:
-            self.snapshot = partition.snapshot
-            if not self.topic.closed:
-                self.topic.unserve(self.index)
-            partition.reader.forget()
-        if journal is not None:
-            journal.end(error)
-            self.flusher.flush()
-            self.applying.resume(self.committed)
-
-    def _refuse_serving(self, error: PenstockError) -> None:
-        waiters, self._serving = self._serving, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-
-    # --- the others ---
-
-    def _stepped_down(self, effect: do.SteppedDown) -> None:
-        """It took place when it was heard of."""
-
-    def _take_epoch(self, effect: do.TakeEpoch) -> None:
-        self.around.control.take_epoch(self.key)
-
-    def _change_record(self, effect: do.ChangeRecord) -> None:
-        self.around.control.change_record(self.key, effect.record, effect.revision)
-
-    def _retire(self, effect: do.Retire) -> None:
-        self.around.control.retire(self.key)
+        self.tenure.snapshot = replayed.snapshot
 
     def _warn(self, effect: do.Warn) -> None:
         self.around.metrics.stream_warned(self.topic.config.name, effect.what)
@@ -510,17 +350,19 @@ _HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
 _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
     do.AppendBarrier: Host._append_barrier,
     do.BeganServing: Host._began_serving,
-    do.ChangeRecord: Host._change_record,
+    do.ChangeRecord: lambda host, effect: host.around.control.change_record(
+        host.key, effect.record, effect.revision
+    ),
     do.CloseStream: Host._close_stream,
     do.Commit: Host._commit,
     do.Halt: Host._halt,
     do.OpenStream: Host._open_stream,
     do.Persist: Host._persist,
     do.Reseed: Host._reseed,
-    do.Retire: Host._retire,
+    do.Retire: lambda host, effect: host.around.control.retire(host.key),
     do.Send: Host._send,
-    do.SteppedDown: Host._stepped_down,
-    do.TakeEpoch: Host._take_epoch,
+    do.SteppedDown: lambda host, effect: None,  # it took place when it was heard of
+    do.TakeEpoch: lambda host, effect: host.around.control.take_epoch(host.key),
     do.Truncate: Host._truncate,
     do.Warn: Host._warn,
     do.Write: Host._write,

@@ -60,3 +60,15 @@ async def head_of(log: PartitionLog, committed: int) -> SeedHead:
         )  # fmt: skip
 
     return await asyncio.to_thread(read)
+
+
+async def slice_of(
+    log: PartitionLog, from_sequence: int, *, through: int, bytes_max: int
+) -> list[Batch]:
+    """The next batches of a copy, as stored."""
+
+    def read() -> list[Batch]:
+        found = log.read_slice(from_sequence, through=through, bytes_max=bytes_max, nowait=False)
+        return found or []
+
+    return await asyncio.to_thread(read)
