@@ -329,7 +329,7 @@ class Engine:
         return facts
 
     def _snapshot_due(self, host: Host) -> bool:
-        options, facts = self.config.upkeep, host.newest_snapshot
+        options, facts = self.config.upkeep, host.snapshot
         if host.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
             return False
         age_s = (self.clock.now_ms() - max(facts.time_ms, self.started_ms)) / 1000

@@ -1,0 +1,212 @@
+"""While this node coordinates a partition: from the barrier to the last answer.
+
+A tenure begins when the core says that the epoch is ours and the log the right one. The heap then
+applies the rest of the log, the barrier is appended, and once that is committed the partition is
+served. It ends at once when the core steps down: nothing may be appended in an epoch that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from penstock.errors import DiskFull, PenstockError, Unavailable
+from penstock.log.crash import crash_point
+from penstock.model.batch import Kind
+from penstock.node.flushing import Flusher
+from penstock.node.journal import Journal
+from penstock.node.logs import get_logger
+from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.replicas.applying import Applying
+from penstock.node.replicas.performing import Slow
+from penstock.node.replicas.sending import Sending
+from penstock.node.replicas.surroundings import Surroundings
+from penstock.node.topic import Topic
+from penstock.replication.effects import Effects
+from penstock.replication.replica import Replica
+
+BARRIER_BYTES: Final = 4096  # of records that a tenure's start may take
+RESIGN_S: Final = 0.5  # for what is under way to commit
+log = get_logger(__name__)
+
+
+class Tenure:
+    """One at a time. `partition` is there from the committed barrier on."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        index: int,
+        replica: Replica,
+        *,
+        flusher: Flusher,
+        applying: Applying,
+        sending: Sending | None,
+        around: Surroundings,
+        snapshot: SnapshotFacts,
+    ) -> None:
+        self._topic, self._index, self._replica = topic, index, replica
+        self._flusher, self._applying, self._sending = flusher, applying, sending
+        self._around = around
+        self._snapshot = snapshot  # the newest, when `partition` has no newer one
+        self._journal: Journal | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self.partition: Partition | None = None
+
+    @property
+    def snapshot(self) -> SnapshotFacts:
+        return self._snapshot if self.partition is None else self.partition.snapshot
+
+    @snapshot.setter
+    def snapshot(self, facts: SnapshotFacts) -> None:
+        self._snapshot = facts
+
+    async def serving(self) -> None:
+        """Wait until the partition is served here; raises if that cannot be."""
+        if self.partition is None:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    # --- the beginning ---
+
+    def begin(self, epoch: int) -> Slow | None:
+        if not self._holds(epoch):
+            return None  # given up while this waited for something slow
+        applying, flusher = self._applying, self._flusher
+        ready = applying.settled and applying.heap.sequence_applied == flusher.log.sequence_last
+        if ready and flusher.has_room(BARRIER_BYTES):
+            self._enter()
+            return None
+        return self._enter_later(epoch)
+
+    def _holds(self, epoch: int) -> bool:
+        coordinator = self._replica.coordinator
+        return coordinator is not None and coordinator.epoch == epoch
+
+    async def _enter_later(self, epoch: int) -> Effects:
+        """Apply the tail first: what is to be served is the state after all of the log."""
+
+        def wanted() -> bool:
+            return self._holds(epoch)
+
+        if not await self._applying.catch_up(self._flusher.log.sequence_last, wanted=wanted):
+            return []
+        try:
+            await self._flusher.make_room(BARRIER_BYTES, enqueue=False)
+        except DiskFull as error:
+            if self._around.transport is None:
+                raise
+            log.error(
+                "no room to coordinate",
+                topic=self._topic.config.name,
+                partition=self._index,
+                error=error.message,
+            )
+            return self._replica.resign(self._around.now())
+        if wanted():
+            self._enter()
+        return []
+
+    def _enter(self) -> None:
+        topic, around = self._topic, self._around
+        around.clock.not_before(self._flusher.log.time_ms_last)
+        journal = Journal(
+            self._applying.heap, self._replica, self._flusher, clock=around.clock,
+            reserve_bytes=around.reserve_bytes, wake=topic.wake, turn=topic.turn,
+            observe=topic.observe, writable=None if self._sending is None else self._writable,
+            on_fatal=around.on_fatal,
+        )  # fmt: skip
+        self._journal = journal
+        if self._sending is not None:
+            journal.flush = self.flush
+        journal.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
+        crash_point("node.barrier.staged")
+        journal.flush()
+
+    def _writable(self) -> PenstockError | None:
+        return self._replica.writable(self._around.now())
+
+    def serve(self, epoch: int) -> None:
+        """The barrier is committed."""
+        journal = self._journal
+        if journal is None or journal.coordinator.epoch != epoch:
+            return  # ended already
+        partition = Partition(journal, self._index, self._around.cache)
+        partition.snapshot = self._snapshot
+        self.partition = partition
+        if journal.heap.config != self._topic.config:
+            config = msgspec.msgpack.encode(self._topic.config)
+            journal.append_record(Kind.CONFIG, 1, {"config": [config]})
+        self._topic.serve(self._index, partition)
+        self._around.metrics.took_over(self._topic.config.name)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # --- meanwhile ---
+
+    def flush(self) -> None:
+        """Write what is staged, and send it: the disk and the followers work at the same time."""
+        self._flusher.flush()
+        if self._journal is not None and self._sending is not None:
+            self._sending.pump_all()
+
+    def on_commit(self, sequence: int) -> bool:
+        """Answer who waited; False if there is no tenure."""
+        if self._journal is None:
+            return False
+        if self._sending is not None:
+            self._sending.on_commit()
+        self._journal.on_commit(sequence)
+        return True
+
+    # --- the end ---
+
+    async def finish(self) -> None:
+        """Begin nothing more, and give what is under way a moment to commit."""
+        if self.partition is None:
+            return
+        journal = self.partition.journal
+        journal.resigning = True
+        with suppress(TimeoutError, PenstockError):  # who waits longer is told: unknown
+            await asyncio.wait_for(journal.committed(journal.log.sequence_last), RESIGN_S)
+
+    def depose(self) -> None:
+        self.end(
+            Unavailable(
+                f"partition {self._index} of {self._topic.config.name} changed its coordinator; "
+                "the outcome is unknown",
+                partition=self._index,
+            )
+        )
+
+    def end(self, error: Unavailable) -> None:
+        """Nothing is appended or answered from here on. The heap stays; see `applying`."""
+        journal, partition = self._journal, self.partition
+        if partition is not None:
+            self._snapshot = partition.snapshot
+        self._journal = self.partition = None
+        if self._sending is not None:
+            self._sending.close()
+        if partition is not None:
+            if not self._topic.closed:
+                self._topic.unserve(self._index)
+            partition.reader.forget()
+        if journal is not None:
+            journal.end(error)
+            self._flusher.flush()
+            self._applying.resume(self._replica.committed)
+
+    def fail(self, error: Unavailable) -> None:
+        """The disk gave up: nobody is served here any more."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        if self._journal is not None:
+            self._journal.end(error)
