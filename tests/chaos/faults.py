@@ -46,7 +46,7 @@ class Faults:
             operation.details |= {} if found is None else found
             if found is None:
                 operation.outcome = "failed"
-        if found is None and kind != "kill":
+        if operation.outcome == "failed":
             return await self.run("kill", dice)
         return kind if operation.outcome == "ok" else ""
 
