@@ -46,7 +46,7 @@ class Faults:
             operation.details |= {} if found is None else found
             if found is None:
                 operation.outcome = "failed"
-        if operation.outcome == "failed":
+        if operation.outcome == "failed" and kind != "kill":
             return await self.run("kill", dice)
         return kind if operation.outcome == "ok" else ""
 
