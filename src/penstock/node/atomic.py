@@ -140,12 +140,12 @@ async def _abort(topic: Topic, home: int, participants: list[int], transaction: 
     await _tell(topic, [i for i in participants if i != home], transaction, commit=outcome)
 
 
-async def resolve_in_doubt(topic: Topic, *, before_ms: int | None = None) -> int:
-    """Give what is prepared here, since before that time, the decision of its home partition."""
+async def resolve_in_doubt(topic: Topic, *, older_ms: int | None = None) -> int:
+    """Give what is prepared here, for that long at least, the decision of its home partition."""
     resolved = 0
     for partition in list(topic.local):
         for transaction, prepared in list(partition.heap.prepared.items()):
-            if before_ms is not None and prepared.time_ms > before_ms:
+            if older_ms is not None and prepared.time_ms > partition.now_ms() - older_ms:
                 continue
             decision = await _outcome(topic, prepared.home, transaction)
             if partition.journal.failed is None and transaction in partition.heap.prepared:

@@ -17,9 +17,6 @@ class Timer(Protocol):
 class Clock(Protocol):
     def now_ms(self) -> int: ...
 
-    def not_before(self, now_ms: int) -> None:
-        """Show `now_ms` at least, from now on: a log's time was ahead of the wall clock."""
-
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         """Run `callback` once the clock shows `when_ms`."""
 
@@ -33,13 +30,27 @@ class SystemClock:
     def now_ms(self) -> int:
         return int(self._offset_ms + time.monotonic() * 1000)
 
-    def not_before(self, now_ms: int) -> None:
-        self._offset_ms += max(0, now_ms - self.now_ms())
-
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         # One millisecond late rather than early: a timer that fires early finds nothing due.
         delay_s = max(0, when_ms - self.now_ms() + 1) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class TenureClock:
+    """A partition's time while this node coordinates it: the node's, and what its log was ahead.
+
+    Log time never steps back, and the log may come from a node whose clock is faster. The lead is
+    fixed when the tenure begins; the node's other partitions know nothing of it.
+    """
+
+    __slots__ = ("_clock", "ahead_ms")
+
+    def __init__(self, clock: Clock, *, log_ms: int) -> None:
+        self._clock = clock
+        self.ahead_ms = max(0, log_ms - clock.now_ms())
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + self.ahead_ms
 
 
 class _ManualTimer:
@@ -60,9 +71,6 @@ class ManualClock:
 
     def now_ms(self) -> int:
         return self._now_ms
-
-    def not_before(self, now_ms: int) -> None:
-        self._now_ms = max(self._now_ms, now_ms)
 
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         timer = _ManualTimer(callback)

@@ -96,7 +96,7 @@ class Deliveries:
         attempts = partition.heap.attempts(messages)
         delivery = Delivery(
             partition.index, lease.batch.epoch, lease.token_first, len(messages),
-            lease.batch.time_ms + lease.visibility_ms, lease.visibility_ms,
+            lease.batch.time_ms - partition.ahead_ms + lease.visibility_ms, lease.visibility_ms,
         )  # fmt: skip
         stream.send(delivery, rows.encode(attempts))
 

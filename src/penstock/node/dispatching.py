@@ -142,14 +142,12 @@ class Dispatch:
         """The best ready messages over all partitions, by the spine's rank bound."""
         local = self._topic.local
         if len(local) == 1:
-            messages = local[0].heap.select(wanted, now_ms)
+            messages = local[0].select(wanted, now_ms)
             picked = [(local[0], messages)] if len(messages) else []
         else:
-            heaps = [p.heap for p in local]
-            picked = [(local[at], m) for at, m in self._spine.pick(heaps, wanted, now_ms)]
+            picked = [(local[at], m) for at, m in self._spine.pick(local, wanted, now_ms)]
         self._picks += 1
         if picked and self._picks % RANK_SAMPLE == 0:
-            heaps = [p.heap for p in local]
             by_place = [(local.index(p), m) for p, m in picked]
-            self.on_ranked(self._spine.rank_error(heaps, by_place, now_ms))
+            self.on_ranked(self._spine.rank_error(local, by_place, now_ms))
         return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]

@@ -197,7 +197,6 @@ class Engine:
             *(self.open_host(topic, index) for index in range(config.partitions))
         )
         await self.local.enter(opened)
-        self.clock.not_before(max(host.log.time_ms_last for host in opened))
         resolved = await resolve_in_doubt(topic)
         if resolved:
             log.info("atomic batches resolved", topic=topic.config.name, count=resolved)
@@ -332,7 +331,10 @@ class Engine:
         options, facts = self.config.upkeep, host.snapshot
         if host.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
             return False
-        age_s = (self.clock.now_ms() - max(facts.time_ms, self.started_ms)) / 1000
+        now_ms = self.clock.now_ms()
+        # One from the future was written before the wall clock was set back, or by another node.
+        taken_ms = facts.time_ms if facts.time_ms <= now_ms else 0
+        age_s = (now_ms - max(taken_ms, self.started_ms)) / 1000
         grown = host.log.bytes_total - facts.log_bytes
         return age_s >= options.snapshot_s or grown >= options.snapshot_bytes
 
@@ -395,7 +397,8 @@ class Engine:
 
 def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> PartitionReading:
     heap, facts = partition.heap, partition.snapshot
-    oldest_ms = heap.oldest_ready_ms(now_ms)
+    log_ms = now_ms + partition.ahead_ms
+    oldest_ms = heap.oldest_ready_ms(log_ms)
     return PartitionReading(
         topic=topic.config.name,
         partition=partition.index,
@@ -403,7 +406,7 @@ def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> Partit
         delayed=heap.delayed,
         inflight=heap.leased,
         dead=heap.dead,
-        oldest_age_s=None if oldest_ms is None else max(0, now_ms - oldest_ms) / 1000,
+        oldest_age_s=None if oldest_ms is None else max(0, log_ms - oldest_ms) / 1000,
         log_bytes=partition.log.bytes_total,
         log_segments=len(partition.log.segments()),
         sequence_committed=partition.coordinator.sequence_committed,

@@ -18,7 +18,7 @@ from penstock.heap import Applied, Heap
 from penstock.log.crash import crash_point
 from penstock.model.batch import SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
-from penstock.node.clock import Clock
+from penstock.node.clock import TenureClock
 from penstock.node.flushing import BATCH_OVERHEAD, Flusher
 from penstock.replication.replica import Replica
 
@@ -35,7 +35,7 @@ class Journal:
         replica: Replica,
         flusher: Flusher,
         *,
-        clock: Clock,
+        clock: TenureClock,
         reserve_bytes: int,
         wake: Callable[[], None],
         turn: Callable[[], None],

@@ -72,7 +72,7 @@ async def peek_share(
     now_ms, limit = engine.clock.now_ms(), int(a["limit"])
     found: list[tuple[int, int, Partition]] = []
     for partition in partitions:
-        keys, sequences = partition.heap.candidates(limit, now_ms)
+        keys, sequences = partition.candidates(limit, now_ms)
         found += zip(keys.tolist(), sequences.tolist(), itertools.repeat(partition), strict=False)
     best = sorted(found, key=lambda row: row[:2])[:limit]
     await all_committed(topic, partitions)

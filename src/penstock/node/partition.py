@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.errors import Backpressure
+from penstock.heap.spine import Keys, Sequences
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.node.enqueueing import COALESCE_ENTRIES, Enqueueing
 from penstock.node.journal import Journal
@@ -32,9 +30,12 @@ class SnapshotFacts:
 
 
 class Partition:
+    cut: Final = False  # as its heap, of which it is a source for the spine
+
     def __init__(self, journal: Journal, index: int, cache: ReadCache) -> None:
         self.index = index
         self.journal = journal
+        self.ahead_ms = journal.clock.ahead_ms  # of the node's clock
         self.heap, self.log, self.coordinator = journal.heap, journal.log, journal.coordinator
         self.enqueueing = Enqueueing(journal, index)
         self.settling = Settling(journal)
@@ -96,11 +97,33 @@ class Partition:
         """Leases whose credit a consumer does not have back yet."""
         return self.heap.leases_of(consumer) + self.journal.releasing(consumer)
 
-    def expire(self, now_ms: int) -> None:
-        if self.coordinator.serving and self.journal.may_commit:
-            self.settling.expire(now_ms)
+    def now_ms(self) -> int:
+        """The partition's own time, which its heap and its log go by."""
+        return self.journal.clock.now_ms()
 
-    def lease(self, messages: NDArray[np.uint64], *, consumer: bytes, visibility_ms: int) -> Batch:
+    def expire(self) -> None:
+        if self.coordinator.serving and self.journal.may_commit:
+            self.settling.expire()
+
+    def next_wakeup(self) -> int | None:
+        """What the node's clock shows when the next lease or delay falls due."""
+        when_ms = self.heap.next_wakeup()
+        return None if when_ms is None else when_ms - self.ahead_ms
+
+    # --- the heap at a moment of the node's clock, so that one moment does for many partitions ---
+
+    def select(self, n: int, now: int) -> Sequences:
+        return self.heap.select(n, now + self.ahead_ms)
+
+    def candidates(self, n: int, now: int) -> tuple[Keys, Sequences]:
+        return self.heap.candidates(n, now + self.ahead_ms)
+
+    def rank(self, key: int, sequence: int, now: int) -> int:
+        return self.heap.rank(key, sequence, now + self.ahead_ms)
+
+    # --- leasing ---
+
+    def lease(self, messages: Sequences, *, consumer: bytes, visibility_ms: int) -> Batch:
         """Lease the given ready messages to one consumer."""
         body = SCHEMAS[Kind.LEASE].encode(
             len(messages),

@@ -57,8 +57,9 @@ class Settling:
         for request in waiting:
             request.reply(error)
 
-    def expire(self, now_ms: int) -> None:
+    def expire(self) -> None:
         """Take back leases whose deadline has passed."""
+        now_ms = self._journal.clock.now_ms()
         tokens = self._heap.expired(now_ms, EXPIRE_MAX)
         need = len(tokens) * RETURN_BYTES + RETURN_BYTES_APART
         if len(tokens) and self._journal.has_room(need):

@@ -286,7 +286,7 @@ class Topic:
     # --- time ---
 
     def _arm_timer(self) -> None:
-        due = [w for p in self.local if (w := p.heap.next_wakeup()) is not None]
+        due = [w for p in self.local if (w := p.next_wakeup()) is not None]
         if not due:
             return
         when_ms = max(min(due), self._clock.now_ms() + 1)
@@ -299,15 +299,15 @@ class Topic:
 
     def _on_timer(self) -> None:
         self._timer = None
-        now_ms = self._clock.now_ms()
         for partition in self.local:
-            partition.expire(now_ms)
+            partition.expire()
         self.wake()
 
     def _arm_doubt(self) -> None:
         """Have what is prepared for too long ask for its decision."""
         if self._doubt is None and any(p.heap.prepared for p in self.local):
-            times = [t.time_ms for p in self.local for t in p.heap.prepared.values()]
+            prepared = [(p, t) for p in self.local for t in p.heap.prepared.values()]
+            times = [t.time_ms - p.ahead_ms for p, t in prepared]
             when_ms = max(min(times) + IN_DOUBT_MS, self._clock.now_ms() + DOUBT_PAUSE_MS)
             self._doubt = self._clock.call_at(when_ms, self._on_doubt)
 
@@ -317,7 +317,7 @@ class Topic:
 
     async def _resolve(self) -> None:
         try:
-            await resolve_in_doubt(self, before_ms=self._clock.now_ms() - IN_DOUBT_MS)
+            await resolve_in_doubt(self, older_ms=IN_DOUBT_MS)
         except PenstockError as error:
             log.warning("still in doubt", topic=self.config.name, error=error.message)
         finally:

@@ -96,7 +96,7 @@ async def _save(
 
 async def retain(topic: Topic, partition: Partition, now_ms: int) -> int:
     """Drop what is settled and older than the topic's retention; returns bytes given back."""
-    cutoff_ms = now_ms - topic.config.retention_ms
+    cutoff_ms = now_ms + partition.ahead_ms - topic.config.retention_ms
     _forget_dead(partition, cutoff_ms)
     topic.wake()
     old = _older(partition.log, cutoff_ms, below=_streamed(partition))

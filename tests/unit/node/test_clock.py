@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.node.clock import ManualClock, SystemClock
+from penstock.node.clock import ManualClock, SystemClock, TenureClock
 
 
 def test_timers_fire_in_order_and_at_their_own_moment() -> None:
@@ -41,10 +41,9 @@ async def test_a_system_timer_is_never_early() -> None:
     assert await fired >= due
 
 
-def test_a_clock_can_be_told_that_it_is_later() -> None:
-    for clock in (SystemClock(), ManualClock()):
-        late_ms = clock.now_ms() + 60_000
-        clock.not_before(late_ms)
-        assert late_ms <= clock.now_ms() < late_ms + 1000
-        clock.not_before(late_ms - 60_000)
-        assert clock.now_ms() >= late_ms
+def test_the_time_of_a_tenure_is_never_behind_its_log() -> None:
+    clock = ManualClock(start_ms=1000)
+    ahead, behind = TenureClock(clock, log_ms=5000), TenureClock(clock, log_ms=400)
+    assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (5000, 1000, 1000)
+    clock.advance(2)
+    assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (7000, 3000, 3000)

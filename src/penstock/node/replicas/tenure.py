@@ -16,6 +16,7 @@ import msgspec
 from penstock.errors import DiskFull, PenstockError, Unavailable
 from penstock.log.crash import crash_point
 from penstock.model.batch import Kind
+from penstock.node.clock import TenureClock
 from penstock.node.flushing import Flusher
 from penstock.node.journal import Journal
 from penstock.node.logs import get_logger
@@ -113,9 +114,9 @@ class Tenure:
 
     def _enter(self) -> None:
         topic, around = self._topic, self._around
-        around.clock.not_before(self._flusher.log.time_ms_last)
+        clock = TenureClock(around.clock, log_ms=self._flusher.log.time_ms_last)
         journal = Journal(
-            self._applying.heap, self._replica, self._flusher, clock=around.clock,
+            self._applying.heap, self._replica, self._flusher, clock=clock,
             reserve_bytes=around.reserve_bytes, wake=topic.wake, turn=topic.turn,
             observe=topic.observe, writable=None if self._sending is None else self._writable,
             on_fatal=around.on_fatal,

@@ -121,7 +121,7 @@ class Demand:
         heads: list[Head] = []
         data: list[bytes] = []
         for partition in self._serving():
-            keys, _ = partition.heap.candidates(ask.count, now_ms)
+            keys, _ = partition.candidates(ask.count, now_ms)
             more = partition.heap.ready > len(keys)
             heads.append(Head(partition.index, len(keys), more, partition.heap.sequence_applied))
             data.append(keys.astype("<i8", copy=False).tobytes())
@@ -135,7 +135,7 @@ class Demand:
         better = None
         if message.worst is not None:
             worst = message.worst
-            better = sum(p.heap.rank(worst, 0, now_ms) for p in self._serving())
+            better = sum(p.rank(worst, 0, now_ms) for p in self._serving())
         more = self._anything_ready()
         self._told_empty = not more
         self._say(Taken(message.round, leased, held, more, better))
@@ -150,7 +150,7 @@ class Demand:
             partition = serving.get(index)
             if partition is None or partition.journal.failed is not None:
                 continue
-            messages = bounded(partition.heap, count, now_ms, bound=bound, last=last, spare=spare)
+            messages = bounded(partition, count, now_ms, bound=bound, last=last, spare=spare)
             if len(messages) and partition.journal.has_room_to_lease(len(messages)):
                 leased += self._deliveries.lease(
                     self._stream(order), partition, messages, visibility_ms=order.visibility_ms

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PenstockError
-from penstock.heap import Heap, Spine
+from penstock.heap import Spine
 from penstock.model.columns import Buffer
 from penstock.node.clock import Clock
 from penstock.node.enqueueing import COALESCE_ENTRIES
@@ -176,10 +176,10 @@ class Rounds:
         self._round = None
         now_ms = self._clock.now_ms()
         owners: list[Partition | Supply] = []
-        sources: list[Heap | Listed] = []
+        sources: list[Partition | Listed] = []
         for partition in self._topic.local:
             owners.append(partition)
-            sources.append(partition.heap)
+            sources.append(partition)
         for supply in self.supplies.values():
             owners += [supply] * len(supply.lists)
             sources += supply.lists
@@ -196,7 +196,7 @@ class Rounds:
         self._send_orders(round, picking, now_ms)
         self._adapt(sources, short=short)
 
-    def _adapt(self, sources: list[Heap | Listed], *, short: bool) -> None:
+    def _adapt(self, sources: list[Partition | Listed], *, short: bool) -> None:
         """After a pick that ended early: longer lists, at once; after others: shorter ones."""
         if short and any(isinstance(s, Listed) and s.cut for s in sources):
             self._width = min(2 * self._width, LIST_WIDTH_MAX)
@@ -209,7 +209,7 @@ class Rounds:
         orders = picking.orders(self._topic.config.visibility_ms)
         if orders and picking.worst is not None and round.number % RANK_SAMPLE == 1:
             worst = picking.worst
-            better = sum(p.heap.rank(worst, 0, now_ms) for p in self._topic.local)
+            better = sum(p.rank(worst, 0, now_ms) for p in self._topic.local)
             asked = {supply for supply, _ in orders}
             self._samples[round.number] = _Sample(better, asked)
         for supply, mine in orders:
@@ -388,7 +388,7 @@ class _Picking:
         self,
         dispatch: Dispatch,
         owners: list[Partition | Supply],
-        sources: list[Heap | Listed],
+        sources: list[Partition | Listed],
     ) -> None:
         self._dispatch, self._owners, self._sources = dispatch, owners, sources
         self.worst: int | None = None  # key of all that were ordered

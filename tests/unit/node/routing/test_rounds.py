@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.integration.harness import tokens_of
 from tests.unit.node.routing.conftest import Cluster
+from tests.unit.node.tenures import take_over
 
 from penstock.client.follow import PeerConnection
 from penstock.client.streams import LeaseStream
@@ -43,6 +44,21 @@ async def test_a_pop_takes_the_best_of_all_nodes(cluster: Cluster) -> None:
     assert await cluster["b"].popped("jobs", 3) == [b"3", b"4", b"5"]
     assert await cluster["c"].popped("jobs", 10) == [b"6", b"7", b"8", b"9"]
     assert await cluster["a"].popped("jobs", 10) == []
+
+
+@pytest.mark.parametrize("consumer", "ab")
+async def test_a_pop_takes_what_is_due_by_each_partition_s_own_time(
+    cluster: Cluster, consumer: str
+) -> None:
+    await cluster.topic("jobs", "ab")
+    await take_over(cluster["b"], "jobs", 1)
+    await cluster["a"].enqueue("jobs", [{"payload": b"x", "delay_ms": 5000}], partition=1)
+    for seconds, ready in ((4.999, 0), (0.001, 1)):
+        for node in cluster.nodes.values():
+            await node.advance(seconds)
+        peeked = await cluster[consumer].call("peek", topic="jobs", limit=5)
+        assert len(peeked["messages"]) == ready
+    assert await cluster[consumer].popped("jobs") == [b"x"]
 
 
 async def test_a_partition_with_all_the_best_is_not_passed(cluster: Cluster) -> None:

@@ -1,0 +1,34 @@
+"""Tenures of a partition that begin on clocks which differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.integration.harness import Node
+
+from penstock.node.clock import ManualClock
+
+HOUR_MS = 3_600_000
+
+
+async def enter(node: Node, topic: str, index: int, *, ahead_ms: int = 0) -> None:
+    """Begin another tenure of a partition, with a clock that is ahead by so much."""
+    engine = node.engine
+    home, around = engine.topic(topic), engine.around
+    engine.around = replace(around, clock=ManualClock(node.clock.now_ms() + ahead_ms))
+    try:
+        key = home.key(index)
+        if key in engine.hosts:
+            await engine.close_hosts([key])
+        await engine.local.enter([await engine.open_host(home, index)])
+    finally:
+        engine.around = around
+
+
+async def take_over(node: Node, topic: str, index: int) -> None:
+    """Take over a partition from a node whose clock is an hour ahead."""
+    await enter(node, topic, index, ahead_ms=HOUR_MS)
+    await node.engine.close_hosts([node.engine.topic(topic).key(index)])
+    host = await node.engine.open_host(node.engine.topic(topic), index)
+    assert host.log.time_ms_last == node.clock.now_ms() + HOUR_MS
+    await node.engine.local.enter([host])
