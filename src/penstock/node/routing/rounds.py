@@ -214,7 +214,7 @@ class Rounds:
             self._samples[round.number] = _Sample(better, asked)
         for supply, mine in orders:
             supply.lease(LeaseAt(round.number, mine, worst))
-        if not (orders or picking.leased):
+        if not (orders or picking.leased) and self._anything_ready():
             self._stall()
 
     def _stall(self) -> None:

@@ -46,6 +46,13 @@ async def test_a_pop_takes_the_best_of_all_nodes(cluster: Cluster) -> None:
     assert await cluster["a"].popped("jobs", 10) == []
 
 
+async def test_a_pop_after_an_empty_one_finds_what_came(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "ab")
+    assert await cluster["a"].popped("jobs", 1) == []
+    await fill(cluster, "jobs", [[], [7]])
+    assert await cluster["a"].popped("jobs", 1) == [b"7"]
+
+
 @pytest.mark.parametrize("consumer", "ab")
 async def test_a_pop_takes_what_is_due_by_each_partition_s_own_time(
     cluster: Cluster, consumer: str
