@@ -78,7 +78,10 @@ class Flusher:
                 self.fail(error)
                 return
             self._on_write(flush.bytes, time.perf_counter() - started)
-            self._on_durable(sequence)
+            try:
+                self._on_durable(sequence)
+            except Exception as failure:  # noqa: BLE001 - who calls back here would drop it
+                self.fail(failure)
 
         self._write(flush, done)
         self._grow_ahead()

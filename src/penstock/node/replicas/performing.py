@@ -54,6 +54,8 @@ class Performing:
                     self.spawn(self._finish(slow))
         except PenstockError as error:
             self._on_error(error)
+        except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
+            self._on_fatal(error)
         finally:
             self._running = False
 
