@@ -7,6 +7,7 @@ driver cuts or replaces it. What waits for either is done by `_proceed`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
 
@@ -46,7 +47,7 @@ class Role(Enum):
     HALTED = "halted"  # a rule was broken; nothing is done any more
 
 
-class Holding:
+class Holding(ABC):
     """A member's copy; `Replica` adds taking over and coordinating."""
 
     def __init__(
@@ -285,10 +286,10 @@ class Holding:
         self.role = Role.HALTED
         self.follower = None
 
+    @abstractmethod
     def _on_own_promise(self, now: int) -> Effects:
         """We hold the epoch, our promise is on disk and our log is whole."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_adopted(self, now: int) -> Effects:
         """Something was done with the stream: it may have brought what we sought."""
-        raise NotImplementedError
