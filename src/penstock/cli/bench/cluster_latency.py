@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.cli.bench.cluster_stages import PARTITIONS, Bench
-from penstock.cli.bench.stages import PAYLOAD_BYTES, Values
+from penstock.cli.bench.latency import WARM_SHARE, Times, receive, stamped
+from penstock.cli.bench.stages import Values
 from penstock.errors import Unavailable
 
 RATE_PER_S: Final = 1000
 SECONDS: Final = 10.0
 SECONDS_MIN: Final = 3.0
-WARM_SHARE: Final = 0.2  # at the start, not counted
 TICK_S: Final = 0.005
 GRACE_S: Final = 30.0
-BATCHES_HELD_MAX: Final = 50
 KILLS: Final = 12
 KILLS_MIN: Final = 3
 FAILOVER_S_MAX: Final = 60.0
-_STAMP: Final = struct.Struct("<d")
-_FILL: Final = bytes(PAYLOAD_BYTES - _STAMP.size)
-Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
 async def latency(bench: Bench) -> list[Values]:
@@ -38,7 +33,7 @@ async def latency(bench: Bench) -> list[Values]:
         count = int(RATE_PER_S * max(SECONDS_MIN, SECONDS * bench.run.scale))
         async with penstock.connect(bench.cluster.url) as consumer:
             topic = consumer.topic(name, of=bytes, create=False)
-            received = asyncio.create_task(_receive(topic, count))
+            received = asyncio.create_task(receive(topic, count))
             put = await _send(bench.client.topic(name, of=bytes, create=False), count)
             try:
                 async with asyncio.timeout(GRACE_S):
@@ -61,7 +56,7 @@ async def _send(topic: Any, count: int) -> Times:
     start = time.perf_counter()
 
     async def put(index: int, due: float) -> None:
-        await topic.put(_STAMP.pack(due) + _FILL)
+        await topic.put(stamped(due))
         took[index] = time.perf_counter() - due
 
     async with asyncio.TaskGroup() as group:
@@ -70,23 +65,6 @@ async def _send(topic: Any, count: int) -> Times:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             for index in range(tick * handful, (tick + 1) * handful):
                 group.create_task(put(index, due))
-    return took
-
-
-async def _receive(topic: Any, count: int) -> Times:
-    """The time of each message from when its put was due until a consumer has it."""
-    took = np.empty(count)
-    seen = 0
-    batches = topic.consume_batches(size=100, concurrency=BATCHES_HELD_MAX)
-    async with asyncio.TaskGroup() as group, batches:
-        async for batch in batches:
-            now = time.perf_counter()
-            for payload in batch.payloads:
-                took[seen] = now - _STAMP.unpack_from(payload)[0]
-                seen += 1
-            group.create_task(batch.ack())
-            if seen == count:
-                break
     return took
 
 

@@ -25,6 +25,7 @@ BATCHES_HELD_MAX: Final = 50  # received and not yet acknowledged
 GRACE_S: Final = 20.0
 _STAMP: Final = struct.Struct("<d")
 _FILL: Final = bytes(PAYLOAD_BYTES - _STAMP.size)
+Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
 async def latency(run: Run) -> list[Values]:
@@ -37,7 +38,7 @@ async def latency(run: Run) -> list[Values]:
         penstock.connect(server.url) as consumer,
     ):
         out = await producer.topic(TOPIC, of=bytes)
-        received = asyncio.create_task(_receive(await consumer.topic(TOPIC, of=bytes), count))
+        received = asyncio.create_task(receive(await consumer.topic(TOPIC, of=bytes), count))
         await _send(out, count)
         try:
             took = await asyncio.wait_for(received, GRACE_S)
@@ -61,10 +62,16 @@ async def _send(topic: Any, count: int) -> None:
         for tick in range(count // handful):
             due = start + tick * TICK_S
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            group.create_task(topic.put_many([_STAMP.pack(due) + _FILL] * handful))
+            group.create_task(topic.put_many([stamped(due)] * handful))
 
 
-async def _receive(topic: Any, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def stamped(due: float) -> bytes:
+    """A payload that says when its put was due."""
+    return _STAMP.pack(due) + _FILL
+
+
+async def receive(topic: Any, count: int) -> Times:
+    """The time of each message from when its put was due until a consumer has it."""
     took = np.empty(count)
     seen = 0
     batches = topic.consume_batches(size=100, concurrency=BATCHES_HELD_MAX)
