@@ -27,6 +27,8 @@ MIXED = CorpusOptions(
     concurrent=0.1, window=100, ops=ALL_OPS, namespaces=("docs", "images"), seed=7,
 )  # fmt: skip
 
+PENDING_MS = 3_600_000  # a cause may come with the next load, however long the runs before it take
+
 
 @contextmanager
 def running(folder: Path) -> Iterator[RunningNode]:
@@ -79,6 +81,7 @@ class Ground:
             "topics": ["vectors"],
             "state": str(folder / "state"),
             "drain_s": 30.0,
+            "propagation": {"pending_ms": PENDING_MS},
             "sink": [{"kind": kind, **options} for kind, options in sinks.items()],
         }
         return cls(node, spark, folder, PipelineSettings.of(tree))

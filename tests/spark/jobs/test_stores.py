@@ -32,7 +32,8 @@ def expected(end: int) -> dict[tuple[str, str], np.ndarray]:
 
 def test_materialise_gives_the_vectors_of_the_log(ground: Ground, tmp_path: Path) -> None:
     node = connecting(ground.settings)
-    found = materialise(ground.spark, node, ["vectors"], tmp_path / "now")
+    options = ground.settings.propagation
+    found = materialise(ground.spark, node, ["vectors"], tmp_path / "now", options=options)
     rows = pq.read_table(tmp_path / "now").to_pylist()
     wanted = expected(len(mixed()))
     assert found["vectors"] == len(rows) == len(wanted)
