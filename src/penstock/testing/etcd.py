@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable
+from penstock.testing import leash
 
 START_S_MAX: Final = 30.0
 STOP_S_MAX: Final = 10.0
@@ -86,6 +87,7 @@ class EtcdProcess:
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
+        leash.hold(self.pid)
         if wait:
             self.wait()
 

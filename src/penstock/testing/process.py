@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Unavailable
+from penstock.testing import leash
 
 START_S_MAX: Final = 60.0
 STOP_S_MAX: Final = 20.0
@@ -75,6 +76,7 @@ class ServerProcess:
                     stderr=log,
                     env=clean_environment() | self.environment,
                 )
+            leash.hold(self.pid)
             await self._serving(ready)
             return time.perf_counter() - began
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable
+from penstock.testing import leash
 
 START_S_MAX: Final = 20.0
 STOP_S_MAX: Final = 10.0
@@ -66,6 +67,7 @@ class RedisProcess:
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
+        leash.hold(self.pid)
         deadline = time.monotonic() + START_S_MAX
         while not _answers(self.port):
             code = self._process.poll()
