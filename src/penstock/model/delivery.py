@@ -1,4 +1,4 @@
-"""The columns in which leased, peeked and dead messages travel to a reader."""
+"""The columns in which messages travel: leased, peeked and dead ones, and released deltas."""
 
 from __future__ import annotations
 
@@ -16,5 +16,17 @@ DELIVERY: Final = Schema(
         Column("key", "binary"),
         Column("headers", "binary"),
         Column("payload", "binary"),
+    ),
+)
+
+CHANGES: Final = Schema(
+    1,
+    (
+        Column("position", "uint64"),  # the sequence of the entry whose arrival released the delta
+        Column("ordinal", "uint64"),  # 1, 2, 3 … over what the partition has released
+        Column("sequence", "uint64"),  # the delta's own, in its partition
+        Column("time_ms", "int64"),  # when it was put
+        Column("headers", "binary"),
+        Column("payload", "binary"),  # the delta
     ),
 )

@@ -15,7 +15,8 @@ direction and, for Subscribe, the message's own tag:
     NACK       Return    + tokens                     BATCH      LogSlice  + batches (log stream)
     HEARTBEAT  Extend    + tokens                     BACKPRESSURE  SlowDown
     HEARTBEAT  (empty)   liveness                     HEARTBEAT  (empty) liveness
-    SUBSCRIBE  OpenLease | OpenLog | Call             UNSUBSCRIBE  error map: the stream ended
+    SUBSCRIBE  OpenLease | OpenLog | OpenSubscription BATCH      Changes   + columns (subscription)
+               | Call                                 UNSUBSCRIBE  error map: the stream ended
     UNSUBSCRIBE (empty)
 
 and between the nodes of a cluster, of which the one that connects is the client:
@@ -180,6 +181,27 @@ class OpenLog(Message, frozen=True, tag="log"):
     through: int = 0  # the stream ends with the batch that covers it; 0: it follows the log
 
 
+class OpenSubscription(Message, frozen=True, tag="subscribe"):
+    """The released deltas of one partition: those that the node holds back for a cause come when
+    the cause has come. `position` counts in log sequences: a delta stands where the entry stands
+    whose arrival released it.
+
+    Answered by a map: `position` (what comes is after it), `ordinal` (how many deltas are released
+    up to there), `epoch`, `sequence_committed`. Credit counts deltas, and bytes of bodies."""
+
+    topic: str
+    partition: int
+    routes: list[str] = []  # as sinks name them; none: everything
+    start: str = "now"  # or "sequence", "time" (both say where in `at`), "cursor"
+    at: int = 0  # the first position that is wanted, or a time in ms
+    cursor: str = ""  # durable name; where it stands is where `start` "cursor" begins
+    credit_entries: int = 10_000
+    credit_bytes: int = 8 << 20
+    batch_max: int = 1000  # deltas in one frame
+    batch_ms: int = 0  # how long a frame may wait for more of them
+    coalesce_ms: int = 0  # of one vector's changes within this time, one that has them all
+
+
 class OpenFollow(Message, frozen=True, tag="follow"):
     """A replica asks another for its log. `follow` is packed as replicas speak to each other, as
     is what comes back; the stream's frames carry the number of this one."""
@@ -212,10 +234,12 @@ class Call(Message, frozen=True, tag="call"):
 
 
 class Grant(Message, frozen=True):
-    """More credit for a stream: messages of a lease stream, entries and bytes of a log stream."""
+    """More credit for a stream: messages of a lease stream, entries and bytes of a log stream or
+    of a subscription, whose cursor moves to `position`: all up to there is handled."""
 
     entries: int
     bytes: int = 0
+    position: int = 0  # 0: the cursor stays
 
 
 class Delivery(Message, frozen=True):
@@ -236,6 +260,16 @@ class LogSlice(Message, frozen=True):
     first: int
     last: int
     sequence_committed: int
+
+
+class Changes(Message, frozen=True):
+    """Released deltas; `data` is a body in CHANGES layout, nothing if `count` is 0."""
+
+    partition: int
+    count: int
+    position: int  # all that the subscription wants up to here is now sent
+    sequence_committed: int
+    folded: int = 0  # deltas that were merged into those of this frame
 
 
 class SlowDown(Message, frozen=True):

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import NotFound
 from penstock.model.batch import SCHEMAS, Batch, Kind, decode, seal, verify_chain
 from penstock.model.columns import Column, Domain, Schema
-from penstock.model.delivery import DELIVERY
+from penstock.model.delivery import CHANGES, DELIVERY
 from penstock.model.delta import Delta, Op, vector_hash
 from penstock.model.delta import encode as encode_delta
 from penstock.model.ids import LeaseToken, MessageId
@@ -20,6 +20,7 @@ from penstock.replication.messages import Append, Fence, Follow, Followed
 from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode
 from penstock.wire.messages import (
     Call,
+    Changes,
     Delivery,
     Enqueue,
     Enqueued,
@@ -30,6 +31,7 @@ from penstock.wire.messages import (
     OpenFollow,
     OpenLease,
     OpenLog,
+    OpenSubscription,
     Part,
     Placed,
     Return,
@@ -83,6 +85,18 @@ def delta_body() -> bytes:
     return encode_delta(delta, dimensions=4)
 
 
+def changes_body() -> bytes:
+    """That delta, put as sequence 4 and released by the arrival of its parent, sequence 6."""
+    values = {
+        "position": [6],
+        "ordinal": [5],
+        "sequence": [4],
+        "time_ms": [TIME_MS],
+        "payload": [delta_body()],
+    }
+    return CHANGES.encode(1, values)
+
+
 def batch() -> Batch:
     return seal(
         Kind.ENQ, enq_body(), topic=1, partition=0, epoch=1, epoch_previous=1, first=2, count=1,
@@ -111,6 +125,21 @@ def frame_delivery() -> bytes:
 def frame_slice() -> bytes:
     control, stored = pack(LogSlice(0, 2, 2, 2)), batch().encode()
     return frame(FrameType.BATCH, 7, control, stored, bytes(-len(stored) & 7), flags=BATCHED)
+
+
+def frame_open_subscription() -> bytes:
+    control = OpenSubscription("vectors", 0, ["namespace=default"], "cursor", cursor="docs")
+    return frame(FrameType.SUBSCRIBE, 10, pack(control), flags=WANTED)
+
+
+def frame_subscribed() -> bytes:
+    answer = {"position": 5, "ordinal": 4, "epoch": 1, "sequence_committed": 5}
+    return frame(FrameType.ACK, 10, pack(answer))
+
+
+def frame_changes() -> bytes:
+    control, normal = pack(Changes(0, 1, 6, 6)), 2 << 4
+    return frame(FrameType.BATCH, 10, control, changes_body(), flags=BATCHED | normal)
 
 
 def frame_open_follow() -> bytes:
@@ -163,6 +192,10 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "open-log": lambda: frame(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0)), flags=WANTED),
     "batch": lambda: batch().encode(),
     "log-slice": frame_slice,
+    "open-subscription": frame_open_subscription,
+    "subscribed": frame_subscribed,
+    "changes": frame_changes,
+    "grant-position": lambda: frame(FrameType.ACK, 10, pack(Grant(1, 184, 6))),
     "open-follow": frame_open_follow,
     "followed": lambda: frame(FrameType.ACK, 8, pack(Followed("n1", 1, 1, 1, 1))),
     "append": frame_append,
@@ -224,7 +257,8 @@ def listed(columns: tuple[Column, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "schema"), [*((kind.name, SCHEMAS[kind]) for kind in Kind), ("delivery", DELIVERY)]
+    ("name", "schema"),
+    [*((k.name, SCHEMAS[k]) for k in Kind), ("delivery", DELIVERY), ("changes", CHANGES)],
 )
 def test_the_documented_columns(name: str, schema: Schema) -> None:
     (row,) = re.findall(rf"^\| {name} \| (.*) \|$", DOC.read_text(), re.MULTILINE)
