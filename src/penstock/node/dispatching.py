@@ -63,16 +63,17 @@ class Dispatch:
     def offer(self) -> bool:
         """Lease ready messages to streams with credit; False if that has to wait for something."""
         topic = self._topic
-        if not all(p.coordinator.serving for p in topic.local):
-            return False
+        for partition in topic.local:
+            if not partition.coordinator.serving:
+                return False
         if len(topic.local) < len(topic.partitions):
             return self.rounds.offer()
-        if topic.config.paused or not self.streams:
-            return True
-        if not any(p.heap.ready or p.heap.delayed for p in topic.local):
+        if topic.config.paused or not self.streams or not self._any_waiting():
             return True
         hungry = self.hungry()
-        if self._better_later(sum(room for _, room in hungry)):
+        if not hungry:
+            return True
+        if self._better_later(sum([room for _, room in hungry])):
             return False
         now_ms = self._clock.now_ms()
         budget = min(LEASES_PER_TURN, topic.config.inflight_max - topic.leased)
@@ -83,6 +84,12 @@ class Dispatch:
         if self.hungry() and topic.config.inflight_max > topic.leased:
             topic.wake()  # the rest in the next turn, so that others get theirs
         return True
+
+    def _any_waiting(self) -> bool:
+        for partition in self._topic.local:
+            if partition.heap.ready or partition.heap.delayed:
+                return True
+        return False
 
     def hungry(self) -> list[tuple[LeaseStream, int]]:
         """Streams with room, and how much."""

@@ -65,7 +65,6 @@ class Flusher:
             return
         flush = self.log.take()
         if flush is None:
-            self._grow_ahead()
             return
         self.writing = True
         started = time.perf_counter()

@@ -63,6 +63,7 @@ class Topic:
         self._timer: Timer | None = None
         self._doubt: Timer | None = None  # set until what was prepared too long ago has asked
         self._timer_ms = 0
+        self._armed_for: list[int] = []  # where the logs ended when the timers were set
         self.rotation = 0  # the partition that keyless messages go to next
         self.closed = False
 
@@ -115,6 +116,7 @@ class Topic:
 
     def _place_local(self) -> None:
         self.local = [p for p in self.partitions if isinstance(p, Partition)]
+        self._armed_for = []
 
     def key(self, index: int) -> Key:
         return (self.config.id, index)
@@ -251,7 +253,8 @@ class Topic:
 
     def _take_turn(self) -> None:
         for partition in self.local:
-            partition.take_enqueues()
+            if partition.enqueueing.gathered:
+                partition.take_enqueues()
         for demand in self._demands:
             demand.take_turn()
         self._dispatch()
@@ -259,14 +262,14 @@ class Topic:
             partition.journal.flush()
         # Nobody waits for a settlement as for a message: it is worked on during that write.
         for partition in self.local:
-            partition.take_settlements()
-            partition.journal.flush()
+            if partition.settling.gathered:
+                partition.take_settlements()
+                partition.journal.flush()
         for stream, source in list(self._log_streams.items()):
             stream.pump(source.sequence_readable)
         for demand in self._demands:
             demand.after_turn()
-        self._arm_timer()
-        self._arm_doubt()
+        self._arm()
 
     async def dispatched(self) -> None:
         """Wait until every ready message was offered to the streams that are open now."""
@@ -285,11 +288,22 @@ class Topic:
 
     # --- time ---
 
+    def _arm(self) -> None:
+        """Set the timers anew, unless nothing was appended that could have changed them."""
+        ends = [p.journal.log.sequence_last for p in self.local]
+        if ends != self._armed_for:
+            self._armed_for = ends
+            self._arm_timer()
+            self._arm_doubt()
+
     def _arm_timer(self) -> None:
         due = [w for p in self.local if (w := p.next_wakeup()) is not None]
         if not due:
             return
-        when_ms = max(min(due), self._clock.now_ms() + 1)
+        earliest_ms = min(due)
+        if self._timer is not None and self._timer_ms <= earliest_ms:
+            return
+        when_ms = max(earliest_ms, self._clock.now_ms() + 1)
         if self._timer is not None:
             if self._timer_ms <= when_ms:
                 return
@@ -299,15 +313,17 @@ class Topic:
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._armed_for = []
         for partition in self.local:
             partition.expire()
         self.wake()
 
     def _arm_doubt(self) -> None:
         """Have what is prepared for too long ask for its decision."""
-        if self._doubt is None and any(p.heap.prepared for p in self.local):
-            prepared = [(p, t) for p in self.local for t in p.heap.prepared.values()]
-            times = [t.time_ms - p.ahead_ms for p, t in prepared]
+        if self._doubt is not None:
+            return
+        times = [t.time_ms - p.ahead_ms for p in self.local for t in p.heap.prepared.values()]
+        if times:
             when_ms = max(min(times) + IN_DOUBT_MS, self._clock.now_ms() + DOUBT_PAUSE_MS)
             self._doubt = self._clock.call_at(when_ms, self._on_doubt)
 
@@ -322,6 +338,7 @@ class Topic:
             log.warning("still in doubt", topic=self.config.name, error=error.message)
         finally:
             self._doubt = None
+            self._armed_for = []
             self.wake()
 
     def close(self) -> None:

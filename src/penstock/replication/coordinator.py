@@ -67,6 +67,7 @@ class Coordinator:
     ) -> None:
         self.node, self.uuid = node, uuid
         self.record, self.revision = record, revision
+        self._alone = record.quorums == ((node,),)
         self.epoch = record.epoch
         self.state = State.ENTERING
         self.sequence_committed = committed
@@ -103,7 +104,8 @@ class Coordinator:
         if self.state is State.DEPOSED:
             return []
         reached = rules.commit(
-            self.record.committed(self._durable()),
+            # The quorum of one, spelt out: a single node passes here with every write.
+            self._log.durable if self._alone else self.record.committed(self._durable()),
             committed=self.sequence_committed,
             barrier=self.sequence_barrier,
         )
@@ -198,19 +200,22 @@ class Coordinator:
         return None
 
     def _reachable(self, now: int) -> set[str]:
-        alive = {n for n, s in self.senders.items() if s.alive(self._options, now)}
-        return {n for n in alive if self._counts(self.senders[n])} | {self.node}
+        options = self._options
+        alive = {n for n, s in self.senders.items() if s.alive(options, now) and self._counts(s)}
+        alive.add(self.node)
+        return alive
 
     def _moving(self, now: int) -> set[str]:
         """Those who take what they are sent. A batch as large as the window uses it up each time;
         only who gives nothing back for a while is slow."""
         since = now - self._options.backpressure_ms
-        slow = {
+        moving = {
             node
             for node, sender in self.senders.items()
-            if sender.exhausted_ms is not None and sender.exhausted_ms < since
+            if sender.exhausted_ms is None or sender.exhausted_ms >= since
         }
-        return (self.senders.keys() - slow) | {self.node}
+        moving.add(self.node)
+        return moving
 
     # --- who the replicas are ---
 
@@ -218,6 +223,7 @@ class Coordinator:
         """The record changed within our epoch."""
         self._changing = False
         self.record, self.revision = record, revision
+        self._alone = record.quorums == ((self.node,),)
         for node in set(self.senders) - set(record.members):
             del self.senders[node]
         return self._advance() + self._next_change()
@@ -293,11 +299,12 @@ class Coordinator:
         return [SteppedDown(self.epoch)]
 
     def validate(self) -> None:
-        assert self.sequence_committed <= self._log.last
+        last = self._log.last
+        assert self.sequence_committed <= last
         if self.state is not State.DEPOSED:
             assert self.serving == (self.sequence_committed >= self.sequence_barrier)
         for sender in self.senders.values():
-            assert sender.durable < sender.next <= self._log.last + 1
+            assert sender.durable < sender.next <= last + 1
 
     def _become(self, state: State) -> None:
         if state not in _TRANSITIONS[self.state]:

@@ -308,9 +308,8 @@ class Host:
         self.following.reseed(effect.source, self.around.transport.fetch_seed)
 
     def _on_durable(self, sequence: int) -> None:
-        before = self.committed
         effects = self.replica.on_durable(sequence, self._now)
-        if self.committed == before or self.partition is None:  # no commit takes a turn
+        if not effects or self.partition is None:  # no commit takes a turn
             self._write_on()
         self._perform(effects)
 
