@@ -57,6 +57,7 @@ from penstock.wire.messages import (
     OpenFollow,
     OpenLease,
     OpenLog,
+    OpenSubscription,
     Return,
     Settle,
     Settled,
@@ -77,7 +78,7 @@ _HELLO_BYTES_MAX: Final = 64 << 10
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
-Open = OpenLease | OpenLog | OpenFollow | OpenSupply | Tell | Call
+Open = OpenLease | OpenLog | OpenSubscription | OpenFollow | OpenSupply | Tell | Call
 
 
 Act = Callable[[PartitionPort, NDArray[np.uint64], Reply], None]
@@ -312,6 +313,8 @@ class Session(asyncio.Protocol):
             return
         if isinstance(control, OpenLease):
             self._subscriptions.open_lease(frame.sequence, control, self._key_id)
+        elif isinstance(control, OpenSubscription):
+            self._subscriptions.open_subscription(frame.sequence, control, self._key_id)
         else:
             self._subscriptions.open_log(frame.sequence, control)
 

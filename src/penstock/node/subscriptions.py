@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -16,6 +18,7 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.engine import Engine
+from penstock.node.live_streams import LiveStream, check_subscription
 from penstock.node.partition import Partition
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.transport import Sending
@@ -32,12 +35,13 @@ from penstock.wire.messages import (
     OpenFollow,
     OpenLease,
     OpenLog,
+    OpenSubscription,
     pack,
     unpack,
 )
 from penstock.wire.supply import Asked, OpenSupply
 
-Stream = LeaseStream | LogStream | LogRelay
+Stream = LeaseStream | LogStream | LiveStream | LogRelay
 Send = Callable[..., None]  # (type, number, *payload, flags=)
 
 
@@ -129,7 +133,7 @@ class Subscriptions:
         try:
             if isinstance(stream, LeaseStream):
                 stream.grant(grant.entries)
-            elif isinstance(stream, LogRelay):
+            elif isinstance(stream, LogRelay | LiveStream):
                 stream.grant(grant)
             else:
                 stream.acknowledge(grant.entries, grant.bytes)
@@ -180,7 +184,7 @@ class Subscriptions:
         elif host is not None and host.role is Role.FOLLOWING and _has(host, control):
             source = host
         else:
-            self._relay_log(number, control, topic)
+            self._relay(number, control, topic)
             return
         start = control.from_sequence or source.sequence_readable + 1
         stored = source.log
@@ -209,7 +213,37 @@ class Subscriptions:
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))
         topic.add_log_stream(stream, source)
 
-    def _relay_log(self, number: int, control: OpenLog, topic: Topic) -> None:
+    def open_subscription(self, number: int, control: OpenSubscription, key_id: str | None) -> None:
+        """From this node's hub if it coordinates the partition, else from the one that does."""
+        topic = self._engine.topic(control.topic)
+        check_subscription(control, topic)
+        if not isinstance(topic.partition(control.partition), Partition):
+            if control.forwarded:
+                raise topic.not_here(control.partition)
+            self._relay(number, msgspec.structs.replace(control, forwarded=True), topic)
+            return
+
+        def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
+            self._send(type, number, *payload, flags=flags)
+
+        stream = LiveStream(
+            send,
+            end=lambda error: self.end(number, error),
+            refuse=lambda error: self._refuse(number, error),
+        )
+        stream.blocked = self.blocked
+        self._streams[number] = (topic, stream)
+        self._engine.spawn(
+            stream.subscribe(topic, control, key_id=key_id), name="open-subscription"
+        )
+
+    def _refuse(self, number: int, error: PenstockError) -> None:
+        """Answer the request that opens a stream with an error."""
+        self.close(number)
+        known = error if not isinstance(error, WrongEpoch) else Unavailable(error.message)
+        self._send(FrameType.NACK, number, pack(known.to_wire()))
+
+    def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
         node = topic.router.coordinator(topic.key(control.partition))
         peer = topic.router.cluster.live(node) if node else None
         if peer is None:
@@ -221,13 +255,12 @@ class Subscriptions:
         def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
             self._send(type, number, *payload, flags=flags)
 
-        def refuse(error: PenstockError) -> None:
-            self.close(number)
-            known = error if not isinstance(error, WrongEpoch) else Unavailable(error.message)
-            self._send(FrameType.NACK, number, pack(known.to_wire()))
-
         relay = LogRelay(
-            peer, control, send=send, end=lambda error: self.end(number, error), refuse=refuse
+            peer,
+            control,
+            send=send,
+            end=lambda error: self.end(number, error),
+            refuse=lambda error: self._refuse(number, error),
         )
         self._streams[number] = (topic, relay)
 
@@ -257,7 +290,7 @@ def _has(host: Host, control: OpenLog) -> bool:
 def _remove(topic: Topic, stream: Stream) -> None:
     if isinstance(stream, LeaseStream):
         topic.remove_stream(stream)
-    elif isinstance(stream, LogRelay):
+    elif isinstance(stream, LogRelay | LiveStream):
         stream.close()
     else:
         topic.remove_log_stream(stream)

@@ -49,6 +49,22 @@ class FrameFlag(IntFlag):
     BATCHED = 8
 
 
+CLASS_SHIFT: Final = 4  # bits 4–5 of the flags: the priority class of the most urgent delta within
+
+
+def flags_of_class(priority: int | None) -> int:
+    """The flags that say how urgent a frame's deltas are; HIGH goes with the two upper classes."""
+    if priority is None:
+        return 0
+    return priority << CLASS_SHIFT | (FrameFlag.HIGH if priority <= 1 else 0)
+
+
+def class_of_flags(flags: int) -> int | None:
+    """The class that a frame says it has: none is 0 without HIGH."""
+    priority = flags >> CLASS_SHIFT & 3
+    return priority if priority or flags & FrameFlag.HIGH else None
+
+
 class Frame(NamedTuple):
     type: FrameType
     flags: int

@@ -200,6 +200,7 @@ class OpenSubscription(Message, frozen=True, tag="subscribe"):
     batch_max: int = 1000  # deltas in one frame
     batch_ms: int = 0  # how long a frame may wait for more of them
     coalesce_ms: int = 0  # of one vector's changes within this time, one that has them all
+    forwarded: bool = False  # by a node that does not serve the partition
 
 
 class OpenFollow(Message, frozen=True, tag="follow"):

@@ -1,4 +1,5 @@
-"""A log stream of a partition that this node has no replica of: passed on, slice by slice.
+"""A log stream, or a subscription, of a partition that another node serves: passed on, frame by
+frame.
 
 The reader's credit is the credit of the stream at the other node, so no more is under way than the
 reader has granted, and nothing is kept here.
@@ -12,14 +13,14 @@ from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
 from penstock.node.routing.ports import PeerConnection
 from penstock.wire.frame import FrameFlag, FrameType
-from penstock.wire.messages import Grant, OpenLog, pack
+from penstock.wire.messages import Grant, OpenLog, OpenSubscription, pack
 
 
 class LogRelay:
     def __init__(
         self,
         peer: PeerConnection,
-        control: OpenLog,
+        control: OpenLog | OpenSubscription,
         *,
         send: Callable[..., None],
         end: Callable[[PenstockError | None], None],

@@ -1,0 +1,182 @@
+"""A session's end of live subscriptions: what a client may ask for, and the frames it gets.
+
+The hub of the topic decides what is sent and when. A subscription may have to wait until the hub
+knows what the log has released so far; the stream is there from the request on, so that the client
+can end it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+
+from penstock.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock.model.columns import Buffer
+from penstock.model.delivery import CHANGES
+from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
+from penstock.node.streams import WINDOW_BYTES_MAX, WINDOW_ENTRIES_MAX
+from penstock.node.topic import Topic
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.limits import BATCH_MS_MAX, CURSOR_BYTES_MAX, ROUTE_BYTES_MAX, ROUTES_MAX
+from penstock.wire.messages import Changes, Grant, OpenSubscription, pack
+
+STARTS: Final = ("now", "sequence", "time", "cursor")
+_AT_MAX: Final = (1 << 63) - 1
+_PRIORITY_AT: Final = 2  # the byte of a delta that has its class
+
+
+class Subscription(Protocol):
+    """What a hub gives for a request."""
+
+    blocked: bool  # the connection's send buffer is full
+
+    @property
+    def opened(self) -> Mapping[str, int]:
+        """Where it starts, as the client is told."""
+        ...
+
+    def grant(self, entries: int, bytes_: int, /) -> None: ...
+
+    def acknowledge(self, position: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Subscribing(Protocol):
+    async def subscribe(
+        self,
+        partition: int,
+        request: OpenSubscription,
+        *,
+        send: Callable[[Changes, Buffer], None],
+        fail: Callable[[PenstockError], None],
+        key_id: str | None,
+    ) -> Subscription: ...
+
+
+class LiveStream:
+    """One subscription of a session."""
+
+    def __init__(
+        self,
+        send: Callable[..., None],  # (type, *payload, flags=)
+        *,
+        end: Callable[[PenstockError], None],
+        refuse: Callable[[PenstockError], None],
+    ) -> None:
+        self._send, self._end, self._refuse = send, end, refuse
+        self._subscription: Subscription | None = None
+        self._early: list[tuple[Changes, Buffer]] | None = []  # sent before the answer was
+        self._blocked = False
+        self.open = True
+
+    async def subscribe(
+        self, topic: Topic, control: OpenSubscription, *, key_id: str | None
+    ) -> None:
+        """Have the topic's hub take the request; answer it."""
+        try:
+            found = await cast(Subscribing, topic).subscribe(
+                control.partition, control, send=self._on_changes, fail=self._fail, key_id=key_id
+            )
+        except PenstockError as error:
+            self._reject(error)
+            return
+        except Exception:
+            self._reject(PenstockError("internal error"))
+            raise
+        if not self.open:
+            found.close()
+            return
+        self._subscription = found
+        found.blocked = self._blocked
+        self._send(FrameType.ACK, pack(dict(found.opened)))
+        early, self._early = self._early or [], None
+        for changes, body in early:
+            self._on_changes(changes, body)
+
+    @property
+    def blocked(self) -> bool:
+        return self._blocked
+
+    @blocked.setter
+    def blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        if self._subscription is not None:
+            self._subscription.blocked = blocked
+
+    def grant(self, grant: Grant) -> None:
+        if self._subscription is None:
+            raise InvalidArgument("the subscription is not open yet", field="sequence")
+        if grant.position:
+            self._subscription.acknowledge(grant.position)
+        self._subscription.grant(grant.entries, grant.bytes)
+
+    def close(self) -> None:
+        self.open = False
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None
+
+    # --- what the hub says ---
+
+    def _on_changes(self, changes: Changes, body: Buffer) -> None:
+        if not self.open:
+            return
+        if self._early is not None:
+            self._early.append((changes, body))
+            return
+        flags = FrameFlag.BATCHED | flags_of_class(most_urgent(body, changes.count))
+        self._send(FrameType.BATCH, pack(changes), body, flags=flags)
+
+    def _fail(self, error: PenstockError) -> None:
+        if self.open:
+            (self._end if self._early is None else self._reject)(error)
+
+    def _reject(self, error: PenstockError) -> None:
+        if self.open:
+            self._refuse(error)
+
+
+def most_urgent(body: Buffer, count: int) -> int | None:
+    """The most urgent class among changes; None if there are none."""
+    if not count:
+        return None
+    columns = CHANGES.decode(body, count)
+    starts, blob = columns.view("payload"), columns.blob("payload")
+    assert starts is not None
+    if count == 1:
+        return blob[_PRIORITY_AT]
+    offsets = np.frombuffer(starts, np.int32)[:-1]
+    return int(np.frombuffer(blob, np.uint8)[offsets + _PRIORITY_AT].min())
+
+
+def check_subscription(control: OpenSubscription, topic: Topic) -> None:
+    """Raise unless a client may ask for this."""
+    if topic.config.kind is not TopicKind.DELTA:
+        raise FailedPrecondition(f"{control.topic} is no delta topic", topic=control.topic)
+    topic.partition(control.partition)
+    if control.start not in STARTS:
+        raise InvalidArgument(f"start must be one of {', '.join(STARTS)}", field="start")
+    if control.start == "cursor" and not control.cursor:
+        raise InvalidArgument("start from a cursor needs its name", field="cursor")
+    if len(control.routes) > ROUTES_MAX:
+        raise InvalidArgument(f"at most {ROUTES_MAX} routes", field="routes", limit=ROUTES_MAX)
+    sizes: list[tuple[str, Any, int]] = [("cursor", control.cursor, CURSOR_BYTES_MAX)]
+    sizes += [("routes", route, ROUTE_BYTES_MAX) for route in control.routes]
+    for field, text, limit in sizes:
+        if len(text.encode()) > limit:
+            raise InvalidArgument(f"{field} has at most {limit} bytes", field=field, limit=limit)
+    for field, value, least, limit in (
+        ("at", control.at, 0, _AT_MAX),
+        ("credit_entries", control.credit_entries, 1, WINDOW_ENTRIES_MAX),
+        ("credit_bytes", control.credit_bytes, 1, WINDOW_BYTES_MAX),
+        ("batch_max", control.batch_max, 1, BATCH_ENTRIES_MAX),
+        ("batch_ms", control.batch_ms, 0, BATCH_MS_MAX),
+        ("coalesce_ms", control.coalesce_ms, 0, BATCH_MS_MAX),
+    ):
+        if not least <= value <= limit:
+            raise InvalidArgument(
+                f"{field} must be from {least} to {limit}", field=field, limit=limit
+            )
