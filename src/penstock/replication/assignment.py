@@ -63,9 +63,10 @@ class PartitionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def majority(self, acks: Collection[str]) -> bool:
         """Whether the nodes that agreed are a quorum; it counts no node that is not asked for."""
-        return all(
-            sum(node in acks for node in nodes) >= majority_of(len(nodes)) for nodes in self.quorums
-        )
+        for nodes in self.quorums:
+            if len([node for node in nodes if node in acks]) < majority_of(len(nodes)):
+                return False
+        return True
 
     def committed(self, durable: Mapping[str, int]) -> int:
         """The highest sequence that a quorum holds, given how far each node is durable.
@@ -73,12 +74,11 @@ class PartitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         A node that is missing has nothing. Of a sorted set the entry at the place of the majority
         is held by that many; the lowest of the sets is held by a majority of each.
         """
-        return min(
-            sorted((durable.get(node, 0) for node in nodes), reverse=True)[
-                majority_of(len(nodes)) - 1
-            ]
+        held = [
+            sorted([durable.get(node, 0) for node in nodes])[-majority_of(len(nodes))]
             for nodes in self.quorums
-        )
+        ]
+        return min(held)
 
 
 def majority_of(count: int) -> int:

@@ -32,15 +32,21 @@ class Credit:
     @property
     def entries(self) -> int:
         """Left to send. A lone batch larger than the window may overdraw it, never twice."""
-        return max(0, self.entries_window - self.entries_out)
+        left = self.entries_window - self.entries_sent + self.entries_received
+        return left if left > 0 else 0
 
     @property
     def bytes(self) -> int:
-        return max(0, self.bytes_window - (self.bytes_sent - self.bytes_received))
+        left = self.bytes_window - self.bytes_sent + self.bytes_received
+        return left if left > 0 else 0
 
     @property
     def exhausted(self) -> bool:
-        return self.entries == 0 or self.bytes == 0
+        # As `entries` and `bytes` say; asked for every reader at every step.
+        return (
+            self.entries_sent - self.entries_received >= self.entries_window
+            or self.bytes_sent - self.bytes_received >= self.bytes_window
+        )
 
     @property
     def share(self) -> float:

@@ -88,5 +88,7 @@ class LogFacts:
 
     def validate(self) -> None:
         assert self.first - 1 <= self.durable <= self.last, (self.first, self.durable, self.last)
-        assert self._epochs == sorted(set(self._epochs)), "epochs do not ascend"
-        assert self._firsts == sorted(set(self._firsts)), "runs do not ascend"
+        if len(self._epochs) > 1:
+            assert self._epochs == sorted(set(self._epochs)), "epochs do not ascend"
+            assert self._firsts == sorted(set(self._firsts)), "runs do not ascend"
+        assert len(self._epochs) == len(self._firsts), "a run has no epoch or no beginning"

@@ -368,13 +368,14 @@ class Replica(Holding):
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds."""
         self.log.validate()
-        assert self.promised <= self.promise.asked
-        assert self._committed <= self.log.last or self.role is Role.IDLE
-        coordinating = self.role in (Role.ENTERING, Role.SERVING)
-        assert coordinating == (self.coordinator is not None)
-        if self.coordinator is not None:
-            assert self.promised == self.coordinator.epoch
-            self.coordinator.validate()
+        role, promised, coordinator = self.role, self.promise.kept, self.coordinator
+        assert promised <= self.promise.asked
+        assert self._committed <= self.log.last or role is Role.IDLE
+        coordinating = role is Role.SERVING or role is Role.ENTERING
+        assert coordinating == (coordinator is not None)
+        if coordinator is not None:
+            assert promised == coordinator.epoch
+            coordinator.validate()
         if self.follower is not None:
             self.follower.validate()
 
