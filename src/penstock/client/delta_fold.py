@@ -72,7 +72,7 @@ class Fold:
         )
         try:
             async for deltas, read in source:
-                yield fold.feed(deltas, through=read)
+                yield fold.feed(deltas, through=read, states=False)
                 while missing := fold.missing():
                     yield fold.resolve(await self._find(missing))
         finally:

@@ -24,6 +24,7 @@ VOID: Final = 0
 PENDING: Final = -1
 ORIGINS_FEW: Final = 6
 SWEEP_MIN: Final = 1 << 14  # ids below which sweeping is not worth it
+SWEEP_SHARE: Final = 8  # of the ids, or of their time: looked at again after so much
 
 
 def _vectors() -> Keys:
@@ -64,6 +65,7 @@ class Ledger:
     ranks: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # of origins, by bytes
     time_ms: int = 0  # the latest log time looked at
     _names: list[bytes] = field(default_factory=list)  # of origins
+    _looked: tuple[int, int] = (0, 0)  # ids there were, and the log time, when last swept
 
     def vectors_of(self, batch: DeltaBatch) -> Numbers:
         """Numbers of the rows' vectors; new ones are entered with their names."""
@@ -155,12 +157,20 @@ class Ledger:
         self.ids.table["vector"][self.ids.add(low, high)] = state
 
     def sweep(self) -> None:
-        """Forget ids that are past their time, once they are half of all."""
-        if len(self.ids) < SWEEP_MIN:
+        """Forget ids that are past their time, once they are half of all.
+
+        Looking takes time for every id there is, so it waits until a good part of them is new, or
+        may have come of age.
+        """
+        count, time_ms = self._looked
+        soon = time_ms + (self.dedup_ms + self.pending_ms) // SWEEP_SHARE
+        few = max(SWEEP_MIN, count + count // SWEEP_SHARE)
+        if len(self.ids) < SWEEP_MIN or (len(self.ids) < few and self.time_ms < soon):
             return
         kept = np.flatnonzero(self.remembered())
         if 2 * len(kept) <= len(self.ids):
             self.ids.keep(kept)
+        self._looked = len(self.ids), self.time_ms
 
     def remembered(self) -> NDArray[np.bool_]:
         """Ids that may matter again: known to what comes, or to what waits since earlier."""

@@ -48,6 +48,7 @@ class Merge:
                 "row": np.int64,  # scratch
             }
         )
+        self.noting = True  # whether somebody will ask for the vectors that are touched
         self.touched: list[Numbers] = []  # vectors changed in this feed
 
     def merge(self, released: Released) -> Mask:
@@ -148,6 +149,8 @@ class Merge:
         np.maximum.at(table["time"], vectors, times)
         np.maximum.at(table["sequence"], vectors, batch.sequences)
         np.maximum.at(table["log_time_ms"], vectors, batch.log_times_ms)
+        if not self.noting:
+            return
         np.minimum.at(table["lane"], vectors, batch.priority)
         numbers = np.arange(len(vectors))
         table["row"][vectors] = numbers

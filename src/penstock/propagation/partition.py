@@ -53,13 +53,20 @@ class Outcome:
     released: DeltaBatch  # in causal order
     positions: NDArray[np.uint64]  # the sequence whose arrival released each
     ordinals: NDArray[np.uint64]  # 1, 2, 3 … over the whole life of the partition
-    touched: VectorStates
+    states: VectorStates | None  # of the vectors changed; None if the feed did not ask for them
     quarantined: DeltaBatch
     reasons: list[str]
     missing: list[bytes]  # the parent each quarantined delta lacks, or zeros
     # read, duplicates, released and quarantined in this feed; pending at its end, and how long the
     # eldest of those has waited by then in log time (pending_oldest_ms)
     counts: dict[str, int]
+
+    @property
+    def touched(self) -> VectorStates:
+        """The vectors that were changed, as they were when the feed ended."""
+        if self.states is None:
+            raise FailedPrecondition("the feed was told to leave states out")
+        return self.states
 
 
 @dataclass(slots=True)
@@ -96,16 +103,22 @@ class Propagator:
         self._through = 0
         self._position = 0  # the sequence at which the fold paused
         self._stretch = STRETCH_MAX
+        self._states = True
 
     # --- folding ---
 
-    def feed(self, deltas: DeltaBatch, *, through: int) -> Outcome:
-        """Fold deltas, in log order and behind `sequence`; `through` is the last sequence read."""
+    def feed(self, deltas: DeltaBatch, *, through: int, states: bool = True) -> Outcome:
+        """Fold deltas, in log order and behind `sequence`; `through` is the last sequence read.
+
+        Without `states` the outcome, and those of `resolve` after it, do not have `touched`: to
+        gather whole vectors costs as much as the fold.
+        """
         if self._rest is not None:
             raise FailedPrecondition("the fold is paused: resolve what is missing first")
         self._check_range(deltas, through)
         tally = _Tally([], [], read=len(deltas))
         self._through = through
+        self._states = self.merge.noting = states
         self._rest = self._admissible(deltas, tally)
         return self._advance(tally)
 
@@ -214,9 +227,10 @@ class Propagator:
             "pending": len(self.pending),
             "pending_oldest_ms": self._oldest_ms(),
         }
+        states = self.merge.take_touched() if self._states else None
         return Outcome(
-            batch, positions, ordinals, self.merge.take_touched(), refused.batch, refused.reasons,
-            refused.missing, counts,
+            batch, positions, ordinals, states, refused.batch, refused.reasons, refused.missing,
+            counts,
         )  # fmt: skip
 
     def _oldest_ms(self) -> int:

@@ -321,3 +321,37 @@ def test_dimensions_have_bounds(dimensions: int) -> None:
 def test_options_have_bounds(bad: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(bad))):
         options(**bad).validate()
+
+
+@settings(max_examples=30)
+@given(lucks, sizes)
+def test_a_feed_without_states_folds_the_same(luck: Luck, size: int) -> None:
+    log = batch_of(luck.arrivals(luck.history(size)))
+    half = len(log) // 2
+    told, quiet = Propagator(DIMENSIONS), Propagator(DIMENSIONS)
+    for piece in (log.take(np.arange(half)), log.take(np.arange(half, len(log)))):
+        through = int(piece.sequences[-1]) if len(piece) else 0
+        expected = told.feed(piece, through=through)
+        outcome = quiet.feed(piece, through=through, states=luck.maybe())
+        assert story([outcome]) == story([expected]) and outcome.counts == expected.counts
+        if outcome.states is not None:
+            assert plain(outcome.touched) == plain(expected.touched)
+            assert outcome.touched.lane.tolist() == expected.touched.lane.tolist()
+    assert quiet.digest() == told.digest()
+
+
+def test_states_that_were_left_out_are_not_there() -> None:
+    outcome = Propagator(DIMENSIONS).feed(batch_of([orphan()]), through=1, states=False)
+    with pytest.raises(FailedPrecondition, match="states"):
+        _ = outcome.touched
+
+
+def test_ids_past_their_time_are_forgotten() -> None:
+    ledger = Propagator(DIMENSIONS, options(dedup_ms=1000, pending_ms=1000)).ledger
+    low, high = np.arange(1, 40_001, dtype=np.uint64), np.zeros(40_000, np.uint64)
+    for time_ms in (1000, 2000, 3000, 4000, 9000):
+        entries = ledger.ids.add(low + np.uint64(time_ms << 32), high)
+        ledger.ids.table["vector"][entries] = 1
+        ledger.ids.table["log_time_ms"][entries] = ledger.time_ms = time_ms
+        ledger.sweep()
+    assert len(ledger.ids) == 40_000

@@ -120,9 +120,8 @@ class PartitionStep:
         self._check_follows(head)
         state = self._state_of(head)
         found: set[bytes] = set()
-        outcomes = list(
-            self._fold(state, first=first, last=last, answer=self._asking(state, found))
-        )
+        answer, states = self._asking(state, found), Feed.STATES in self._plan.feed
+        outcomes = list(self._fold(state, first=first, last=last, answer=answer, states=states))
         part = self._write(outcomes, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
@@ -147,7 +146,8 @@ class PartitionStep:
         first = max(state.sequence + 1, head.start)
         if first <= head.sequence:
             known = frozenset(map(bytes.fromhex, head.found))
-            for _ in self._fold(state, first=first, last=head.sequence, answer=known.intersection):
+            through, answer = head.sequence, known.intersection
+            for _ in self._fold(state, first=first, last=through, answer=answer, states=False):
                 pass  # its outcome was written when these ranges were first folded
         return state
 
@@ -162,11 +162,11 @@ class PartitionStep:
         return state
 
     def _fold(
-        self, state: Propagator, *, first: int, last: int, answer: Answer
+        self, state: Propagator, *, first: int, last: int, answer: Answer, states: bool
     ) -> Iterator[Outcome]:
         topic, partition = self._range.topic, self._range.partition
         for deltas, through in read_deltas(self._access, topic, partition, first=first, last=last):
-            yield state.feed(deltas, through=through)
+            yield state.feed(deltas, through=through, states=states)
             while wanted := state.missing():
                 yield state.resolve(answer(wanted))
 

@@ -135,7 +135,7 @@ def _feeds(task: FoldTask, check: LogCheck) -> Feeds:
 def _fold(task: FoldTask, state: Propagator, feeds: Feeds) -> Iterator[Outcome]:
     one = task.range
     for deltas, through in feeds:
-        yield state.feed(deltas, through=through)
+        yield state.feed(deltas, through=through, states=False)
         while state.missing():
             found = find_forgotten(task.node.access(), one.topic, one.partition, state)
             yield state.resolve(found)
