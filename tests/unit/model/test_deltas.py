@@ -161,3 +161,25 @@ def test_validating_is_quick(size: int, us_max: float) -> None:
             validate(DeltaBatch.of(payloads), dimensions=DIMENSIONS, now_ms=NOW_MS)
         best = min(best, (time.process_time() - started) * 1e5)
     assert best < us_max  # a few times what it takes on an idle machine
+
+
+@pytest.mark.parametrize("size", [1, 3, 24, 25])
+def test_few_rows_are_read_as_many_are(size: int) -> None:
+    rows = encoded([sparse(i) for i in range(size)])
+    first = DeltaBatch.of(rows)
+    inside = DeltaBatch.of(
+        Binary(Binary.of([b"before", *rows]).offsets[1:], b"before" + b"".join(rows))
+    )
+    for batch in (first, inside):
+        assert batch.fixed.tobytes() == b"".join(row[:112] for row in rows)
+        assert batch.payloads.tolist() == rows and batch.sizes.tolist() == [len(r) for r in rows]
+        assert batch.payloads.offsets[0] == 0 and len(batch.payloads.blob) == len(b"".join(rows))
+
+
+@pytest.mark.parametrize("size", [1, 24, 25])
+@pytest.mark.parametrize("at", [0, 4, 6, 80, 84])
+def test_sizes_that_do_not_add_up_are_refused(size: int, at: int) -> None:
+    rows = encoded([sparse(i) for i in range(size)])
+    rows[-1] = rows[-1][:at] + bytes([9]) + rows[-1][at + 1 :]
+    with pytest.raises(InvalidArgument, match=f"delta {size - 1}"):
+        DeltaBatch.of(rows)
