@@ -16,17 +16,19 @@ from numpy.typing import NDArray
 
 from penstock.client.address import Address, Tls
 from penstock.client.exchange import GREETING_TIMEOUT_S, Exchange
-from penstock.client.streams import LeaseStream, LogStream, Stream
+from penstock.client.streams import ChangeStream, LeaseStream, LogStream, Numbered
 from penstock.errors import Unavailable
 from penstock.model.ids import LeaseToken
 from penstock.wire.frame import Buffer, FrameType
 from penstock.wire.messages import (
     Call,
+    Changes,
     Enqueue,
     Enqueued,
     Extend,
     OpenLease,
     OpenLog,
+    OpenSubscription,
     Part,
     Return,
     Settle,
@@ -162,11 +164,25 @@ class Connection(Exchange):
         await self._open(stream, request)
         return stream
 
-    async def _open(self, stream: Stream[Any], request: OpenLease | OpenLog) -> None:
+    async def subscribe(
+        self,
+        request: OpenSubscription,
+        arrived: Callable[[ChangeStream, Changes, memoryview], None],
+    ) -> tuple[ChangeStream, dict[str, int]]:
+        """Open a stream of released deltas, handed on as they come; and where it starts."""
+        stream = ChangeStream(self, self._next(), request=request, arrived=arrived)
+        return stream, await self._open(stream, request)
+
+    async def _open(
+        self, stream: Numbered, request: OpenLease | OpenLog | OpenSubscription
+    ) -> dict[str, Any]:
         number = stream.number
         self._streams[number] = stream
         try:
-            await self._ask(FrameType.SUBSCRIBE, dict, pack(request), number=number)
+            answer: dict[str, Any] = await self._ask(
+                FrameType.SUBSCRIBE, dict, pack(request), number=number
+            )
+            return answer
         except BaseException:
             # A caller that gave up waiting must not leave a stream behind that leases messages.
             if self._streams.pop(number, None) is not None:

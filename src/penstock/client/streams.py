@@ -1,4 +1,4 @@
-"""Streams that a connection receives: leased messages, and the committed log.
+"""Streams that a connection receives: leased messages, the committed log, released deltas.
 
 A stream is a queue whose length the peer's credit bounds: it sends only what was granted. A lease
 stream's credit comes back at the server when a lease ends; a log stream's credit is returned here,
@@ -10,17 +10,27 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
-from penstock.errors import Corruption, PenstockError
+from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.model.batch import Batch, decode
 from penstock.model.columns import Columns
 from penstock.model.delivery import DELIVERY
 from penstock.wire.frame import Buffer, FrameType
-from penstock.wire.messages import Delivery, Grant, LogSlice, pack, unpack
+from penstock.wire.messages import (
+    Changes,
+    Delivery,
+    Grant,
+    LogSlice,
+    OpenSubscription,
+    pack,
+    unpack,
+)
 
+ACKNOWLEDGE_S: Final = 0.05  # how long an acknowledgement may wait for the next one
 Item = TypeVar("Item")
 
 
@@ -42,6 +52,10 @@ class Receiver(Protocol):
     def on_batch(self, payload: memoryview) -> None: ...
 
     def on_end(self, error: PenstockError | None) -> None: ...
+
+
+class Numbered(Receiver, Protocol):
+    number: int
 
 
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
@@ -196,3 +210,70 @@ class LogStream(Stream[list[Batch]]):
             grant = Grant(head.last - head.first + 1, len(arrived.data))
             self._sender.send(FrameType.ACK, self.number, pack(grant))
         return arrived.batches()
+
+
+class ChangeStream:
+    """One open subscription. Credit goes back when a quarter of it has gathered."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        number: int,
+        *,
+        request: OpenSubscription,
+        arrived: Callable[[ChangeStream, Changes, memoryview], None],
+    ) -> None:
+        self._sender, self.number, self._arrived = sender, number, arrived
+        self._durable = bool(request.cursor)
+        self._entries_due = max(1, request.credit_entries // 4)
+        self._bytes_due = max(1, request.credit_bytes // 4)
+        self._entries = self._bytes = self._position = 0  # to be told
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self.ended: asyncio.Future[PenstockError | None] = self._loop.create_future()
+
+    def took(self, entries: int, size: int) -> None:
+        """The reader has them: their credit comes back."""
+        self._entries += entries
+        self._bytes += size
+        if self._entries >= self._entries_due or self._bytes >= self._bytes_due:
+            self._tell()
+
+    def acknowledge(self, position: int) -> None:
+        """The reader is done with everything up to there, which a cursor remembers."""
+        if not self._durable:
+            return
+        self._position = max(self._position, position)
+        if self._timer is None:
+            self._timer = self._loop.call_later(ACKNOWLEDGE_S, self._tell)
+
+    def _tell(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.ended.done():
+            grant = Grant(self._entries, self._bytes, self._position)
+            self._sender.send(FrameType.ACK, self.number, pack(grant))
+        self._entries = self._bytes = self._position = 0
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._tell()
+        if not self.ended.done():
+            try:
+                await self._sender.unsubscribe(self.number)
+            except Unavailable:
+                pass  # nothing to close on a connection that is gone
+            self.on_end(None)
+
+    # --- called by the connection ---
+
+    def on_answer(self, payload: memoryview) -> None:
+        """Whoever opened the subscription waits for it, or has given up."""
+
+    def on_batch(self, payload: memoryview) -> None:
+        self._arrived(self, *unpack(payload, Changes))
+
+    def on_end(self, error: PenstockError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)

@@ -1,0 +1,148 @@
+"""Released deltas of several partitions as nodes send them, through failures without a gap.
+
+Each partition has a subscription at the node that coordinates it; what arrives waits in one queue,
+whose length the credit of these subscriptions bounds. A frame says up to which position everything
+has now been sent (it is *settled*); urgent deltas may have come before it. After a failure the next
+subscription begins behind the settled position, and what came early is not taken twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from penstock.client.connection import Connection
+from penstock.client.link import passing
+from penstock.client.logreader import Source
+from penstock.client.streams import ChangeStream
+from penstock.model.columns import Columns
+from penstock.model.delivery import CHANGES
+from penstock.wire.messages import Changes, OpenSubscription
+
+
+class Place:
+    """How far a partition's subscription has come, over all the streams that it has had."""
+
+    def __init__(self, request: OpenSubscription) -> None:
+        self.request = request
+        self._settled: int | None = None  # everything up to here has arrived; None: not even begun
+        self._ahead: dict[int, int] = {}  # sequence → position of what arrived beyond it
+        self._again: frozenset[int] = frozenset()  # of these, what may come a second time
+
+    def next_request(self) -> OpenSubscription:
+        """The request that goes on from here."""
+        self._again = frozenset(self._ahead)
+        if self._settled is None:
+            return self.request
+        return msgspec.structs.replace(self.request, start="sequence", at=self._settled + 1)
+
+    def on_opened(self, answer: Mapping[str, int]) -> None:
+        self._settle(answer["position"])
+
+    def on_changes(self, changes: Changes, columns: Columns | None) -> list[int] | None:
+        """Take note of a frame; the rows in it that are new, None: all of them."""
+        fresh = None
+        if columns is not None:
+            sequences = columns.fixed("sequence").tolist()
+            positions = columns.fixed("position").tolist()
+            if self._again:
+                fresh = [row for row, at in enumerate(sequences) if at not in self._again]
+            if positions and max(positions) > changes.position:
+                self._ahead.update(zip(sequences, positions, strict=True))
+        self._settle(changes.position)
+        return fresh
+
+    def _settle(self, position: int) -> None:
+        if self._settled is None or position > self._settled:
+            self._settled = position
+        if self._ahead:
+            self._ahead = {s: p for s, p in self._ahead.items() if p > self._settled}
+            self._again &= self._ahead.keys()
+
+
+class Arrived(msgspec.Struct, frozen=True, gc=False):
+    """A frame of changes that waits for the reader."""
+
+    stream: ChangeStream
+    changes: Changes
+    columns: Columns | None  # nothing but a position
+    rows: list[int] | None  # those that are new; None: all
+
+    def taken(self) -> Arrived:
+        self.stream.took(self.changes.count, len(self.columns.body) if self.columns else 0)
+        return self
+
+
+class Arrivals:
+    """The queue of all partitions' changes, and the tasks that keep it filled."""
+
+    def __init__(self, topic: Source, requests: list[OpenSubscription]) -> None:
+        self._topic = topic
+        self._arrived: deque[Arrived] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._failed: BaseException | None = None
+        # A generator may be left by another task than entered it: no task group, but each ends.
+        self._followers = [asyncio.create_task(self._follow(Place(r))) for r in requests]
+        for follower in self._followers:
+            follower.add_done_callback(self._on_done)
+
+    async def next(self) -> Arrived:
+        """What arrived first; raises what ended a partition's subscription for good."""
+        while not self._arrived:
+            if self._failed is not None:
+                raise self._failed
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._arrived.popleft().taken()
+
+    async def close(self) -> None:
+        for follower in self._followers:
+            follower.cancel()
+        await asyncio.gather(*self._followers, return_exceptions=True)
+        self._arrived.clear()
+
+    # --- one partition ---
+
+    async def _follow(self, place: Place) -> None:
+        link = self._topic.link
+        at = (self._topic.name, place.request.partition)
+        while True:
+            stream = await link.request(partial(self._open, place), at=at)
+            try:
+                error = await asyncio.shield(stream.ended)
+            finally:
+                await stream.close()
+            if error is not None and not passing(error):
+                raise error
+            await asyncio.sleep(link.options.retry_wait_s)  # it opened before it failed
+
+    async def _open(self, place: Place, connection: Connection) -> ChangeStream:
+        stream, answer = await connection.subscribe(
+            place.next_request(), partial(self._on_changes, place)
+        )
+        place.on_opened(answer)
+        return stream
+
+    def _on_changes(
+        self, place: Place, stream: ChangeStream, changes: Changes, body: memoryview
+    ) -> None:
+        columns = CHANGES.decode(body, changes.count) if changes.count else None
+        rows = place.on_changes(changes, columns)
+        self._arrived.append(Arrived(stream, changes, columns, rows))
+        self._wake()
+
+    def _on_done(self, follower: asyncio.Task[None]) -> None:
+        if not follower.cancelled() and self._failed is None:
+            self._failed = follower.exception()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
