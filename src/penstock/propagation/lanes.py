@@ -35,6 +35,13 @@ class Lanes:
             raise InvalidArgument("every lane is empty", field="waits_ms")
         return min(full, key=lambda lane: self._rank(lane, waits_ms[lane] or 0))
 
+    def due(self, lane: int, since_ms: float) -> tuple[float, int]:
+        """Its place among the lanes by when its eldest came: the smallest goes first.
+
+        It is what `choose` compares, less the present, which is the same for all.
+        """
+        return since_ms + lane * self.ageing_ms, lane
+
     def _rank(self, lane: int, wait_ms: float) -> tuple[float, int]:
         return lane - max(wait_ms, 0) / self.ageing_ms, lane
 

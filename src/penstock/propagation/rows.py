@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.deltas import DeltaBatch
+from penstock.model.columns import Binary
+from penstock.model.deltas import FIXED, DeltaBatch, gather
 from penstock.propagation.partition import Outcome
 
 Sequences = NDArray[np.uint64]
@@ -46,6 +48,48 @@ class Rows:
             return self
         return self.take(np.arange(max(first, 0), min(end, len(self))))
 
+    def packed(self) -> Rows:
+        """The same, holding on to no buffer that is much larger than it needs."""
+        batch = self.batch
+        if len(batch.blob) <= 2 * int(batch.sizes.sum()):
+            return self
+        payloads, headers = batch.payloads, batch.headers
+        if headers is not None:
+            headers = Binary.of(headers.tolist())
+        alone = DeltaBatch(
+            bytes(payloads.blob), payloads.offsets[:-1].astype(np.int64), batch.fixed.copy(),
+            batch.sequences.copy(), batch.log_times_ms.copy(), headers,
+        )  # fmt: skip
+        return Rows(alone, self.positions.copy(), self.ordinals.copy(), self.folded)
+
+    @staticmethod
+    def gathered(parts: Sequence[tuple[Rows, NDArray[np.int64]]]) -> Rows:
+        """Rows by their numbers out of several; many small parts are as cheap as a large one."""
+        if len(parts) == 1:
+            rows, numbers = parts[0]
+            return rows if len(numbers) == len(rows) else rows.take(numbers)
+        pieces: list[memoryview] = []
+        for rows, numbers in parts:
+            view, batch = memoryview(rows.batch.blob), rows.batch
+            places, sizes = batch.starts[numbers].tolist(), batch.sizes[numbers].tolist()
+            pieces += [view[a : a + n] for a, n in zip(places, sizes, strict=True)]
+        headers = None
+        if any(rows.batch.headers is not None for rows, _ in parts):
+            headers = Binary.of([data for part in parts for data in _headers_of(*part)])
+        blob = b"".join(pieces)
+        starts = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
+        batch = DeltaBatch(
+            blob, starts[:-1],
+            gather(blob, starts[:-1], FIXED),  # joining records is slow: their types are compared
+            np.concatenate([rows.batch.sequences[numbers] for rows, numbers in parts]),
+            np.concatenate([rows.batch.log_times_ms[numbers] for rows, numbers in parts]),
+            headers,
+        )  # fmt: skip
+        positions = np.concatenate([rows.positions[numbers] for rows, numbers in parts])
+        return Rows(
+            batch, positions, np.concatenate([rows.ordinals[numbers] for rows, numbers in parts])
+        )
+
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
         full = [part for part in parts if len(part)]
@@ -57,3 +101,8 @@ class Rows:
             np.concatenate([part.ordinals for part in full]),
             sum(part.folded for part in full),
         )
+
+
+def _headers_of(rows: Rows, numbers: NDArray[np.int64]) -> list[bytes]:
+    headers = rows.batch.headers
+    return [b""] * len(numbers) if headers is None else headers.take(numbers)

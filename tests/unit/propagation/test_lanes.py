@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.propagation.lanes import Lanes
@@ -30,3 +32,12 @@ def test_ageing_is_an_option() -> None:
 def test_there_is_something_to_choose_from(waits: list) -> None:
     with pytest.raises(InvalidArgument):
         Lanes().choose(waits)
+
+
+@given(st.lists(st.none() | st.integers(0, 50_000), min_size=4, max_size=4))
+def test_who_is_due_does_not_depend_on_the_present(waits: list[int | None]) -> None:
+    lanes = Lanes()
+    full = [lane for lane, wait_ms in enumerate(waits) if wait_ms is not None]
+    if full:
+        first = min(full, key=lambda lane: lanes.due(lane, 70_000 - (waits[lane] or 0)))
+        assert first == lanes.choose(waits)
