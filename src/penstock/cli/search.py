@@ -14,7 +14,8 @@ from penstock.cli.output import table
 from penstock.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
-    from penstock.sinks.index import Index, Neighbour
+    from penstock.sinks.index import Index
+    from penstock.sinks.neighbours import Neighbour
 
 app = group("Search.")
 

@@ -11,35 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import lancedb
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, NotFound, Unavailable
-from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.errors import NotFound, Unavailable
+from penstock.sinks.neighbours import Metric, Neighbour, checked_query, unpacked
 
-Metric = Literal["cosine", "l2", "dot"]
-METRICS: Final = get_args(Metric)
-NEIGHBOURS_MAX: Final = 10_000
 SCANNED: Final = ["namespace", "vector_id", "vector", "metadata", "revision"]
 REFINE: Final = 10  # an approximate answer is chosen among so many times more candidates
 _FOUND: Final = ["namespace", "vector_id", "metadata", "revision", "_distance"]
 _PREFIX: Final = "vectors_"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbour:
-    """A vector near the one that was asked about; `distance` is smaller the nearer it is."""
-
-    namespace: str
-    vector_id: str
-    distance: float
-    revision: int
-    metadata: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +62,7 @@ class Index:
     ) -> list[Neighbour]:
         """The `k` nearest vectors. Approximate where the index has been trained for `metric`,
         unless `exact`; a table too small to be worth training is always searched exactly."""
-        query = _checked(vector, k, metric)
+        query = checked_query(vector, k, metric)
         table = self.table(len(query))
         where = "deleted = false"
         if namespace is not None:
@@ -95,7 +80,7 @@ class Index:
                 vector_id=row["vector_id"],
                 distance=row["_distance"],
                 revision=row["revision"],
-                metadata=_metadata(row["metadata"]),
+                metadata=unpacked(row["metadata"]),
             )
             for row in rows
         ]
@@ -113,7 +98,7 @@ class Index:
                     vector_id=vector_id,
                     values=np.array(row["vector"], np.float32),
                     revision=row["revision"],
-                    metadata=_metadata(row["metadata"]),
+                    metadata=unpacked(row["metadata"]),
                 )
         return None
 
@@ -187,31 +172,3 @@ def lance_errors(path: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         raise Unavailable(f"the index {path} cannot be used: {error}") from error
-
-
-def _checked(
-    vector: Sequence[float] | NDArray[np.floating[Any]], k: int, metric: str
-) -> NDArray[np.float32]:
-    try:
-        query = np.asarray(vector, np.float32)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument("a vector is a row of numbers", field="vector") from error
-    if query.ndim != 1 or not 1 <= len(query) <= DIMENSIONS_MAX:
-        raise InvalidArgument(
-            f"a vector has 1 to {DIMENSIONS_MAX} numbers", field="vector", limit=DIMENSIONS_MAX
-        )
-    if not np.isfinite(query).all():
-        raise InvalidArgument("a vector's numbers must be finite", field="vector")
-    if metric not in METRICS:
-        raise InvalidArgument(f"metric must be one of {METRICS}", field="metric", limit=METRICS)
-    if metric == "cosine" and not query.any():
-        raise InvalidArgument("a vector of zeros has no direction", field="vector")
-    if not 1 <= k <= NEIGHBOURS_MAX:
-        raise InvalidArgument(
-            f"k is {k}, must be from 1 to {NEIGHBOURS_MAX}", field="k", limit=NEIGHBOURS_MAX
-        )
-    return query
-
-
-def _metadata(packed: bytes | None) -> dict[str, Any] | None:
-    return None if packed is None else msgspec.msgpack.decode(packed, type=dict[str, Any])

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument, SinkRejected
 from penstock.sinks import arrays
 from penstock.sinks.durable import NewFiles, local_path
-from penstock.sinks.index import METRICS, Index, lance_errors, table_name, trained_metric
+from penstock.sinks.index import Index, lance_errors, table_name, trained_metric
+from penstock.sinks.index_rows import finite_rows, values_of
+from penstock.sinks.neighbours import check_metric
 from penstock.sinks.newest import newest, vector_keys
 from penstock.sinks.protocol import Feed, Work
 from penstock.sinks.schema import dimensions_of
@@ -63,8 +65,7 @@ class IndexSink:
         storage_options: dict[str, str] | None = None,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
-        if metric not in METRICS:
-            raise InvalidArgument(f"metric must be one of {METRICS}", field="metric", limit=METRICS)
+        check_metric(metric)
         if tidy_every < 1:
             raise InvalidArgument("tidy_every must be at least 1", field="tidy_every", limit=1)
         if train_rows and train_rows < TRAIN_ROWS_MIN:
@@ -204,8 +205,7 @@ def index_rows(states: pa.Table) -> tuple[pa.Table, NDArray[np.int64]]:
     dimensions = dimensions_of(states)
     keys = vector_keys(states)
     deleted = states["deleted"].to_numpy()
-    values = _values(states["vector"])
-    finite = np.isfinite(values.sum(axis=1, dtype=np.float64)) | deleted
+    values, finite = values_of(states["vector"]), finite_rows(states)
     chosen = newest(keys, states["revision"].to_numpy()) & finite
     vectors = pa.Array.from_buffers(
         pa.list_(pa.float32(), dimensions),
@@ -221,12 +221,6 @@ def index_rows(states: pa.Table) -> tuple[pa.Table, NDArray[np.int64]]:
     if not chosen.all():
         rows = rows.filter(pa.array(chosen))
     return rows, np.flatnonzero(~finite)
-
-
-def _values(column: pa.ChunkedArray) -> NDArray[np.float32]:
-    (chunk,) = column.chunks
-    flat: NDArray[np.float32] = chunk.flatten().to_numpy()
-    return flat.reshape(len(chunk), chunk.type.list_size)
 
 
 def _merge(table: Any, rows: pa.Table) -> None:

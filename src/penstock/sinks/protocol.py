@@ -54,7 +54,10 @@ class Work:
 @runtime_checkable
 class Sink(Protocol):
     """One destination. `ordered` sinks get triggers one after the other and all lanes together;
-    the others may get a trigger's lanes apart, the urgent ones of later triggers first."""
+    the others may get a trigger's lanes apart, the urgent ones of later triggers first.
+
+    A sink that loses what it holds with its process says so by an attribute `volatile`, True: only
+    a node hosts it, and fills it from the beginning of the log each time."""
 
     name: str
     feed: Feed

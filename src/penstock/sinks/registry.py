@@ -23,6 +23,7 @@ from penstock.sinks.protocol import Sink, TopicWriter
 KINDS: Final = {
     "lake": "penstock.sinks.lake:LakeSink",
     "index": "penstock.sinks.index_sink:IndexSink",
+    "memory": "penstock.sinks.memory_index:MemoryIndexSink",
     "cache": "penstock.sinks.cache:CacheSink",
     "remote": "penstock.sinks.remote:RemoteSink",
     "notify": "penstock.sinks.notify:NotifySink",

@@ -26,6 +26,7 @@ from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
 from penstock.sinks.index_sink import IndexSink
 from penstock.sinks.lake import LakeSink
+from penstock.sinks.memory_index import MemoryIndexSink
 from penstock.sinks.notify import NotifySink
 from penstock.sinks.protocol import Sink
 from penstock.sinks.remote import RemoteSink
@@ -72,13 +73,33 @@ class IndexPlace:
             return held(sink)
 
     def bad(self) -> pa.Table:
-        """A table whose row 1 it can never take."""
-        infinite = (1.0, float("inf"), 0.0, 0.0)
-        return states(
-            State(vector_id="a", revision=1),
-            State(vector_id="b", revision=1, values=infinite),
-            State(vector_id="c", revision=1),
-        )
+        return with_infinite()
+
+
+class MemoryPlace:
+    """The process itself is the place: a restart within it finds the sink as it was."""
+
+    def __init__(self) -> None:
+        self._sink = MemoryIndexSink("memory")
+
+    def sink(self) -> MemoryIndexSink:
+        return self._sink
+
+    def effect(self) -> Effect:
+        return held(self._sink)
+
+    def bad(self) -> pa.Table:
+        return with_infinite()
+
+
+def with_infinite() -> pa.Table:
+    """A table whose row 1 no index can ever take."""
+    infinite = (1.0, float("inf"), 0.0, 0.0)
+    return states(
+        State(vector_id="a", revision=1),
+        State(vector_id="b", revision=1, values=infinite),
+        State(vector_id="c", revision=1),
+    )
 
 
 class CachePlace:
@@ -143,9 +164,9 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> Effect:
     return sorted(tuple(row.values()) for batch in batches for row in batch.to_pylist())
 
 
-WITH_STATE = ("cache", "index", "lake")
+WITH_STATE = ("cache", "index", "lake", "memory")
 WITHOUT = ("notify", "remote")
-REFUSING = ("index", "notify", "remote")
+REFUSING = ("index", "memory", "notify", "remote")
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +181,8 @@ def _place(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
             yield LakePlace(folder)
         elif kind == "index":
             yield IndexPlace(folder)
+        elif kind == "memory":
+            yield MemoryPlace()
         elif kind == "cache":
             place = CachePlace(request.getfixturevalue("redis_server"))
             with opened(place.sink()) as sink:

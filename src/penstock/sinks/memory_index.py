@@ -1,0 +1,195 @@
+"""A nearest-neighbour index in the node's own memory: a search sees a change at once.
+
+HNSW graphs of usearch, one per namespace and number of dimensions, so that a namespace is searched
+alone without a filter. Nothing of it is on disk: the sink is `volatile`, it begins empty and is
+filled from the log when the node starts.
+
+One thread writes; searches come from others. A graph is changed under a lock, which a search holds
+as well: usearch lets readers beside a writer, but not beside a removal and the add that follows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from usearch.index import Index as Graph
+
+from penstock.errors import NotFound, SinkRejected
+from penstock.sinks.index_rows import finite_rows, values_of
+from penstock.sinks.neighbours import Neighbour, check_metric, checked_query, unpacked
+from penstock.sinks.newest import newest, vector_keys
+from penstock.sinks.protocol import Feed, Work
+from penstock.sinks.schema import dimensions_of
+
+_METRICS: Final = {"cosine": "cos", "l2": "l2sq", "dot": "ip"}
+_SCAN_ROWS: Final = 1000
+
+Name = tuple[str, str]  # namespace, vector id
+
+
+class MemoryIndexSink:
+    feed = Feed.STATES
+    ordered = False
+    volatile = True  # what it holds is gone with the process
+
+    def __init__(
+        self, name: str, *, metric: str = "cosine", connectivity: int = 16, effort: int = 64
+    ) -> None:
+        check_metric(metric)
+        self.name, self.metric = name, metric
+        self._connectivity, self._effort = connectivity, effort
+        self._lock = threading.Lock()
+        self.reset()
+
+    def open(self) -> None:
+        """There is nothing to reach."""
+
+    def reset(self) -> None:
+        with self._lock:
+            self._graphs: dict[tuple[str, int], Graph] = {}
+            # By key in the graphs. A deleted vector keeps its row: an older state must not win.
+            self._names: list[Name] = []
+            self._keys: dict[Name, int] = {}
+            self._revisions: list[int] = []
+            self._metadata: list[bytes | None] = []
+            self._dimensions: list[int] = []  # 0: deleted
+
+    def write(self, work: Work) -> None:
+        states = work.states
+        if states is None or not len(states):
+            return
+        states = states.combine_chunks()
+        finite = finite_rows(states)
+        chosen = newest(vector_keys(states), states["revision"].to_numpy()) & finite
+        with self._lock:
+            self._merge(states.filter(pa.array(chosen)) if not chosen.all() else states)
+        if not finite.all():
+            raise SinkRejected(
+                "a component is not finite: no distance to it can be told",
+                rows=np.flatnonzero(~finite).tolist(),
+            )
+
+    def cursor(self) -> int | None:
+        return None
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        with self._lock:
+            alive = [key for key, dimensions in enumerate(self._dimensions) if dimensions]
+        for dimensions in sorted({self._dimensions[key] for key in alive}):
+            keys = [key for key in alive if self._dimensions[key] == dimensions]
+            for at in range(0, len(keys), _SCAN_ROWS):
+                yield self._rows(keys[at : at + _SCAN_ROWS], dimensions)
+
+    def close(self) -> None:
+        """It goes on holding what it holds, for who searches."""
+
+    # --- asking ---
+
+    def search(
+        self,
+        vector: Sequence[float] | NDArray[np.floating[Any]],
+        k: int = 10,
+        *,
+        namespace: str | None = None,
+    ) -> list[Neighbour]:
+        """The `k` nearest vectors by the sink's metric; approximate, as HNSW is."""
+        query = checked_query(vector, k, self.metric)
+        with self._lock:
+            graphs = [
+                graph
+                for (name, dimensions), graph in self._graphs.items()
+                if dimensions == len(query) and namespace in (None, name)
+            ]
+            if not graphs and not any(d == len(query) for _, d in self._graphs):
+                have = sorted({dimensions for _, dimensions in self._graphs})
+                raise NotFound(f"the index has no vectors of {len(query)} dimensions, but {have}")
+            found: list[tuple[float, int]] = []
+            for graph in graphs:
+                matches = graph.search(query, k)
+                found += zip(matches.distances.tolist(), matches.keys.tolist(), strict=True)
+            return [self._neighbour(key, distance) for distance, key in sorted(found)[:k]]
+
+    def __len__(self) -> int:
+        return sum(1 for dimensions in self._dimensions if dimensions)
+
+    # --- inside; the lock is held ---
+
+    def _merge(self, states: pa.Table) -> None:
+        dimensions, values = dimensions_of(states), values_of(states["vector"])
+        added: dict[str, tuple[list[int], list[int]]] = {}  # namespace: keys, rows
+        columns = (states[name].to_pylist() for name in ("namespace", "vector_id", "revision"))
+        deleted, metadata = states["deleted"].to_pylist(), states["metadata"].to_pylist()
+        for row, (namespace, vector_id, revision) in enumerate(zip(*columns, strict=True)):
+            key = self._key((namespace, vector_id))
+            if revision <= self._revisions[key]:
+                continue
+            self._forget(key)
+            self._revisions[key], self._metadata[key] = revision, metadata[row]
+            if not deleted[row]:
+                self._dimensions[key] = dimensions
+                keys, rows = added.setdefault(namespace, ([], []))
+                keys.append(key)
+                rows.append(row)
+        for namespace, (keys, rows) in added.items():
+            self._graph(namespace, dimensions).add(np.array(keys, np.uint64), values[rows])
+
+    def _key(self, name: Name) -> int:
+        key = self._keys.setdefault(name, len(self._names))
+        if key == len(self._names):
+            self._names.append(name)
+            self._revisions.append(-1)
+            self._metadata.append(None)
+            self._dimensions.append(0)
+        return key
+
+    def _forget(self, key: int) -> None:
+        dimensions = self._dimensions[key]
+        if dimensions:
+            self._graphs[self._names[key][0], dimensions].remove(key)
+            self._dimensions[key] = 0
+
+    def _graph(self, namespace: str, dimensions: int) -> Graph:
+        found = self._graphs.get((namespace, dimensions))
+        if found is None:
+            found = Graph(
+                ndim=dimensions,
+                metric=_METRICS[self.metric],
+                dtype="f32",
+                connectivity=self._connectivity,
+                expansion_add=self._effort,
+                expansion_search=self._effort,
+            )
+            self._graphs[namespace, dimensions] = found
+        return found
+
+    def _neighbour(self, key: int, distance: float) -> Neighbour:
+        namespace, vector_id = self._names[key]
+        return Neighbour(
+            namespace=namespace,
+            vector_id=vector_id,
+            distance=distance,
+            revision=self._revisions[key],
+            metadata=unpacked(self._metadata[key]),
+        )
+
+    def _rows(self, keys: list[int], dimensions: int) -> pa.RecordBatch:
+        with self._lock:
+            names = [self._names[key] for key in keys]
+            vectors = [self._graphs[self._names[key][0], dimensions].get(key) for key in keys]
+            revisions = [self._revisions[key] for key in keys]
+            metadata = [self._metadata[key] for key in keys]
+        kind = pa.list_(pa.float32(), dimensions)
+        return pa.record_batch(
+            {
+                "namespace": pa.array([name[0] for name in names], pa.utf8()),
+                "vector_id": pa.array([name[1] for name in names], pa.utf8()),
+                "vector": pa.array([np.asarray(v).reshape(-1).tolist() for v in vectors], kind),
+                "metadata": pa.array(metadata, pa.binary()),
+                "revision": pa.array(revisions, pa.int64()),
+            }
+        )
