@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.client.logreader import LogReader, Source
-from penstock.model.batch import Batch, Kind
 from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_log import deltas_of
 
 CREDIT_ENTRIES: Final = 200_000  # read ahead of whoever folds them
 CREDIT_BYTES: Final = 8 << 20
-
-
-def deltas_of(batches: Sequence[Batch]) -> DeltaBatch:
-    """The deltas in these batches of a log, in its order."""
-    return DeltaBatch.concat([_deltas(batch) for batch in batches if batch.kind is Kind.ENQ])
-
-
-def _deltas(batch: Batch) -> DeltaBatch:
-    columns = batch.columns()
-    payloads = columns.binary("payload")
-    if payloads is None:
-        return DeltaBatch.empty()
-    sequences = np.arange(batch.first, batch.first + batch.entries, dtype=np.uint64)
-    if batch.compacted:
-        sequences = columns.fixed("sequence")
-    return DeltaBatch.of(
-        payloads,
-        sequences=sequences,
-        log_times_ms=np.full(len(payloads), batch.time_ms, np.int64),
-        headers=columns.binary("headers"),
-    )
 
 
 async def read_deltas(

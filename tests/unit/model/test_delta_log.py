@@ -2,7 +2,7 @@ import numpy as np
 
 from penstock.client.delta_columns import DeltaColumns, Names, encode_columns
 from penstock.client.delta_heads import Heads, HybridClock
-from penstock.client.delta_log import deltas_of
+from penstock.model.delta_log import deltas_of
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.columns import Binary
 
