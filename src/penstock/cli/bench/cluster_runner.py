@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +18,7 @@ from penstock.cli.bench.cluster_stages import (
     put,
     slow_follower,
 )
-from penstock.cli.bench.machine import machine_facts
-from penstock.cli.bench.runner import QUICK_SCALE, median_of
+from penstock.cli.bench.document import QUICK_SCALE, median_of, session, shown
 from penstock.cli.bench.stages import BATCH, PAYLOAD_BYTES, Run, Values
 from penstock.cli.bench.targets import CLUSTER_METRICS
 from penstock.cli.output import progress, say
@@ -42,36 +39,17 @@ async def measure_cluster(
     """The whole document: medians under their metric's name, and everything they came from."""
     scale = QUICK_SCALE if quick else 1.0
     results: dict[str, list[Values]] = {}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=folder) as scratch:
-        facts = machine_facts(Path(scratch))
-        began = datetime.now(UTC)
-        run = Run(folder=Path(scratch), scale=scale, runs=runs)
+    with session(folder) as made:
+        run = Run(folder=made.folder, scale=scale, runs=runs)
         with progress("bench", total=len(stages), unit="stages") as advance:
             for done, name in enumerate(stages):
                 async with fresh_cluster(run) as bench:
                     results[name] = await STAGE[name](bench)
-                say(f"{name}: {_shown(median_of(results[name]))}")
+                say(f"{name}: {shown(median_of(results[name]))}")
                 advance(done + 1)
-    medians = {name: value for rows in results.values() for name, value in median_of(rows).items()}
-    metrics = [metric for metric in CLUSTER_METRICS if metric.name in medians]
-    return {
-        **medians,
-        "ok": all(metric.met(medians[metric.name]) for metric in metrics),
-        "targets": {
-            metric.name: {"target": metric.target, "aim": metric.aim, "unit": metric.unit}
-            for metric in metrics
-        },
-        "runs": results,
-        "settings": {
+        settings = {
             "runs": runs, "quick": quick, "payload_bytes": PAYLOAD_BYTES, "batch": BATCH,
             "nodes": NODES, "partitions": PARTITIONS, "replication_factor": REPLICATION,
             "fsync": "on a quorum before every acknowledgement",
-        },
-        "machine": facts,
-        "measured_at": began.isoformat(timespec="seconds"),
-        "took_s": round((datetime.now(UTC) - began).total_seconds(), 1),
-    }  # fmt: skip
-
-
-def _shown(values: Values) -> str:
-    return ", ".join(f"{name} {value:,.2f}" for name, value in values.items())
+        }  # fmt: skip
+        return made.document(results, CLUSTER_METRICS, settings)
