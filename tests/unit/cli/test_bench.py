@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from penstock.cli.bench.cluster_runner import STAGE as CLUSTER_STAGE
+from penstock.cli.bench.document import median_of
 from penstock.cli.bench.http_load import post_many, request_bytes
 from penstock.cli.bench.report import number, view_of
-from penstock.cli.bench.document import median_of
 from penstock.cli.bench.runner import STAGE
 from penstock.cli.bench.stages import Run, payloads
 from penstock.cli.bench.targets import CLUSTER_METRICS, CLUSTER_STAGES, METRICS, STAGES
