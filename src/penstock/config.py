@@ -27,6 +27,7 @@ from penstock.errors import InvalidArgument
 from penstock.log.partition import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
 from penstock.model.topic import NAME
+from penstock.propagation.live_options import LiveOptions
 from penstock.replication.options import ReplicationOptions
 from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
@@ -115,6 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     audit: AuditOptions = AuditOptions()
     cluster: ClusterOptions = ClusterOptions()
     replication: ReplicationOptions = ReplicationOptions()
+    live: LiveOptions = LiveOptions()
     writer_threads: int = 4
     cache_bytes: int = 128 << 20  # of messages that are kept in memory to be delivered
     drain_s: float = 10.0  # for requests under way when the node is told to stop
@@ -279,6 +281,13 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "replication.backpressure_ms": _MILLISECONDS,
     "replication.caught_up_entries": (0, 1_000_000_000),
     "replication.seed_bytes_per_s": (64 << 10, 1 << 40),
+    "live.idle_s": (0, 366 * 24 * 3600.0),
+    "live.subscriptions_max": _COUNT,
+    "live.outbox_entries": (1, 1_000_000),
+    "live.outbox_bytes": (64 << 10, 1 << 30),
+    "live.ageing_ms": _MILLISECONDS,
+    "live.rate_min": (1, 1e9),
+    "live.rate_max": (1, 1e9),
     "cache_bytes": (0, 1 << 40),
     "writer_threads": (1, PARTITIONS_MAX),
     "drain_s": (0, 3600.0),

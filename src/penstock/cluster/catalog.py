@@ -115,7 +115,7 @@ class Catalog:
         return await until_won(swap)
 
     async def delete(self, name: str) -> TopicConfig:
-        """Forget the topic, its epochs and partition records; returns what it was."""
+        """Forget the topic, its epochs, partition records and cursors; returns what it was."""
 
         async def swap() -> TopicConfig:
             held, revision = await self._read(name)
@@ -123,7 +123,7 @@ class Catalog:
             return held
 
         config = await until_won(swap)
-        for prefix in (f"partitions/{config.id}/", f"epochs/{config.id}/"):
+        for prefix in (f"{part}/{config.id}/" for part in ("partitions", "epochs", "cursors")):
             entries = await self._store.range(prefix)
             await asyncio.gather(*(self._store.delete(entry.key) for entry in entries))
         return config

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from penstock.errors import DiskFull, PenstockError, Unavailable
 from penstock.heap import Applied, Heap
@@ -26,6 +26,14 @@ LEASE_BYTES: Final = 512  # of a LEASE batch besides its messages, consumer incl
 
 Answer = Callable[[], None]
 Refuse = Callable[[PenstockError], None]
+
+
+class Listener(Protocol):
+    """Hears of every batch: when it is staged, and when all up to a sequence are committed."""
+
+    def on_staged(self, batch: Batch, columns: Columns) -> None: ...
+
+    def on_commit(self, sequence: int) -> None: ...
 
 
 class Journal:
@@ -60,6 +68,7 @@ class Journal:
         self._futures: set[asyncio.Future[None]] = set()  # of `committed`, not done yet
         self.failed: Unavailable | None = None  # nothing is taken or acknowledged any more
         self.resigning = False  # what is under way is finished, nothing else begun
+        self.live: Listener | None = None  # the fold of a delta topic, while somebody subscribes
 
     @property
     def idle(self) -> bool:
@@ -117,6 +126,8 @@ class Journal:
         if kind is Kind.DEAD:  # a batch of them has one reason
             reason = DeadReason(int(columns.fixed("reason")[0])).name.lower()
         self._unobserved.append((batch.last, applied, reason))
+        if self.live is not None:
+            self.live.on_staged(batch, columns)
         return batch
 
     def append_record(self, kind: Kind, count: int, values: dict[str, Value | None]) -> Batch:
@@ -162,6 +173,8 @@ class Journal:
         while unobserved and unobserved[0][0] <= sequence:
             _, applied, reason = unobserved.popleft()
             self._observe(applied, reason)
+        if self.live is not None:
+            self.live.on_commit(sequence)
         self._turn()  # the next write is under way while this one's waiters are answered
         waiting = self._waiting
         while waiting and waiting[0][0] <= sequence:

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
+from penstock.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    Unavailable,
+    WrongEpoch,
+)
 from penstock.heap import Applied
-from penstock.model.topic import TopicConfig
+from penstock.model.columns import Buffer
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.atomic import resolve_in_doubt
 from penstock.node.clock import Clock, Timer
 from penstock.node.delivering import Deliveries
@@ -25,6 +33,11 @@ from penstock.node.routing.demands import Demand
 from penstock.node.routing.ports import Key, PartitionPort
 from penstock.node.routing.router import Router
 from penstock.node.streams import LeaseStream, LogSource, LogStream
+from penstock.wire.messages import Changes, OpenSubscription
+
+if TYPE_CHECKING:
+    from penstock.node.live.hub import Hub
+    from penstock.node.live.subscription import Subscription
 
 IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
 DOUBT_PAUSE_MS: Final = 500  # before the next question, at least
@@ -65,6 +78,8 @@ class Topic:
         self._timer_ms = 0
         self._armed_for: list[int] = []  # where the logs ended when the timers were set
         self.rotation = 0  # the partition that keyless messages go to next
+        self.live: Hub | None = None  # of a delta topic, once somebody subscribed
+        self.open_hub: Callable[[Topic], Hub] | None = None  # makes it
         self.closed = False
 
     def reconfigure(self, config: TopicConfig) -> None:
@@ -87,6 +102,8 @@ class Topic:
         self.partitions[index] = partition
         self._place_local()
         self.router.on_served(self.key(index))
+        if self.live is not None:
+            self.live.serve(index)
         self._recount()
         self.wake()
 
@@ -103,6 +120,8 @@ class Topic:
         for stream, source in list(self._log_streams.items()):
             if source is gone:
                 stream.fail(moved)
+        if self.live is not None:
+            self.live.unserve(index)
         self._recount()
         self._dispatching.rounds.renew()
         self.wake()
@@ -137,6 +156,23 @@ class Topic:
         )
 
     # --- for sessions ---
+
+    async def subscribe(
+        self,
+        partition: int,
+        request: OpenSubscription,
+        *,
+        send: Callable[[Changes, Buffer], None],
+        fail: Callable[[PenstockError], None],
+        key_id: str | None = None,
+    ) -> Subscription:
+        """Push what a partition of a delta topic releases. `send` is not called before this
+        returns."""
+        if self.live is None:
+            if self.open_hub is None or self.config.kind is not TopicKind.DELTA:
+                raise FailedPrecondition(f"{self.config.name} is no delta topic")
+            self.live = self.open_hub(self)
+        return await self.live.subscribe(partition, request, send=send, fail=fail, key_id=key_id)
 
     def partition(self, index: int) -> PartitionPort:
         if not 0 <= index < len(self.partitions):
@@ -343,6 +379,8 @@ class Topic:
 
     def close(self) -> None:
         self.closed = True
+        if self.live is not None:
+            self.live.close()
         if self._doubt is not None:
             self._doubt.cancel()
         self.router.remove(self, self.config.id)

@@ -2,9 +2,9 @@ import numpy as np
 
 from penstock.client.delta_columns import DeltaColumns, Names, encode_columns
 from penstock.client.delta_heads import Heads, HybridClock
-from penstock.model.delta_log import deltas_of
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.columns import Binary
+from penstock.model.delta_log import deltas_of
 
 
 def payloads(count: int) -> Binary:
