@@ -34,12 +34,15 @@ class AdaptiveRate:
         self.minimum, self.maximum, self.alpha = float(minimum), float(maximum), alpha
         self.rate = float(initial)
 
-    def adjust(self, utilisation: float) -> float:
-        """The rate after an observation: how much of what could be borne was used (1: all)."""
+    def adjust(self, utilisation: float, *, gain: float = 1.0) -> float:
+        """The rate after an observation: how much of what could be borne was used (1: all).
+
+        With a smaller `gain` it moves by that part of the step.
+        """
         if not utilisation >= 0:
             raise InvalidArgument("utilisation must not be negative", field="utilisation", limit=0)
         target = min(max(self.rate * _factor(utilisation), self.minimum), self.maximum)
-        self.rate += self.alpha * (target - self.rate)
+        self.rate += gain * self.alpha * (target - self.rate)
         return self.rate
 
     def validate(self) -> None:

@@ -1,0 +1,112 @@
+from collections.abc import Callable
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidArgument
+from penstock.propagation.bucket import Bucket
+from penstock.propagation.rate import AdaptiveRate
+
+MINIMUM, MAXIMUM = 10.0, 1e6
+TICK_MS = 10
+
+
+def bucket(initial: float = 1000.0, **options: float) -> Bucket:
+    return Bucket(AdaptiveRate(initial=initial, minimum=MINIMUM, maximum=MAXIMUM), **options)
+
+
+def rates_with(
+    capacity: Callable[[float], float], *, seconds: int = 60, room: int = 2000, initial: float = 1e3
+) -> tuple[list[float], float]:
+    """A sink with a queue, and capacity that changes: rates by tick, and the throughput per s."""
+    found, now_ms, queue, done = bucket(initial), 0.0, 0.0, 0.0
+    rates = []
+    for _ in range(seconds * 1000 // TICK_MS):
+        now_ms += TICK_MS
+        queue += found.take(int(room - queue), now_ms)
+        served = min(queue, capacity(now_ms) * TICK_MS / 1000)
+        queue, done = queue - served, done + served
+        rates.append(found.observe(queue / room, now_ms))
+        found.validate()
+    return rates, done / seconds
+
+
+def swinging(period_ms: float, swing: float) -> Callable[[float], float]:
+    return lambda now_ms: 1e4 * (1 + swing * (1 if now_ms % period_ms < period_ms / 2 else -1))
+
+
+def spread(rates: list[float]) -> float:
+    return (max(rates) - min(rates)) / mean(rates)
+
+
+@pytest.mark.parametrize("room", [500, 2000, 20_000])
+@pytest.mark.parametrize("initial", [100.0, 1e6])
+def test_the_rate_settles_on_what_the_sink_bears(room: int, initial: float) -> None:
+    rates, _ = rates_with(lambda _: 1e4, room=room, initial=initial, seconds=120)
+    last = rates[-2000:]
+    assert spread(last) < 0.1
+    assert mean(last) == pytest.approx(1e4, rel=0.05)
+
+
+@pytest.mark.parametrize(("period_ms", "swing"), [(40, 0.9), (200, 0.5), (200, 0.9), (400, 0.3)])
+def test_a_swinging_sink_starts_no_storm(period_ms: float, swing: float) -> None:
+    rates, throughput = rates_with(swinging(period_ms, swing), seconds=90)
+    warm, last = rates[1000:3000], rates[-2000:]
+    assert spread(last) < swing / 2
+    assert spread(last) <= spread(warm) + 0.05
+    assert min(rates[1000:]) > 0.5 * 1e4
+    assert throughput > 0.85 * 1e4
+
+
+def test_a_slow_swing_is_followed_within_its_bounds() -> None:
+    rates, throughput = rates_with(swinging(20_000, 0.5), seconds=120)
+    assert min(rates[2000:]) > 0.15 * 1e4
+    assert max(rates[2000:]) < 2 * 1e4
+    assert throughput > 0.7 * 1e4
+
+
+def test_a_sink_that_slows_down_is_given_less() -> None:
+    rates, _ = rates_with(lambda now_ms: 1e4 if now_ms < 60_000 else 500.0, seconds=180)
+    assert mean(rates[5000:6000]) == pytest.approx(1e4, rel=0.1)
+    assert mean(rates[-1000:]) == pytest.approx(500, rel=0.1)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 300), st.floats(0, 2)), max_size=60))
+def test_no_more_is_given_out_than_flows_in(story: list[tuple[int, int, float]]) -> None:
+    found, now_ms, allowed, given_out = bucket(200.0), 0.0, 20.0, 0
+    for pause_ms, wanted, utilisation in story:
+        allowed += found.rate.rate * pause_ms / 1000
+        now_ms += pause_ms
+        given_out += found.take(wanted, now_ms)
+        found.observe(utilisation, now_ms)
+        found.validate()
+        assert given_out <= allowed + 1e-6
+
+
+def test_a_token_comes_when_it_was_said() -> None:
+    found = bucket(100.0, burst_ms=50)
+    assert found.take(99, 0) == 5
+    wait_ms = found.wait_ms(0)
+    assert wait_ms == pytest.approx(10)
+    assert found.take(1, wait_ms - 0.1) == 0
+    assert found.take(1, wait_ms + 0.1) == 1
+    found.give_back(1)
+    assert found.wait_ms(wait_ms + 0.1) == 0
+
+
+def test_several_observations_make_one_adjustment() -> None:
+    found = bucket(adjust_ms=100)
+    rates = {found.observe(1.0, now_ms) for now_ms in range(0, 100, 5)}
+    assert rates == {1000.0}
+    assert found.observe(1.0, 100) == pytest.approx(750)
+
+
+def test_settings_have_bounds() -> None:
+    for options in ({"burst_ms": 0}, {"adjust_ms": 0}):
+        with pytest.raises(InvalidArgument):
+            bucket(**options)
+    with pytest.raises(InvalidArgument):
+        bucket().observe(float("nan"), 0)
