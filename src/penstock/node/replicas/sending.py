@@ -21,7 +21,7 @@ from penstock.replication.replica import Replica
 from penstock.replication.sender import Window
 
 SLICE_BYTES: Final = 1 << 20  # of one frame
-WATERMARK_S: Final = 0.01  # after a commit that no slice has told of
+WATERMARK_S: Final = 0.01  # how often readers are told of commits that no slice has told of
 
 
 class _Stream:
@@ -52,6 +52,7 @@ class Sending:
         self._transport, self._now = transport, now
         self._perform, self._spawn = perform, spawn
         self.streams: dict[str, _Stream] = {}
+        self._pumped = 0  # what every stream was offered, or is waited for
         self._watermark: asyncio.TimerHandle | None = None
 
     def opened(self, node: str, stream: int) -> None:
@@ -66,6 +67,7 @@ class Sending:
 
     def close(self) -> None:
         self.streams.clear()
+        self._pumped = 0
         if self._watermark is not None:
             self._watermark.cancel()
             self._watermark = None
@@ -77,6 +79,10 @@ class Sending:
             self.pump(node)
 
     def pump_all(self) -> None:
+        """Offer what is new to all. A stream that cannot take it goes on when it can."""
+        if self._pumped == self._log.sequence_last:
+            return
+        self._pumped = self._log.sequence_last
         for node in tuple(self.streams):
             self.pump(node)
 
@@ -163,10 +169,14 @@ class Sending:
             self.streams[node].told = append.committed
 
     def on_commit(self) -> None:
-        """Tell readers of the commit, soon; the next slice does it if there is one by then."""
+        """Tell readers of the commit, soon; the next slice does it if there is one by then.
+
+        All partitions do that at the same moments, so that a node hears of them in one go.
+        """
         if self.streams and self._watermark is None:
             loop = asyncio.get_running_loop()
-            self._watermark = loop.call_later(WATERMARK_S, self._send_watermarks)
+            when = (loop.time() // WATERMARK_S + 2) * WATERMARK_S
+            self._watermark = loop.call_at(when, self._send_watermarks)
 
     def _send_watermarks(self) -> None:
         self._watermark = None

@@ -117,7 +117,8 @@ class Tenure:
         clock = TenureClock(around.clock, log_ms=self._flusher.log.time_ms_last)
         journal = Journal(
             self._applying.heap, self._replica, self._flusher, clock=clock,
-            reserve_bytes=around.reserve_bytes, wake=topic.wake, turn=topic.turn,
+            reserve_bytes=around.reserve_bytes, wake=topic.wake,
+            turn=topic.turn if self._sending is None else topic.wake,
             observe=topic.observe, writable=None if self._sending is None else self._writable,
             on_fatal=around.on_fatal,
         )  # fmt: skip

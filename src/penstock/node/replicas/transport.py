@@ -40,6 +40,7 @@ _DECODERS: Final = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.
 _FOLLOW: Final = msgspec.msgpack.Decoder(Follow)
 _encoder: Final = msgspec.msgpack.Encoder()
 _PADDING: Final = bytes(8)
+ACK_AGAIN_S: Final = 0.05  # until an acknowledgement that says nothing new is sent all the same
 log = get_logger(__name__)
 
 FetchSeed = Callable[[str, Key, SeedTarget], Any]
@@ -98,6 +99,8 @@ class PeerTransport:
         self._fetch_seed = fetch_seed
         self._readings: dict[Key, _Reading] = {}
         self._sendings: dict[tuple[str, Key], Sending] = {}
+        self._acked: dict[Key, tuple[Ack, float]] = {}  # what was said last, and when
+        self._loop = asyncio.get_running_loop()
         peers.listen(self)
 
     # --- what hosts ask for ---
@@ -106,7 +109,19 @@ class PeerTransport:
         if isinstance(message, Followed):
             self._answer(to, key, message)
             return
+        if type(message) is Ack and self._said(key, message):
+            return
         self._peers.tell(to, Told(*key, _NAMES[type(message)], _encoder.encode(message)))
+
+    def _said(self, key: Key, ack: Ack) -> bool:
+        """Whether this very acknowledgement was sent a moment ago, for the batch whose commit the
+        stream tells of now. One after a while is a sign of life."""
+        now = self._loop.time()
+        before = self._acked.get(key)
+        if before is not None and before[0] == ack and now - before[1] < ACK_AGAIN_S:
+            return True
+        self._acked[key] = (ack, now)
+        return False
 
     def open_stream(self, to: str, key: Key, follow: Follow) -> None:
         self.close_stream(key)

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -112,6 +113,23 @@ async def test_messages_go_to_the_host_of_their_partition(net: Net) -> None:
     later, elsewhere = Told(1, 0, "later", b""), Told(9, 9, "fence", encode(Fence("b", 1)))
     net.transport.on_told([later, elsewhere, Told(1, 0, "ack", encode(ack))])
     assert net.host.told == [("message", ack)]
+
+
+async def test_an_acknowledgement_that_says_nothing_new_is_sent_once(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sent() -> list[int]:
+        frames = net.dial.connections[0].frames
+        return [msgspec.msgpack.decode(t.message, type=Ack).durable for f in frames for t in f]
+
+    for durable in (3, 3, 4, 4):
+        net.transport.send("b", KEY, Ack("a", "uuid", 1, 1, 2, 100, durable, 1))
+    await asyncio.sleep(0)
+    assert sent() == [3, 4]
+    monkeypatch.setattr("penstock.node.replicas.transport.ACK_AGAIN_S", 0.0)
+    net.transport.send("b", KEY, Ack("a", "uuid", 1, 1, 2, 100, 4, 1))  # a sign of life
+    await asyncio.sleep(0)
+    assert sent() == [3, 4, 4]
 
 
 async def test_a_malformed_message_is_refused(net: Net) -> None:
