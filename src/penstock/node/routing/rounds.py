@@ -9,7 +9,9 @@ one, and what has arrived in between goes first as far as the rank bound allows 
 A round that ends early, since a list was used up, is followed by another with longer lists. Rounds
 go on while streams have room and somebody has something to lease; then nothing is sent until a
 stream gets room, or a node says that it has something again. What little credit comes back within
-`PACE_S` of a round waits for the end of that time, so that under load rounds are large.
+`PACE_S` of a round waits for the end of that time, so that under load rounds are large. After a
+round that found little, what comes within `LULL_S` waits as well: a lease costs a sync on every
+replica, however few messages it is for.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ LEASES_PER_ROUND: Final = 5000
 STRETCH: Final = 100  # messages of equal keys that are taken of one partition, then of the next
 RANK_SAMPLE: Final = 64  # one round in so many has its rank error measured
 PACE_S: Final = 0.003  # between rounds, unless one is worth it before
+LULL_S: Final = 0.008  # the same after one that found little, though there was room for more
 LIST_WIDTH_MAX: Final = 64  # times as long a list as an even share
 ANSWER_S: Final = 3.0  # a node that does not answer for so long is left out
 STALL_S: Final = 0.05  # before the next round after one that could lease nothing
@@ -72,6 +75,7 @@ class Rounds:
         self._round: _Round | None = None
         self._number = 0
         self._began = 0.0  # the last round
+        self._sparse = False  # it found little
         self._stalled_until = 0.0
         self._fresh = False  # ask once, whatever we believe
         self._look = True  # for nodes that serve partitions
@@ -138,7 +142,8 @@ class Rounds:
         """Whether a round is worth it now, or gathers some more first."""
         window = sum(s.window for s in self._dispatch.streams.values())
         worth = wanted >= COALESCE_ENTRIES and 2 * wanted >= min(window, LEASES_PER_ROUND)
-        wait_s = self._began + PACE_S - self._loop.time()
+        worth = worth and not self._sparse
+        wait_s = self._began + (LULL_S if self._sparse else PACE_S) - self._loop.time()
         if worth or wait_s <= 0 or self._fresh:
             return True
         self._wake_in(wait_s)
@@ -186,13 +191,16 @@ class Rounds:
         picking = _Picking(self._dispatch, owners, sources)
         leased = self._topic.leased + sum(s.leased for s in self.supplies.values())
         budget = min(LEASES_PER_ROUND, self._topic.config.inflight_max - leased)
-        short = False
+        short, found = False, 0
         for stream, wanted in self._dispatch.shares(budget):
             picked = self._spine.pick(sources, wanted, now_ms)
             picking.take(stream, picked)
-            if sum(len(messages) for _, messages in picked) < wanted:
+            count = sum(len(messages) for _, messages in picked)
+            found += count
+            if count < wanted:
                 short = True
                 break
+        self._sparse = short and found < COALESCE_ENTRIES
         self._send_orders(round, picking, now_ms)
         self._adapt(sources, short=short)
 

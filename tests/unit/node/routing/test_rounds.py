@@ -94,6 +94,21 @@ async def test_a_stream_gets_what_becomes_ready_elsewhere(cluster: Cluster) -> N
     assert [p for p, _ in await receive(stream, 2)] == [3, 4]
 
 
+async def test_after_a_round_that_found_little_the_next_one_gathers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.node.routing.rounds.LULL_S", 0.5)
+    await cluster.topic("jobs", "bc")
+    stream = await cluster["a"].stream("jobs", credits=1000)
+    rounds = cluster["a"].engine.topic("jobs")._dispatching.rounds
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for i in range(10):
+        await fill(cluster, "jobs", [[i], []])
+    assert [p for p, _ in await receive(stream, 10)] == list(range(10))
+    assert rounds._number <= 3 + (loop.time() - began) / 0.5
+
+
 async def test_credit_bounds_what_is_out_and_comes_back(cluster: Cluster) -> None:
     await cluster.topic("jobs", "abc")
     await fill(cluster, "jobs", [list(range(i, 90, 3)) for i in range(3)])
