@@ -18,6 +18,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     requests_max: int = 4  # enqueue requests of one topic that wait for an answer at once
     batch_entries_max: int = 1000  # puts that share one request
     batch_bytes_max: int = 1 << 20
+    stay_s: float = 0.02  # with one partition of a cluster, for puts that may go anywhere
+    stay_entries: int = 100  # after so many they go to the next one all the same
     inflight_entries_max: int = 20_000  # entries put and not yet answered; further puts wait
     inflight_bytes_max: int = 64 << 20
     retry_s: float = 60.0  # how long a retryable failure is retried before it is raised

@@ -7,7 +7,9 @@ fault.
 
 At a cluster each request goes to the node that coordinates its partition, and what was gathered is
 parted by node. A request stays with its partition however often it is sent; puts that may go
-anywhere keep away from partitions that some request has trouble with.
+anywhere keep away from partitions that some request has trouble with. They stay with a partition
+for a moment: every partition that is written to costs a sync on each of its replicas, now for the
+messages and later for their leases, however few they are. Over time all get the same.
 
 Invariant: `_entries` and `_bytes` count what was accepted and is not answered; never below zero.
 """
@@ -18,6 +20,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
+from random import randrange
 from typing import Any
 
 from penstock.client.connection import Connection
@@ -60,6 +63,8 @@ class Producer:
         self._room: list[asyncio.Future[None]] = []
         self._scheduled = False
         self._sticky = 0
+        self._stay_until = 0.0
+        self._stayed = 0  # entries that went to the partition since it was chosen
         self._troubled = Counter[int]()  # requests of a partition that are tried again
         self._idle: list[asyncio.Future[None]] = []
 
@@ -138,7 +143,7 @@ class Producer:
                 self._requests += 1
                 self._fail(gathering, PenstockError("the client closed before the put was sent"))
                 continue
-            partition = self._turn()
+            partition = self._turn(len(self._gathered[0].waiters))
             connection = self._toward(partition)
             if connection is not None and connection.slow_until > self._loop.time():
                 self._scheduled = True
@@ -186,8 +191,17 @@ class Producer:
     def _toward(self, partition: int) -> Connection | None:
         return self._link.toward(self.config.name, partition)
 
-    def _turn(self) -> int:
+    def _turn(self, entries: int) -> int:
         """The partition of the next batch's entries without a key."""
+        if self._link.nodes > 1:
+            now, options = self._loop.time(), self._options
+            self._stayed += entries
+            stays = now < self._stay_until and self._stayed <= options.stay_entries
+            if stays and not self._in_trouble(self._sticky):
+                return self._sticky
+            if not self._stay_until:  # clients that live briefly shall not all begin with the same
+                self._sticky = randrange(self.config.partitions)
+            self._stay_until, self._stayed = now + options.stay_s, entries
         count = self.config.partitions
         for _ in range(count):
             self._sticky = (self._sticky + 1) % count
@@ -303,7 +317,7 @@ class Producer:
     ) -> list[str]:
         """One request of its own for `entries`, or one for each node; their message ids."""
         await self.reserve(entries)
-        partition = self._turn()
+        partition = self._turn(len(entries))
         try:
             if not atomic and self._link.nodes > 1:
                 rows = self._apart(entries, partition)

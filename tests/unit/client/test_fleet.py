@@ -73,9 +73,11 @@ async def peers(broker: Any, session_type: Any) -> AsyncIterator[Peers]:
 
 
 @asynccontextmanager
-async def routed(peers: Peers, *nodes: str) -> AsyncIterator[tuple[Client, Any]]:
+async def routed(
+    peers: Peers, *nodes: str, options: penstock.Options = QUICK
+) -> AsyncIterator[tuple[Client, Any]]:
     """A client that has learned the routes of its topic and has dialled every node."""
-    async with penstock.connect(peers.url(*nodes), options=QUICK) as client:
+    async with penstock.connect(peers.url(*nodes), options=options) as client:
         topic = await client.topic("t")
         for partition in range(6):
             async with asyncio.timeout(5):
@@ -156,13 +158,34 @@ async def test_the_client_of_one_node_learns_the_others_and_goes_on_there(peers:
 async def test_puts_without_a_key_keep_away_from_a_partition_that_nobody_serves(
     peers: Peers,
 ) -> None:
-    async with routed(peers) as (client, topic):
+    async with routed(peers, options=penstock.Options(stay_s=0)) as (client, topic):
         peers.broker.results["routes"]["coordinators"][:3] = ["", "", ""]
         while client.link.coordinator("t", 0) != "":
             client.link.toward("t", 0)
             await client.link.request(_fail_once(), at=("t", 0))
         ids = [await topic.put(b"x") for _ in range(9)]
     assert {MessageId.parse(i).partition for i in ids} == {3, 4, 5}
+
+
+async def test_few_puts_without_a_key_stay_together_for_a_moment(peers: Peers) -> None:
+    options = penstock.Options(stay_s=60.0, stay_entries=4)
+    async with routed(peers, options=options) as (_, topic):
+        ids = [await topic.put(b"x") for _ in range(12)]
+        keyed = await topic.put(b"x", key=key_of(5))
+    found = [MessageId.parse(i).partition for i in ids]
+    first = found[0]
+    assert found == [(first + at // 4) % 6 for at in range(12)]
+    assert MessageId.parse(keyed).partition == 5
+
+
+async def test_a_partition_in_trouble_is_left_at_once(peers: Peers) -> None:
+    async with routed(peers, options=penstock.Options(stay_s=60.0)) as (client, topic):
+        first = MessageId.parse(await topic.put(b"x")).partition
+        peers.broker.results["routes"]["coordinators"][first] = ""
+        while client.link.coordinator("t", first) != "":
+            client.link.toward("t", first)
+            await client.link.request(_fail_once(), at=("t", first))
+        assert MessageId.parse(await topic.put(b"x")).partition == (first + 1) % 6
 
 
 def _fail_once() -> Callable[[Any], Any]:
