@@ -189,8 +189,15 @@ def connect(
         where = os.fspath(url) if isinstance(url, str | os.PathLike) else url
     if isinstance(where, str) and not Address.looks_like(where):
         return Client(_Embedded(where, api_key=key), options or Options())
-    name = f"penstock-python/{__version__}"
-    return Client(Remote(where, api_key=key, tls=tls, client=name), options or Options())
+    chosen = options or Options()
+    remote = Remote(
+        where,
+        api_key=key,
+        tls=tls,
+        client=f"penstock-python/{__version__}",
+        codecs=chosen.codecs,
+    )
+    return Client(remote, chosen)
 
 
 def open_index(path: str | os.PathLike[str]) -> Index:

@@ -18,13 +18,20 @@ class Remote:
     """
 
     def __init__(
-        self, url: str | Sequence[str], *, api_key: str | None, tls: Tls, client: str
+        self,
+        url: str | Sequence[str],
+        *,
+        api_key: str | None,
+        tls: Tls,
+        client: str,
+        codecs: Sequence[str] = (),
     ) -> None:
         self._given = Address.parse_all(url)
         random.shuffle(self._given)
         self._learned: list[Address] = []
         self._last: Address | None = None
         self._api_key, self._tls, self._client = api_key, tls, client
+        self._codecs = codecs
 
     def learn(self, places: Iterable[tuple[str, int]]) -> None:
         """Other nodes of the same cluster, for when none of the given ones answers."""
@@ -63,7 +70,7 @@ class Remote:
     async def _dial(self, address: Address, timeout: float) -> Connection:
         return await dial(
             address,
-            lambda: Connection(api_key=self._api_key, client=self._client),
+            lambda: Connection(api_key=self._api_key, client=self._client, codecs=self._codecs),
             tls=self._tls,
             timeout=timeout,
         )

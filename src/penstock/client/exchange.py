@@ -8,13 +8,17 @@ When the connection is lost, every waiting request fails with `Unavailable`: its
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from penstock.client.streams import Receiver
 from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
+from penstock.model.batch import Codec
 from penstock.wire import frame
+from penstock.wire.compression import compressed, expanded
 from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
 from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
+from penstock.wire.negotiation import CODECS, VERSIONS
 
 GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
@@ -31,9 +35,11 @@ class Exchange(asyncio.Protocol):
         api_key: str | None = None,
         client: str = "penstock-python",
         heartbeat_s: float | None = None,  # None: as often as the server needs it
+        codecs: Sequence[str] = (),  # that frames may be compressed by, the preferred one first
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._hello = Hello([frame.VERSION], api_key, client)
+        self._hello = Hello(list(VERSIONS), api_key, client, list(codecs))
+        self._codec = Codec.NONE  # that the server has chosen of these
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder()
         self._number = 0
@@ -47,7 +53,7 @@ class Exchange(asyncio.Protocol):
         self._heartbeat: asyncio.TimerHandle | None = None
         self._sent = self._received = True  # something, since the last heartbeat tick
         self._silent = 0  # ticks in a row without a byte from the peer
-        self.slow_until = 0.0  # loop time until which producers were asked to hold back
+        self._slow: dict[str, float] = {}  # by topic: loop time until which to put nothing
 
     # --- state ---
 
@@ -63,6 +69,13 @@ class Exchange(asyncio.Protocol):
     @property
     def welcome(self) -> Welcome:
         return self._greeting.result()
+
+    def slow_until(self, topic: str) -> float:
+        """The loop time until which the server wants no puts into a topic; 0: at once."""
+        if not self._slow:
+            return 0.0
+        self._slow = {name: t for name, t in self._slow.items() if t > self._loop.time()}
+        return max(self._slow.get(topic, 0.0), self._slow.get("", 0.0))
 
     async def greeted(self, timeout: float = GREETING_TIMEOUT_S) -> Welcome:
         """Wait until the server accepted us; raises what it refused us with."""
@@ -93,6 +106,8 @@ class Exchange(asyncio.Protocol):
     def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None:
         if self._lost is None and self._transport is not None:
             self._sent = True
+            if self._codec and (packed := compressed(self._codec, payload)) is not None:
+                payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
             self._transport.writelines(frame.encode(type, sequence, *payload, flags=flags))
 
     def _next(self) -> int:
@@ -156,6 +171,8 @@ class Exchange(asyncio.Protocol):
 
     def _on_frame(self, item: Frame) -> None:
         kind = item.type
+        if item.flags & FrameFlag.COMPRESSED:
+            item = expanded(item, self._codec, bytes_max=frame.PAYLOAD_BYTES_MAX)
         if kind is FrameType.ACK:
             self._on_answer(item)
         elif kind is FrameType.BATCH:
@@ -173,11 +190,14 @@ class Exchange(asyncio.Protocol):
                 self._on_welcome(unpack(item.payload, Welcome)[0])
         elif kind is FrameType.BACKPRESSURE:
             slow, _ = unpack(item.payload, SlowDown)
-            self.slow_until = self._loop.time() + slow.retry_after_ms / 1000
+            self._slow[slow.topic] = self._loop.time() + slow.retry_after_ms / 1000
         else:
             raise Corruption(f"a client cannot receive {kind.name}")
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.version not in self._hello.versions:
+            raise Corruption(f"the server speaks version {welcome.version}, which was not offered")
+        self._codec = CODECS.get(welcome.codec, Codec.NONE)
         self._greeting.set_result(welcome)
         interval = self._heartbeat_s or welcome.heartbeat_ms / 2000
         if interval > 0:

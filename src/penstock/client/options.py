@@ -7,6 +7,7 @@ from datetime import timedelta
 import msgspec
 
 from penstock.errors import InvalidArgument
+from penstock.model.topic import Compression
 
 Duration = float | int | timedelta  # seconds unless it says otherwise
 
@@ -26,6 +27,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     retry_wait_s: float = 0.05  # before the first retry; doubles
     retry_wait_s_max: float = 2.0
     drain_s: float = 30.0  # how long leaving the client waits for what is in flight
+    compression: Compression = Compression.NONE  # of frames, if the server can; not in one process
+
+    @property
+    def codecs(self) -> list[str]:
+        """What is offered to a server."""
+        return [] if self.compression is Compression.NONE else [self.compression.value]
 
 
 def milliseconds(value: Duration, *, field: str) -> int:

@@ -145,9 +145,10 @@ class Producer:
                 continue
             partition = self._turn(len(self._gathered[0].waiters))
             connection = self._toward(partition)
-            if connection is not None and connection.slow_until > self._loop.time():
+            slow = 0.0 if connection is None else connection.slow_until(self.config.name)
+            if slow:
                 self._scheduled = True
-                self._loop.call_at(connection.slow_until, self._flush)
+                self._loop.call_at(slow, self._flush)
                 return
             gathering = self._gathered.popleft()
             for part in self._parted(gathering, partition):
@@ -364,7 +365,10 @@ class Producer:
 
     async def _sent(self, shipment: Shipment) -> Enqueued:
         connection = self._toward(shipment.partition)
-        if connection is None or connection.slow_until > self._loop.time():
+        while connection is not None and (slow := connection.slow_until(self.config.name)):
+            await asyncio.sleep(slow - self._loop.time())
+            connection = self._toward(shipment.partition)
+        if connection is None:
             return await self.ship(shipment)
         try:
             return await connection.enqueue_nowait(shipment.request, shipment.bodies)

@@ -31,6 +31,7 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBBBIIIIQIIqIIQII")
 HEADER_SIZE: Final = HEADER.size  # 72
 BODY_BYTES_MAX: Final = 64 << 20
+WINDOW_BYTES_MAX: Final = 8 << 20  # that a zstd frame may have a reader keep
 _CHAINED: Final = struct.Struct("<IBBBBIIIIQIIqII")  # the header up to the chain: what it hashes
 _CHAIN: Final = struct.Struct("<QI")
 _CRC_AT: Final = HEADER_SIZE - 4
@@ -311,7 +312,8 @@ def decompress(codec: Codec, body: Buffer, limit: int) -> bytes:
     """Decompress at most `limit` bytes, so that a hostile body cannot ask for more memory."""
     try:
         if codec is Codec.ZSTD:
-            return zstandard.ZstdDecompressor().stream_reader(body).read(limit)
+            reader = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+            return reader.stream_reader(body).read(limit)
         if codec is Codec.LZ4:
             return lz4.frame.LZ4FrameDecompressor().decompress(body, limit)  # type: ignore[no-any-return]
     except (zstandard.ZstdError, RuntimeError, EOFError) as error:

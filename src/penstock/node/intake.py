@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption, InvalidArgument, PenstockError
 from penstock.model.batch import Codec, decompress
-from penstock.model.columns import Buffer, Columns
+from penstock.model.columns import Buffer, Columns, Value
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
 from penstock.node.atomic import enqueue_atomically
 from penstock.node.bodies import ENQ, check_body, spread, subset
@@ -22,8 +23,9 @@ from penstock.node.requests import EnqueuePart, EnqueueRequest, Reply
 from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
 from penstock.node.topic import Topic
-from penstock.wire.messages import Enqueue, Enqueued
+from penstock.wire.messages import Enqueue, Enqueued, Part, PutDelta
 
+_NUMBER_MAX: Final = (1 << 63) - 1
 Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its first entry's place
 
 
@@ -51,6 +53,26 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
         return
     for partition, part in parts:
         partition.enqueueing.enqueue(part)
+
+
+def enqueue_of_delta(control: PutDelta, delta: memoryview) -> tuple[Enqueue, bytes]:
+    """The enqueue that a delta by itself stands for."""
+    values: dict[str, Value] = {"payload": [delta]}
+    if control.headers:
+        values["headers"] = [control.headers]
+    for field, number in (("epoch", control.epoch), ("sequence", control.sequence)):
+        if not 0 <= number <= _NUMBER_MAX:
+            raise InvalidArgument(f"{field} must be from 0 to {_NUMBER_MAX}", field=field)
+    if control.producer:
+        values |= {
+            "run_count": [1],
+            "run_epoch": [control.epoch],
+            "run_sequence": [control.sequence],
+            "run_producer": [control.producer.encode()],
+        }
+    body = ENQ.encode(1, values, runs=1 if control.producer else 0)
+    part = Part(0, 1, len(body))
+    return Enqueue(control.topic, [part], partitioned=False), body
 
 
 def _enqueue_forwarded(

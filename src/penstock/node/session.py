@@ -26,11 +26,13 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
+from penstock.model.batch import Codec
 from penstock.model.columns import Buffer
-from penstock.model.topic import DELAY_MS_MAX
+from penstock.model.topic import DELAY_MS_MAX, TopicKind
 from penstock.model.version import __version__
 from penstock.node import (  # noqa: F401 - they register their methods
     dlq_calls,
+    live_calls,
     log_calls,
     message_calls,
     status_calls,
@@ -38,7 +40,7 @@ from penstock.node import (  # noqa: F401 - they register their methods
 )
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
-from penstock.node.intake import enqueue
+from penstock.node.intake import enqueue, enqueue_of_delta
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
 from penstock.node.replicas import calls as _replica_calls  # noqa: F401 - registers its methods
@@ -48,7 +50,9 @@ from penstock.node.routing.ports import PartitionPort
 from penstock.node.subscriptions import Subscriptions
 from penstock.node.topic import Topic
 from penstock.wire import frame as wire
+from penstock.wire.compression import compressed, expanded, raw_length
 from penstock.wire.frame import Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.limits import CONTROL_BYTES_MAX, GREETING_BYTES_MAX, OPENING_BYTES_MAX
 from penstock.wire.messages import (
     Call,
     Enqueue,
@@ -58,6 +62,7 @@ from penstock.wire.messages import (
     OpenLease,
     OpenLog,
     OpenSubscription,
+    PutDelta,
     Return,
     Settle,
     Settled,
@@ -67,6 +72,7 @@ from penstock.wire.messages import (
     pack,
     unpack,
 )
+from penstock.wire.negotiation import CODECS, choose_codec, choose_version
 from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
@@ -74,7 +80,6 @@ INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, r
 NODE_INFLIGHT_BYTES_MAX: Final = 512 << 20  # of all; past it, enqueues are refused for a while
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
 TOKENS_MAX: Final = 100_000
-_HELLO_BYTES_MAX: Final = 64 << 10
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
@@ -88,7 +93,8 @@ class Session(asyncio.Protocol):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._number = next(_numbers)
-        self._decoder = FrameDecoder(_HELLO_BYTES_MAX)
+        self._decoder = FrameDecoder(GREETING_BYTES_MAX)
+        self._codec = Codec.NONE  # by which frames may be compressed
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self._key_id: str | None = None
@@ -167,8 +173,11 @@ class Session(asyncio.Protocol):
             self._transport = None
 
     def _send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
-        if self._transport is not None:
-            self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
+        if self._transport is None:
+            return
+        if self._codec and (packed := compressed(self._codec, payload)) is not None:
+            payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
+        self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
 
     # --- frames ---
 
@@ -182,7 +191,7 @@ class Session(asyncio.Protocol):
             handler = self._HANDLERS.get(frame.type)
             if handler is None:
                 raise InvalidArgument(f"a client does not send {frame.type.name}", field="type")
-            handler(self, frame)
+            handler(self, self._expanded(frame) if frame.flags & FrameFlag.COMPRESSED else frame)
         except Corruption as error:
             self._answer_error(number, InvalidArgument(error.message, field="payload"))
         except PenstockError as error:
@@ -195,15 +204,16 @@ class Session(asyncio.Protocol):
         try:
             if frame.type is not FrameType.HEARTBEAT:
                 raise Unauthenticated("the first frame must be a greeting")
+            if frame.flags & FrameFlag.COMPRESSED:
+                raise InvalidArgument("a greeting is not compressed", field="flags")
             hello, _ = unpack(frame.payload, Hello)
-            if wire.VERSION not in hello.versions:
-                raise InvalidArgument(
-                    f"version {wire.VERSION} is spoken here", field="versions", limit=wire.VERSION
-                )
+            version, codec = choose_version(hello.versions), choose_codec(hello.codecs)
             self._authenticate(hello.api_key)
         except PenstockError as error:
             if isinstance(error, Unauthenticated):
                 self._engine.metrics.auth_failed()
+            if isinstance(error, Corruption):
+                error = InvalidArgument(error.message, field="payload")
             self._refuse(error)
             return
         self._greeted = True
@@ -211,10 +221,22 @@ class Session(asyncio.Protocol):
         self._decoder.payload_bytes_max = limits.frame_bytes_max
         heartbeat_ms = int(limits.idle_s * 1000 / 3)
         welcome = Welcome(
-            wire.VERSION, __version__, self._engine.identity.node, heartbeat_ms,
-            limits.frame_bytes_max, self._engine.config.cluster_name,
+            version, __version__, self._engine.identity.node, heartbeat_ms,
+            limits.frame_bytes_max, self._engine.config.cluster_name, codec,
         )  # fmt: skip
         self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
+        self._codec = CODECS.get(codec, Codec.NONE)
+
+    def _expanded(self, frame: Frame) -> Frame:
+        """A compressed frame as it was. What it needs counts before it is there."""
+        self._check_room(raw_length(frame))
+        limits = self._engine.config.limits
+        bytes_max = min(limits.frame_bytes_max, limits.raw_bytes_max)
+        return expanded(frame, self._codec, bytes_max=bytes_max)
+
+    def _check_room(self, size: int) -> None:
+        if self._engine.inflight_bytes + size > NODE_INFLIGHT_BYTES_MAX:
+            raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
 
     def _authenticate(self, key: str | None) -> None:
         config = self._engine.config
@@ -234,9 +256,27 @@ class Session(asyncio.Protocol):
         control, data = unpack(frame.payload, Enqueue)
         if control.transaction:
             self._check_peer()
-        if self._engine.inflight_bytes > NODE_INFLIGHT_BYTES_MAX:
-            raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
-        enqueue(self._engine, control, data, self._reply(frame, len(data)))
+        self._enqueue(frame, control, data)
+
+    def _on_delta(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, PutDelta)
+        if self._engine.topic(control.topic).config.kind is not TopicKind.DELTA:
+            raise InvalidArgument(f"{control.topic} is no delta topic", field="topic")
+        request, body = enqueue_of_delta(control, data)
+        self._enqueue(frame, request, memoryview(body))
+
+    def _enqueue(self, frame: Frame, control: Enqueue, data: memoryview) -> None:
+        self._check_room(len(data))
+        reply = self._reply(frame, len(data))
+        try:
+            enqueue(self._engine, control, data, reply)
+        except Corruption as error:
+            reply(InvalidArgument(error.message, field="payload"))
+        except PenstockError as error:
+            reply(error)  # what is refused is no longer under way
+        except Exception:
+            log.exception("request failed", type=frame.type.name)
+            reply(PenstockError("internal error"))
 
     def _on_ack(self, frame: Frame) -> None:
         if not frame.flags & FrameFlag.ACK_WANTED:
@@ -293,7 +333,8 @@ class Session(asyncio.Protocol):
 
     def _on_subscribe(self, frame: Frame) -> None:
         control: Open
-        control, _ = unpack(frame.payload, Open)  # type: ignore[arg-type]
+        bytes_max = CONTROL_BYTES_MAX if self._peer else OPENING_BYTES_MAX
+        control, _ = unpack(frame.payload, Open, bytes_max=bytes_max)  # type: ignore[arg-type]
         if isinstance(control, Call):
             self._on_call(frame, control)
             return
@@ -324,7 +365,7 @@ class Session(asyncio.Protocol):
 
     _HANDLERS: Final = {
         FrameType.BATCH: _on_batch,
-        FrameType.DELTA: _on_batch,
+        FrameType.DELTA: _on_delta,
         FrameType.ACK: _on_ack,
         FrameType.NACK: _on_nack,
         FrameType.HEARTBEAT: _on_heartbeat,
@@ -335,8 +376,10 @@ class Session(asyncio.Protocol):
     # --- answers ---
 
     def _reply(self, frame: Frame, size: int) -> Reply:
-        """The callback that answers `frame`, and the accounting of what is under way."""
+        """The callback that answers `frame`, and the accounting of what is under way. A delta that
+        wants no answer gets one only if it is refused."""
         number = frame.sequence
+        quiet = frame.type is FrameType.DELTA and not frame.flags & FrameFlag.ACK_WANTED
         self.pending += 1
         self._inflight_bytes += size
         self._engine.inflight_bytes += size
@@ -354,7 +397,7 @@ class Session(asyncio.Protocol):
                 self._transport.resume_reading()
             if isinstance(result, PenstockError):
                 self._answer_error(number, result)
-            else:
+            elif not quiet:
                 self._send(FrameType.ACK, number, pack(result))
 
         return answer

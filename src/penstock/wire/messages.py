@@ -9,7 +9,8 @@ direction and, for Subscribe, the message's own tag:
 
     client → server                                   server → client
     HEARTBEAT  Hello                                  HEARTBEAT  Welcome
-    BATCH      Enqueue   + bodies                     ACK        Enqueued | Settled | result map
+    DELTA      PutDelta  + a delta                    ACK        Enqueued | Settled | result map
+    BATCH      Enqueue   + bodies
     ACK        Settle    + tokens (ack wanted)        NACK       error map (`errors.to_wire`)
     ACK        Grant     (on an open stream)          BATCH      Delivery  + columns (lease stream)
     NACK       Return    + tokens                     BATCH      LogSlice  + batches (log stream)
@@ -29,15 +30,28 @@ Tokens in `data` are u64 little-endian columns, grouped by partition as `parts` 
 
 from __future__ import annotations
 
+import re
 import struct
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from penstock.errors import Corruption, InvalidArgument
 from penstock.wire.frame import Buffer
+from penstock.wire.limits import (
+    CONTROL_BYTES_MAX,
+    ROUTES_MAX,
+    TOLD_MAX,
+    Cursor,
+    Headers,
+    Offers,
+    Parts,
+    Route,
+    Text,
+)
 
-CONTROL_BYTES_MAX: Final = 4 << 20
 _LENGTH: Final = struct.Struct(">I")
 _encoder: Final = msgspec.msgpack.Encoder()
 
@@ -47,9 +61,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Message, frozen=True):
-    versions: list[int]
-    api_key: str | None = None
-    client: str = ""
+    versions: Annotated[list[int], Offers]
+    api_key: Text | None = None
+    client: Text = ""
+    codecs: Annotated[list[Text], Offers] = []  # for frames, the preferred one first
 
 
 class Welcome(Message, frozen=True):
@@ -59,6 +74,7 @@ class Welcome(Message, frozen=True):
     heartbeat_ms: int  # send something at least this often, or be disconnected
     payload_bytes_max: int
     cluster: str = ""  # its name; empty: the node runs alone
+    codec: str = ""  # by which either side may compress frames; empty: none
 
 
 class Part(Message, frozen=True):
@@ -70,16 +86,27 @@ class Part(Message, frozen=True):
 
 
 class Enqueue(Message, frozen=True):
-    topic: str
-    parts: list[Part]
+    topic: Text
+    parts: Annotated[list[Part], Parts]
     atomic: bool = False
     expected_sequence: int | None = None  # of the partition's last message; one part only
     codec: int = 0  # how each body is compressed
-    raw_lengths: list[int] | None = None  # needed when compressed
+    raw_lengths: Annotated[list[int], Parts] | None = None  # needed when compressed
     partitioned: bool = True  # False: one part, whose entries the node spreads by key itself
     forwarded: bool = False  # by a node that does not serve these partitions; answered by Forwarded
     transaction: bytes = b""  # forwarded parts of an atomic batch: prepare them
     home: int = 0  # the partition where it is decided
+
+
+class PutDelta(Message, frozen=True):
+    """One delta, without the columns of an enqueue; `data` is the delta. With a producer's name it
+    is written once, however often it is sent."""
+
+    topic: Text
+    producer: Text = ""
+    epoch: int = 0
+    sequence: int = 0
+    headers: Headers = b""  # a msgpack map, or nothing
 
 
 class Duplicate(Message, frozen=True):
@@ -118,8 +145,8 @@ class TokenPart(Message, frozen=True):
 class Settle(Message, frozen=True):
     """Acknowledge leases."""
 
-    topic: str
-    parts: list[TokenPart]
+    topic: Text
+    parts: Annotated[list[TokenPart], Parts]
     forwarded: bool = False
 
 
@@ -127,18 +154,18 @@ class Return(Message, frozen=True):
     """Give leases back: for a retry (delay_ms None: the topic's backoff), to the dead letters
     (`reject`), or unused (`counted` False: no attempt is counted)."""
 
-    topic: str
-    parts: list[TokenPart]
+    topic: Text
+    parts: Annotated[list[TokenPart], Parts]
     delay_ms: int | None = None
     reject: bool = False
     counted: bool = True
-    reason: str = ""
+    reason: Text = ""
     forwarded: bool = False
 
 
 class Extend(Message, frozen=True):
-    topic: str
-    parts: list[TokenPart]
+    topic: Text
+    parts: Annotated[list[TokenPart], Parts]
     extend_ms: int  # from now
     forwarded: bool = False
 
@@ -165,15 +192,15 @@ class Forwarded(Message, frozen=True):
 
 
 class OpenLease(Message, frozen=True, tag="lease"):
-    topic: str
+    topic: Text
     credits: int  # messages that may be out on this stream at once; an ack returns its credit
-    consumer: str = ""
+    consumer: Text = ""
     visibility_ms: int | None = None
     batch_max: int = 100  # messages in one delivery
 
 
 class OpenLog(Message, frozen=True, tag="log"):
-    topic: str
+    topic: Text
     partition: int
     from_sequence: int = 1  # 0: only what commits from now on
     credit_entries: int = 1000
@@ -189,12 +216,14 @@ class OpenSubscription(Message, frozen=True, tag="subscribe"):
     Answered by a map: `position` (what comes is after it), `ordinal` (how many deltas are released
     up to there), `epoch`, `sequence_committed`. Credit counts deltas, and bytes of bodies."""
 
-    topic: str
+    topic: Text
     partition: int
-    routes: list[str] = []  # as sinks name them; none: everything
-    start: str = "now"  # or "sequence", "time" (both say where in `at`), "cursor"
+    routes: Annotated[
+        list[Route], Meta(max_length=ROUTES_MAX)
+    ] = []  # as sinks name them; none: everything
+    start: Text = "now"  # or "sequence", "time" (both say where in `at`), "cursor"
     at: int = 0  # the first position that is wanted, or a time in ms
-    cursor: str = ""  # durable name; where it stands is where `start` "cursor" begins
+    cursor: Cursor = ""  # durable name; where it stands is where `start` "cursor" begins
     credit_entries: int = 10_000
     credit_bytes: int = 8 << 20
     batch_max: int = 1000  # deltas in one frame
@@ -224,13 +253,13 @@ class Told(Message, frozen=True):
 class Tell(Message, frozen=True, tag="tell"):
     """All that one node has to say to another in one turn. It is not answered, and may get lost."""
 
-    told: list[Told]
+    told: Annotated[list[Told], Meta(max_length=TOLD_MAX)]
 
 
 class Call(Message, frozen=True, tag="call"):
     """One administrative call; answered by one Ack with a result map, or a Nack."""
 
-    method: str
+    method: Text
     arguments: dict[str, Any]
 
 
@@ -274,8 +303,11 @@ class Changes(Message, frozen=True):
 
 
 class SlowDown(Message, frozen=True):
+    """Put nothing into the topic for a while; what was sent is dealt with as ever."""
+
     retry_after_ms: int
     reason: str = ""
+    topic: str = ""  # empty: any
 
 
 M = TypeVar("M")
@@ -288,14 +320,22 @@ def pack(control: Any) -> bytes:
     return b"".join((_LENGTH.pack(len(body)), body, bytes(-(len(body) + _LENGTH.size) & 7)))
 
 
-def unpack(payload: Buffer, type: type[M]) -> tuple[M, memoryview]:
+def unpack(
+    payload: Buffer, type: type[M], *, bytes_max: int = CONTROL_BYTES_MAX
+) -> tuple[M, memoryview]:
     """The control message and the data behind it. `type` may be a union of tagged messages."""
     view = memoryview(payload)
     if len(view) < _LENGTH.size:
         raise Corruption("a payload is shorter than its control length")
     (length,) = _LENGTH.unpack_from(view)
     end = _LENGTH.size + length
-    if length > CONTROL_BYTES_MAX or end > len(view):
+    if length > bytes_max:
+        raise InvalidArgument(
+            f"a control message of {length} bytes is over {bytes_max}",
+            field="control",
+            limit=bytes_max,
+        )
+    if end > len(view):
         raise Corruption(f"a control message of {length} bytes does not fit its payload")
     decoder = _decoders.get(type)
     if decoder is None:
@@ -303,7 +343,39 @@ def unpack(payload: Buffer, type: type[M]) -> tuple[M, memoryview]:
     try:
         control = decoder.decode(view[_LENGTH.size : end])
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"malformed {type}: {error}", field="control") from error
-    except msgspec.DecodeError as error:
+        raise _malformed(type, view[_LENGTH.size : end], error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption(f"a control message is not msgpack: {error}") from error
     return control, view[(end + 7) & ~7 :]
+
+
+_PLACE: Final = re.compile(r"\$\[(\d+)\]")
+_LIMIT: Final = re.compile(r"<= (\d+)")
+
+
+def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -> InvalidArgument:
+    """The refusal of a message, with the field that is wrong and the limit that it passes."""
+    known = [t for t in get_args(type) or (type,) if issubclass(t, Message)]
+    found = known[0] if len(known) == 1 else next(filter(_tagged(control), known), None)
+    if found is None:
+        return InvalidArgument(f"malformed control message: {error}", field="control")
+    place, limit = _PLACE.search(str(error)), _LIMIT.search(str(error))
+    fields = found.__struct_fields__
+    at = int(place[1]) - (found.__struct_config__.tag is not None) if place else -1
+    field = fields[at] if 0 <= at < len(fields) else "control"
+    return InvalidArgument(
+        f"malformed {found.__name__}, {field}: {error}",
+        field=field,
+        limit=int(limit[1]) if limit else None,
+    )
+
+
+def _tagged(control: memoryview) -> Callable[[Any], bool]:
+    """Whether a message is of a type, by the tag that it begins with."""
+    head = bytes(control[:32])
+
+    def matches(type: Any) -> bool:
+        tag = str(type.__struct_config__.tag).encode()
+        return head.find(bytes((0xA0 | len(tag),)) + tag, 1, 6 + len(tag)) > 0
+
+    return matches

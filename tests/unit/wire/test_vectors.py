@@ -1,5 +1,6 @@
 """The bytes printed in docs/wire.md are the bytes that the code makes."""
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,23 +9,37 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.errors import NotFound
-from penstock.model.batch import SCHEMAS, Batch, Kind, decode, seal, verify_chain
+from penstock.errors import InvalidArgument, NotFound
+from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, decode, seal, verify_chain
 from penstock.model.columns import Column, Domain, Schema
 from penstock.model.delivery import CHANGES, DELIVERY
 from penstock.model.delta import Delta, Op, vector_hash
 from penstock.model.delta import encode as encode_delta
 from penstock.model.ids import LeaseToken, MessageId
 from penstock.model.partitioning import partition_of, partitions_of_deltas
-from penstock.replication.messages import Append, Fence, Follow, Followed
-from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode
+from penstock.replication import messages as replication
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.wire import limits, messages, supply
+from penstock.wire.compression import compressed, expanded
+from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode, flags_of_class
 from penstock.wire.messages import (
     Call,
     Changes,
     Delivery,
+    Duplicate,
     Enqueue,
     Enqueued,
     Extend,
+    Forwarded,
     Grant,
     Hello,
     LogSlice,
@@ -32,16 +47,32 @@ from penstock.wire.messages import (
     OpenLease,
     OpenLog,
     OpenSubscription,
+    Outcome,
     Part,
     Placed,
+    PutDelta,
     Return,
     Settle,
     Settled,
+    SlowDown,
     Tell,
     TokenPart,
     Told,
     Welcome,
     pack,
+    unpack,
+)
+from penstock.wire.supply import (
+    Ask,
+    Head,
+    Heads,
+    Held,
+    LeaseAt,
+    Lent,
+    OpenSupply,
+    Order,
+    Ready,
+    Taken,
 )
 
 DOC = Path(__file__).parents[3] / "docs" / "wire.md"
@@ -117,6 +148,56 @@ def frame_enqueued() -> bytes:
     return frame(FrameType.ACK, 1, pack(Enqueued(1, [Placed(0, 1, 0, 2, TIME_MS)])))
 
 
+def frame_put_delta() -> bytes:
+    control = pack(PutDelta("vectors", "docs", 1, 7))
+    return frame(FrameType.DELTA, 11, control, delta_body(), flags=WANTED | flags_of_class(2))
+
+
+def frame_known() -> bytes:
+    answer = Enqueued(1, [], [Duplicate(0, 0, 4, TIME_MS)])
+    return frame(FrameType.ACK, 11, pack(answer))
+
+
+def frame_compressed() -> bytes:
+    packed = compressed(Codec.LZ4, [pack(Call("stats", {"topic": "x" * 2000}))])
+    assert packed is not None
+    return frame(FrameType.SUBSCRIBE, 12, *map(bytes, packed), flags=WANTED | FrameFlag.COMPRESSED)
+
+
+def frame_refused_version() -> bytes:
+    refused = InvalidArgument("versions 1 are spoken here, not 2", field="versions", versions=[1])
+    return frame(FrameType.NACK, 0, pack(refused.to_wire()))
+
+
+def frame_forwarded() -> bytes:
+    lost = NotFound("no topic jobs", topic="jobs").to_wire()
+    placed = Outcome([Placed(0, 1, 0, 2, TIME_MS)])
+    return frame(FrameType.ACK, 13, pack(Forwarded([placed, Outcome(error=lost)])))
+
+
+def frame_told(kind: str, message: object) -> bytes:
+    told = Told(1, 0, kind, msgspec.msgpack.encode(message))
+    return frame(FrameType.SUBSCRIBE, 9, pack(Tell([told])))
+
+
+CONSUMERS = b"n2/run/"
+ORDER = Order(CONSUMERS + b"4/2/worker", 30_000, 100, [0], [1], [5], [2])
+
+
+def frame_lease_at() -> bytes:
+    return frame(FrameType.ACK, 14, pack(LeaseAt(1, [ORDER])))
+
+
+def frame_heads() -> bytes:
+    control, keys = pack(Heads(1, 0, [Head(0, 1, False, 2)])), (5).to_bytes(8, "little")
+    return frame(FrameType.BATCH, 14, control, keys, flags=BATCHED)
+
+
+def frame_lent() -> bytes:
+    control = Lent(ORDER.consumer, Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000))
+    return frame(FrameType.BATCH, 14, pack(control), delivery_body(), flags=BATCHED)
+
+
 def frame_delivery() -> bytes:
     control = Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000)
     return frame(FrameType.BATCH, 2, pack(control), delivery_body(), flags=BATCHED)
@@ -148,11 +229,6 @@ def frame_open_follow() -> bytes:
     return frame(FrameType.SUBSCRIBE, 8, pack(control), flags=WANTED)
 
 
-def frame_tell() -> bytes:
-    told = Told(1, 0, "fence", msgspec.msgpack.encode(Fence("n3", 2)))
-    return frame(FrameType.SUBSCRIBE, 9, pack(Tell([told])))
-
-
 def frame_append() -> bytes:
     control, stored = pack(Append("n1", 1, 1, 1)), batch().encode()
     return frame(FrameType.BATCH, 8, control, stored, bytes(-len(stored) & 7), flags=BATCHED)
@@ -164,10 +240,24 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "welcome": lambda: frame(
         FrameType.HEARTBEAT, 0, pack(Welcome(1, "0.1.0", "node-1", 20_000, 64 << 20))
     ),
+    "hello-codecs": lambda: frame(
+        FrameType.HEARTBEAT, 0, pack(Hello([1, 2], "psk_1.s3cret", "docs", ["zstd", "lz4"]))
+    ),
+    "welcome-codec": lambda: frame(
+        FrameType.HEARTBEAT, 0, pack(Welcome(1, "0.1.0", "n1", 20_000, 64 << 20, "prod", "zstd"))
+    ),
+    "refused-version": frame_refused_version,
+    "compressed": frame_compressed,
     "body-enq": enq_body,
     "body-enq-runs": enq_body_runs,
     "enqueue": frame_enqueue,
     "enqueued": frame_enqueued,
+    "put-delta": frame_put_delta,
+    "enqueued-before": frame_known,
+    "slow-down": lambda: frame(
+        FrameType.BACKPRESSURE, 0, pack(SlowDown(250, "the ingest is full", "vectors"))
+    ),
+    "forwarded": frame_forwarded,
     "open-lease": lambda: frame(
         FrameType.SUBSCRIBE, 2, pack(OpenLease("jobs", 2, "worker")), flags=WANTED
     ),
@@ -199,7 +289,21 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "open-follow": frame_open_follow,
     "followed": lambda: frame(FrameType.ACK, 8, pack(Followed("n1", 1, 1, 1, 1))),
     "append": frame_append,
-    "tell": frame_tell,
+    "tell": lambda: frame_told("fence", Fence("n3", 2)),
+    "tell-fenced": lambda: frame_told("fenced", Fenced("n1", "u1", 2, 1, 2, 2)),
+    "tell-probe": lambda: frame_told("probe", Probe("n3", 1)),
+    "tell-probed": lambda: frame_told("probed", Probed("n2", 1, True)),
+    "tell-ack": lambda: frame_told("ack", Ack("n2", "u2", 1, 1, 1, 112, 2, 1)),
+    "open-supply": lambda: frame(
+        FrameType.SUBSCRIBE, 14, pack(OpenSupply("jobs", CONSUMERS)), flags=WANTED
+    ),
+    "ask": lambda: frame(FrameType.ACK, 14, pack(Ask(1, 100))),
+    "heads": frame_heads,
+    "lease-at": frame_lease_at,
+    "taken": lambda: frame(FrameType.BATCH, 14, pack(Taken(1, 1, [1], False)), flags=BATCHED),
+    "lent": frame_lent,
+    "ready": lambda: frame(FrameType.BATCH, 14, pack(Ready()), flags=BATCHED),
+    "held": lambda: frame(FrameType.BATCH, 14, pack(Held([ORDER.consumer], [1])), flags=BATCHED),
     "unsubscribe": lambda: frame(FrameType.UNSUBSCRIBE, 7, flags=WANTED),
 }
 
@@ -226,6 +330,30 @@ def test_documented_frames_are_read_back(name: str) -> None:
     if not name.startswith("body-"):
         (found,) = FrameDecoder().feed(data)
         assert frame(found.type, found.sequence, bytes(found.payload), flags=found.flags) == data
+
+
+def test_the_documented_compression_is_read() -> None:
+    (found,) = FrameDecoder().feed(documented()["compressed"])
+    whole = expanded(found, Codec.LZ4, bytes_max=4096)
+    assert unpack(whole.payload, Call)[0].arguments == {"topic": "x" * 2000}
+    assert not whole.flags & FrameFlag.COMPRESSED
+
+
+def test_the_documented_limits() -> None:
+    """Every limit of the wire stands in the page's table with its value."""
+    text = DOC.read_text()
+    for name, value in vars(limits).items():
+        if name.endswith("_MAX"):
+            assert f"| `{name}` | {value} |" in text, name
+
+
+def test_every_message_kind_has_a_vector() -> None:
+    tested = inspect.getsource(inspect.getmodule(documented) or msgspec)
+    for module in (messages, supply, replication):
+        for name, kind in vars(module).items():
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                named = kind.__module__ == module.__name__ and name != "Message"
+                assert not named or re.search(rf"\b{name}\(", tested), name
 
 
 def test_the_documented_batch_is_valid() -> None:

@@ -1,0 +1,36 @@
+"""What two ends agree on in a greeting: the version of the protocol, and how frames are compressed.
+
+The frames of the greeting itself are version 1, whatever is offered in them; so ends of different
+ages understand at least why they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.errors import InvalidArgument
+from penstock.model.batch import Codec
+from penstock.wire.frame import VERSION
+
+VERSIONS: Final = (VERSION,)  # that are spoken here
+CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+_SHOWN: Final = 8
+
+
+def choose_version(offered: Sequence[int], spoken: Sequence[int] = VERSIONS) -> int:
+    """The highest that both speak."""
+    common = set(offered).intersection(spoken)
+    if not common:
+        shown = ", ".join(map(str, offered[:_SHOWN])) or "none"
+        raise InvalidArgument(
+            f"versions {', '.join(map(str, spoken))} are spoken here, not {shown}",
+            field="versions",
+            versions=list(spoken),
+        )
+    return max(common)
+
+
+def choose_codec(offered: Sequence[str], spoken: Sequence[str] = tuple(CODECS)) -> str:
+    """The first that is offered and known here; empty: frames stay as they are."""
+    return next((name for name in offered if name in spoken), "")

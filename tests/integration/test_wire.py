@@ -1,0 +1,220 @@
+"""The native protocol at its edges: greetings, compressed frames, deltas alone, and limits."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from tests.integration.harness import START_MS, Node, body
+from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
+
+from penstock.client.connection import Connection
+from penstock.client.memory import memory_pair
+from penstock.errors import InvalidArgument
+from penstock.model.batch import Codec
+from penstock.model.delta import Delta, Op, encode
+from penstock.node.session import INFLIGHT_BYTES_MAX, Session
+from penstock.wire.compression import compressed
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.messages import (
+    Call,
+    Enqueue,
+    Enqueued,
+    Hello,
+    OpenSubscription,
+    Part,
+    PutDelta,
+    pack,
+)
+
+ZIPPED = FrameFlag.COMPRESSED
+
+
+def delta(number: int = 1) -> bytes:
+    made = Delta(
+        delta_id=bytes([number]) * 16, namespace="default", vector_id="a", op=Op.DENSE,
+        origin="x", time=START_MS << 16, clock={"x": number}, values=np.ones(4, np.float32),
+    )  # fmt: skip
+    return encode(made, dimensions=4)
+
+
+# --- the greeting ---
+
+
+async def test_the_highest_common_version_is_spoken(node: Node) -> None:
+    async with raw_peer(node.engine) as peer:
+        assert (await peer.greet(Hello([1, 2, 99]))).version == 1
+
+
+@pytest.mark.parametrize("versions", [[2, 99], []])
+async def test_a_version_that_nobody_knows_is_refused(node: Node, versions: list[int]) -> None:
+    async with raw_peer(node.engine) as peer:
+        refused = await peer.greet(Hello(versions))
+        assert (refused["code"], refused["field"]) == ("invalid_argument", "versions")
+        assert refused["versions"] == [1]
+        assert await peer.frame() is None
+
+
+async def test_frames_of_another_version_are_told_which_one_is_spoken(node: Node) -> None:
+    async with raw_peer(node.engine) as peer:
+        peer.write(struct.pack(">BBBBQI", 0xD3, 99, FrameType.HEARTBEAT, 0, 0, 0))
+        refused = await peer.answer(0)
+        assert "version 99 is not 1" in refused["message"]
+        assert await peer.frame() is None
+
+
+@pytest.mark.parametrize(
+    ("offered", "chosen"),
+    [(["lz4", "zstd"], "lz4"), (["brotli", "zstd"], "zstd"), (["brotli"], ""), ([], "")],
+)
+async def test_the_first_known_codec_is_chosen(node: Node, offered: list[str], chosen: str) -> None:
+    async with raw_peer(node.engine) as peer:
+        assert (await peer.greet(Hello([1], codecs=offered))).codec == chosen
+
+
+# --- compressed frames ---
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+async def test_both_sides_compress_what_is_large(node: Node, codec: str) -> None:
+    topic = await node.topic()
+    async with raw_peer(node.engine) as peer:
+        await peer.greet(Hello([1], codecs=[codec]))
+        columns = body([{"payload": b"x" * 100_000}])
+        request = pack(Enqueue(topic, [Part(0, 1, len(columns))]))
+        packed = compressed(Codec[codec.upper()], [request, columns])
+        assert packed is not None
+        peer.send(FrameType.BATCH, 1, *packed, flags=WANTED | ZIPPED)
+        assert (await peer.answer(1, Enqueued)).placed[0].count == 1
+        before = peer.wire_bytes
+        peer.send(FrameType.SUBSCRIBE, 2, pack(Call("peek", {"topic": topic})), flags=WANTED)
+        assert len((await peer.answer(2))["messages"][0]["payload"]) == 100_000
+        assert peer.wire_bytes - before < 10_000
+
+
+async def test_the_sdk_can_compress(node: Node) -> None:
+    connection = Connection(codecs=["zstd"])
+    memory_pair(connection, Session(node.engine))
+    assert (await connection.greeted()).codec == "zstd"
+    topic = await node.topic()
+    rows = body([{"payload": b"y" * 50_000}])
+    await connection.enqueue(topic, [(0, 1, rows)])
+    found = await connection.call("peek", topic=topic)
+    assert found["messages"][0]["payload"] == b"y" * 50_000
+    await connection.close()
+
+
+def bomb(claimed: int, size: int = 200 << 20, codec: int = Codec.ZSTD) -> bytes:
+    return struct.pack(">B3xI", codec, claimed) + zstandard.ZstdCompressor().compress(bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (bomb(200 << 20), "is over"),
+        (bomb(1000), "not of the 1000 bytes"),
+        (bomb(1 << 20, size=100), "not of the"),
+        (bomb(100, size=100, codec=Codec.LZ4), "by codec 2, not 1"),
+        (b"\x01\x00", "shorter than its own header"),
+        (b"\x01\0\0\0\0\0\4\0garbage", "cannot be read"),
+    ],
+)
+async def test_a_bomb_is_refused_before_it_grows(node: Node, payload: bytes, why: str) -> None:
+    async with raw_peer(node.engine) as peer:
+        await peer.greet(Hello([1], codecs=["zstd"]))
+        peer.send(FrameType.BATCH, 7, payload, flags=WANTED | ZIPPED)
+        refused = await peer.answer(7)
+        assert refused["code"] == "invalid_argument" and why in refused["message"]
+        peer.send(FrameType.HEARTBEAT, 8)
+        assert (await peer.frame()) is not None  # it serves on
+
+
+async def test_what_was_not_agreed_on_is_not_decompressed(node: Node) -> None:
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.send(FrameType.BATCH, 7, bomb(100, size=100), flags=WANTED | ZIPPED)
+        assert "by codec 1, not 0" in (await peer.answer(7))["message"]
+
+
+# --- a delta by itself ---
+
+
+async def put(peer: RawPeer, control: PutDelta, payload: bytes, number: int) -> Any:
+    flags = WANTED | flags_of_class(2)
+    peer.send(FrameType.DELTA, number, pack(control), payload, flags=flags)
+    return await peer.answer(number, Enqueued)
+
+
+async def test_a_delta_alone_is_an_enqueue(node: Node) -> None:
+    await node.topic("vectors", kind="delta", dimensions=4, partitions=3)
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        named = PutDelta("vectors", "docs", 1, 1, msgspec.msgpack.encode({"h": 1}))
+        first = await put(peer, named, delta(), 1)
+        again = await put(peer, named, delta(), 2)
+        assert again.placed == [] and again.duplicates[0].sequence == first.placed[0].sequence
+        refused = await put(peer, PutDelta("vectors"), delta()[:-1], 3)
+        assert refused["code"] == "invalid_argument"
+        assert (await put(peer, PutDelta("vectors", "p", -1), delta(2), 4))["field"] == "epoch"
+        await node.topic("jobs")
+        assert (await put(peer, PutDelta("jobs"), delta(3), 5))["field"] == "topic"
+
+
+async def test_a_delta_that_wants_no_answer_gets_none(node: Node) -> None:
+    await node.topic("vectors", kind="delta", dimensions=4)
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.send(FrameType.DELTA, 1, pack(PutDelta("vectors")), delta())
+        peer.send(FrameType.DELTA, 2, pack(PutDelta("vectors")), b"none")
+        found = await peer.frame()
+        assert found is not None and (found.type, found.sequence) == (FrameType.NACK, 2)
+        [status] = (await node.call("log_status", topic="vectors"))["partitions"]
+        assert status["sequence_committed"] == 2  # the barrier and the delta
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "change"),
+    [
+        ("routes", 64, {"routes": ["*"] * 65}),
+        ("routes", 1024, {"routes": ["x" * 1025]}),
+        ("cursor", 128, {"cursor": "c" * 129}),
+        ("credit_entries", 1_000_000, {"credit_entries": 0}),
+        ("credit_bytes", 256 << 20, {"credit_bytes": 1 << 40}),
+        ("batch_max", 10_000, {"batch_max": 10_001}),
+        ("coalesce_ms", 60_000, {"coalesce_ms": -1}),
+        ("partition", 0, {"partition": 1}),
+        ("start", None, {"start": "then"}),
+        ("route", None, {"routes": ["what=ever"]}),
+    ],
+)
+async def test_a_subscription_over_a_limit_is_refused(
+    node: Node, field: str, limit: int | None, change: dict[str, Any]
+) -> None:
+    await node.topic("vectors", kind="delta", dimensions=4)
+    request = msgspec.structs.replace(OpenSubscription("vectors", 0), **change)
+    with pytest.raises(InvalidArgument) as refused:
+        await node.connection.subscribe(request, lambda *_: None)
+    assert (refused.value.field, refused.value.limit) == (field, limit)
+
+
+async def test_a_call_has_so_many_bytes(node: Node) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await node.call("stats", topic="x" * (4 << 20))
+    assert refused.value.field == "control"
+
+
+async def test_what_is_refused_is_no_longer_under_way(node: Node) -> None:
+    topic = await node.topic()
+    wrong = bytes(8 << 20)
+    for _ in range(INFLIGHT_BYTES_MAX // len(wrong) + 2):
+        with pytest.raises(InvalidArgument):
+            await node.connection.enqueue(topic, [(0, 1, wrong)])
+    assert node.engine.inflight_bytes == 0
+    assert len(await node.put(topic, b"still read")) == 1
