@@ -11,6 +11,7 @@ to be its history. Batches that come too early wait within a bound; past it, we 
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 
 from penstock.model.batch import Batch
@@ -58,6 +59,9 @@ class Follower:
         self._log, self._options = log, options
         self._entries = self._bytes = 0  # received in all
         self._entries_acked = self._durable_acked = 0
+        # Batches that are given to the disk: the last sequence, entries and bytes up to there.
+        self._unsynced: deque[tuple[int, int, int]] = deque()
+        self._taken = self._synced = (0, 0)  # entries and bytes: given to the disk, and back
         self._buffer: dict[int, Batch] = {}  # first sequence -> a batch that came too early
         self._buffered_ms = 0  # since when the buffer has not been empty
         self._heard_commit = 0
@@ -124,7 +128,7 @@ class Follower:
             if append.sent > self._log.last and not self._buffer:
                 self.broken = True  # a slice got lost without the stream
             return [*effects, self._ack()]  # an answer to the sign of life
-        if self._entries - self._entries_acked >= self._ack_every:
+        if self._returned()[0] - self._entries_acked >= self._ack_every:
             effects.append(self._ack())
         return effects
 
@@ -165,13 +169,29 @@ class Follower:
     def _vouched(self) -> int:
         return rules.acknowledged(self._log.durable, matched=self.matched)
 
+    def _returned(self) -> tuple[int, int]:
+        """Entries and bytes that credit is given back for: all that was received. While more than
+        a window of it waits for the disk, only what is synced, so that a slow disk holds back the
+        sender too, and costs two windows of memory."""
+        unsynced, durable = self._unsynced, self._log.durable
+        while unsynced and unsynced[0][0] <= durable:
+            self._synced = unsynced.popleft()[1:]
+        entries, size = self._synced
+        options = self._options
+        slow = self._entries - entries > options.credit_entries
+        if slow or self._bytes - size > options.credit_bytes:
+            return self._synced
+        return self._entries, self._bytes
+
     def _ack(self) -> Send:
-        self._entries_acked, self._durable_acked = self._entries, self._vouched
+        entries, size = self._returned()
+        self._entries_acked = max(self._entries_acked, entries)
+        self._durable_acked = self._vouched
         return Send(
             self.source,
             Ack(
-                self.node, self.uuid, self.epoch, self.stream, self._entries, self._bytes,
-                self._vouched, self.epoch,
+                self.node, self.uuid, self.epoch, self.stream, entries, size, self._vouched,
+                self.epoch,
             ),
         )  # fmt: skip
 
@@ -187,6 +207,8 @@ class Follower:
                 break
             self._log.extend(epoch=batch.epoch, last=batch.last)
             self.matched = batch.last
+            self._taken = (self._taken[0] + batch.count, self._taken[1] + batch.size)
+            self._unsynced.append((batch.last, *self._taken))
             taken.append(batch)
         effects: Effects = [Write(taken)] if taken else []
         return effects + self._bound(now) + self._advance(self._heard_commit)

@@ -3,6 +3,7 @@ from dataclasses import replace
 from tests.unit.replication.parts import append, batch, facts, followed, only, sent
 
 from penstock.model.batch import Batch
+from penstock.replication.credit import Credit
 from penstock.replication.effects import Commit, Halt, Reseed, Truncate, Write
 from penstock.replication.facts import LogFacts
 from penstock.replication.follower import Follower, State
@@ -149,3 +150,21 @@ def test_other_streams_and_epochs_are_not_heard() -> None:
 def test_acknowledgements_come_at_half_a_small_window() -> None:
     machine = streaming(options=replace(OPTIONS, credit_entries=2, ack_entries=100))
     assert sent(Ack, machine.on_append(head(machine), entries(1), 0))
+
+
+def test_a_slow_disk_is_given_two_windows_and_no_more() -> None:
+    options = replace(OPTIONS, buffer_batches=1000)
+    machine = streaming(options=options)
+    window, sender = options.credit_entries, Credit(entries=options.credit_entries, bytes=1 << 20)
+    sequence = 0
+    for _ in range(5 * window):  # what it acknowledges lets the sender go on
+        if sender.exhausted:
+            break
+        sequence += 1
+        sender.on_sent(1, batch(sequence, epoch=2).size)
+        for ack in sent(Ack, machine.on_append(head(machine), entries(sequence), 0)):
+            sender.on_received(ack.entries, ack.bytes)
+    assert window <= sequence <= 2 * window + options.ack_entries
+    machine._log.durable = sequence
+    (ack,) = sent(Ack, machine.on_durable(0))
+    assert (ack.entries, ack.durable) == (sequence, sequence)
