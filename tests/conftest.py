@@ -1,14 +1,60 @@
-"""What every test shares."""
+"""What every test shares, and which tests run beside each other."""
 
 import logging
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
+
+from penstock.testing import etcd
 
 # A slow machine must not fail a property test; the pytest timeout bounds it instead.
 settings.register_profile("penstock", deadline=None, print_blob=True)
 settings.load_profile("penstock")
+
+# What takes minutes comes first: at the end nobody waits long for the other.
+FIRST = ("spark", "chaos", "simulation", "model", "integration", "conformance", "property")
+SPARK = "tests/spark/"
+# Of the tests there, those that need no session: their Spark is in another process.
+OWN_SPARK = {f"{SPARK}test_{name}.py" for name in ("chaos", "demo", "source_cluster")}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs beside each other look for free ports in different places."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    count = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    etcd.PORTS = etcd.PORTS[int(worker) :: int(count)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (_rank(item.nodeid), group_of(item.nodeid) != SPARK))
+
+
+def _rank(nodeid: str) -> int:
+    folder = nodeid.split("/")[1]
+    return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+
+def group_of(nodeid: str) -> str:
+    """What stays together, for its fixtures: a module, and all that shares the Spark session."""
+    file = nodeid.partition("::")[0]
+    return SPARK if file.startswith(SPARK) and file not in OWN_SPARK else file
+
+
+class Together(LoadFileScheduling):
+    """Deals out groups; xdist's own marks for them do nothing with pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)
