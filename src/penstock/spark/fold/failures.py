@@ -13,6 +13,8 @@ from penstock import errors
 from penstock.errors import PenstockError
 
 _RAISED: Final = re.compile(r"penstock\.errors\.(\w+): ([^\n]*)")
+# Spark gives a Python process ten seconds to start, which a busy machine may outlast.
+_LATE: Final = "Python worker failed to connect back"
 _NAMED: Final = re.compile(r"^[\w.]*(?:Error|Exception)\b: .*", re.MULTILINE)
 
 
@@ -25,6 +27,8 @@ def cause_of(error: BaseException) -> PenstockError:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, PenstockError):
             return _made(kind, message)
+    if _LATE in text:
+        return errors.Unavailable(_LATE)
     named = _NAMED.findall(text)
     return errors.Fatal(named[-1] if named else text.split("\n", 1)[0] or type(error).__name__)
 

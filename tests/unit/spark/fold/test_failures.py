@@ -35,5 +35,11 @@ def test_an_error_of_others_is_fatal_and_named() -> None:
     assert cause_of(RuntimeError("one\ntwo")).message == "one"
 
 
+def test_a_python_process_that_starts_too_slowly_is_tried_again() -> None:
+    text = "[STREAM_FAILED] terminated with exception: Python worker failed to connect back.\n at X"
+    cause = cause_of(RuntimeError(text))
+    assert type(cause) is Unavailable and cause.retryable
+
+
 def test_a_name_that_is_no_error_is_passed_over() -> None:
     assert type(cause_of(RuntimeError("penstock.errors.Any: x"))) is Fatal
