@@ -30,7 +30,7 @@ HOLD_AT: Final = KILL_AT // 2
 HOLD_MS: Final = 120_000
 VISIBILITY_MS: Final = 2_000
 CREDITS: Final = 200
-DRAIN_S_MAX: Final = 20.0
+DRAIN_S_MAX: Final = 120.0
 IDLE_S: Final = 0.05
 
 

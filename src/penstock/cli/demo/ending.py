@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.cli.demo.writers import Editors
     from penstock.testing.corpus import Corpus
 
-AUDIT_S_MAX: Final = 120.0
-QUARANTINE_S_MAX: Final = 45.0
+AUDIT_S_MAX: Final = 600.0
+QUARANTINE_S_MAX: Final = 180.0
 
 
 async def count_everything(

@@ -14,8 +14,8 @@ from typing import Any, Final
 from penstock.errors import Unavailable
 from penstock.testing.process import clean_environment
 
-START_S_MAX: Final = 120.0
-STOP_S_MAX: Final = 45.0
+START_S_MAX: Final = 300.0
+STOP_S_MAX: Final = 180.0
 POLL_S: Final = 0.1
 LINES_SHOWN: Final = 15
 

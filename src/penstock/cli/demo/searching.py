@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.cli.demo.writers import Editors
 
 SHOWN: Final = 4
-FRESH_S_MAX: Final = 30.0
+FRESH_S_MAX: Final = 120.0
 ASK_EVERY_S: Final = 0.1
 
 
