@@ -43,7 +43,7 @@ CONFIG = {
     "name": TOPIC, "partitions": PARTITIONS, "retention_ms": 0, "backoff_ms_base": 0,
     "visibility_ms": 3_600_000,
 }  # fmt: skip
-RUN_S = 25.0
+RUN_S = 120.0
 BACKLOG_MAX = 150
 Part = tuple[int, int, bytes]  # partition, entries, body
 

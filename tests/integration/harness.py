@@ -184,7 +184,7 @@ class Node(Caller):
 
     async def settled(self) -> None:
         """Wait until the node has nothing under way."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             quiet = 0
             while quiet < 3:
                 await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from tests.integration.crashing import Ledger, check, crash_once
 from penstock.log.crash import LOG_POINTS
 from penstock.node.crash_points import NODE_POINTS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 AT_ONCE = 4
 AT_START = ("log.recover.zeroed", "node.barrier.staged")

@@ -20,7 +20,7 @@ def stored(node: Node, topic: str = "jobs", partition: int = 0) -> list[bytes]:
 
 async def read(stream: LogStream, through: int) -> list[Batch]:
     found: list[Batch] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not found or found[-1].last < through:
             found += await anext(stream)
     return found

@@ -129,7 +129,7 @@ async def test_errors_retry_and_then_dead_letter(client: penstock.Client) -> Non
     (dead,) = [message async for message in topic.dlq]
     assert (dead.value, dead.reason) == ("bad", "retries")
     assert await topic.dlq.replay([dead]) == 1
-    (message,) = await topic.pop(wait=5)
+    (message,) = await topic.pop(wait=60)
     await message.reject("still bad")
     (dead,) = await topic.dlq.peek()
     assert (dead.reason, dead.detail) == ("rejected", "still bad")
@@ -151,7 +151,7 @@ async def test_a_lease_that_runs_out_is_lost(client: penstock.Client) -> None:
     topic = await client.topic("jobs", of=int, backoff_ms_base=0)
     await topic.put(1)
     (first,) = await topic.pop(visibility=0.05)
-    (again,) = await topic.pop(wait=5)
+    (again,) = await topic.pop(wait=60)
     assert again.attempts == 1
     with pytest.raises(penstock.LeaseLost):
         await first.ack()
@@ -172,7 +172,7 @@ async def test_delay_pause_purge_and_delete(client: penstock.Client) -> None:
     topic = await client.topic("jobs", of=int)
     await topic.put(1, delay=0.1)
     assert await topic.pop() == []
-    (message,) = await topic.pop(wait=5)
+    (message,) = await topic.pop(wait=60)
     await message.ack()
     await topic.pause()
     await topic.put(2)

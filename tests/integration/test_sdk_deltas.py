@@ -40,7 +40,7 @@ async def values_of(vectors: penstock.Deltas, vector_id: str) -> list[float]:
 
 
 async def some(source: Any, count: int) -> list[penstock.Released]:
-    async with asyncio.timeout(10), contextlib.aclosing(source):
+    async with asyncio.timeout(60), contextlib.aclosing(source):
         return [await anext(source) for _ in range(count)]
 
 
@@ -216,7 +216,7 @@ async def test_a_subscriber_gets_what_it_asked_for(vectors: penstock.Deltas) -> 
 async def test_a_subscriber_follows_the_log(vectors: penstock.Deltas) -> None:
     await vectors.create("old", ZEROS)
     source = vectors.subscribe(from_sequence="now")
-    async with asyncio.timeout(10), contextlib.aclosing(source):
+    async with asyncio.timeout(60), contextlib.aclosing(source):
         first = asyncio.ensure_future(anext(source))
         await asyncio.sleep(0.05)
         made = await vectors.set("old", {1: 1})

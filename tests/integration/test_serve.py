@@ -27,7 +27,7 @@ async def refused(data: Path, *options: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "penstock.cli", "serve", "--data", str(data), "--json"]
     ports = ["--port", "0", "--grpc-port", "-1", "--http-port", "-1"]
     found = await asyncio.to_thread(
-        subprocess.run, [*command, *ports, *options], capture_output=True, env=ENV, timeout=30,
+        subprocess.run, [*command, *ports, *options], capture_output=True, env=ENV, timeout=200,
         check=False,
     )  # fmt: skip
     return found.returncode, json.loads(found.stdout)["error"]
@@ -86,7 +86,7 @@ async def test_a_stopped_server_loses_nothing_and_says_goodbye(tmp_path: Path) -
     os.kill(server.pid, signal.SIGTERM)
     answered = [a for a in await asyncio.gather(*puts, return_exceptions=True) if type(a) is list]
     await asyncio.gather(waiting, return_exceptions=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await server.ended() == 0
     await server.start()
     caller = Caller(await open_connection(server.url))

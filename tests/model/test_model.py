@@ -8,7 +8,7 @@ from penstock.testing.model_check import CHANGES, explore, main
 from penstock.testing.replication_model import Model
 from penstock.testing.replication_world import VOTER, Bounds, Member, World
 
-pytestmark = pytest.mark.timeout(600)  # a minute's work; a busy machine gets its time
+pytestmark = pytest.mark.timeout(900)  # a minute's work; a busy machine gets its time
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from penstock.testing.model_check import CHANGES, explore
 from penstock.testing.replication_model import Model, Step
 from penstock.testing.replication_world import Bounds, Member, Seat, World, facts, put, seated
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 # What earlier takeovers may have left behind, none of which got further than its own disk.
 UNDECIDED = Bounds(epochs=4, entries=2, lag=False, logs=((1,), (2,), ()))

@@ -29,7 +29,7 @@ TOPIC = "vectors"
 PARTITIONS = 3
 CHUNK = 500
 TARGETS = ("driver", "node", "redis")
-START_S_MAX = 120.0
+START_S_MAX = 300.0
 FINISH_S_MAX = 600.0
 CONFIG = """\
 name = "chaos"
@@ -40,7 +40,7 @@ cores = 2
 trigger_interval_s = 0.2
 rows_per_trigger = {{ min = 500, max = 20000, initial = 5000 }}
 snapshot_deltas = 5000
-drain_s = 60.0
+drain_s = 300.0
 
 [delivery]
 backoff_s_cap = 1.0

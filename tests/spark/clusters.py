@@ -17,7 +17,7 @@ from tests.spark.conftest import JAVA_OPTIONS
 
 from penstock.spark import java
 
-START_S = 90.0
+START_S = 300.0
 MASTER = "org.apache.spark.deploy.master.Master"
 WORKER = "org.apache.spark.deploy.worker.Worker"
 
@@ -73,7 +73,7 @@ def _wait(address: str, workers: int) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            with urllib.request.urlopen(address, timeout=5) as answer:
+            with urllib.request.urlopen(address, timeout=30) as answer:
                 if json.load(answer)["aliveworkers"] == workers:
                     return
         except OSError:

@@ -8,7 +8,7 @@ import pytest
 from tests.spark import chaos
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_kills_of_driver_node_and_redis_lose_and_double_nothing(tmp_path: Path) -> None:
     kills = ["redis", "node", "driver"]
     found = await chaos.play(tmp_path, kills=kills, rows=10_000, seconds=15, seed=1)

@@ -190,7 +190,7 @@ def test_a_running_pipeline_is_stopped_and_goes_on(
         with pytest.raises(Unavailable, match="in use by the pipeline of process"):
             Pipeline(settings, session=spark).start()
         put(node, corpus, 0, 1500)
-        assert pipeline.changes.wait(-1, timeout_s=60)
+        assert pipeline.changes.wait(-1, timeout_s=240)
     rest = pipeline.status()
     assert rest["state"] == "stopped"
     assert all(sink["lag"]["rows"] == 0 for sink in rest["sinks"])
@@ -263,7 +263,7 @@ def test_what_cannot_go_on_is_said_before_anything_is_read(
     StateFolder(settings.state).close()  # nobody holds it
 
 
-@pytest.mark.timeout(300)  # it starts a second Spark
+@pytest.mark.timeout(900)  # it starts a second Spark
 def test_a_driver_killed_in_the_middle_leaves_nothing_lost_or_doubled(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
@@ -278,7 +278,7 @@ def test_a_driver_killed_in_the_middle_leaves_nothing_lost_or_doubled(
         [sys.executable, "-m", "penstock.cli", "pipeline", "run", "--config", str(config)],
         env=os.environ | {"PENSTOCK_CRASH": CRASH, "PYTHONPATH": str(ROOT)},
         capture_output=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert run.returncode == -signal.SIGKILL, run.stderr.decode()[-2000:]

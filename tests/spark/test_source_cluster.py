@@ -33,7 +33,7 @@ def submit(master: str) -> list[str]:
     return [program, "--master", master, *settings]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_cluster_reads_and_writes_topics(node: RunningNode, tmp_path: Path) -> None:
     node.topic("target", [])
     topic = node.topic("source", [])
@@ -67,7 +67,7 @@ spark.stop()
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_spark_starts_on_the_java_from_pypi(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -27,7 +27,7 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.testing.etcd import EtcdProcess, free_ports
 from penstock.testing.process import ServerProcess
 
-READY_S_MAX: Final = 60.0
+READY_S_MAX: Final = 120.0
 POLL_S: Final = 0.05
 CALL_S_MAX: Final = 5.0
 

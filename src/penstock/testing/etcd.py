@@ -21,7 +21,7 @@ from typing import Final
 from penstock.errors import Unavailable
 from penstock.testing import leash
 
-START_S_MAX: Final = 30.0
+START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 10.0
 POLL_S: Final = 0.02
 PORTS: Final = range(20_000, 32_000)  # below the ephemeral ones, which any client may be given

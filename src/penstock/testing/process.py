@@ -22,7 +22,7 @@ from typing import Any, Final
 from penstock.errors import Unavailable
 from penstock.testing import leash
 
-START_S_MAX: Final = 60.0
+START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 20.0
 POLL_S: Final = 0.01
 STDERR_LINES_SHOWN: Final = 12

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.cluster.asking import Asking
+from tests.integration.cluster.asking import SOON_S, Asking
 
 from penstock.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock.testing.etcd import etcd_process
@@ -86,7 +86,7 @@ async def test_a_second_node_of_a_name_does_not_start(cluster: Asking, tmp_path:
     )
     with pytest.raises(Unavailable, match="another node is registered as n1"):
         await second.start()
-    assert await cluster.put_somehow("plain", b"x") < 5
+    assert await cluster.put_somehow("plain", b"x") < SOON_S
 
 
 async def test_a_folder_is_opened_by_its_own_cluster_only(cluster: Asking, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class Ground:
             "url": node.url,
             "topics": ["vectors"],
             "state": str(folder / "state"),
-            "drain_s": 30.0,
+            "drain_s": 300.0,
             "propagation": {"pending_ms": PENDING_MS},
             "sink": [{"kind": kind, **options} for kind, options in sinks.items()],
         }

@@ -10,9 +10,10 @@ import pytest
 
 from penstock.client.changes import Arrivals, Place
 from penstock.client.client import Client
-from penstock.client.connection import open_connection
+from penstock.client.connection import Connection, open_connection
 from penstock.client.link import Source
 from penstock.client.options import Options
+from penstock.client.streams import ChangeStream
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.delivery import CHANGES
@@ -116,9 +117,9 @@ async def test_what_is_handled_is_told(topic: Topic[bytes], peer: Peer) -> None:
     node.send(FrameType.BATCH, number, Changes(0, 0, 6, 9))
     arrived = await arrivals.next()
     assert arrived.columns is None
-    arrived.stream.acknowledge(6)
+    arrived.place.acknowledge(6)
     assert (await peer.grants.get()).position == 6
-    arrived.stream.acknowledge(8)
+    arrived.place.acknowledge(8)
     await arrivals.close()  # does not wait for more
     assert (await peer.grants.get()).position == 8
 
@@ -133,9 +134,24 @@ async def test_an_error_that_stays_is_raised(topic: Topic[bytes], peer: Peer) ->
     await arrivals.close()
 
 
-def test_a_place_that_never_began_begins_again() -> None:
+async def test_what_a_lost_connection_was_not_told_the_next_one_is(
+    topic: Topic[bytes], peer: Peer
+) -> None:
+    arrivals = Arrivals(topic, [REQUEST])
+    node, number, _ = await peer.opened.get()
+    node.send(FrameType.BATCH, number, Changes(0, 1, 4, 9), body((4, 4)))
+    arrived = await arrivals.next()
+    node.transport.abort()
+    await peer.opened.get()
+    arrived.place.acknowledge(4)
+    assert (await peer.grants.get()).position == 4
+    await arrivals.close()
+
+
+async def test_a_place_that_never_began_begins_again() -> None:
     place = Place(OpenSubscription("vectors", 0, start="cursor", cursor="c"))
     assert place.next_request().start == "cursor"
-    place.on_opened({"position": 12})
+    stream = ChangeStream(Connection(), 1, request=place.request, arrived=lambda *_: None)
+    place.on_opened(stream, {"position": 12})
     again = place.next_request()
     assert (again.start, again.at, again.cursor) == ("sequence", 13, "c")

@@ -15,7 +15,7 @@ from penstock.errors import Unavailable, WrongEpoch
 from penstock.model.ids import MessageId
 from penstock.model.partitioning import partition_of
 
-QUICK = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=10)
+QUICK = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=60)
 
 
 class Peers:
@@ -80,7 +80,7 @@ async def routed(
     async with penstock.connect(peers.url(*nodes), options=options) as client:
         topic = await client.topic("t")
         for partition in range(6):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not _arrived(client, partition, peers.owner(partition)):
                     await asyncio.sleep(0.005)
         yield client, topic
@@ -148,7 +148,7 @@ async def test_the_client_of_one_node_learns_the_others_and_goes_on_there(peers:
         await (await anext(consumer)).ack()
         peers.kill("n1")
         await topic.put(b"b")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             message = await anext(consumer)
         assert message.value == b"b"
         assert client.link.live is not None and client.link.live.welcome.node != "n1"

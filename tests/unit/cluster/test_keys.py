@@ -163,7 +163,7 @@ async def test_a_full_disk_does_not_end_the_keys(
     ring.verify(key.text)
     store.refusals = 2
     running = asyncio.ensure_future(ring.run(flush_seconds=0.001))
-    async with asyncio.timeout(10), store.watch("keys/") as changes:
+    async with asyncio.timeout(60), store.watch("keys/") as changes:
         change = await anext(changes)
     assert change.value is not None and b'"last_used_ms":null' not in change.value
     assert len(caplog.records) == 2

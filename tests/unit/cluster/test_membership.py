@@ -42,7 +42,7 @@ async def until(members: Membership, condition: Callable[[], bool]) -> None:
     """Wait for changes until it is so."""
     news = asyncio.Event()
     members.on_change(news.set)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():
             news.clear()
             await news.wait()

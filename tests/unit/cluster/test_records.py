@@ -123,7 +123,7 @@ async def test_epochs_of_before_are_carried_on(either_store: MetadataStore) -> N
 
 
 async def test_a_watch_tells_what_is_there_and_what_changes(records: Records) -> None:
-    async with asyncio.timeout(10), records.watch(known=[(1, 0), (5, 5)]) as changes:
+    async with asyncio.timeout(60), records.watch(known=[(1, 0), (5, 5)]) as changes:
         assert await anext(changes) == RecordChange(5, 5, None)
         assert await anext(changes) == RecordChange(1, 0, THREE)
         taken = await records.take_epoch(1, 0, "c")

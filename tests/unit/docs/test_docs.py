@@ -71,7 +71,7 @@ def test_the_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
     ran = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert ran.stderr == ""
     assert ran.stdout == re.sub(r"^    ", "", shown, flags=re.MULTILINE)

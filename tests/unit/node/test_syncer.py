@@ -12,7 +12,7 @@ from penstock.node.syncer import Syncer, open_syncer
 async def synced(syncer: Syncer, descriptor: int) -> OSError | None:
     done: asyncio.Future[OSError | None] = asyncio.get_running_loop().create_future()
     syncer.sync(descriptor, done.set_result)
-    return await asyncio.wait_for(done, 10)
+    return await asyncio.wait_for(done, 60)
 
 
 async def test_many_syncs_all_report(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ async def exchange(port: int, *chunks: bytes, pause: float = 0.0) -> bytes:
         for chunk in chunks:
             writer.write(chunk)
             await asyncio.sleep(pause)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await reader.read()
     except ConnectionResetError:
         return b""

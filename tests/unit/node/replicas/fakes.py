@@ -80,7 +80,7 @@ class Dialling:
 
     async def until(self, count: int) -> FakeConnection:
         """The connection with this number, once it is made."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.connections) < count:
                 self._news.clear()
                 await self._news.wait()

@@ -14,7 +14,7 @@ from penstock.errors import NotFound, Unavailable
 async def entries(stream: LogStream, through: int) -> list[int]:
     """Sequences that the batches cover, up to `through`."""
     seen: list[int] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not seen or seen[-1] < through:
             for batch in await anext(stream):
                 seen += range(batch.first, batch.last + 1)

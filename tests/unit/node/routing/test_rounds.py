@@ -28,7 +28,7 @@ async def fill(cluster: Cluster, topic: str, priorities: list[list[int]]) -> Non
 async def receive(stream: LeaseStream, count: int) -> list[tuple[int, LeaseToken]]:
     """Priorities and tokens of the next messages."""
     found: list[tuple[int, LeaseToken]] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(found) < count:
             batch = await anext(stream)
             d = batch.delivery
@@ -152,7 +152,7 @@ async def test_several_consumers_share_without_overlap(cluster: Cluster) -> None
             got.update(batch.columns.fixed("priority").tolist())
 
     tasks = [asyncio.create_task(consume(stream)) for stream in streams]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while sum(got.values()) < 300:
             await asyncio.sleep(0.01)
     for task in tasks:

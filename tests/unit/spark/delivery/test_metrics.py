@@ -38,7 +38,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_a_scrape_shows_what_the_status_says(delivery: Delivery) -> None:
     url = f"http://127.0.0.1:{delivery.metrics.port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         found = samples(answer.read().decode())
     delivery.stop()
     assert found["penstock_pipeline_sink_rows_total", "file"] == 2
