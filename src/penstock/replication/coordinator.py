@@ -237,7 +237,7 @@ class Coordinator:
         barrier is committed may take it, and one at a time."""
         if not self.serving or self._changing or not self.record.is_voter(self.node):
             return []
-        wanted = self._named() or self._reassigned()
+        wanted = self._named() or self._let_go() or self._reassigned()
         if wanted is None:
             return []
         self._changing = True
@@ -252,6 +252,13 @@ class Coordinator:
         if record.uuids.get(self.node) != self.uuid:
             return msgspec.structs.replace(record, uuids={**record.uuids, self.node: self.uuid})
         return None
+
+    def _let_go(self) -> PartitionRecord | None:
+        """Learners that are not wanted any more, since the wish was changed while they learned."""
+        record = self.record
+        wanted = record.target + record.joint
+        kept = tuple(node for node in record.learners if node in wanted)
+        return None if kept == record.learners else msgspec.structs.replace(record, learners=kept)
 
     def _reassigned(self) -> PartitionRecord | None:
         record = self.record

@@ -120,6 +120,24 @@ def test_the_joint_record_stays_until_the_new_set_holds_what_is_committed() -> N
     assert change(hold(machine, "d", 1)).voters == ("c", "d", "e")
 
 
+@pytest.mark.parametrize(
+    ("target", "joint", "kept"),
+    [("", "", ""), ("abc", "", ""), ("abe", "", "e"), ("abe", "abe", "e")],
+)
+def test_a_learner_that_is_not_wanted_any_more_is_let_go(
+    target: str, joint: str, kept: str
+) -> None:
+    machine = serving()
+    learning = record(2, "a", "abc", learners="d" + kept, target=target, joint=joint)
+    left = change(machine.on_record(learning, 2))
+    assert (left.learners, left.voters, left.target) == (
+        tuple(kept),
+        learning.voters,
+        tuple(target),
+    )
+    assert "d" not in left.members
+
+
 def test_nothing_is_reassigned_before_the_barrier_commits() -> None:
     wish = record(2, "a", "abc", target="abd")
     machine = coordinator(of=wish)
