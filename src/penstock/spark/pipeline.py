@@ -26,10 +26,11 @@ import msgspec
 
 from penstock.errors import FailedPrecondition
 from penstock.node.logs import get_logger
+from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed
 from penstock.spark.attaching import LazyTopicWriter, attach, feed_of
 from penstock.spark.delivery.delivery import Delivery
-from penstock.spark.delivery.letters import LetterBox, create_on
+from penstock.spark.delivery.letters import create_on
 from penstock.spark.fold.changes import ChangeLog
 from penstock.spark.fold.folding import FoldPlan
 from penstock.spark.fold.ingest import Ingest

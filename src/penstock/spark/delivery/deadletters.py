@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from penstock.errors import SinkRejected
 from penstock.log.crash import crash_point
+from penstock.sinks import letters
 from penstock.sinks.protocol import Work
-from penstock.spark.delivery import letters
 from penstock.spark.delivery.routes import vector_keys
 from penstock.spark.delivery.selection import Selection
 

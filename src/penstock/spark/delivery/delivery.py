@@ -42,12 +42,12 @@ from typing import Any
 
 from penstock.log.crash import crash_point
 from penstock.node.logs import get_logger
+from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed, Sink
 from penstock.spark.delivery import status as reporting
 from penstock.spark.delivery.backlog import QUARANTINE, Backlog
 from penstock.spark.delivery.cursors import CursorFile
 from penstock.spark.delivery.deadletters import DeadLetters
-from penstock.spark.delivery.letters import LetterBox
 from penstock.spark.delivery.metrics import PipelineMetrics
 from penstock.spark.delivery.options import DeliveryOptions
 from penstock.spark.delivery.planning import Planner

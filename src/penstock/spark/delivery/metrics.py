@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from penstock.errors import InvalidArgument, Unavailable
 from penstock.model.version import __version__
-from penstock.spark.delivery.freshness import BOUNDS_S, EXPORTED, Freshness
+from penstock.sinks.freshness import BOUNDS_S, EXPORTED, Freshness
 from penstock.spark.delivery.status import Status
 
 PREFIX: Final = "penstock_pipeline_"

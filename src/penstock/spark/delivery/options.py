@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.errors import InvalidArgument
-from penstock.propagation.breaker import FAILURES_MAX, OPEN_S
+from penstock.sinks.retrying import Patience
 
 
-class DeliveryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeliveryOptions(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows_per_write_max: int = 100_000  # a trigger with more goes to an ordered sink whole
     bytes_per_write_max: int = 256 << 20
     rows_together_max: int = 10_000  # so few waiting rows are not worth a write for each lane
-    backoff_s_base: float = 0.1  # before the second try; doubles with each further one
-    backoff_s_cap: float = 10.0
-    breaker_failures: int = FAILURES_MAX  # in a row; then the sink is left alone
-    breaker_open_s: float = OPEN_S  # before it is tried once more
     hang_s: float = 60.0  # a call of a sink that takes longer is shown as hanging
     status_s: float = 1.0  # between two writings of status.json
     poll_s: float = 1.0  # an idle sink looks round this often, even if nobody wakes it

@@ -14,8 +14,8 @@ from typing import Final
 import pyarrow as pa
 
 from penstock.errors import Unsupported
+from penstock.sinks import letters
 from penstock.sinks.protocol import Feed, Work
-from penstock.spark.delivery import letters
 
 NAME: Final = "_quarantine"  # no configured sink can be called so
 

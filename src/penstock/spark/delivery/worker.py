@@ -21,13 +21,13 @@ from typing import Final, TypeVar
 from penstock.errors import FailedPrecondition, PenstockError
 from penstock.log.crash import crash_point
 from penstock.node.logs import get_logger
+from penstock.sinks.meters import SinkMeter
 from penstock.sinks.protocol import Sink
+from penstock.sinks.retrying import Retry
 from penstock.spark.delivery.cursors import NONE, Cursor, CursorFile
 from penstock.spark.delivery.deadletters import DeadLetters
-from penstock.spark.delivery.meters import SinkMeter
 from penstock.spark.delivery.options import DeliveryOptions
 from penstock.spark.delivery.planning import Plan, Planner
-from penstock.spark.delivery.retrying import Retry
 from penstock.spark.delivery.selection import Selection
 from penstock.spark.delivery.writing import Write
 

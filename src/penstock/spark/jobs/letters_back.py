@@ -21,8 +21,8 @@ from penstock.client.endpoints import Remote
 from penstock.client.leases import LeasedMessage
 from penstock.client.options import Options
 from penstock.errors import FailedPrecondition
+from penstock.sinks.letters import PREFIX
 from penstock.sinks.protocol import Items
-from penstock.spark.delivery.letters import PREFIX
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.topic_writer import NodeTopicWriter
 

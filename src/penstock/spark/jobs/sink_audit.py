@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import NotFound
 from penstock.sinks.lake import LakeSink
+from penstock.sinks.letters import dead_letter_topic
 from penstock.sinks.schema import DELTAS
 from penstock.spark.delivery.delivery import Attached
-from penstock.spark.delivery.letters import dead_letter_topic
 from penstock.spark.delivery.routes import Routes
 from penstock.spark.fold.log_deltas import read_deltas
 from penstock.spark.jobs.differences import Comparison

@@ -26,13 +26,12 @@ from penstock.client.streams import LogStream
 from penstock.errors import Unavailable
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
+from penstock.sinks.requests import Part
 from penstock.spark.source.decisions import Decisions
 from penstock.spark.source.offsets import Extent, Wanted
-from penstock.wire.frame import Buffer
 from penstock.wire.messages import Enqueued
 
 R = TypeVar("R")
-Part = tuple[int, int, Buffer]  # partition, entries, ENQ body
 WINDOW_ENTRIES: Final = 1_000_000
 WINDOW_BYTES: Final = 16 << 20  # sent ahead of the reader
 STALL_S: Final = 60.0  # without a batch of a range that should be there

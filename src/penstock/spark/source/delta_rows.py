@@ -21,8 +21,8 @@ from penstock.model.delta_format import HAS_INDICES, Op
 from penstock.model.delta_format import Source as DeltaOrigin
 from penstock.model.deltas import DeltaBatch
 from penstock.sinks import arrays
+from penstock.sinks.requests import binary as binary_of
 from penstock.spark.source import rows
-from penstock.spark.source.outgoing import binary as binary_of
 from penstock.spark.source.rows import Column, Piece, Source
 
 _OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.model.topic import TopicKind
-from penstock.spark.source.outgoing import Rows, delta_targets, requests
+from penstock.sinks.requests import Rows, delta_targets, requests
 
 if TYPE_CHECKING:
     from penstock.sinks.protocol import Items

@@ -26,13 +26,12 @@ from pyspark.sql.types import StructType
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.partitioning import partitions_of
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, TopicConfig, TopicKind
-from penstock.spark.source.outgoing import Rows, delta_targets, requests
+from penstock.sinks.requests import Part, Rows, delta_targets, requests
 from penstock.spark.source.written import Columns, check_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from penstock.spark.source.access import Part
     from penstock.spark.source.options import WriteOptions
 
 EPOCH: Final = 1

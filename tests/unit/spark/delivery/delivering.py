@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from penstock.errors import NotFound, SinkRejected, Unavailable
 from penstock.model.delta import Delta, Op, PriorityClass, encode
+from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed, Items, Work
 from penstock.sinks.schema import DELTAS, states_schema
 from penstock.spark.delivery.delivery import Attached, Delivery
-from penstock.spark.delivery.letters import LetterBox
 from penstock.spark.delivery.options import DeliveryOptions
 from penstock.spark.fold.change_file import LANES, ChangeWriter
 from penstock.spark.fold.changes import ChangeLog

@@ -10,8 +10,9 @@ from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
 from penstock.sinks.lake import LakeSink
+from penstock.sinks.letters import LetterBox
 from penstock.spark.delivery.delivery import Attached, Delivery
-from penstock.spark.delivery.letters import LetterBox, create_on
+from penstock.spark.delivery.letters import create_on
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.topic_writer import NodeTopicWriter
 from penstock.testing.redis import RedisProcess, redis_process

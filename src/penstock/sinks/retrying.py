@@ -11,16 +11,26 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-from penstock.propagation.breaker import Breaker, BreakerState
-from penstock.spark.delivery.options import DeliveryOptions
+import msgspec
+
+from penstock.propagation.breaker import FAILURES_MAX, OPEN_S, Breaker, BreakerState
 
 DOUBLINGS_MAX: Final = 30
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a sink that fails is waited for between two tries."""
+
+    backoff_s_base: float = 0.1  # before the second try; doubles with each further one
+    backoff_s_cap: float = 10.0
+    breaker_failures: int = FAILURES_MAX  # in a row; then the sink is left alone
+    breaker_open_s: float = OPEN_S  # before it is tried once more
 
 
 class Retry:
     """One sink's patience. `now` is monotonic; one thread calls, any thread looks."""
 
-    def __init__(self, options: DeliveryOptions) -> None:
+    def __init__(self, options: Patience) -> None:
         self._options = options
         self._breaker = Breaker(
             failures_max=options.breaker_failures, open_s=options.breaker_open_s

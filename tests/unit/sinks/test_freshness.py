@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.spark.delivery.freshness import BOUNDS_S, GROWTH, WINDOW_S, Freshness
+from penstock.sinks.freshness import BOUNDS_S, GROWTH, WINDOW_S, Freshness
 
 
 def test_percentiles_are_within_a_bucket_of_the_truth() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from penstock.spark.delivery.freshness import Freshness
+from penstock.sinks.freshness import Freshness
 
 RATE_S: Final = 10.0  # rows per second are those of so many last seconds, or of all so far
 TEXT_MAX: Final = 500  # of an error's message

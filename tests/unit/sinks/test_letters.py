@@ -11,8 +11,8 @@ from penstock.model.columns import Binary
 from penstock.model.delta import Delta, Op, PriorityClass, Source, decode, encode
 from penstock.model.deltas import DeltaBatch
 from penstock.model.topic import HEADERS_BYTES_MAX
+from penstock.sinks.letters import LetterBox, payloads_of
 from penstock.sinks.schema import DELTAS, deltas_table
-from penstock.spark.delivery.letters import LetterBox, payloads_of
 
 COMMON = {"namespace": "default", "topic": "vectors", "log_time_ms": 1}
 

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.errors import InvalidArgument
+from penstock.sinks.retrying import Retry
 from penstock.spark.delivery.options import DeliveryOptions
-from penstock.spark.delivery.retrying import Retry
 
 
 def test_the_options_say_when_the_breaker_opens_and_for_how_long() -> None:

@@ -16,14 +16,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.columns import RUNS_MAX, Binary
+from penstock.model.columns import RUNS_MAX, Binary, Buffer
 from penstock.model.deltas import gather
 from penstock.model.partitioning import VECTOR_AT, partitions_of_deltas, partitions_of_digests
 from penstock.model.topic import BATCH_ENTRIES_MAX
-from penstock.spark.source.access import Part
 
 REQUEST_BYTES: Final = 4 << 20  # small enough that several are under way, large enough to be few
 _ENQ: Final = SCHEMAS[Kind.ENQ]
+Part = tuple[int, int, Buffer]  # partition, entries, ENQ body
 
 
 @dataclass(frozen=True, kw_only=True)
