@@ -1,9 +1,17 @@
-"""A bounded queue in front of a log: four classes, with ageing, and a word for those turned away.
+"""A bounded queue in front of logs: four classes, with ageing, and a word for those turned away.
 
 Items wait in the class they were offered in, first come first served, and the classes are served as
 lanes are. Every item counts for as many entries as the caller says; the queue holds at most
 `capacity` entries, except that an item which alone is larger fits into an empty queue. What does
 not fit is refused as a whole and at once: whoever offered it still has it, so nothing is lost.
+
+An item may have *keys*, the vectors that it changes. Of two items with a key in common the earlier
+one is taken first whatever their classes: where a more urgent one comes, those that it must not
+overtake move into its class, in front of it, and with them what those must not overtake. Keys are
+asked for only when that can happen, so a queue of one class never pays for it.
+
+One queue may stand in front of several logs: each is a *group* that is taken from by itself, while
+the bound holds for all of them together.
 
 How fast the queue drains is measured over the last seconds; from that follows when it is worth
 coming back (`retry_after_s`).
@@ -12,6 +20,7 @@ coming back (`retry_after_s`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
 from math import exp
 from typing import Final, Generic, TypeVar
 
@@ -24,16 +33,35 @@ RETRY_AFTER_S_MIN: Final = 0.01
 RETRY_AFTER_S_MAX: Final = 5.0
 MEMORY_MS: Final = 1000.0  # how long what was drained counts
 
+TAKEN: Final = LANES  # the class of an item that is no longer here
+INDEX_SLACK: Final = 1024  # keys of items that have gone that may linger
+
 T = TypeVar("T")
+Keys = Callable[[], Collection[bytes]]
+
+
+class _Item(Generic[T]):
+    __slots__ = ("_keys", "count", "group", "item", "lane", "number", "since_ms")
+
+    def __init__(
+        self, item: T, count: int, *, lane: int, group: int, number: int, since_ms: float,
+        keys: Keys | Collection[bytes],
+    ) -> None:  # fmt: skip
+        self.item, self.count, self.group = item, count, group
+        self.lane = lane  # where it counts; copies in other lanes do not
+        self.number = number  # in the order of arrival
+        self.since_ms = since_ms
+        self._keys = keys
+
+    @property
+    def keys(self) -> Collection[bytes]:
+        if callable(self._keys):
+            self._keys = self._keys()
+        return self._keys
 
 
 class Ingest(Generic[T]):
     """`depth` counts entries; `depth_by_class` the same by class."""
-
-    __slots__ = (
-        "_drained", "_drained_ms", "_lanes", "_order", "_since", "capacity", "crossings", "depth",
-        "depth_by_class", "high", "mark", "rejected",
-    )  # fmt: skip
 
     def __init__(
         self, capacity: int = CAPACITY, high_water: float = HIGH_WATER, ageing_ms: int = AGEING_MS
@@ -45,59 +73,164 @@ class Ingest(Generic[T]):
         self.capacity = capacity
         self.mark = max(1, int(capacity * high_water))  # depth from which it counts as high
         self._order = Lanes(ageing_ms=ageing_ms)
-        self._lanes: list[deque[tuple[T, int, float]]] = [deque() for _ in range(LANES)]
+        self._groups: dict[int, list[deque[_Item[T]]]] = {}
+        self.depths: dict[int, int] = {}  # by group; none: nothing of it waits
         self.depth = 0
         self.depth_by_class = [0] * LANES
         self.high = False
         self.crossings = 0  # how often it became high
         self.rejected = 0  # entries that were refused
-        self._since = 0.0  # the latest time that was told
+        self._number = 0
+        self._last_ms = 0.0  # the latest time that was told
         self._drained = 0.0  # entries taken lately, less what is forgotten
         self._drained_ms: float | None = None  # at this time
+        self._by_key: dict[bytes, list[_Item[T]]] = {}
+        self._keys = 0  # entries in there, of items that have gone too
+        self._unindexed: list[_Item[T]] = []  # with keys, and not in there yet
 
-    def offer(self, item: T, *, priority: int, count: int, now_ms: float) -> bool:
+    # --- offering ---
+
+    def fits(self, count: int) -> bool:
+        """Whether so many entries may be offered; if not, they count as refused."""
+        if self.depth + count <= self.capacity or not self.depth:
+            return True
+        self.rejected += count
+        return False
+
+    def offer(
+        self, item: T, *, priority: int, count: int, now_ms: float, group: int = 0,
+        keys: Keys | Collection[bytes] = (),
+    ) -> bool:  # fmt: skip
         """Let an item of `count` entries wait; False: it does not fit."""
         if count < 1 or not 0 <= priority < LANES:
             raise InvalidArgument("an item has entries and a class", field="count", limit=1)
-        depth = self.depth + count
-        if depth > self.capacity and self.depth:
-            self.rejected += count
+        if not self.fits(count):
             return False
-        self._since = since_ms = max(now_ms, self._since)
-        self._lanes[priority].append((item, count, since_ms))
-        self.depth_by_class[priority] += count
-        self._set_depth(depth)
+        self._last_ms = since_ms = max(now_ms, self._last_ms)
+        self._number += 1
+        entry = _Item(
+            item, count, lane=priority, group=group, number=self._number, since_ms=since_ms,
+            keys=keys,
+        )  # fmt: skip
+        if keys:
+            if any(self.depth_by_class[priority + 1 :]):
+                self._move_up(entry)
+            self._unindexed.append(entry)
+        self._lane(entry).append(entry)
+        self.depths[group] = self.depths.get(group, 0) + count
+        self._count(priority, count)
         return True
 
-    def take(self, count_max: int, now_ms: float) -> list[T]:
+    def _lane(self, entry: _Item[T]) -> deque[_Item[T]]:
+        lanes = self._groups.get(entry.group)
+        if lanes is None:
+            lanes = self._groups[entry.group] = [deque() for _ in range(LANES)]
+        return lanes[entry.lane]
+
+    def _count(self, lane: int, count: int) -> None:
+        self.depth_by_class[lane] += count
+        self.depth += count
+        high = self.depth >= self.mark
+        if high and not self.high:
+            self.crossings += 1
+        self.high = high
+
+    # --- a more urgent item takes along what it must not overtake ---
+
+    def _move_up(self, entry: _Item[T]) -> None:
+        self._index()
+        lane, moved, due = entry.lane, list[_Item[T]](), self._due(entry)
+        causes, known = [entry], dict[bytes, int]()
+        while causes:
+            cause = causes.pop()
+            for key in cause.keys:
+                if known.get(key, -1) >= cause.number:
+                    continue
+                known[key] = cause.number
+                for other in self._by_key.get(key, ()):
+                    overtaken = other.lane < TAKEN and self._due(other) > due
+                    if overtaken and other.number < cause.number:
+                        self.depth_by_class[other.lane] -= other.count
+                        self.depth_by_class[lane] += other.count
+                        other.lane, other.since_ms = lane, entry.since_ms
+                        moved.append(other)
+                        causes.append(other)
+        for other in sorted(moved, key=lambda item: item.number):
+            self._lane(other).append(other)
+
+    def _due(self, entry: _Item[T]) -> tuple[float, int]:
+        return self._order.due(entry.lane, entry.since_ms)
+
+    def _index(self) -> None:
+        """Enter the keys of what waits, as far as they are not."""
+        if self._keys > 2 * self.depth + INDEX_SLACK:
+            waiting = [item for found in self._by_key.values() for item in found]
+            recent = self._unindexed
+            self._forget_keys()
+            distinct = {item.number: item for item in waiting if item.lane < TAKEN}
+            self._unindexed = [distinct[number] for number in sorted(distinct)] + recent
+        unindexed, self._unindexed = self._unindexed, []
+        for item in unindexed:
+            if item.lane < TAKEN:
+                for key in item.keys:
+                    self._by_key.setdefault(key, []).append(item)
+                    self._keys += 1
+
+    def _forget_keys(self) -> None:
+        self._by_key, self._keys, self._unindexed = {}, 0, []
+
+    # --- taking ---
+
+    def take(self, count_max: int, now_ms: float, *, group: int = 0) -> list[T]:
         """The items that go next: at most `count_max` entries, or one item that is larger."""
         found: list[T] = []
         taken = 0
-        while self.depth:
-            lane = self._next_lane()
-            item, count, _ = self._lanes[lane][0]
-            if taken + count > count_max and (found or count_max < 1):
+        while self.depths.get(group):
+            entry = self._next(self._groups[group])
+            if taken + entry.count > count_max and (found or count_max < 1):
                 break
-            self._lanes[lane].popleft()
-            found.append(item)
-            taken += count
-            self.depth_by_class[lane] -= count
-            self._set_depth(self.depth - count)
+            self._lane(entry).popleft()
+            found.append(entry.item)
+            taken += entry.count
+            self._leave(entry)
         if taken:
             self._drained = self._recently(now_ms) + taken
             self._drained_ms = max(now_ms, self._drained_ms or now_ms)
         return found
 
-    def _next_lane(self) -> int:
-        due = self._order.due
-        return min(due(lane, items[0][2]) for lane, items in enumerate(self._lanes) if items)[1]
+    def _next(self, lanes: list[deque[_Item[T]]]) -> _Item[T]:
+        best: tuple[float, int] | None = None
+        for lane, items in enumerate(lanes):
+            while items and items[0].lane != lane:
+                items.popleft()  # it has moved on
+            if items:
+                due = self._due(items[0])
+                best = due if best is None else min(best, due)
+        assert best is not None
+        return lanes[best[1]][0]
 
-    def _set_depth(self, depth: int) -> None:
-        self.depth = depth
-        high = depth >= self.mark
-        if high and not self.high:
-            self.crossings += 1
-        self.high = high
+    def _leave(self, entry: _Item[T]) -> None:
+        left = self.depths.pop(entry.group) - entry.count
+        if left:
+            self.depths[entry.group] = left
+        else:
+            self._groups.pop(entry.group)
+        self._count(entry.lane, -entry.count)
+        entry.lane = TAKEN
+        if not self.depth:
+            self._forget_keys()
+
+    def remove(self, group: int) -> list[T]:
+        """All that waits in a group, out of the queue."""
+        found: list[T] = []
+        while self.depths.get(group):
+            entry = self._next(self._groups[group])
+            self._lane(entry).popleft()
+            found.append(entry.item)
+            self._leave(entry)
+        return found
+
+    # --- when to come back ---
 
     def _recently(self, now_ms: float) -> float:
         if self._drained_ms is None:
@@ -117,12 +250,19 @@ class Ingest(Generic[T]):
         return max(excess / rate, RETRY_AFTER_S_MIN)
 
     def validate(self) -> None:
-        by_class = [sum(count for _, count, _ in items) for items in self._lanes]
+        waiting = [
+            entry
+            for lanes in self._groups.values()
+            for lane, items in enumerate(lanes)
+            for entry in items
+            if entry.lane == lane
+        ]
+        by_class = [sum(e.count for e in waiting if e.lane == lane) for lane in range(LANES)]
         assert by_class == self.depth_by_class
-        assert sum(by_class) == self.depth
-        items = sum(len(items) for items in self._lanes)
-        assert self.depth <= self.capacity or items == 1
+        assert sum(by_class) == self.depth == sum(self.depths.values())
+        assert self.depth <= self.capacity or len(waiting) == 1
         assert self.high == (self.depth >= self.mark)
-        for waiting in self._lanes:
-            times = [since_ms for *_, since_ms in waiting]
-            assert times == sorted(times)
+        for lanes in self._groups.values():
+            for lane, items in enumerate(lanes):
+                times = [entry.since_ms for entry in items if entry.lane == lane]
+                assert times == sorted(times)

@@ -49,6 +49,51 @@ def taken_of(waiting: list[tuple[float, int, int, int]], count_max: int) -> list
     return found
 
 
+@settings(max_examples=120)
+@given(lucks, st.integers(2, 40))
+def test_items_with_a_key_in_common_stay_in_order(luck: Luck, size: int) -> None:
+    queue: Ingest[int] = Ingest(1000, ageing_ms=10)
+    keys = [set(luck.choices(b"abcdefgh", k=luck.randint(0, 3))) for _ in range(size)]
+    now_ms, out = 0.0, []
+    for number, own in enumerate(keys):
+        now_ms += luck.choice((0, 1, 15))
+        names = [bytes([key]) for key in own]
+        queue.offer(number, priority=luck.randrange(4), count=luck.randint(1, 3), now_ms=now_ms,
+                    keys=lambda names=names: names)  # fmt: skip
+        queue.validate()
+        if luck.maybe(0.3):
+            out += queue.take(luck.randint(1, 6), now_ms)
+    while queue.depth:
+        out += queue.take(2, now_ms)
+        queue.validate()
+    assert sorted(out) == list(range(size))
+    for at, later in enumerate(out):
+        assert not [early for early in out[at:] if early < later and keys[early] & keys[later]]
+
+
+def test_an_item_takes_along_only_what_it_must_not_overtake() -> None:
+    queue: Ingest[str] = Ingest(1000)
+    for item, keys in (("a", b"x"), ("b", b"xy"), ("c", b"z"), ("d", b"y"), ("e", b"u")):
+        names = [bytes([key]) for key in keys]
+        queue.offer(item, priority=LOW, count=1, now_ms=0, keys=lambda names=names: names)
+    queue.offer("urgent", priority=CRITICAL, count=1, now_ms=1, keys=lambda: [b"y"])
+    assert queue.depth_by_class == [4, 0, 0, 2]
+    assert queue.take(99, 1) == ["a", "b", "d", "urgent", "c", "e"]
+
+
+def test_groups_share_the_bound_and_nothing_else() -> None:
+    queue: Ingest[str] = Ingest(10)
+    assert queue.offer("a", priority=LOW, count=6, now_ms=0, group=1)
+    assert queue.offer("b", priority=CRITICAL, count=3, now_ms=0, group=2)
+    assert not queue.offer("c", priority=LOW, count=2, now_ms=0, group=2)
+    assert queue.depths == {1: 6, 2: 3}
+    assert queue.take(99, 0, group=1) == ["a"]
+    assert queue.take(99, 0, group=1) == []
+    assert queue.remove(2) == ["b"]
+    assert (queue.depth, queue.depths, queue.rejected) == (0, {}, 2)
+    queue.validate()
+
+
 def test_an_urgent_item_is_taken_before_all_that_waits() -> None:
     queue: Ingest[str] = Ingest(100)
     offered(queue, ("low", LOW, 50), ("normal", NORMAL, 10), ("critical", CRITICAL, 1))
