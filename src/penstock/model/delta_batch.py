@@ -333,7 +333,7 @@ def _components(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint16], NDArray[np
     offsets = np.zeros(len(n) + 1, np.int64)
     np.cumsum(n, out=offsets[1:])
     indexed = (batch.fixed["flags"] & HAS_INDICES) != 0
-    starts = batch.starts + HEADER.size + CLOCK.size * batch.fixed["clocks"]
+    starts = batch.starts + HEADER.size + CLOCK.size * batch.fixed["clocks"].astype(np.int64)
     indices = np.empty(offsets[-1], np.uint16)
     values = np.empty(offsets[-1], np.float32)
     for shape, rows in groups(n * 2 + indexed):
@@ -350,7 +350,7 @@ def _components(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint16], NDArray[np
 
 
 def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uint64]]:
-    count = batch.fixed["clocks"].astype(np.int64)
+    count = batch.fixed["clocks"]
     offsets = np.zeros(len(count) + 1, np.int64)
     np.cumsum(count, out=offsets[1:])
     entries = np.empty(offsets[-1], CLOCK_DTYPE)

@@ -1,6 +1,7 @@
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -183,3 +184,13 @@ def test_sizes_that_do_not_add_up_are_refused(size: int, at: int) -> None:
     rows[-1] = rows[-1][:at] + bytes([9]) + rows[-1][at + 1 :]
     with pytest.raises(InvalidArgument, match=f"delta {size - 1}"):
         DeltaBatch.of(rows)
+
+
+@pytest.mark.parametrize("origins", [1, 10, 11, 32])
+def test_components_are_found_behind_any_clock(origins: int) -> None:
+    clock = {"a": 1} | {f"o{i}": 1 for i in range(1, origins)}
+    some = [msgspec.structs.replace(sparse(i), clock=clock) for i in range(3)]
+    batch = DeltaBatch.of(encoded(some))
+    _, indices, values = batch.components()
+    assert indices.tolist() == list(range(8)) * 3 and values.tolist() == [1.0] * 24
+    assert sound_rows(batch, dimensions=DIMENSIONS).all()
