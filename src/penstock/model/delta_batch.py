@@ -350,7 +350,7 @@ def _components(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint16], NDArray[np
 
 
 def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uint64]]:
-    count = batch.fixed["clocks"]
+    count = batch.fixed["clocks"].astype(np.int64)
     offsets = np.zeros(len(count) + 1, np.int64)
     np.cumsum(count, out=offsets[1:])
     entries = np.empty(offsets[-1], CLOCK_DTYPE)
