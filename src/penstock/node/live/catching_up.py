@@ -1,0 +1,182 @@
+"""Reading on from the log: what a subscriber gets that is behind, or that starts in the past.
+
+A slice of the log is read and put in the order of release with the partition's `Releases`; nothing
+is folded again. Deltas that were released later than their place are fetched from where they stand.
+At most one slice is held at a time, and none is read before the last one is sent, so a subscriber
+costs a slice and its credit, however far behind it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Unavailable
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Batch
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_log import deltas_of
+from penstock.model.ragged import sixteens
+from penstock.node.live.outgoing import Routes, wanted
+from penstock.propagation.releases import Releases
+from penstock.propagation.rows import Rows
+
+SLICE_BYTES: Final = 256 << 10  # of log, put in order in one step of the loop
+LATE_MAX: Final = 64  # deltas looked up in one step of the loop; more than these by a thread
+Sequences = NDArray[np.uint64]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """A partition whose log is folded up to `sequence`."""
+
+    @property
+    def log(self) -> PartitionLog: ...
+
+    @property
+    def releases(self) -> Releases: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def sequence_committed(self) -> int: ...
+
+    @property
+    def fold_idle(self) -> bool: ...
+
+
+class CatchingUp:
+    """Rows from position `next` on. `held` were read and are not sent yet: they come before it."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        first: int,
+        routes: Routes,
+        sent: dict[bytes, int],
+        wake: Callable[[], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._source, self._routes = source, routes
+        self._sent = sent  # by vector, the last ordinal that was sent before, out of turn
+        self._sent_last = max(sent.values(), default=0)
+        self._wake, self._fail = wake, fail
+        self.next = first
+        self.held: Rows | None = None
+        self._batches: list[Batch] | None = None  # read, and waiting for what was late
+        self._reading = False
+        self.closed = False
+
+    @property
+    def settled(self) -> int:
+        """Everything up to here has been taken out of `held`."""
+        return self.next - 1 if self.held is None else int(self.held.positions[0]) - 1
+
+    @property
+    def done(self) -> bool:
+        """Whether all that the partition has released so far was taken."""
+        return self.held is None and not self._reading and self.next > self._source.sequence
+
+    def fill(self) -> bool:
+        """Read the next slice; False if a thread reads it, which will wake whoever waits.
+
+        `held` stays None if there is nothing for this subscriber in it.
+        """
+        if self._reading:
+            return False
+        if self._batches is None:
+            batches = self._read(nowait=True)
+            if batches is None:
+                self._in_thread(lambda: self._read(nowait=False), self._on_batches)
+                return False
+            self._batches = batches
+        return self._order(self._batches)
+
+    def _read(self, *, nowait: bool) -> list[Batch] | None:
+        source = self._source
+        return source.log.read_slice(
+            self.next, through=source.sequence_committed, bytes_max=SLICE_BYTES, nowait=nowait,
+            staged=True,
+        )  # fmt: skip
+
+    def _on_batches(self, batches: list[Batch] | None) -> None:
+        self._batches = batches or []
+        self._wake()
+
+    def _order(self, batches: list[Batch]) -> bool:
+        """Put what was read in the order of release; False if something late is to be fetched."""
+        if not batches:
+            raise Unavailable(f"sequence {self.next} is committed and cannot be read")
+        first, last = self.next, min(batches[-1].last, self._source.sequence)
+        late = self._source.releases.late_sequences(first, last)
+        if not len(late):
+            self._hold(batches, last, DeltaBatch.empty())
+            return True
+        found = None
+        if len(late) <= LATE_MAX:
+            found = deltas_at(self._source.log, late, nowait=True)
+        if found is None:
+            self._in_thread(
+                lambda: deltas_at(self._source.log, late, nowait=False),
+                lambda found: self._on_late(batches, last, found),
+            )
+            return False
+        self._hold(batches, last, found)
+        return True
+
+    def _on_late(self, batches: list[Batch], last: int, late: DeltaBatch | None) -> None:
+        self._hold(batches, last, late or DeltaBatch.empty())
+        self._wake()
+
+    def _hold(self, batches: list[Batch], last: int, late: DeltaBatch) -> None:
+        releases = self._source.releases
+        rows = releases.rows(deltas_of(batches), self.next, last, lambda _: late)
+        rows = wanted(rows, self._routes)
+        if self._sent:
+            rows = self._unsent(rows)
+            if releases.ordinal_at(last) >= self._sent_last:
+                self._sent = {}
+        self._batches, self.next = None, last + 1
+        self.held = rows if len(rows) else None
+
+    def _unsent(self, rows: Rows) -> Rows:
+        vectors, ordinals = sixteens(rows.batch.vector), rows.ordinals.tolist()
+        pairs = zip(vectors, ordinals, strict=True)
+        return rows.take(np.array([n > self._sent.get(v, 0) for v, n in pairs], np.bool_))
+
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        self._reading = True
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+
+        def done(future: asyncio.Future[T]) -> None:
+            self._reading = False
+            if self.closed or future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._fail(error)
+            else:
+                then(future.result())
+
+        future.add_done_callback(done)
+
+
+def deltas_at(log: PartitionLog, sequences: Sequences, *, nowait: bool) -> DeltaBatch | None:
+    """The deltas at these places of the log; None if the page cache misses."""
+    found: list[DeltaBatch] = []
+    at = 0
+    while at < len(sequences):
+        batch = log.read(int(sequences[at]), nowait=nowait)
+        if batch is None:
+            return None
+        end = int(np.searchsorted(sequences, np.uint64(batch.last), side="right"))
+        deltas = deltas_of([batch])
+        found.append(deltas.take(np.isin(deltas.sequences, sequences[at:end])))
+        at = max(end, at + 1)
+    return DeltaBatch.concat(found)

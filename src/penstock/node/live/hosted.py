@@ -1,0 +1,251 @@
+"""A sink that the node itself runs for a delta topic.
+
+To the live path it is a subscriber with a durable cursor: it has an outbox, credit, a rate, and
+reads on from the log when it falls behind. Its frames are parcels for a thread of its own, which
+writes them; what is written returns its credit and moves the cursor. So a sink that is slow or
+broken costs its bounds and delays nobody.
+
+Sinks that are fed states get the vectors that their rows have touched as they are at the time: at
+least as new as the rows. Of two states a sink keeps the newer, so nothing is lost by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+from penstock.errors import NotFound, PenstockError
+from penstock.model.ragged import halves
+from penstock.node.live.outgoing import Outgoing, Routes
+from penstock.node.live.partition import LivePartition
+from penstock.node.live.sink_thread import Parcel, SinkThread
+from penstock.node.live.starting import OLDEST
+from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.logs import get_logger
+from penstock.node.partition import Partition
+from penstock.propagation.outbox import bytes_of
+from penstock.propagation.rows import Rows
+from penstock.propagation.states import VectorStates
+from penstock.sinks.letters import LetterBox
+from penstock.sinks.protocol import Feed, Sink
+from penstock.sinks.retrying import Patience
+
+if TYPE_CHECKING:
+    from penstock.node.live.hub import Hub
+
+AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
+JOIN_S: Final = 10.0  # for the write under way when the node stops
+log = get_logger(__name__)
+
+
+class HostedOptions(Patience, frozen=True, kw_only=True):
+    """What a `[[live.sink]]` table may say besides the sink's own options."""
+
+    start: Literal["beginning", "now"] = "beginning"  # of a sink without a cursor
+    batch_rows: int = 100  # so many are written at once, …
+    batch_ms: int = 10  # … or those that have gathered in so long; 0: at once
+    window_rows: int = 10_000  # handed to the sink and not written yet
+    window_bytes: int = 32 << 20
+
+
+class Attached:
+    """One partition, during one tenure."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.subscription: Subscription | None = None
+
+
+class HostedSink:
+    def __init__(
+        self,
+        hub: Hub,
+        sink: Sink,
+        *,
+        routes: Routes,
+        options: HostedOptions,
+        pipeline: Callable[[int], str],
+        box: LetterBox,
+        spawn: Callable[..., None],
+    ) -> None:
+        self.hub, self.sink, self.routes, self.options = hub, sink, routes, options
+        self._spawn, self._loop = spawn, asyncio.get_running_loop()
+        self.thread = SinkThread(
+            sink, topic=hub.topic.config.name, pipeline=pipeline, box=box, patience=options,
+            opened=lambda held: self._in_loop(self._opened, held),
+            done=lambda parcels: self._in_loop(self._done, parcels),
+        )  # fmt: skip
+        self._attached: dict[int, Attached] = {}
+        self._held: int | None = None  # what the sink says that it holds, if it does
+        self._ready = False
+        self._halted: dict[int, str] = {}  # by partition, why it cannot go on
+        self.stopped = False
+
+    @property
+    def name(self) -> str:
+        return self.sink.name
+
+    def _in_loop(self, call: Callable[[Any], None], value: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, value)
+
+    # --- the beginning and the end ---
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def _opened(self, held: int | None) -> None:
+        """The sink can be reached: follow what is served here."""
+        self._held, self._ready = held, True
+        for partition in self.hub.topic.local:
+            self.serve(partition.index)
+
+    def serve(self, index: int) -> None:
+        if self._ready and not self.stopped and index not in self._attached:
+            attached = self._attached[index] = Attached(index)
+            self._spawn(self._attach(attached), name=f"sink-{self.name}-{index}")
+
+    async def stop(self) -> None:
+        """Let the write under way end; cursors are noted when this returns."""
+        self.stopped = True
+        self.thread.stop()
+        await asyncio.to_thread(self.thread.join, JOIN_S)
+        await asyncio.sleep(0)  # what was written last is told by a callback
+        for attached in list(self._attached.values()):
+            if attached.subscription is not None:
+                attached.subscription.close()
+
+    # --- following partitions ---
+
+    async def _attach(self, attached: Attached) -> None:
+        index = attached.index
+        while self._wants(attached):
+            try:
+                attached.subscription = await self.hub.open(
+                    index,
+                    self._terms(),
+                    start="cursor",
+                    at=0 if self.options.start == "now" else OLDEST,
+                    emit=lambda live: self._emitter(live, attached),
+                    fail=lambda error: self._lost(attached, error),
+                    held=self._held,
+                )
+            except NotFound as error:  # what it would need next is no longer in the log
+                self._halted[index] = error.message
+                log.error("sink halted", sink=self.name, partition=index, problem=error.message)
+                return
+            except PenstockError as error:
+                log.warning("sink waits", sink=self.name, partition=index, error=error.message)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
+        if self._attached.get(index) is attached:
+            del self._attached[index]
+
+    def _wants(self, attached: Attached) -> bool:
+        local = self.hub.topic.partitions[attached.index]
+        here = isinstance(local, Partition) and not self.hub.closed
+        return here and not self.stopped and self._attached.get(attached.index) is attached
+
+    def _lost(self, attached: Attached, error: PenstockError) -> None:
+        """The subscription ended: the tenure did, or something went wrong with it."""
+        if self._attached.get(attached.index) is attached:
+            del self._attached[attached.index]
+            log.info("sink detached", sink=self.name, partition=attached.index, why=error.message)
+            self._loop.call_later(AGAIN_S, self._again, attached.index)
+
+    def _again(self, index: int) -> None:
+        if not self.hub.closed and isinstance(self.hub.topic.partitions[index], Partition):
+            self.serve(index)
+
+    def _terms(self) -> Terms:
+        options, live = self.options, self.hub.options
+        return Terms(
+            name=self.name,
+            hosted=True,
+            routes=self.routes,
+            cursor=f"sink-{self.name}",
+            credit_entries=options.window_rows,
+            credit_bytes=options.window_bytes,
+            batch_max=options.window_rows,
+            batch_rows=options.batch_rows,
+            batch_ms=options.batch_ms,
+            in_order=self.sink.ordered,
+            needs_fold=bool(self.sink.feed & Feed.STATES),
+            outbox_entries=min(live.outbox_entries, options.window_rows),
+            outbox_bytes=min(live.outbox_bytes, options.window_bytes),
+            ageing_ms=live.ageing_ms,
+            rate_min=live.rate_min,
+            rate_max=live.rate_max,
+        )
+
+    # --- parcels ---
+
+    def _emitter(self, live: LivePartition, attached: Attached) -> Emit:
+        with_states = bool(self.sink.feed & Feed.STATES)
+
+        def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
+            states = _states(live, rows) if with_states and len(rows) else None
+            size = bytes_of(rows)
+            self.thread.put(Parcel(attached, attached.index, rows, states, position, size))
+            return size
+
+        return emit
+
+    def _done(self, parcels: list[Parcel]) -> None:
+        """Parcels of one partition are written."""
+        for parcel in parcels:
+            subscription: Subscription | None = parcel.sender.subscription
+            if subscription is not None and subscription.state is not State.CLOSED:
+                subscription.acknowledge(parcel.position)
+                subscription.grant(len(parcel.rows), parcel.bytes)
+        times = [parcel.rows.batch.log_times_ms for parcel in parcels if len(parcel.rows)]
+        if times:
+            ages = (time.time_ns() // 1_000_000 - np.concatenate(times)) / 1000
+            self.thread.meter.freshness.record(ages, now=time.monotonic())
+            self.hub.on_written(self.name, len(ages), max(0.0, float(ages.max())))
+
+    # --- how things are ---
+
+    def readings(self) -> list[tuple[int, Subscription]]:
+        found = sorted(self._attached.items())
+        return [(i, a.subscription) for i, a in found if a.subscription is not None]
+
+    def status(self, now_ms: int) -> list[dict[str, Any]]:
+        """A row for each partition that this node serves."""
+        meter, now = self.thread.meter, time.monotonic()
+        shared = {
+            "name": self.name,
+            "breaker": self.thread.retry.describe(now=now) | {"opened": meter.opens},
+            "written": meter.rows,
+            "writes": meter.writes,
+            "write_s": round(meter.write_s, 6),
+            "rows_per_s": round(meter.rows_per_s(now=now), 1),
+            "retries": meter.failures,
+            "rejected": meter.rejected,
+            "dead_letters": meter.dead_letters,
+            "busy_s": round(meter.busy_s(now=now), 3),
+            "visible_s": meter.freshness.recent(now=now),
+            "last_error": None if meter.last_error is None else vars(meter.last_error),
+        }
+        rows = []
+        for partition in self.hub.topic.local:
+            attached = self._attached.get(partition.index)
+            subscription = None if attached is None else attached.subscription
+            state = "halted" if partition.index in self._halted else self.thread.state
+            known = {} if subscription is None else subscription.status(now_ms)
+            followed = {"following": known.get("state", "activating"), "state": state}
+            rows.append({**known, "partition": partition.index, **shared, **followed})
+        return rows
+
+
+def _states(live: LivePartition, rows: Rows) -> VectorStates:
+    """The vectors that these rows have changed, as they are now."""
+    fold = live.feed.fold
+    vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
+    numbers = fold.ledger.vectors.find(*halves(vectors))
+    return fold.states(numbers[numbers >= 0])

@@ -1,0 +1,284 @@
+"""The live path of one delta topic: partitions that are folded because somebody subscribes.
+
+A partition is *activated* by the first who wants its releases: its log is folded, in a thread, and
+from then on every commit reaches the fold in the step of the loop that hears of it. It stays active
+for a while after the last has left. When the tenure ends, all who subscribe are told to look for
+the new coordinator; positions mean the same there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import FailedPrecondition, LimitExceeded, PenstockError, Unavailable
+from penstock.model.columns import Buffer
+from penstock.node.clock import Clock, Timer
+from penstock.node.live.cursors import Cursor, Cursors, Place, check_name
+from penstock.node.live.outgoing import Outgoing, encode
+from penstock.node.live.partition import LivePartition
+from penstock.node.live.starting import opened_at, position_of
+from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.metrics import Metrics
+from penstock.propagation.live_options import LiveOptions
+from penstock.propagation.route import Route
+from penstock.propagation.rows import Rows
+from penstock.wire.messages import Changes, OpenSubscription
+
+if TYPE_CHECKING:
+    from penstock.node.live.hosted import HostedSink
+    from penstock.node.topic import Topic
+
+TICK_MS: Final = 100
+CURSOR_TICKS: Final = 2  # between two writings of cursors
+_numbers: Final = itertools.count(1)
+Send = Callable[[Changes, Buffer], None]
+Fail = Callable[[PenstockError], None]
+Spawn = Callable[..., None]
+
+
+class Hub:
+    def __init__(
+        self,
+        topic: Topic,
+        *,
+        options: LiveOptions,
+        cursors: Cursors,
+        clock: Clock,
+        metrics: Metrics,
+        spawn: Spawn,
+    ) -> None:
+        self.topic, self.options, self.cursors = topic, options, cursors
+        self._clock, self._metrics, self._spawn = clock, metrics, spawn
+        self.partitions: dict[int, LivePartition] = {}
+        self.sinks: list[HostedSink] = []
+        self._noted: dict[Place, int] = {}  # positions of cursors as they were noted last
+        self._holders: dict[Place, Subscription] = {}  # who moves a cursor
+        self._timer: Timer | None = None
+        self._ticks = 0
+        self.closed = False
+
+    # --- subscribing ---
+
+    async def subscribe(
+        self,
+        index: int,
+        request: OpenSubscription,
+        *,
+        send: Send,
+        fail: Fail,
+        key_id: str | None = None,
+    ) -> Subscription:
+        """Nothing is sent before this returns to who awaits it."""
+        if self.subscribers >= self.options.subscriptions_max:
+            limit = self.options.subscriptions_max
+            raise LimitExceeded(
+                f"topic {self.topic.config.name} has {limit} subscriptions", limit=limit
+            )
+        options = self.options
+        terms = Terms(
+            name=request.cursor or f"subscriber-{next(_numbers)}",
+            routes=tuple(Route.parse(text) for text in request.routes),
+            cursor=request.cursor,
+            credit_entries=request.credit_entries,
+            credit_bytes=request.credit_bytes,
+            batch_max=request.batch_max,
+            batch_rows=request.batch_max,
+            batch_ms=request.batch_ms,
+            coalesce_ms=request.coalesce_ms,
+            outbox_entries=options.outbox_entries,
+            outbox_bytes=options.outbox_bytes,
+            ageing_ms=options.ageing_ms,
+            rate_min=options.rate_min,
+            rate_max=options.rate_max,
+        )
+        return await self.open(
+            index,
+            terms,
+            start=request.start,
+            at=request.at,
+            emit=lambda live: _sender(live, send),
+            fail=fail,
+        )
+
+    async def open(
+        self,
+        index: int,
+        terms: Terms,
+        *,
+        start: str,
+        at: int,
+        emit: Callable[[LivePartition], Emit],
+        fail: Fail,
+        held: int | None = None,
+    ) -> Subscription:
+        """Follow a partition. `held`: whatever its cursor says, it has no more than this."""
+        if terms.cursor:
+            check_name(terms.cursor)
+        committed = self.topic.here(index).sequence_readable
+        live = await self.activated(index)
+        place = Place(self.topic.config.id, terms.cursor, index)
+        if terms.cursor and (holder := self._holders.get(place)) is not None:
+            holder.fail(
+                FailedPrecondition(f"cursor {terms.cursor} was taken over by another subscriber")
+            )
+        stored = await self.cursors.get(place) if terms.cursor else None
+        if held is not None and stored is not None and held < stored.position:
+            stored = Cursor(held, stored.time_ms)
+        first = await position_of(live.log, start=start, at=at, stored=stored, committed=committed)
+        if live.closed or self.closed:
+            raise Unavailable(f"partition {index} of {self.topic.config.name} moved")
+        subscription = Subscription(
+            live, terms, first=first, emit=emit(live), fail=fail, clock=self._clock,
+            forget=lambda gone: self._forget(live, place, gone),
+        )  # fmt: skip
+        subscription.opened = opened_at(live, first)
+        live.add(subscription)
+        if terms.cursor:
+            self._holders[place] = subscription
+            self._noted[place] = subscription.acknowledged
+        self._tick_soon()
+        return subscription
+
+    async def activated(self, index: int) -> LivePartition:
+        """The partition, once its log is folded."""
+        live = self.partitions.get(index)
+        if live is None or live.closed:
+            live = self.partitions[index] = LivePartition(
+                self.topic.here(index),
+                dimensions=self.topic.config.dimensions,
+                clock=self._clock,
+                released=self._on_released,
+            )
+            self._spawn(live.activate(), name=f"activate-{self.topic.config.name}-{index}")
+            self._tick_soon()
+        live.used_ms = self._clock.now_ms()
+        if not live.active.done():
+            await _done(live)
+        live.active.result()
+        return live
+
+    def _forget(self, live: LivePartition, place: Place, gone: Subscription) -> None:
+        live.remove(gone)
+        self._count(gone)
+        if place.name and self._holders.get(place) is gone:
+            self._note(place, gone)
+            del self._holders[place]
+            self._noted.pop(place, None)
+
+    @property
+    def subscribers(self) -> int:
+        return sum(len(live.subscriptions) for live in self.partitions.values())
+
+    # --- which partitions this node serves ---
+
+    def serve(self, index: int) -> None:
+        """A tenure began. Sinks of this node go on here; subscribers come by themselves."""
+        for sink in self.sinks:
+            sink.serve(index)
+
+    def unserve(self, index: int) -> None:
+        live = self.partitions.pop(index, None)
+        if live is not None:
+            name = self.topic.config.name
+            live.fail(Unavailable(f"partition {index} of {name} moved", partition=index))
+
+    def close(self) -> None:
+        """The topic is closed, for good or until the node starts again."""
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for index in list(self.partitions):
+            self.unserve(index)
+
+    # --- time ---
+
+    def _tick_soon(self) -> None:
+        if self._timer is None and not self.closed:
+            self._timer = self._clock.call_at(self._clock.now_ms() + TICK_MS, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now_ms = self._clock.now_ms()
+        self._ticks += 1
+        for index, live in list(self.partitions.items()):
+            live.tick(now_ms)
+            idle_ms = now_ms - live.used_ms
+            if live.closed or (not live.subscriptions and idle_ms > self.options.idle_s * 1000):
+                live.feed.close()
+                del self.partitions[index]
+        for live in self.partitions.values():
+            for subscription in live.subscriptions:
+                self._count(subscription)
+        if self._ticks % CURSOR_TICKS == 0:
+            self._save_cursors()
+        if self.partitions or self.cursors.due:
+            self._tick_soon()
+
+    def _save_cursors(self) -> None:
+        for place, subscription in self._holders.items():
+            self._note(place, subscription)
+        if self.cursors.due:
+            self._spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
+
+    def _note(self, place: Place, subscription: Subscription) -> None:
+        if self._noted.get(place) != subscription.acknowledged:
+            self._noted[place] = subscription.acknowledged
+            self.cursors.note(place, subscription.acknowledged)
+
+    def _count(self, subscription: Subscription) -> None:
+        delivered, switches = subscription.take_counts()
+        self._metrics.live_told(self.topic.config.name, delivered=delivered, switches=switches)
+
+    def on_written(self, sink: str, rows: int, seconds: float) -> None:
+        """A sink of this node has written rows, the oldest of them so long after the log."""
+        self._metrics.live_written(self.topic.config.name, sink, rows, seconds)
+
+    async def stop_sinks(self) -> None:
+        await asyncio.gather(*(sink.stop() for sink in self.sinks))
+
+    def _on_released(self, rows: int, seconds: float) -> None:
+        self._metrics.live_released(self.topic.config.name, rows, seconds)
+
+    # --- how things are ---
+
+    def status(self) -> dict[str, Any]:
+        now_ms = self._clock.now_ms()
+        return {
+            "partitions": [live.status() for _, live in sorted(self.partitions.items())],
+            "subscriptions": [
+                {"partition": index, **subscription.status(now_ms)}
+                for index, live in sorted(self.partitions.items())
+                for subscription in live.subscriptions
+                if subscription.state is not State.CLOSED and not subscription.terms.hosted
+            ],
+            "sinks": [row for sink in self.sinks for row in sink.status(now_ms)],
+        }
+
+
+async def _done(live: LivePartition) -> None:
+    """Wait for the activation; who is cancelled meanwhile does not stop it."""
+    waiter = asyncio.get_running_loop().create_future()
+
+    def tell(_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    live.active.add_done_callback(tell)
+    await waiter
+
+
+def _sender(live: LivePartition, send: Send) -> Emit:
+    index = live.partition.index
+
+    def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
+        if not len(rows):
+            send(Changes(index, 0, position, live.sequence_committed), b"")
+            return 0
+        body = encode(rows) if shared is None else shared.body_of(rows)
+        send(Changes(index, len(rows), position, live.sequence_committed, rows.folded), body)
+        return len(body)
+
+    return emit

@@ -1,0 +1,120 @@
+"""A partition that somebody subscribes to: its fold, and all who are sent what that releases."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import PenstockError, Unavailable
+from penstock.log.partition import PartitionLog
+from penstock.node.clock import Clock
+from penstock.node.live.feed import Feed
+from penstock.node.live.outgoing import Outgoing
+from penstock.node.live.subscription import Subscription
+from penstock.node.partition import Partition
+from penstock.propagation.releases import Releases
+from penstock.propagation.rows import Rows
+
+
+class LivePartition:
+    """From its activation to the end of the tenure, or until nobody has used it for a while."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        *,
+        dimensions: int,
+        clock: Clock,
+        released: Callable[[int, float], None],
+    ) -> None:
+        self.partition, self._clock, self._released = partition, clock, released
+        self.feed = Feed(partition, dimensions=dimensions, deliver=self._deliver, fail=self.fail)
+        self.subscriptions: list[Subscription] = []
+        self.active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.used_ms = clock.now_ms()  # somebody wanted it last
+        self.released = 0  # since it was activated
+
+    async def activate(self) -> None:
+        try:
+            await self.feed.activate()
+        except PenstockError as error:
+            self.fail(error)
+        else:
+            if not self.active.done():
+                self.active.set_result(None)
+        finally:
+            if not self.active.done():  # cancelled, or something unforeseen
+                self.fail(Unavailable("the log could not be folded"))
+
+    # --- for subscriptions ---
+
+    @property
+    def log(self) -> PartitionLog:
+        return self.partition.log
+
+    @property
+    def releases(self) -> Releases:
+        return self.feed.releases
+
+    @property
+    def sequence(self) -> int:
+        return self.feed.sequence
+
+    @property
+    def sequence_committed(self) -> int:
+        return self.partition.sequence_readable
+
+    @property
+    def fold_idle(self) -> bool:
+        return self.feed.idle
+
+    @property
+    def closed(self) -> bool:
+        return self.feed.closed
+
+    def add(self, subscription: Subscription) -> None:
+        self.subscriptions.append(subscription)
+
+    def remove(self, subscription: Subscription) -> None:
+        if subscription in self.subscriptions:
+            self.subscriptions.remove(subscription)
+            self.used_ms = self._clock.now_ms()
+
+    # --- from the feed ---
+
+    def _deliver(self, rows: Rows, through: int) -> None:
+        now_ms = self._clock.now_ms()
+        outgoing = Outgoing(rows, through)
+        for subscription in self.subscriptions.copy():
+            subscription.offer(outgoing, now_ms)
+        if len(rows):
+            self.released += len(rows)
+            self._released(len(rows), time.perf_counter() - self.feed.committed_at)
+
+    def tick(self, now_ms: int) -> None:
+        for subscription in self.subscriptions.copy():
+            subscription.tick(now_ms)
+
+    def fail(self, error: PenstockError) -> None:
+        """Nobody is served from here any more; all are told why."""
+        self.feed.close()
+        if not self.active.done():
+            self.active.set_exception(error)
+            self.active.exception()  # seen, also where nobody waits
+        for subscription in self.subscriptions.copy():
+            subscription.fail(error)
+
+    def status(self) -> dict[str, Any]:
+        committed = self.sequence_committed
+        return {
+            "partition": self.partition.index,
+            "state": "live" if self.feed.following else "activating",
+            "position": self.sequence,
+            "ordinal": self.releases.ordinal if self.feed.idle else None,
+            "sequence_committed": committed,
+            "lag_entries": committed - self.sequence,
+            "released": self.released,
+            "pending": len(self.feed.fold.pending) if self.feed.idle else None,
+        }
