@@ -24,6 +24,8 @@ from penstock.node.atomic import committed, resolve_in_doubt
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock
 from penstock.node.confirmations import Confirmations
+from penstock.node.live.cursors import Cursors
+from penstock.node.live.hub import Hub
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics, NodeReading, PartitionReading
 from penstock.node.partition import Partition, SnapshotFacts
@@ -50,6 +52,7 @@ from penstock.node.writer import WriterPool
 
 if TYPE_CHECKING:
     from penstock.node.replicas.cluster import Cluster
+    from penstock.sinks.registry import OpenWriter
 
 UPKEEP_TICK_S: Final = 0.5
 SCRUB_DELAY_S: Final = 60.0  # after the start
@@ -74,6 +77,7 @@ class Engine:
     catalog: Catalog
     records: Records
     keys: KeyRing
+    cursors: Cursors
     audit: AuditLog
     confirmations: Confirmations
     clock: Clock
@@ -100,6 +104,7 @@ class Engine:
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
     nodes: Cluster | None = None  # the other ones; None: this one is alone
+    open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
     inflight_bytes: int = 0  # of enqueues that are not answered yet, over all connections
     _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
 
@@ -182,9 +187,11 @@ class Engine:
         name = topic.config.name
         del self.topics[name]
         await self.drain([topic])
+        await self.stop_sinks([topic])
         for connection in list(self.connections):
             connection.drop_topic(topic)
         topic.close()
+        self.cursors.forget(topic.config.id)
         await self.close_hosts(key for key in self.hosts if key[0] == topic.config.id)
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
@@ -210,14 +217,33 @@ class Engine:
         )
 
     def make_topic(self, config: TopicConfig) -> Topic:
-        return Topic(
+        topic = Topic(
             config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
             on_fatal=self.on_fatal, router=self.router,
         )  # fmt: skip
+        topic.open_hub = self._open_hub
+        return topic
+
+    def _open_hub(self, topic: Topic) -> Hub:
+        return Hub(
+            topic, options=self.config.live, cursors=self.cursors, clock=self.clock,
+            metrics=self.metrics, spawn=self.spawn,
+        )  # fmt: skip
+
+    def _host_sinks(self, topic: Topic) -> None:
+        """Have the node's own sinks follow a topic."""
+        from penstock.node.live.hosting import host, plans  # and Arrow with it
+
+        for plan in plans(self.config.live.sink):
+            if plan.topic == topic.config.name and topic.config.kind is TopicKind.DELTA:
+                topic.live = topic.live or self._open_hub(topic)
+                host(self, topic.live, plan)
 
     def add_topic(self, topic: Topic) -> None:
         """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
+        if self.config.live.sink:
+            self._host_sinks(topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(self, topic: Topic, index: int, *, uuid: str = "") -> Host:
@@ -350,6 +376,9 @@ class Engine:
             self.fatal.set()
             for connection in list(self.connections):
                 connection.shut("the node cannot go on")
+
+    async def stop_sinks(self, topics: Iterable[Topic]) -> None:
+        await asyncio.gather(*(t.live.stop_sinks() for t in topics if t.live is not None))
 
     async def drain(self, topics: Iterable[Topic]) -> None:
         """Let everything under way be answered, within the configured time."""

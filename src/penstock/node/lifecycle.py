@@ -25,6 +25,7 @@ from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock, SystemClock
 from penstock.node.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
+from penstock.node.live.cursors import Cursors
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
@@ -106,6 +107,7 @@ async def _start(
         catalog=Catalog(store),
         records=Records(store),
         keys=KeyRing(store, now_ms=clock.now_ms),
+        cursors=Cursors(store, clock),
         audit=await asyncio.to_thread(AuditLog, folder.audit_file, config.audit),
         confirmations=Confirmations(clock),
         clock=clock,
@@ -141,6 +143,7 @@ async def _start(
 async def _stop(engine: Engine) -> None:
     engine.stopping = True
     await engine.drain(engine.topics.values())
+    await engine.stop_sinks(engine.topics.values())
     for connection in list(engine.connections):
         connection.shut("the node is stopping")
     for task in (*engine.background, *engine.spawned):
@@ -152,6 +155,7 @@ async def _stop(engine: Engine) -> None:
     await engine.writers.close()
     if engine.syncer is not None:
         engine.syncer.close()
+    await engine.cursors.flush()
     try:
         await engine.keys.flush()
     except PenstockError:

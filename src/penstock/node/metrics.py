@@ -27,6 +27,7 @@ SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+PUSH_SECONDS: Final = (0.000025, 0.00005, 0.0001, 0.000175, *SECONDS[1:])
 RANKS: Final = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000)
 
 
@@ -74,6 +75,7 @@ class Metrics(Collector):
         self._read: Callable[[], NodeReading] = NodeReading
         self._make_topic_instruments()
         self._make_replica_instruments()
+        self._make_live_instruments()
         self._make_node_instruments()
         self._instruments = [
             instrument
@@ -139,6 +141,29 @@ class Metrics(Collector):
             "penstock_follower_warnings",
             "Followers that ran low on credit, out of it, or fell behind, by what happened.",
             ["topic", "what"],
+        )
+
+    def _make_live_instruments(self) -> None:
+        self._live_push = Histogram(
+            "penstock_live_push_seconds",
+            "From a commit to what it released being handed to subscribers, by delta.",
+            ["topic"],
+            bounds=PUSH_SECONDS,
+        )
+        self._live_delivered = Counter(
+            "penstock_live_delivered_deltas", "Deltas sent to subscribers and sinks.", ["topic"]
+        )
+        self._live_switches = Counter(
+            "penstock_live_behind_switches",
+            "Times that a subscriber or sink fell behind and read on from the log.",
+            ["topic"],
+        )
+
+        self._live_sink = Histogram(
+            "penstock_live_sink_seconds",
+            "From the log to a sink of the node, by delta; the oldest of a write counts.",
+            ["topic", "sink"],
+            bounds=SECONDS,
         )
 
     def _make_node_instruments(self) -> None:
@@ -225,6 +250,18 @@ class Metrics(Collector):
     def stream_warned(self, topic: str, what: str) -> None:
         """`what` is one of credit_low, credit_exhausted, lagging, resumed."""
         self._stream_warnings.add((topic, what))
+
+    def live_released(self, topic: str, count: int, seconds: float) -> None:
+        self._live_push.observe((topic,), seconds, count)
+
+    def live_told(self, topic: str, *, delivered: int, switches: int) -> None:
+        if delivered:
+            self._live_delivered.add((topic,), delivered)
+        if switches:
+            self._live_switches.add((topic,), switches)
+
+    def live_written(self, topic: str, sink: str, count: int, seconds: float) -> None:
+        self._live_sink.observe((topic, sink), seconds, count)
 
     def auth_failed(self) -> None:
         self._auth_failures.add(())
