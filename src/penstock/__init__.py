@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.client.consumer import BatchConsumer, MessageConsumer
     from penstock.client.deadletters import DeadLetters
     from penstock.client.delta_fold import Vector
-    from penstock.client.delta_subscription import Released
+    from penstock.client.delta_subscription import Released, ReleasedBatch
     from penstock.client.deltas import Deltas
     from penstock.client.entries import Item
     from penstock.client.leases import LeasedMessage, MessageBatch
@@ -97,6 +97,7 @@ _HOMES = {
     "PartitionStats": "penstock.client.stats",
     "PriorityClass": "penstock.model.delta_format",
     "Released": "penstock.client.delta_subscription",
+    "ReleasedBatch": "penstock.client.delta_subscription",
     "Source": "penstock.model.delta_format",
     "Topic": "penstock.client.topic",
     "TopicConfig": "penstock.model.topic",
@@ -141,6 +142,7 @@ __all__ = [
     "PriorityClass",
     "QuorumUnavailable",
     "Released",
+    "ReleasedBatch",
     "RetryableError",
     "SequenceConflict",
     "SinkRejected",

@@ -249,6 +249,27 @@ class Topic(Twin[topic.Topic[T]], Generic[T]):
         return LogReader(self._portal, self._original.log(*args, **kwargs))
 
 
+class ReleasedBatch(Twin[delta_subscription.ReleasedBatch]):
+    """Deltas of one partition, in columns."""
+
+    def ack(self) -> None:
+        """All of it is handled, and all that came before."""
+        self._portal.do(self._original.ack)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __getitem__(self, index: int) -> delta_subscription.Released:
+        return self._original[index]
+
+    def __iter__(self) -> Iterator[delta_subscription.Released]:
+        return iter(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        """The columns are read directly."""
+        return getattr(self._original, name)
+
+
 class Deltas(Twin[deltas.Deltas]):
     """The vectors of a delta topic."""
 
@@ -281,6 +302,11 @@ class Deltas(Twin[deltas.Deltas]):
     def subscribe(self, **kwargs: Any) -> Iterator[delta_subscription.Released]:
         """Deltas in causal order; it goes on for ever, so leave the loop when it is enough."""
         return _iterate(self._portal, self._original.subscribe(**kwargs))
+
+    def subscribe_batches(self, **kwargs: Any) -> Iterator[ReleasedBatch]:
+        """The same in columns."""
+        for batch in _iterate(self._portal, self._original.subscribe_batches(**kwargs)):
+            yield ReleasedBatch(self._portal, batch)
 
 
 class Client(Twin[client.Client]):

@@ -32,6 +32,8 @@ class Place:
         self._settled: int | None = None  # everything up to here has arrived; None: not even begun
         self._ahead: dict[int, int] = {}  # sequence → position of what arrived beyond it
         self._again: frozenset[int] = frozenset()  # of these, what may come a second time
+        self._stream: ChangeStream | None = None  # the one that is open, or was last
+        self._handled = 0  # the reader is done with everything up to here
 
     def next_request(self) -> OpenSubscription:
         """The request that goes on from here."""
@@ -40,8 +42,17 @@ class Place:
             return self.request
         return msgspec.structs.replace(self.request, start="sequence", at=self._settled + 1)
 
-    def on_opened(self, answer: Mapping[str, int]) -> None:
+    def on_opened(self, stream: ChangeStream, answer: Mapping[str, int]) -> None:
         self._settle(answer["position"])
+        self._stream = stream
+        if self._handled:
+            stream.acknowledge(self._handled)  # the last one may not have told it
+
+    def acknowledge(self, position: int) -> None:
+        """The reader is done with everything up to there."""
+        self._handled = max(self._handled, position)
+        if self._stream is not None:
+            self._stream.acknowledge(self._handled)
 
     def on_changes(self, changes: Changes, columns: Columns | None) -> list[int] | None:
         """Take note of a frame; the rows in it that are new, None: all of them."""
@@ -67,6 +78,7 @@ class Place:
 class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A frame of changes that waits for the reader."""
 
+    place: Place
     stream: ChangeStream
     changes: Changes
     columns: Columns | None  # nothing but a position
@@ -127,7 +139,7 @@ class Arrivals:
         stream, answer = await connection.subscribe(
             place.next_request(), partial(self._on_changes, place)
         )
-        place.on_opened(answer)
+        place.on_opened(stream, answer)
         return stream
 
     def _on_changes(
@@ -135,7 +147,7 @@ class Arrivals:
     ) -> None:
         columns = CHANGES.decode(body, changes.count) if changes.count else None
         rows = place.on_changes(changes, columns)
-        self._arrived.append(Arrived(stream, changes, columns, rows))
+        self._arrived.append(Arrived(place, stream, changes, columns, rows))
         self._wake()
 
     def _on_done(self, follower: asyncio.Task[None]) -> None:

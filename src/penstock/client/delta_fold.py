@@ -54,10 +54,8 @@ class Fold:
 
     # --- reading ---
 
-    async def outcomes(
-        self, *, sequence_first: int, through: int = 0
-    ) -> AsyncGenerator[Outcome, None]:
-        """What comes of the log from where the fold is; 0: follow it for ever.
+    async def outcomes(self, *, sequence_first: int, through: int) -> AsyncGenerator[Outcome, None]:
+        """What comes of the log from where the fold is.
 
         `sequence_first` is where the log begins now: retention may have dropped what was before.
         """

@@ -20,14 +20,14 @@ async def read_deltas(
     *,
     partition: int,
     from_sequence: int,
-    through: int = 0,
+    through: int,
     vector: bytes | None = None,
 ) -> AsyncGenerator[tuple[DeltaBatch, int], None]:
-    """Deltas from a sequence on, and how far the log is read with them; 0: follow it for ever.
+    """Deltas from a sequence on, and how far the log is read with them.
 
     `vector`: only the deltas of that vector hash. The last batch may reach past `through`.
     """
-    if through and from_sequence > through:
+    if from_sequence > through:
         return
     reader: LogReader[Any] = LogReader(
         topic,

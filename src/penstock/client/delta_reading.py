@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 
 from penstock.client.delta_fold import Fold, Vector
 from penstock.client.delta_heads import Heads
-from penstock.client.delta_subscription import Filter, Released, Start, subscribed
+from penstock.client.delta_subscription import (
+    Filter,
+    Released,
+    ReleasedBatch,
+    What,
+    request_of,
+    subscribed,
+)
 from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition
-from penstock.model.delta import Delta, Op, vector_hash
+from penstock.model.delta import Delta, vector_hash
 from penstock.model.partitioning import partitions_of_digests
 from penstock.model.topic import TopicKind
 
@@ -90,37 +97,49 @@ class DeltaReading:
             found += outcome.released.decoded()
         return found
 
-    async def subscribe(
-        self,
-        *,
-        namespace: str | None = None,
-        vector_id: str | None = None,
-        op: Op | None = None,
-        from_sequence: Start = 1,
-    ) -> AsyncGenerator[Released, None]:
+    async def subscribe(self, **what: Unpack[What]) -> AsyncGenerator[Released, None]:
         """Deltas in causal order as they are released, and on as the log grows.
 
         `from_sequence`: those that the log released from there on; one number for all partitions,
-        a map of partitions to numbers, or "now". A cause may lie before it, so the log is read from
-        its beginning all the same. With a `vector_id` the namespace is the object's own by default.
+        a map of partitions to numbers, or "now". With a `vector_id` the namespace is the object's
+        own by default. Under the name of a `cursor` the nodes keep how far this reader is: a delta
+        counts as handled when the next one is asked for, and the next subscriber under that name
+        begins there.
         """
-        await self.opened()
-        if vector_id is None:
-            folds = [self._new_fold(p) for p in range(self.topic.config.partitions)]
-        else:
-            namespace = self.namespace if namespace is None else namespace
-            folds = [self._fold_of(vector_hash(namespace, vector_id))]
-        released = subscribed(
-            folds,
-            await self._ends(),
-            start=from_sequence,
-            wanted=Filter(namespace=namespace, op=op),
-        )
+        batches = self.subscribe_batches(**what)
         try:
-            async for one in released:
-                yield one
+            async for batch in batches:
+                done = 0
+                try:
+                    for released in batch:
+                        yield released
+                        done += 1
+                finally:
+                    if done < len(batch):
+                        batch.ack_before(done)
         finally:
-            await released.aclose()
+            await batches.aclose()
+
+    async def subscribe_batches(self, **what: Unpack[What]) -> AsyncGenerator[ReleasedBatch, None]:
+        """The same as they come from the node, in columns."""
+        await self.opened()
+        wanted = self._filter(what)
+        partitions: Sequence[int] = range(self.topic.config.partitions)
+        if wanted.vector is not None:
+            partitions = self._homes([wanted.vector])
+        requests = [await request_of(self.topic, p, what=what, wanted=wanted) for p in partitions]
+        batches = subscribed(self.topic, requests, wanted.beside(what))
+        try:
+            async for batch in batches:
+                yield batch
+        finally:
+            await batches.aclose()
+
+    def _filter(self, what: What) -> Filter:
+        namespace, vector_id = what.get("namespace"), what.get("vector_id")
+        if vector_id is not None and namespace is None:
+            namespace = self.namespace
+        return Filter(namespace=namespace, vector_id=vector_id, op=what.get("op"))
 
     # --- folds ---
 

@@ -1,24 +1,43 @@
-"""Deltas of a topic in causal order, as they are released, from several partitions at once."""
+"""Deltas of a topic in causal order, as a node releases them: as objects, or as columns."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.client.delta_fold import Fold
+from penstock.client.changes import Arrivals, Arrived
+from penstock.client.logreader import Source
+from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
-from penstock.model.delta import Delta, Op, decode
+from penstock.model.columns import Binary, Columns
+from penstock.model.delta import Delta, Op, decode, vector_hash
 from penstock.model.delta_batch import DeltaBatch
-
-if TYPE_CHECKING:
-    from penstock.propagation.partition import Outcome
+from penstock.wire.messages import OpenSubscription
 
 Start = int | Mapping[int, int] | Literal["now"]
-QUEUE_OUTCOMES_MAX: Final = 16  # read ahead of the subscriber, over all partitions
+CREDIT_ENTRIES: Final = 10_000
+CREDIT_BYTES: Final = 8 << 20
+
+
+class What(TypedDict, total=False):
+    """What a subscriber may say about the deltas that it wants."""
+
+    namespace: str | None
+    vector_id: str | None
+    op: Op | None
+    routes: Sequence[str]  # as sinks have them: what any of them takes
+    from_sequence: Start  # of the positions; default 1, everything that the log has
+    from_time: datetime | int | None  # unix milliseconds if a number
+    cursor: str | None  # the durable name under which the nodes keep how far this reader is
+    coalesce_ms: int  # of a vector's changes within this time, one that has them all
+    batch_ms: int  # how long the first of a batch may wait for others
+    credits: int  # deltas of a partition that may be on their way, or wait here
+    credit_bytes: int
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,98 +53,225 @@ class Released(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which deltas a subscriber wants."""
+    """Which deltas a subscriber wants: all of this must hold."""
 
     namespace: str | None = None
+    vector_id: str | None = None
     op: Op | None = None
 
-    def rows(self, deltas: DeltaBatch) -> list[int]:
+    @property
+    def vector(self) -> bytes | None:
+        """The hash of the one vector that it asks for."""
+        if self.namespace is None or self.vector_id is None:
+            return None
+        return vector_hash(self.namespace, self.vector_id)
+
+    def routes(self, what: What) -> list[str]:
+        """What the node is asked for: the given routes, or the condition that takes least."""
+        if given := list(what.get("routes", ())):
+            return given
+        if self.namespace is not None:
+            # A namespace with a slash in it could not be told from the vector in a route.
+            if self.vector_id is None or "/" in self.namespace:
+                return [f"namespace={self.namespace}"]
+            return [f"vector={self.namespace}/{self.vector_id}"]
+        return [] if self.op is None else [f"op={self.op.name}"]
+
+    def beside(self, what: What) -> Filter:
+        """What is left to look at here, where the node has followed the routes."""
+        if what.get("routes"):
+            return self
+        if self.namespace is None:
+            return Filter()
+        if self.vector_id is not None and "/" in self.namespace:
+            return self
+        return Filter(op=self.op)
+
+    def rows(self, payloads: Binary) -> list[int] | None:
+        """The rows that it holds for; None: there is no condition."""
+        if self == Filter():
+            return None
+        deltas = DeltaBatch.of(payloads)
         mask = np.ones(len(deltas), np.bool_)
         if self.op is not None:
             mask &= deltas.op == self.op
+        if self.vector is not None:
+            mask &= (deltas.vector == np.frombuffer(self.vector, "<u8")).all(axis=1)
         found: list[int] = np.flatnonzero(mask).tolist()
-        if self.namespace is None:
+        if self.namespace is None or self.vector is not None:
             return found
-        wanted = self.namespace.encode()
         namespaces, _ = deltas.name_bytes()
-        return [row for row in found if namespaces[row] == wanted]
+        return [row for row in found if namespaces[row] == self.namespace.encode()]
 
 
-def start_of(start: Start, partition: int, *, committed: int) -> int:
-    """From which position on a partition's deltas are wanted."""
-    if start == "now":
-        return committed + 1
-    found = start if isinstance(start, int) else start.get(partition, 1)
-    if found < 0:
-        raise InvalidArgument("from_sequence must not be negative", field="from_sequence")
-    return found
+class ReleasedBatch:
+    """Deltas of one partition in columns; objects are made of those rows that are asked for."""
+
+    def __init__(self, arrived: Arrived, columns: Columns, rows: list[int] | None) -> None:
+        self._arrived, self._columns = arrived, columns
+        self._rows: Sequence[int] = range(columns.count) if rows is None else rows
+        self._whole = rows is None
+        payloads = columns.binary("payload")
+        assert payloads is not None
+        self._payloads, self._headers = payloads, columns.binary("headers")
+
+    @property
+    def partition(self) -> int:
+        return self._arrived.changes.partition
+
+    @property
+    def position(self) -> int:
+        """Nothing that was asked for is missing up to here."""
+        return self._arrived.changes.position
+
+    @property
+    def sequence_committed(self) -> int:
+        """The partition's last, when this was sent."""
+        return self._arrived.changes.sequence_committed
+
+    @property
+    def folded(self) -> int:
+        """Deltas that coalescing has merged into these."""
+        return self._arrived.changes.folded
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Released]:
+        return map(self._released, self._rows)
+
+    def __getitem__(self, index: int) -> Released:
+        return self._released(self._rows[index])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} deltas of partition {self.partition} up to {self.position}>"
+
+    # --- columns ---
+
+    @property
+    def positions(self) -> NDArray[np.uint64]:
+        return self._column("position")
+
+    @property
+    def ordinals(self) -> NDArray[np.uint64]:
+        return self._column("ordinal")
+
+    @property
+    def sequences(self) -> NDArray[np.uint64]:
+        return self._column("sequence")
+
+    @property
+    def times_ms(self) -> NDArray[np.int64]:
+        return self._column("time_ms")
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """The deltas as they are stored."""
+        return [self._payloads[row] for row in self._rows]
+
+    def _column(self, name: str) -> NDArray[Any]:
+        found = self._columns.fixed(name)
+        return found if self._whole else found[np.asarray(self._rows, np.int64)]
+
+    def _released(self, row: int) -> Released:
+        columns = self._columns
+        packed = b"" if self._headers is None else self._headers[row]
+        return Released(
+            delta=decode(self._payloads[row]),
+            partition=self.partition,
+            sequence=int(columns.fixed("sequence")[row]),
+            position=int(columns.fixed("position")[row]),
+            ordinal=int(columns.fixed("ordinal")[row]),
+            time_ms=int(columns.fixed("time_ms")[row]),
+            headers=msgspec.msgpack.decode(packed) if packed else {},
+        )
+
+    # --- being done ---
+
+    def ack(self) -> None:
+        """All of it is handled, and all that came before: the cursor, if there is one, moves."""
+        self._arrived.place.acknowledge(self.position)
+
+    def ack_before(self, index: int) -> None:
+        """The same up to a row that is not handled yet."""
+        left = self._columns.fixed("position")[self._rows[index] :]
+        position = min(self.position, int(left.min()) - 1)
+        if position > 0:
+            self._arrived.place.acknowledge(position)
 
 
 async def subscribed(
-    folds: Sequence[Fold], ends: Mapping[int, Mapping[str, int]], *, start: Start, wanted: Filter
-) -> AsyncGenerator[Released, None]:
-    """Follow the folds' partitions for ever; `ends` is each one's `log_status`."""
-    queue: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue(QUEUE_OUTCOMES_MAX)
-    starts = {
-        fold.partition: start_of(
-            start, fold.partition, committed=ends[fold.partition]["sequence_committed"]
-        )
-        for fold in folds
-    }
-
-    async def follow(fold: Fold) -> None:
-        first = ends[fold.partition]["sequence_first"]
-        async for outcome in fold.outcomes(sequence_first=first):
-            if len(outcome.released):
-                await queue.put((fold.partition, outcome))
-
-    # A generator may be left by another task than entered it: no task group, but each is awaited.
-    followers = [asyncio.create_task(follow(fold)) for fold in folds]
+    topic: Source, requests: list[OpenSubscription], wanted: Filter
+) -> AsyncGenerator[ReleasedBatch, None]:
+    """Follow these partitions for ever. A batch is acknowledged when the next one is asked for."""
+    arrivals = Arrivals(topic, requests)
     try:
         while True:
-            partition, outcome = await _next(queue, followers)
-            for released in _released(partition, outcome, starts[partition], wanted):
-                yield released
+            arrived = await arrivals.next()
+            batch = _batch(arrived, wanted)
+            if batch is not None:
+                yield batch
+            arrived.place.acknowledge(arrived.changes.position)
     finally:
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
+        await arrivals.close()
 
 
-async def _next(
-    queue: asyncio.Queue[tuple[int, Outcome]], followers: list[asyncio.Task[None]]
-) -> tuple[int, Outcome]:
-    """What comes next; raises what ended a follower."""
-    if not queue.empty():
-        return queue.get_nowait()
-    getting = asyncio.create_task(queue.get())
-    try:
-        done, _ = await asyncio.wait([getting, *followers], return_when=asyncio.FIRST_COMPLETED)
-        for follower in followers:
-            if follower in done:
-                follower.result()
-        return await getting
-    finally:
-        getting.cancel()
+def _batch(arrived: Arrived, wanted: Filter) -> ReleasedBatch | None:
+    columns, rows = arrived.columns, arrived.rows
+    if columns is None:
+        return None
+    payloads = columns.binary("payload")
+    if payloads is None:
+        raise InvalidArgument("changes came without their deltas", field="payload")
+    chosen = wanted.rows(payloads)
+    if rows is not None and chosen is not None:
+        rows = sorted(set(rows).intersection(chosen))
+    elif rows is None:
+        rows = chosen
+    return None if rows == [] else ReleasedBatch(arrived, columns, rows)
 
 
-def _released(partition: int, outcome: Outcome, start: int, wanted: Filter) -> list[Released]:
-    deltas = outcome.released
-    found = []
-    for row in wanted.rows(deltas):
-        position = int(outcome.positions[row])
-        if position < start:
-            continue
-        packed = b"" if deltas.headers is None else deltas.headers[row]
-        found.append(
-            Released(
-                delta=decode(deltas.payload(row)),
-                partition=partition,
-                sequence=int(deltas.sequences[row]),
-                position=position,
-                ordinal=int(outcome.ordinals[row]),
-                time_ms=int(deltas.log_times_ms[row]),
-                headers=msgspec.msgpack.decode(packed) if packed else {},
-            )
-        )
-    return found
+async def request_of(
+    topic: Topic[Any], partition: int, *, what: What, wanted: Filter
+) -> OpenSubscription:
+    """What is asked of a partition's node."""
+    cursor, since = what.get("cursor") or "", what.get("from_time")
+    start, at = start_of(what.get("from_sequence", 1), partition)
+    if since is not None:
+        start = "time"
+        at = round(since.timestamp() * 1000) if isinstance(since, datetime) else since
+    if cursor:
+        start, at = "cursor", await _first(topic, partition, start=start, at=at)
+    return OpenSubscription(
+        topic.name,
+        partition,
+        wanted.routes(what),
+        start,
+        at,
+        cursor=cursor,
+        credit_entries=what.get("credits", CREDIT_ENTRIES),
+        credit_bytes=what.get("credit_bytes", CREDIT_BYTES),
+        batch_ms=what.get("batch_ms", 0),
+        coalesce_ms=what.get("coalesce_ms", 0),
+    )
+
+
+def start_of(start: Start, partition: int) -> tuple[str, int]:
+    """How a request says it; position 0 is the first that the log still has."""
+    if start == "now":
+        return "now", 0
+    found = start if isinstance(start, int) else start.get(partition, 1)
+    if found < 0:
+        raise InvalidArgument("from_sequence must not be negative", field="from_sequence")
+    return "sequence", 0 if found == 1 else found
+
+
+async def _first(topic: Topic[Any], partition: int, *, start: str, at: int) -> int:
+    """The position where a cursor begins that is not there yet; 0: now."""
+    if start == "now":
+        return 0
+    if start == "sequence" and at:
+        return at
+    time_ms = at if start == "time" else 0
+    found = await topic.ask("log_find", partition=partition, time_ms=time_ms)
+    return max(1, int(found["sequence"]))

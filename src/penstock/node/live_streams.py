@@ -7,8 +7,8 @@ can end it meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from penstock.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.delivery import CHANGES
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
+from penstock.node.live.subscription import Subscription
 from penstock.node.streams import WINDOW_BYTES_MAX, WINDOW_ENTRIES_MAX
 from penstock.node.topic import Topic
 from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
@@ -25,35 +26,6 @@ from penstock.wire.messages import Changes, Grant, OpenSubscription, pack
 STARTS: Final = ("now", "sequence", "time", "cursor")
 _AT_MAX: Final = (1 << 63) - 1
 _PRIORITY_AT: Final = 2  # the byte of a delta that has its class
-
-
-class Subscription(Protocol):
-    """What a hub gives for a request."""
-
-    blocked: bool  # the connection's send buffer is full
-
-    @property
-    def opened(self) -> Mapping[str, int]:
-        """Where it starts, as the client is told."""
-        ...
-
-    def grant(self, entries: int, bytes_: int, /) -> None: ...
-
-    def acknowledge(self, position: int, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Subscribing(Protocol):
-    async def subscribe(
-        self,
-        partition: int,
-        request: OpenSubscription,
-        *,
-        send: Callable[[Changes, Buffer], None],
-        fail: Callable[[PenstockError], None],
-        key_id: str | None,
-    ) -> Subscription: ...
 
 
 class LiveStream:
@@ -68,7 +40,6 @@ class LiveStream:
     ) -> None:
         self._send, self._end, self._refuse = send, end, refuse
         self._subscription: Subscription | None = None
-        self._early: list[tuple[Changes, Buffer]] | None = []  # sent before the answer was
         self._blocked = False
         self.open = True
 
@@ -77,7 +48,7 @@ class LiveStream:
     ) -> None:
         """Have the topic's hub take the request; answer it."""
         try:
-            found = await cast(Subscribing, topic).subscribe(
+            found = await topic.subscribe(
                 control.partition, control, send=self._on_changes, fail=self._fail, key_id=key_id
             )
         except PenstockError as error:
@@ -91,10 +62,7 @@ class LiveStream:
             return
         self._subscription = found
         found.blocked = self._blocked
-        self._send(FrameType.ACK, pack(dict(found.opened)))
-        early, self._early = self._early or [], None
-        for changes, body in early:
-            self._on_changes(changes, body)
+        self._send(FrameType.ACK, pack(found.opened))  # nothing is sent on it before
 
     @property
     def blocked(self) -> bool:
@@ -122,17 +90,13 @@ class LiveStream:
     # --- what the hub says ---
 
     def _on_changes(self, changes: Changes, body: Buffer) -> None:
-        if not self.open:
-            return
-        if self._early is not None:
-            self._early.append((changes, body))
-            return
-        flags = FrameFlag.BATCHED | flags_of_class(most_urgent(body, changes.count))
-        self._send(FrameType.BATCH, pack(changes), body, flags=flags)
+        if self.open:
+            flags = FrameFlag.BATCHED | flags_of_class(most_urgent(body, changes.count))
+            self._send(FrameType.BATCH, pack(changes), body, flags=flags)
 
     def _fail(self, error: PenstockError) -> None:
         if self.open:
-            (self._end if self._early is None else self._reject)(error)
+            self._end(error)
 
     def _reject(self, error: PenstockError) -> None:
         if self.open:
