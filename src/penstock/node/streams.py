@@ -59,7 +59,7 @@ class LeaseStream:
         self.consumer, self.window, self.batch_max = consumer, window, batch_max
         self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
         self.fail = fail  # told when leased messages cannot be read
-        self.changed: Callable[[], None] | None = None  # told when `away` is another
+        self.changed: Callable[[], None] | None = None  # told when less is out, or `away` is other
         self.out = 0
         self.away = 0  # the same, of messages that other nodes have leased to it
         self.open = True
@@ -76,9 +76,15 @@ class LeaseStream:
 
     def on_released(self, count: int) -> None:
         """Leases ended durably: their credit comes back."""
-        self.out -= count
+        self.recount(self.out - count)
         if self.out < 0:
             raise RuntimeError(f"stream {self.consumer!r} got back more credit than it gave")
+
+    def recount(self, out: int) -> None:
+        """So many leases are out: some ended, or went with a partition that moved."""
+        self.out = out
+        if self.changed is not None:
+            self.changed()
 
     def on_away(self, change: int) -> None:
         """Other nodes have leased more to it, or some of that has ended."""

@@ -129,7 +129,7 @@ class Topic:
     def _recount(self) -> None:
         """Partitions came or went, and with them leases of consumers here and elsewhere."""
         for stream in self._dispatching.streams.values():
-            stream.out = sum(p.leased_to(stream.consumer) for p in self.local)
+            stream.recount(sum(p.leased_to(stream.consumer) for p in self.local))
         for demand in self._demands:
             demand.recount(self.local)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.integration.harness import tokens_of
+from tests.unit.node.replicas.hosting import SlowDisk
 from tests.unit.node.routing.conftest import Cluster
 from tests.unit.node.tenures import take_over
 
@@ -221,3 +222,20 @@ async def test_credit_moves_with_a_partition(cluster: Cluster) -> None:
     assert await cluster["a"].connection.settle("jobs", [token for _, token in there]) == []
     await fill(cluster, "jobs", [[9, 10], [11, 12]])
     assert sorted(p for p, _ in await receive(stream, 4)) == [9, 10, 11, 12]
+
+
+async def test_a_pop_ends_when_the_partition_it_has_leased_of_moves(cluster: Cluster) -> None:
+    """The lease was not committed: it gets nothing of it, and does not wait for it either."""
+    await cluster.topic("jobs", "a")
+    await fill(cluster, "jobs", [[1, 2, 3]])
+    topic = cluster["a"].engine.topic("jobs")
+    disk = SlowDisk(cluster["a"].engine.hosts[topic.key(0)])
+    pop = asyncio.create_task(cluster["a"].pop("jobs", 3))
+    try:
+        async with asyncio.timeout(30):
+            while not topic.leased:
+                await asyncio.sleep(0.001)
+            cluster.give("jobs", 0, "b")
+            assert await pop == []
+    finally:
+        disk.let_go()
