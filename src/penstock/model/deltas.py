@@ -31,7 +31,16 @@ from penstock.model.delta_format import (
 )
 from penstock.model.ragged import Rows, gather, halves, sixteens
 
-__all__ = ["FIXED", "DeltaBatch", "gather", "halves", "sixteens", "sound_rows", "validate"]
+__all__ = [
+    "FIXED",
+    "DeltaBatch",
+    "gather",
+    "halves",
+    "shapes",
+    "sixteens",
+    "sound_rows",
+    "validate",
+]
 
 SMALL: Final = 4  # rows up to which checking one by one is quicker than setting columns up
 
@@ -70,12 +79,12 @@ def _sound(batch: DeltaBatch, dimensions: int, now_ms: int) -> bool:
     )
 
 
-_INDEXED: Final = 8  # above the op in the key of _shapes: HAS_INDICES, shifted
+_INDEXED: Final = 8  # above the op in the key of shapes: HAS_INDICES, shifted
 _ANY: Final = -1
 
 
 @lru_cache
-def _shapes(dimensions: int) -> tuple[Rows, Rows]:
+def shapes(dimensions: int) -> tuple[Rows, Rows]:
     """Least and most values by op and whether it has indices; an impossible pair has most < 0."""
     least, most = np.ones(16, np.int64), np.full(16, _ANY, np.int64)
     for op, low, high in (
@@ -106,7 +115,7 @@ def _shaped(batch: DeltaBatch, dimensions: int) -> NDArray[np.bool_]:
     """Rows whose operation, class, time and number of values are possible."""
     f = batch.fixed
     op, flags, n = f["op"], f["flags"], f["n"]
-    least, most = _shapes(dimensions)
+    least, most = shapes(dimensions)
     shape = (op & 7) | (flags & HAS_INDICES) << 2
     good: NDArray[np.bool_] = (n >= least[shape]) & (n <= most[shape])
     good &= op < len(Op)

@@ -64,8 +64,10 @@ class Ledger:
     vector_ids: Texts = field(default_factory=Texts)
     ranks: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # of origins, by bytes
     time_ms: int = 0  # the latest log time looked at
+    codes: dict[bytes, int] = field(default_factory=dict)  # of origins, by name
     _names: list[bytes] = field(default_factory=list)  # of origins
-    _looked: tuple[int, int] = (0, 0)  # ids there were, and the log time, when last swept
+    _sweep_count: int = 0  # ids are looked through when there are so many, or at that log time
+    _sweep_ms: int = 0
 
     def vectors_of(self, batch: DeltaBatch) -> Numbers:
         """Numbers of the rows' vectors; new ones are entered with their names."""
@@ -102,6 +104,7 @@ class Ledger:
     def rank_origins(self) -> None:
         """Codes are given in order of sight; ties of time are settled by the origins' bytes."""
         names = self._names = self.origin_names()
+        self.codes = {name: code for code, name in enumerate(names)}
         self.ranks = np.empty(len(names), np.int64)
         self.ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
 
@@ -162,15 +165,14 @@ class Ledger:
         Looking takes time for every id there is, so it waits until a good part of them is new, or
         may have come of age.
         """
-        count, time_ms = self._looked
-        soon = time_ms + (self.dedup_ms + self.pending_ms) // SWEEP_SHARE
-        few = max(SWEEP_MIN, count + count // SWEEP_SHARE)
-        if len(self.ids) < SWEEP_MIN or (len(self.ids) < few and self.time_ms < soon):
+        count = self.ids.table.count
+        if count < SWEEP_MIN or (count < self._sweep_count and self.time_ms < self._sweep_ms):
             return
         kept = np.flatnonzero(self.remembered())
         if 2 * len(kept) <= len(self.ids):
             self.ids.keep(kept)
-        self._looked = len(self.ids), self.time_ms
+        self._sweep_count = len(self.ids) + len(self.ids) // SWEEP_SHARE
+        self._sweep_ms = self.time_ms + (self.dedup_ms + self.pending_ms) // SWEEP_SHARE
 
     def remembered(self) -> NDArray[np.bool_]:
         """Ids that may matter again: known to what comes, or to what waits since earlier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +45,9 @@ class Refused:
     @staticmethod
     def join(parts: Sequence[Refused]) -> Refused:
         """All of them in the order of their positions."""
-        full = [part for part in parts if len(part.batch)]
-        if len(full) == 1:
-            return full[0]
+        full = [part for part in parts if part.reasons]
+        if len(full) <= 1:
+            return full[0] if full else NOTHING
         positions = np.concatenate([np.empty(0, np.uint64), *(part.positions for part in full)])
         order = np.argsort(positions, kind="stable")
         reasons = [reason for part in full for reason in part.reasons]
@@ -57,6 +58,9 @@ class Refused:
             [reasons[i] for i in order],
             [missing[i] for i in order],
         )
+
+
+NOTHING: Final = Refused(DeltaBatch.empty(), np.empty(0, np.uint64), [], [])
 
 
 def released_of(batch: DeltaBatch, decided: Decided, position: int | None = None) -> Released:

@@ -102,8 +102,16 @@ class Operations:
         operations = self.lists.get(vector)
         if not operations:
             return
-        view = self._view(vector, ranks)
-        kept = [o for o in operations if view.before(o, int(ranks[o.writer])).any()]
+        times = self.registers.table["times"][vector]
+        view: _View | None = None
+        oldest, kept = int(times.min()), []
+        for operation in operations:
+            named = operation.indices
+            if (oldest if named is None else times[named].min()) >= operation.time:
+                view = view or self._view(vector, ranks)
+                if not view.before(operation, int(ranks[operation.writer])).any():
+                    continue
+            kept.append(operation)
         if kept:
             self.lists[vector] = kept
         else:

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import lt
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +31,7 @@ from penstock.model.delta_format import DIMENSIONS_MAX, NO_ID
 from penstock.model.deltas import DeltaBatch, sound_rows
 from penstock.propagation.chains import Ledger
 from penstock.propagation.decided import (
+    NOTHING,
     Refused,
     Released,
     refused_of,
@@ -39,6 +43,7 @@ from penstock.propagation.merge import Merge
 from penstock.propagation.options import PropagationOptions
 from penstock.propagation.order import Order
 from penstock.propagation.pending import INVALID, LATE, Decided, Pending
+from penstock.propagation.quick import ROWS_MAX, Quick
 from penstock.propagation.snapshot import dump, fill, load
 from penstock.propagation.states import VectorStates
 
@@ -46,10 +51,10 @@ __all__ = ["Outcome", "PropagationOptions", "Propagator", "VectorStates"]
 
 STRETCH_MIN: Final = 4096  # rows looked at after a stop, and twice as many each time
 STRETCH_MAX: Final = 1 << 20  # that there is none
+_NONE: Final = np.empty(0, np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, eq=False):
     released: DeltaBatch  # in causal order
     positions: NDArray[np.uint64]  # the sequence whose arrival released each
     ordinals: NDArray[np.uint64]  # 1, 2, 3 … over the whole life of the partition
@@ -73,7 +78,7 @@ class Outcome:
 class _Tally:
     """What a feed has come to so far."""
 
-    released: list[Released]
+    released: list[tuple[DeltaBatch, NDArray[np.uint64]]]  # with their positions
     refused: list[Refused]
     read: int = 0
     duplicates: int = 0
@@ -99,6 +104,8 @@ class Propagator:
         )
         self.order = Order(self.ledger, self.pending)
         self.merge = Merge(self.ledger, dimensions, self.options)
+        self.quick = Quick(self.ledger, self.pending, self.merge)
+        self.rows_quick = ROWS_MAX  # a feed of more goes by columns alone
         self._rest: DeltaBatch | None = None  # what a paused feed has still to look at
         self._through = 0
         self._position = 0  # the sequence at which the fold paused
@@ -116,20 +123,43 @@ class Propagator:
         if self._rest is not None:
             raise FailedPrecondition("the fold is paused: resolve what is missing first")
         self._check_range(deltas, through)
-        tally = _Tally([], [], read=len(deltas))
+        count = len(deltas)
+        tally = _Tally([], [], read=count)
         self._through = through
         self._states = self.merge.noting = states
-        self._rest = self._admissible(deltas, tally)
+        stop = self._take_quickly(deltas, tally) if count <= self.rows_quick else 0
+        if stop < count:
+            rest = deltas.take(np.arange(stop, count)) if stop else deltas
+            self._rest = self._admissible(rest, tally)
         return self._advance(tally)
 
+    def _take_quickly(self, deltas: DeltaBatch, tally: _Tally) -> int:
+        """Fold what is plainly in order, and return where that ends."""
+        times_ms = deltas.log_times_ms.tolist()
+        raised = list(accumulate(times_ms, max, initial=self.ledger.time_ms))[1:]
+        stop, released = self.quick.take(deltas, deltas.sequences.tolist(), raised)
+        tally.duplicates = stop - len(released)
+        if released:
+            if raised != times_ms:
+                deltas = replace(deltas, log_times_ms=np.array(raised, np.int64))
+            if len(released) < len(raised):
+                deltas = deltas.take(np.array(released))
+            tally.released.append((deltas, deltas.sequences))
+        return stop
+
     def _check_range(self, deltas: DeltaBatch, through: int) -> None:
-        if len(deltas):
-            rising = bool((deltas.sequences[1:] > deltas.sequences[:-1]).all())
-            if not rising or int(deltas.sequences[0]) <= self.sequence:
+        sequences, least = deltas.sequences, self.sequence
+        if len(sequences):
+            least = int(sequences[-1])
+            if len(sequences) <= ROWS_MAX:
+                few = sequences.tolist()
+                rising = all(map(lt, few, few[1:]))
+            else:
+                rising = bool((sequences[1:] > sequences[:-1]).all())
+            if not rising or int(sequences[0]) <= self.sequence:
                 raise InvalidArgument(
                     f"deltas must ascend from behind sequence {self.sequence}", field="deltas"
                 )
-        least = int(deltas.sequences[-1]) if len(deltas) else self.sequence
         if through < least:
             raise InvalidArgument(
                 f"through is {through}, must be at least {least}", field="through", limit=least
@@ -209,21 +239,23 @@ class Propagator:
                 Refused(late.batch, late.positions, [LATE] * count, [NO_ID] * count)
             )
             released = released.take(merged)
-        tally.released.append(released)
+        tally.released.append((released.batch, released.positions))
 
     def _outcome(self, tally: _Tally) -> Outcome:
-        batch = DeltaBatch.concat([part.batch for part in tally.released])
-        positions = np.concatenate(
-            [np.empty(0, np.uint64), *(part.positions for part in tally.released)]
-        )
-        ordinals = np.arange(self.ordinal + 1, self.ordinal + 1 + len(batch), dtype=np.uint64)
-        self.ordinal += len(batch)
-        refused = Refused.join(tally.refused)
+        if len(tally.released) == 1:
+            ((batch, positions),) = tally.released
+        else:
+            batch = DeltaBatch.concat([batch for batch, _ in tally.released])
+            positions = np.concatenate([_NONE, *(positions for _, positions in tally.released)])
+        released, first = len(batch), self.ordinal + 1
+        ordinals = np.arange(first, first + released, dtype=np.uint64)
+        self.ordinal += released
+        refused = Refused.join(tally.refused) if tally.refused else NOTHING
         counts = {
             "read": tally.read,
             "duplicates": tally.duplicates,
-            "released": len(batch),
-            "quarantined": len(refused.batch),
+            "released": released,
+            "quarantined": len(refused.reasons),
             "pending": len(self.pending),
             "pending_oldest_ms": self._oldest_ms(),
         }

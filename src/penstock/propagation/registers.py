@@ -55,13 +55,17 @@ class Registers:
         if vectors > self.table.count:
             self.table.extend(vectors - self.table.count)
 
+    def widen(self, origins: int) -> None:
+        """Make room for the codes of so many origins."""
+        if origins > CODES_SMALL and self.table["writers"].dtype == np.uint16:
+            self.table["writers"] = self.table["writers"].astype(np.uint32)
+
     def set(
         self, batch: DeltaBatch, vectors: Numbers, times: Numbers, *, writers: Numbers,
         ranks: Numbers,
     ) -> None:  # fmt: skip
         """Offer deltas, ascending by stamp, to the registers."""
-        if len(ranks) > CODES_SMALL and self.table["writers"].dtype == np.uint16:
-            self.table["writers"] = self.table["writers"].astype(np.uint32)
+        self.widen(len(ranks))
         op = batch.op
         for mask, offer in (
             (op <= Op.DENSE, self._set_rows),

@@ -3,6 +3,9 @@
 `Table` holds columns whose rows are added at the end and never move. `Keys` gives each distinct
 pair of 64-bit numbers a row number, 0, 1, 2 … batch by batch, by open addressing in a
 numpy array: a batch of lookups costs a few gathers, not a Python call per key.
+
+For a few rows the gathers cost more than they save. Those are read and set through memoryviews of
+the very same columns, whose items are plain numbers, and keys are looked up one at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger o
 _A: Final = np.uint64(0x9E3779B97F4A7C15)
 _B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _HALF: Final = np.uint64(32)
+_A_ONE: Final = int(_A)  # the same for one key
+_B_ONE: Final = int(_B)
+_WORD: Final = (1 << 64) - 1
 
 Numbers = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -40,10 +46,11 @@ def stable_order(keys: Numbers) -> Numbers:
 class Table:
     """Columns by name. An array is valid until rows are added: ask again after that."""
 
-    __slots__ = ("_columns", "capacity", "count")
+    __slots__ = ("_columns", "capacity", "count", "version")
 
     def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
         self.count = 0
+        self.version = 0  # grows when arrays are replaced, and views of them are out of date
         self.capacity = ROWS_MIN
         self._columns: dict[str, NDArray[Any]] = {}
         for name, kind in columns.items():
@@ -56,6 +63,11 @@ class Table:
 
     def __setitem__(self, name: str, column: NDArray[Any]) -> None:
         self._columns[name] = column
+        self.version += 1
+
+    def view(self, name: str) -> memoryview:
+        """A column, row behind row, whose items are plain numbers; for as long as `version`."""
+        return self._columns[name].reshape(-1).data
 
     def names(self) -> list[str]:
         return list(self._columns)
@@ -66,13 +78,21 @@ class Table:
     def extend(self, count: int) -> int:
         """Add rows of zeros; returns the first of them."""
         first = self.count
+        if first + count > self.capacity:
+            self.reserve(count)
         self.count += count
-        if self.count > self.capacity:
-            self.capacity = max(self.count, self._larger())
-            for name, old in self._columns.items():
-                self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
-                self._columns[name][:first] = old[:first]
         return first
+
+    def reserve(self, count: int) -> None:
+        """Make room for that many more rows."""
+        need = self.count + count
+        if need <= self.capacity:
+            return
+        self.capacity = max(need, self._larger())
+        for name, old in self._columns.items():
+            self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
+            self._columns[name][: self.count] = old[: self.count]
+        self.version += 1
 
     def _larger(self) -> int:
         """Zeros that nobody touched take no memory, so room is cheap, and moving rows is not."""
@@ -92,7 +112,10 @@ class Table:
 class Keys:
     """Row numbers of pairs of numbers. At most half of the places are taken."""
 
-    __slots__ = ("_bits", "_places", "table")
+    __slots__ = (
+        "_bits", "_ended", "_highs", "_last", "_lows", "_places", "_spots", "_version", "room",
+        "table",
+    )  # fmt: skip
 
     def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
         self.table = Table({"low": np.uint64, "high": np.uint64, **columns})
@@ -101,6 +124,16 @@ class Keys:
     def _clear(self, bits: int) -> None:
         self._bits = bits
         self._places = np.full(1 << bits, -1, np.int32)
+        self.table.version += 1
+        self._look()
+
+    def _look(self) -> None:
+        """Take views of what single keys are looked up in."""
+        self._spots, self._last = self._places.data, len(self._places) - 1
+        self._lows, self._highs = self.table.view("low"), self.table.view("high")
+        self._version = self.table.version
+        self.room = min(self.table.capacity, len(self._places) // 2)  # keys before anything moves
+        self._ended = 0  # the place where the latest search of a single key ended
 
     def __len__(self) -> int:
         return self.table.count
@@ -154,6 +187,39 @@ class Keys:
                 found[waiting], place[waiting] = rest
                 waiting = waiting[rest[0] < 0]
         return found
+
+    def find_one(self, low: int, high: int) -> int:
+        """The row of one key, -1 if it is unknown."""
+        if self._version != self.table.version:
+            self._look()
+        mixed = (low * _A_ONE ^ high * _B_ONE) & _WORD
+        place = ((mixed ^ mixed >> 32) * _A_ONE & _WORD) >> (64 - self._bits)
+        spots, lows, highs = self._spots, self._lows, self._highs
+        row: int = spots[place]
+        while row >= 0 and (lows[row] != low or highs[row] != high):
+            place = (place + 1) & self._last
+            row = spots[place]
+        self._ended = place
+        return row
+
+    def put_one(self, low: int, high: int) -> int:
+        """Give a key a row that `find_one` has just not found; there must be room."""
+        row = self.table.extend(1)
+        self._lows[row], self._highs[row] = low, high
+        self._spots[self._ended] = row
+        return row
+
+    def add_one(self, low: int, high: int) -> int:
+        """The row of one key, a new one if it is unknown; there must be room."""
+        row = self.find_one(low, high)
+        return row if row >= 0 else self.put_one(low, high)
+
+    def reserve(self, count: int) -> None:
+        """Make room for that many more keys, so that rows and places stay where they are."""
+        self._reserve(count)
+        self.table.reserve(count)
+        if self._version != self.table.version:
+            self._look()
 
     def _reserve(self, count: int) -> None:
         need = 2 * (self.table.count + count)

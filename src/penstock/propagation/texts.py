@@ -34,17 +34,29 @@ class Texts:
     def extend(self, texts: list[bytes]) -> None:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
 
+    def add(self, text: bytes) -> None:
+        """One more text."""
+        start, end = self._end, self._end + len(text)
+        self._make_room(len(text))
+        row = self.table.extend(1)
+        self.table["start"][row], self.table["size"][row] = start, len(text)
+        self._arena[start:end] = np.frombuffer(text, np.uint8)
+        self._end = end
+
     def append(self, data: bytes, sizes: Numbers) -> None:
         """Texts that lie one behind the other."""
-        while self._end + len(data) > len(self._arena):
-            grown = np.zeros(2 * len(self._arena), np.uint8)
-            grown[: self._end] = self._arena[: self._end]
-            self._arena = grown
+        self._make_room(len(data))
         first = self.table.extend(len(sizes))
         self.table["size"][first : self.table.count] = sizes
         self.table["start"][first : self.table.count] = self._end + np.cumsum(sizes) - sizes
         self._arena[self._end : self._end + len(data)] = np.frombuffer(data, np.uint8)
         self._end += len(data)
+
+    def _make_room(self, size: int) -> None:
+        while self._end + size > len(self._arena):
+            grown = np.zeros(2 * len(self._arena), np.uint8)
+            grown[: self._end] = self._arena[: self._end]
+            self._arena = grown
 
     def take(self, numbers: Numbers) -> Binary:
         """Texts by number, as a column: those of one size are moved together."""
