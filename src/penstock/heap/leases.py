@@ -269,8 +269,9 @@ class LeaseBook:
 
 def _held_part(run: LeaseRun, tokens: Tokens, at: NDArray[np.int64]) -> Stretch:
     """Which of the ascending tokens, all at or past the run's first, it still holds."""
-    offsets = (tokens - np.uint64(run.first)).view(np.int64)
-    offsets = offsets[: int(offsets.searchsorted(run.size))]
+    # Before they are taken for signed numbers: a caller may name any token there is.
+    within = tokens - np.uint64(run.first)
+    offsets = within[: int(within.searchsorted(np.uint64(run.size)))].view(np.int64)
     good = run.mask()[offsets]
     if good.all():
         return Stretch(run, offsets, at[: len(offsets)], len(offsets))

@@ -49,6 +49,13 @@ def test_tokens_in_any_order_and_twice_are_found_once(u64: Array) -> None:
     book.validate()
 
 
+def test_tokens_that_no_log_has_are_not_held(u64: Array) -> None:
+    book = LeaseBook()
+    granted(book, 10, 3)
+    for tokens in (u64(11, 2**63 + 20), u64(11, 360_000, 2**64 - 1, 2**63), u64(2**64 - 1, 11)):
+        assert held(book, tokens) == [11]
+
+
 def test_three_tokens_that_look_contiguous_by_their_ends(u64: Array) -> None:
     book = LeaseBook()
     granted(book, 1, 9)
