@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import stamina
 from tests.chaos import judging
 from tests.chaos.arena import KEY, NODES, Arena, arena
 from tests.chaos.consuming import Popper, Streamer, Tail
@@ -217,7 +216,6 @@ async def play(
     rate: float = 1.0,
 ) -> dict[str, Any]:
     """Run `faults` faults under load for so long; the verdict. The folder keeps all there is."""
-    stamina.instrumentation.set_on_retry_hooks(())  # they would tell of each retry on stdout
     schedule = plan(seconds=seconds, count=faults, seed=seed, kinds=kinds)
     spare = any(planned.kind == "move" for planned in schedule)
     async with arena(folder, spare=spare) as made:

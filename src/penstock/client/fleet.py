@@ -73,6 +73,10 @@ class Fleet:
 
     # --- where to ---
 
+    def partitions(self, topic: str) -> int:
+        """How many a topic has, as last heard; 0: not known yet."""
+        return len(self._coordinators.get(topic, ()))
+
     def coordinator(self, topic: str, partition: int) -> str | None:
         """Its node's id as last heard; empty: nobody; None: not known yet."""
         found = self._coordinators.get(topic)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from random import uniform
 from typing import Any, Final, Protocol, TypeVar
 
 from penstock.client.connection import Connection
@@ -79,6 +80,10 @@ class Link:
             return self.live
         return self._fleet.toward(topic, partition) or self.live
 
+    def partitions(self, topic: str) -> int:
+        """How many a cluster's topic has, as last heard; 0: not known."""
+        return 0 if self._fleet is None else self._fleet.partitions(topic)
+
     def coordinator(self, topic: str, partition: int) -> str | None:
         """The node that serves a partition; empty: none right now; None: not known."""
         return None if self._fleet is None else self._fleet.coordinator(topic, partition)
@@ -133,7 +138,6 @@ class Link:
         the partition that it is about.
 
         An action that is not repeatable is tried again only when it surely did not happen.
-        The first try is made without any of the machinery of the retries.
         """
 
         def again(error: Exception) -> bool | float:
@@ -141,32 +145,25 @@ class Link:
                 self._look_elsewhere(error, at, reached)
             return _again(error, repeatable=repeatable)
 
-        options = self.options
+        loop, options = asyncio.get_running_loop(), self.options
         reached: Connection | None = None
-        if failed is None:
-            try:
-                reached = await self._reached(at)
-                return await action(reached)
-            except PenstockError as error:
-                failed = error
-        wait = again(failed)
-        if wait is False:
-            raise failed
-        await asyncio.sleep(options.retry_wait_s if wait is True else wait)
-        import stamina  # only now: most clients never need it
-
-        async for attempt in stamina.retry_context(
-            on=again,
-            attempts=None,
-            timeout=options.retry_s,
-            wait_initial=options.retry_wait_s,
-            wait_max=options.retry_wait_s_max,
-            wait_jitter=options.retry_wait_s,
-        ):
-            with attempt:
-                reached = await self._reached(at)
-                return await action(reached)
-        raise AssertionError("stamina ends by returning or raising")
+        deadline, pause = loop.time() + options.retry_s, options.retry_wait_s
+        while True:
+            if failed is None:
+                try:
+                    reached = await self._reached(at)
+                    return await action(reached)
+                except PenstockError as error:
+                    failed = error
+            wait = again(failed)
+            if wait is False or loop.time() >= deadline:
+                raise failed
+            if wait is True:
+                wait = min(options.retry_wait_s_max, pause + uniform(0, options.retry_wait_s))
+                pause = min(2 * pause, options.retry_wait_s_max)
+            log.debug("again in %.2f s: %s", wait, failed)
+            await asyncio.sleep(wait)
+            failed = None
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """An administrative call, repeated if that does no harm."""

@@ -23,6 +23,8 @@ from functools import partial
 from random import randrange
 from typing import Any
 
+import msgspec
+
 from penstock.client.connection import Connection
 from penstock.client.entries import Entries, Identity, Shipment, apart, sealed, sealed_payloads
 from penstock.client.link import Link, passing
@@ -195,6 +197,7 @@ class Producer:
     def _turn(self, entries: int) -> int:
         """The partition of the next batch's entries without a key."""
         if self._link.nodes > 1:
+            self._grow()
             now, options = self._loop.time(), self._options
             self._stayed += entries
             stays = now < self._stay_until and self._stayed <= options.stay_entries
@@ -209,6 +212,12 @@ class Producer:
             if not self._in_trouble(self._sticky):
                 break
         return self._sticky
+
+    def _grow(self) -> None:
+        """Use partitions that the topic was given while this client was open."""
+        known = self._link.partitions(self.config.name)
+        if known > self.config.partitions:
+            self.config = msgspec.structs.replace(self.config, partitions=known)
 
     def _in_trouble(self, partition: int) -> bool:
         return (

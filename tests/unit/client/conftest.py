@@ -75,6 +75,7 @@ class Broker:
         self.hold: asyncio.Event | None = None  # enqueues are answered once it is set
         self.greeting: PenstockError | None = None
         self.results: dict[str, Any] = {}
+        self.lost: set[str] = set()  # calls that are taken in but whose connection is then cut
 
     def enqueue(self, request: Enqueue, data: memoryview) -> Enqueued:
         placed, duplicates, index, at = [], [], 0, 0
@@ -243,7 +244,9 @@ class Session(asyncio.Protocol):
     def on_call(self, number: int, call: Call) -> None:
         self.broker.calls.append(call)
         found = self.broker.results.get(call.method)
-        if isinstance(found, PenstockError):
+        if call.method in self.broker.lost:
+            self.transport.abort()
+        elif isinstance(found, PenstockError):
             self.refuse(number, found)
         elif found is not None:
             self.send(FrameType.ACK, number, found)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.client import fleet
 from penstock.client.client import Client
 from penstock.client.connection import open_connection
 from penstock.client.options import Options
@@ -229,3 +230,20 @@ async def test_a_connection_goes_past_nodes_that_do_not_serve(peers: Peers) -> N
     peers.broker.results["routes"] = Unavailable("the node is starting", elsewhere=True)
     with pytest.raises(Unavailable, match="starting"):
         await open_connection(peers.url())
+
+
+async def test_partitions_that_a_topic_is_given_are_used_by_open_clients(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "ROUTES_S", 0.02)
+    async with routed(peers) as (_, topic):
+        key = next(k for i in range(1000) if partition_of(k := b"%d" % i, 9) > 5)
+        assert MessageId.parse(await topic.put(b"x", key=key)).partition < 6
+        peers.broker.partitions = 9
+        peers.route()
+        async with asyncio.timeout(60):
+            while MessageId.parse(await topic.put(b"x", key=key)).partition < 6:
+                await asyncio.sleep(0.005)
+        assert topic.config.partitions == 9
+        found = {MessageId.parse(await topic.put(b"x")).partition for _ in range(9 * 100)}
+    assert found == set(range(9))

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -130,6 +131,35 @@ async def test_reads_are_repeated_after_a_lost_connection_and_pops_are_not(
     await asyncio.sleep(0.02)
     broker.results["stats"] = {"topics": [{"name": "jobs", "ready": 4}]}
     assert (await reading).ready == 4
+
+
+async def test_a_pop_whose_connection_is_lost_says_that_it_may_be_repeated(
+    client: Client, broker: Any
+) -> None:
+    topic = await client.topic("jobs")
+    broker.lost.add("pop")
+    with pytest.raises(Unavailable, match="connection was lost") as lost:
+        await topic.pop()
+    assert lost.value.retryable
+    broker.lost.clear()
+    broker.results["pop"] = {"messages": []}
+    assert await topic.pop() == []
+
+
+async def test_retries_are_told_to_nobody_but_the_log(
+    client: Client, broker: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = await client.topic("jobs")
+    broker.results["stats"] = Unavailable("not yet")
+    caplog.set_level(logging.DEBUG, "penstock.client")
+    reading = asyncio.ensure_future(topic.stats())
+    async with asyncio.timeout(30):
+        while len(caplog.records) < 3:
+            await asyncio.sleep(0.005)
+    broker.results["stats"] = {"topics": [{"name": "jobs", "ready": 4}]}
+    assert (await reading).ready == 4
+    assert capfd.readouterr() == ("", "")
+    assert {(r.levelname, "not yet" in r.getMessage()) for r in caplog.records} == {("DEBUG", True)}
 
 
 async def test_the_log_is_read_as_messages_or_batches(client: Client) -> None:
