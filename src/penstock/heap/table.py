@@ -26,7 +26,7 @@ from penstock.heap.states import ALIVE, ALLOWED, STATES, State, mask_of, reject_
 PAGE_BITS: Final = 12
 PAGE: Final = 1 << PAGE_BITS
 OFFSET: Final = PAGE - 1
-ROWS_MIN: Final = 4
+ROWS_MIN: Final = 2  # row 0 and one page: most partitions are small
 PAGES_MIN: Final = 64
 SCAN_PAGES: Final = 64  # pages looked at in one step of a scan
 _ALIVE: Final = mask_of(ALIVE)
@@ -193,7 +193,8 @@ class MessageTable:
         """Sequences past `after` in one of the wanted states, ascending, in chunks."""
         lookup = mask_of(wanted)
         pages = self._pages()
-        pages = pages[pages >= after >> PAGE_BITS]
+        if after:
+            pages = pages[pages >= after >> PAGE_BITS]
         for i in range(0, len(pages), SCAN_PAGES):
             some = pages[i : i + SCAN_PAGES]
             states = self.state.reshape(-1, PAGE)[self._row_of[some - self._page_zero]]

@@ -103,24 +103,22 @@ class _Plan:
 
     name: str
     binary: bool
-    domain: Domain
+    domain: int  # which of (entries, runs, 1) is its length
     bit: int
     code: str
     dtype: np.dtype[Any]
+    width: int  # bytes of one value
     default: int
 
     @staticmethod
     def of(column: Column, index: int) -> _Plan:
         dtype = _OFFSET if column.binary else np.dtype(column.dtype)
         code = "" if column.binary else _CODES[column.dtype]
+        domain = (Domain.ENTRY, Domain.RUN, Domain.SCALAR).index(column.domain)
         return _Plan(
-            column.name, column.binary, column.domain, 1 << index, code, dtype, column.default
-        )
-
-    def length(self, count: int, runs: int) -> int:
-        if self.domain is Domain.ENTRY:
-            return count
-        return runs if self.domain is Domain.RUN else 1
+            column.name, column.binary, domain, 1 << index, code, dtype, dtype.itemsize,
+            column.default,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,7 @@ class Schema:
         present = known = 0
         fixed: list[bytes] = [b""]
         binary: list[bytes] = []
+        lengths = (count, runs, 1)
         for plan in self._plans:
             value = values.get(plan.name)
             if value is None:
@@ -152,7 +151,7 @@ class Schema:
                 continue
             known += 1
             present |= plan.bit
-            length = plan.length(count, runs)
+            length = lengths[plan.domain]
             if len(value) != length:
                 raise ValueError(f"column {plan.name} has {len(value)} values, expected {length}")
             if plan.binary:
@@ -199,13 +198,14 @@ class Columns:
             raise Corruption(f"body schema version {version} is newer than {schema.version}")
         self._at: dict[str, tuple[int, int]] = {}
         at = HEADER.size
+        lengths = (count, runs, 1)
         for plan in schema.layout(present):
-            length = plan.length(count, runs)
+            length = lengths[plan.domain]
             self._at[plan.name] = (at, length)
             if plan.binary:
                 at = self._skip_binary(at, length, size)
             else:
-                at += (length * plan.dtype.itemsize + 7) & ~7
+                at += (length * plan.width + 7) & ~7
         if at != size:
             raise Corruption(f"a batch body has {size} bytes where its columns need {at}")
 
@@ -230,7 +230,8 @@ class Columns:
                 at, length = self._at[name]
                 found = np.frombuffer(self.body, plan.dtype, length, at)
             else:
-                found = np.full(plan.length(self.count, self.runs), plan.default, plan.dtype)
+                length = (self.count, self.runs, 1)[plan.domain]
+                found = np.full(length, plan.default, plan.dtype)
             self._cache[name] = found
         return found
 

@@ -6,7 +6,7 @@ before any later `Write`, and nothing is acknowledged that `on_durable` did not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from penstock.model.batch import Batch
 from penstock.replication.assignment import PartitionRecord
@@ -22,112 +22,96 @@ from penstock.replication.messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(msgspec.Struct, frozen=True):
     """Store the promise, synced, then tell `on_persisted`."""
 
     promised: int
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Give `message` to node `to`. It may get lost: whoever needs an answer asks again."""
 
     to: str
     message: Ack | Append | Fence | Fenced | Followed | Probe | Probed
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStream:
+class OpenStream(msgspec.Struct, frozen=True):
     """Have `to` stream its log to us; a stream that is open before is closed."""
 
     to: str
     follow: Follow
 
 
-@dataclass(frozen=True, slots=True)
-class CloseStream:
+class CloseStream(msgspec.Struct, frozen=True):
     """Stop reading from the stream that is open."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Stage these batches and sync them; `on_durable` reports how far."""
 
     batches: list[Batch]
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(msgspec.Struct, frozen=True):
     """Durably forget everything after `sequence`, then tell `on_truncated`."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reseed:
+class Reseed(msgspec.Struct, frozen=True):
     """Drop the log and start over from a snapshot of node `source`, then tell `on_seeded`."""
 
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class TakeEpoch:
+class TakeEpoch(msgspec.Struct, frozen=True):
     """Try to take the next epoch in the metadata store; tell `on_epoch_taken` if that was won."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppendBarrier:
+class AppendBarrier(msgspec.Struct, frozen=True):
     """We hold `epoch` and the right log: append its first entry, as `on_staged` will hear."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """Everything up to `sequence` may be applied, answered and delivered."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class BeganServing:
+class BeganServing(msgspec.Struct, frozen=True):
     """The barrier is committed: requests may be served."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class SteppedDown:
+class SteppedDown(msgspec.Struct, frozen=True):
     """We do not coordinate any more. What waits is answered *unknown*; state that was applied but
     is not committed must be rebuilt."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeRecord:
+class ChangeRecord(msgspec.Struct, frozen=True):
     """Swap the partition's record for this one, if it still has the revision that we know."""
 
     record: PartitionRecord
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(msgspec.Struct, frozen=True):
     """For the log and the metrics: what became of the stream to a follower."""
 
     node: str
     what: str  # credit_low | credit_exhausted | lagging | resumed
 
 
-@dataclass(frozen=True, slots=True)
-class Retire:
+class Retire(msgspec.Struct, frozen=True):
     """We hold this partition no longer: its folder may be removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Halt:
+class Halt(msgspec.Struct, frozen=True):
     """A rule was broken that must never be: stop, keep the evidence, call an operator."""
 
     reason: str
