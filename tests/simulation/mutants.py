@@ -141,7 +141,7 @@ def truncation_forgets_too_much(patch: pytest.MonkeyPatch) -> None:
 
 
 def retries_are_written_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tenure, "_known", lambda self, kind, entries: None)
+    patch.setattr(Tenure, "_known", lambda self, columns: None)
 
 
 def participants_decide_alone(patch: pytest.MonkeyPatch) -> None:

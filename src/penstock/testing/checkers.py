@@ -11,13 +11,14 @@ The first fields of a verdict are sizes; every other number counts violations an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 
 from penstock.model.batch import Batch
+from penstock.model.columns import Columns
 from penstock.testing.events import (
     AnyEvent,
     Atomic,
@@ -111,10 +112,12 @@ class Checker:
         else:
             handler(self, event)
 
-    def add_log(self, batches: Iterable[Batch]) -> None:
+    def add_log(
+        self, batches: Iterable[Batch], decode: Callable[[Batch], Columns] = Batch.columns
+    ) -> None:
         """The committed log of a partition, from its beginning."""
         for batch in batches:
-            self._log += log_events(batch)
+            self._log += log_events(batch, decode(batch))
 
     def broken(self, what: str, problem: str) -> None:
         """A violation that the reporter itself has seen."""

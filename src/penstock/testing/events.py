@@ -199,13 +199,14 @@ _HOW: Final = {
 }  # fmt: skip
 
 
-def log_events(batch: Batch) -> Iterator[AnyEvent]:
-    """What one committed batch says."""
+def log_events(batch: Batch, columns: Columns | None = None) -> Iterator[AnyEvent]:
+    """What one committed batch says; `columns` if it is decoded already."""
     partition = batch.partition
     yield Range(
         partition, batch.first, batch.last, batch.epoch, batch.epoch_previous, batch.chain
     )  # fmt: skip
-    columns = batch.columns()
+    if columns is None:
+        columns = batch.columns()
     if batch.kind in (Kind.ENQ, Kind.PREPARE):
         yield from _messages(batch, columns)
     elif batch.kind is Kind.LEASE:

@@ -4,70 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from multiprocessing import get_context
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.testing.checkers import VIOLATIONS
+from penstock.testing.simulation.campaign import Run, Summary, results, runs_of
 from penstock.testing.simulation.profiles import PROFILES
-from penstock.testing.simulation.simulation import Result, Simulation, run_seed
+from penstock.testing.simulation.simulation import Result, Simulation
 
-CHUNK: Final = 4  # runs that a worker takes at once
 SHOWN_MAX: Final = 20  # failing runs that are printed with their last events
-
-
-class Summary(msgspec.Struct):
-    """Of many runs: what they did, and every violation by its kind."""
-
-    runs: int = 0
-    failed: list[tuple[int, str]] = []  # seed and profile
-    by_profile: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    violations: dict[str, int] = {}
-    faults: dict[str, int] = {}
-    crash_points: dict[str, int] = {}
-    heal_ms_max: int = 0
-
-    def add(self, result: Result) -> None:
-        self.runs += 1
-        if not result.ok:
-            self.failed.append((result.seed, result.profile))
-        _count(self.by_profile, {result.profile: 1})
-        verdict = msgspec.structs.asdict(result.verdict)
-        _count(self.violations, {name: verdict[name] for name in VIOLATIONS})
-        _count(self.sizes, {n: v for n, v in verdict.items() if n not in (*VIOLATIONS, "problems")})
-        _count(self.faults, result.faults)
-        _count(self.crash_points, result.crashes)
-        self.heal_ms_max = max(self.heal_ms_max, result.heal_ms)
-
-
-def _count(totals: dict[str, int], more: dict[str, int]) -> None:
-    for name, number in more.items():
-        totals[name] = totals.get(name, 0) + number
-
-
-def runs_of(start: int, seeds: int, profile: str | None) -> list[tuple[int, str]]:
-    """Which profile each seed runs in: the one that is asked for, or all of them in turn."""
-    names = [profile] if profile else list(PROFILES)
-    return [(seed, names[seed % len(names)]) for seed in range(start, start + seeds)]
-
-
-def results(runs: Sequence[tuple[int, str]], jobs: int) -> Iterator[Result]:
-    """In the order in which they end."""
-    if jobs == 1:
-        yield from map(_run, runs)
-        return
-    with get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(_run, runs, chunksize=CHUNK)
-
-
-def _run(run: tuple[int, str]) -> Result:
-    return run_seed(*run)
+REPORT_SECONDS: Final = 30  # between two lines of progress where there is no terminal
 
 
 def describe(result: Result) -> str:
@@ -85,19 +37,88 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.trace is not None:
         return _show_trace(options.trace, options.profile or "mixed")
-    runs = runs_of(options.start, options.seeds, options.profile)
-    summary, errors = Summary(), Console(stderr=True, highlight=False)
-    progress = _progress(errors) if errors.is_terminal and not options.json else None
-    with progress or nullcontext():
-        task = progress.add_task("seeds", total=len(runs)) if progress else None
-        for result in results(runs, options.jobs):
+    total = Summary(options.start)
+    left = _parts(options, total)
+    with Campaign(sum(len(runs) for runs, _ in left)).shown() as campaign:
+        for runs, file in left:
+            part = campaign.run(runs, options.jobs)
+            if file is not None:
+                _store(file, part)
+            total.merge(part)
+    _print(total, as_json=options.json)
+    return 1 if total.failed else 0
+
+
+def _parts(options: argparse.Namespace, total: Summary) -> list[tuple[list[Run], Path | None]]:
+    """What is to be run, and where its summary goes; what is stored already goes into `total`."""
+    if options.folder is None:
+        return [(runs_of(options.start, options.seeds, options.profile), None)]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    left: list[tuple[list[Run], Path | None]] = []
+    end = options.start + options.seeds
+    for start in range(options.start, end, options.part):
+        count = min(options.part, end - start)
+        file = options.folder / f"{options.profile or 'all'}-{start:07}-{count}.json"
+        if file.exists():
+            total.merge(msgspec.json.decode(file.read_bytes(), type=Summary))
+        else:
+            left.append((runs_of(start, count, options.profile), file))
+    return left
+
+
+def _store(file: Path, part: Summary) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.encode(part))
+    draft.replace(file)
+
+
+class Campaign:
+    """Runs seeds and tells how far it is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, seeds: int) -> None:
+        self._seeds = seeds
+        self._done = self._failed = 0
+        self._began = self._told = time.monotonic()
+        self._console = Console(stderr=True, highlight=False)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}")
+        self._bar = Progress(
+            text, *columns, console=self._console, disable=not self._console.is_terminal
+        )
+        self._task = self._bar.add_task("seeds", total=seeds)
+
+    @contextmanager
+    def shown(self) -> Iterator[Campaign]:
+        with self._bar:
+            yield self
+
+    def run(self, runs: list[Run], jobs: int) -> Summary:
+        summary, began = Summary(runs[0][0]), time.monotonic()
+        for result in results(runs, jobs):
             summary.add(result)
-            if not result.ok and len(summary.failed) <= SHOWN_MAX:
-                errors.print(describe(result), markup=False)
-            if progress is not None and task is not None:
-                progress.advance(task)
-    _print(summary, as_json=options.json)
-    return 1 if summary.failed else 0
+            self._on_result(result)
+        summary.seconds = round(time.monotonic() - began, 1)
+        return summary
+
+    def _on_result(self, result: Result) -> None:
+        self._done += 1
+        self._bar.advance(self._task)
+        if not result.ok:
+            self._failed += 1
+            if self._failed <= SHOWN_MAX:
+                self._console.print(describe(result), markup=False, soft_wrap=True)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._told >= REPORT_SECONDS:
+            self._told = now
+            self._console.print(self._progress(now - self._began), markup=False, soft_wrap=True)
+
+    def _progress(self, seconds: float) -> str:
+        rate = self._done / seconds
+        minutes = round((self._seeds - self._done) / rate / 60)
+        return (
+            f"{self._done} of {self._seeds} seeds, {self._failed} failing, {rate:.1f} per second,"
+            f" {minutes // 60} h {minutes % 60:02} min left"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,17 +128,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--profile", choices=list(PROFILES), help="a mix of faults; else all")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--folder", type=Path, help="store the summary of each part here; parts that are stored"
+        " already are not run again",
+    )  # fmt: skip
+    parser.add_argument("--part", type=int, default=1000, help="seeds of a part that is stored")
     parser.add_argument("--trace", type=int, metavar="SEED", help="print all events of one run")
     return parser
 
 
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console)
-
-
 def _show_trace(seed: int, profile: str) -> int:
-    simulation = Simulation(seed, PROFILES[profile], keep=0)
+    simulation = Simulation(seed, PROFILES[profile])
     result = simulation.run()
     for line in simulation.trace.lines():
         print(line)
@@ -137,7 +158,7 @@ def _print(summary: Summary, *, as_json: bool) -> None:
     rows += [(name, number) for name, number in summary.violations.items() if number]
     for name, value in rows:
         print(f"{name:26} {value}")
-    failed = ", ".join(f"{seed} ({profile})" for seed, profile in summary.failed)
+    failed = ", ".join(f"{failure.seed} ({failure.profile})" for failure in summary.failed)
     print(f"{'failing seeds':26} {failed or 'none'}")
 
 

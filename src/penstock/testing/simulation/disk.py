@@ -8,21 +8,24 @@ append (what follows is torn and cut off at the next start), all or nothing of t
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from penstock.model.batch import Batch
 from penstock.replication.facts import LogFacts
+from penstock.replication.sender import Window
 from penstock.testing.simulation.schedule import MS, Schedule
 
 SLOW_SYNC_US: Final = (20 * MS, 900 * MS)
 
 
-class Point(NamedTuple):
-    """Where a log begins: the last entry before it."""
+class Point(msgspec.Struct, frozen=True, gc=False):
+    """An entry of a log, at which it ends or after which it begins."""
 
     sequence: int
     epoch: int
@@ -34,7 +37,7 @@ ORIGIN: Final = Point(0, 0, 0, 0)
 
 
 def end_of(batch: Batch) -> Point:
-    return Point(batch.last, batch.epoch, batch.chain, batch.time_ms)
+    return Point(batch.first + batch.count - 1, batch.epoch, batch.chain, batch.time_ms)
 
 
 class Snapshot(NamedTuple):
@@ -117,7 +120,8 @@ class Disk:
     ) -> None:
         self.platter = platter
         self.base, self.batches = platter.base, list(platter.batches)
-        self._firsts = [batch.first for batch in self.batches]
+        self._lasts = [batch.last for batch in self.batches]
+        self.end = self._find_end()  # where the log ends
         self.slow = False
         self.fail_next = False
         self.full = False  # for what a follower is sent; a coordinator refuses in time
@@ -130,8 +134,7 @@ class Disk:
 
     # --- what is there ---
 
-    @property
-    def end(self) -> Point:
+    def _find_end(self) -> Point:
         return end_of(self.batches[-1]) if self.batches else self.base
 
     def facts(self) -> LogFacts:
@@ -144,27 +147,30 @@ class Disk:
         last = self.end.sequence
         return LogFacts(first=base.sequence + 1, last=last, durable=last, runs=runs)
 
-    def read(
-        self, first: int, *, through: int, entries: int = 1 << 30, bytes: int = 1 << 40
-    ) -> list[Batch]:
-        """Batches from `first` on, at least one if there is one."""
-        at = bisect_left(self._firsts, first)
-        found: list[Batch] = []
-        while at < len(self.batches):
-            batch = self.batches[at]
-            if batch.last > through or (found and (batch.count > entries or batch.size > bytes)):
-                break
-            found.append(batch)
-            entries -= batch.count
-            bytes -= batch.size
-            if entries <= 0 or bytes <= 0:
-                break
+    def read(self, first: int, *, through: int) -> list[Batch]:
+        """All batches that lie whole between the two."""
+        at, end = bisect_left(self._lasts, first), bisect_right(self._lasts, through)
+        if at < end and self.batches[at].first < first:
             at += 1
+        return self.batches[at:end]
+
+    def read_some(self, window: Window) -> list[Batch]:
+        """What a reader may be sent, at least one batch if there is one."""
+        entries, bytes = window.entries, window.bytes
+        found = self.read(window.first, through=window.through)
+        for at, batch in enumerate(found):
+            count, size = batch.count, batch.size
+            if at and (count > entries or size > bytes):
+                return found[:at]
+            entries -= count
+            bytes -= size
+            if entries <= 0 or bytes <= 0:
+                return found[: at + 1]
         return found
 
     def batch_ending(self, sequence: int) -> Batch | None:
-        at = bisect_left(self._firsts, sequence + 1) - 1
-        if at < 0 or self.batches[at].last != sequence:
+        at = bisect_left(self._lasts, sequence)
+        if at == len(self._lasts) or self._lasts[at] != sequence:
             return None
         return self.batches[at]
 
@@ -181,7 +187,8 @@ class Disk:
 
     def append(self, batches: list[Batch]) -> None:
         self.batches += batches
-        self._firsts += [batch.first for batch in batches]
+        self._lasts += [batch.first + batch.count - 1 for batch in batches]
+        self.end = end_of(batches[-1])
         waiting = self._operations[-1] if self._operations else None
         if isinstance(waiting, Append):
             waiting.batches += batches  # shares the next sync
@@ -189,9 +196,10 @@ class Disk:
             self._push(Append(list(batches)))
 
     def cut(self, sequence: int, done: Callable[[], None]) -> None:
-        while self.batches and self.batches[-1].last > sequence:
+        while self._lasts and self._lasts[-1] > sequence:
             self.batches.pop()
-            self._firsts.pop()
+            self._lasts.pop()
+        self.end = self._find_end()
         self._push(Cut(sequence, done))
 
     def replace(
@@ -199,28 +207,29 @@ class Disk:
     ) -> None:
         self.base = ORIGIN if snapshot is None else snapshot.at
         self.batches = list(batches)
-        self._firsts = [batch.first for batch in batches]
+        self._lasts = [batch.last for batch in batches]
+        self.end = self._find_end()
         self.committed = 0 if snapshot is None else snapshot.at.sequence
         self._push(Replace(snapshot, self.base, list(batches), done))
 
     def retain(self, snapshot: Snapshot, *, through: int) -> None:
         """Store a snapshot and forget whole batches up to `through`."""
-        at = 0
-        while at < len(self.batches) and self.batches[at].last <= through:
-            self.base = end_of(self.batches[at])
-            at += 1
+        at = bisect_right(self._lasts, through)
+        if at:
+            self.base = end_of(self.batches[at - 1])
         del self.batches[:at]
-        del self._firsts[:at]
+        del self._lasts[:at]
+        self.end = self._find_end()
         self._push(Retain(snapshot, self.base))
 
     def _push(self, operation: Operation) -> None:
         self._operations.append(operation)
-        self._start()
+        if self._under_way is None:
+            self._start()
 
     def _start(self) -> None:
-        if self._under_way is None and self._operations:
-            self._under_way = self._operations.popleft()
-            self._after(self._latency(), self._finish)
+        self._under_way = self._operations.popleft()
+        self._after(self._latency(), self._finish)
 
     def _latency(self) -> int:
         low, high = SLOW_SYNC_US if self.slow else self._sync_us
@@ -233,7 +242,8 @@ class Disk:
             raise FailedSync
         self._under_way = None
         self._store(operation)
-        self._start()
+        if self._operations:
+            self._start()
         if isinstance(operation, Append):
             self._on_synced(operation.batches[-1].last)
         elif isinstance(operation, Cut | Replace):

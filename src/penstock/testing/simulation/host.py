@@ -43,7 +43,7 @@ from penstock.replication.messages import (
 )
 from penstock.replication.replica import Replica
 from penstock.testing.simulation.copies import Copies
-from penstock.testing.simulation.disk import Disk, Platter, Snapshot, end_of
+from penstock.testing.simulation.disk import Disk, Platter, Snapshot
 from penstock.testing.simulation.network import Stream
 from penstock.testing.simulation.schedule import MS
 from penstock.testing.simulation.tenure import Tenure
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 class Host:
     def __init__(self, node: Node, partition: int, platter: Platter) -> None:
         self.node, self.partition, self.platter = node, partition, platter
-        self.simulation = node.simulation
+        self.simulation, self._schedule = node.simulation, node.simulation.schedule
+        self._trace = self.simulation.trace.add
         self.disk = Disk(
             platter,
             node.simulation.schedule,
@@ -66,7 +67,7 @@ class Host:
         self.disk.slow = node.slow_disk
         self.snapshot: Snapshot | None = platter.snapshot
         self.committed = platter.floor
-        self.heap = self.rebuilt()
+        self.heap: Heap = self.rebuilt()
         self.tenure: Tenure | None = None
         self.followers: dict[str, Stream] = {}  # who opened a stream here
         self._queue: deque[Effect] = deque()  # effects that wait for a slow one
@@ -84,10 +85,10 @@ class Host:
 
     @property
     def now(self) -> int:
-        return self.node.now_ms
+        return (self._schedule.now + self.node.monotonic_us) // MS
 
     def log(self, *event: Any) -> None:
-        self.simulation.log(self.node.name, self.partition, *event)
+        self._trace((self._schedule.now, self.node.name, self.partition, *event))
 
     # --- the heap ---
 
@@ -104,8 +105,9 @@ class Host:
     def _apply(self, heap: Heap, through: int) -> None:
         if heap.sequence_applied >= through:
             return
+        columns_of = self.simulation.columns_of
         for batch in self.disk.read(heap.sequence_applied + 1, through=through):
-            heap.apply(batch, batch.columns(), batch.time_ms)
+            heap.apply(batch, columns_of(batch), batch.time_ms)
         if heap.sequence_applied != through:
             self.simulation.checker.broken(
                 "gaps", f"{self.node.name}/{self.partition} applied {heap.sequence_applied},"
@@ -131,6 +133,8 @@ class Host:
         match message:
             case Ack():
                 effects = replica.on_ack(message, now)
+            case Append():
+                effects = replica.on_append(message, [], now)
             case Fence():
                 effects = replica.on_fence(message, now)
             case Fenced():
@@ -142,7 +146,7 @@ class Host:
             case Followed():
                 effects = replica.on_followed(message, now)
             case _:
-                effects = replica.on_append(message, [], now)
+                raise TypeError(f"{message} is no message")
         self.perform(effects)
 
     def on_slice(self, append: Append, batches: list[Batch]) -> None:
@@ -175,10 +179,12 @@ class Host:
         """A driver may let effects of later events pass one that is slow, or make all wait for it;
         both are tried. What stands after a promise in one list always waits for it."""
         if self.simulation.serial:
-            if any(isinstance(effect, SteppedDown) for effect in effects):
-                self._end_tenure()
+            for effect in effects:
+                if isinstance(effect, SteppedDown):
+                    self._end_tenure()
             self._queue.extend(effects)
-            self._perform_queued()
+            if self._queue and not self._slow:
+                self._perform_queued()
         else:
             for at, effect in enumerate(effects):
                 if isinstance(effect, Persist):
@@ -186,7 +192,8 @@ class Host:
                     break
                 self._do(effect)
         self.replica.validate()
-        self.pump()
+        if self.followers:
+            self.pump()
 
     def _perform_queued(self) -> None:
         while self._queue and not self._slow:
@@ -266,10 +273,7 @@ class Host:
         )  # fmt: skip
 
     def _write(self, batches: list[Batch]) -> None:
-        end = self.disk.end
-        for batch in batches:
-            self.simulation.checker.on_append(self.partition, self.node.name, end, batch)
-            end = end_of(batch)
+        self.simulation.checker.on_appends(self.partition, self.node.name, self.disk.end, batches)
         if self.disk.full:
             batches = batches[: self.simulation.schedule.between(0, len(batches) - 1)]
         if batches:
@@ -361,34 +365,32 @@ class Host:
 
     def pump(self) -> None:
         """Send each reader what it may be sent."""
+        may_send = self.replica.may_send
         for follower, stream in list(self.followers.items()):
-            while (window := self.replica.may_send(follower)) is not None:
+            while (window := may_send(follower)) is not None:
                 if window.first <= self.disk.base.sequence:
                     self.simulation.network.break_stream(stream)  # it is not here any more
                     del self.followers[follower]
                     self.perform(self.replica.on_follower_lost(follower, stream.number, self.now))
                     break
-                batches = self.disk.read(
-                    window.first, through=window.through, entries=window.entries,
-                    bytes=window.bytes,
-                )  # fmt: skip
+                batches = self.disk.read_some(window)
                 if not batches:
                     break
                 self._send_slice(follower, batches)
 
     def _send_slice(self, follower: str, batches: list[Batch]) -> None:
         append = self.replica.append_to(follower)
-        network = self.simulation.network
+        network, last = self.simulation.network, batches[-1].last
         stream = network.stream_to(follower, self.partition, append.stream)
-        self.log("slice", follower, batches[0].first, batches[-1].last, append)
+        self.log("slice", follower, batches[0].first, last, append)
         network.send(
             self.node.name, follower, "on_slice", self.partition, append, batches, stream=stream
         )
         sent = self.replica.on_sent(
             follower,
-            batches[-1].last,
-            entries=sum(b.count for b in batches),
-            bytes=sum(b.size for b in batches),
+            last,
+            entries=last - batches[0].first + 1,
+            bytes=sum([b.size for b in batches]),
             now=self.now,
         )
         self.node.point("slice.sent")

@@ -33,50 +33,58 @@ class Stream:
 class Network:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._schedule = simulation, simulation.schedule
+        profile = simulation.profile
+        self._low, high = profile.latency_us
+        self._spread = high - self._low + 1
+        self._drop, self._straggle, self._copy = profile.drop, profile.straggle, profile.duplicate
+        self._straggle_us = profile.straggle_us
+        self._ordered = not profile.reorder
         self.cut: dict[tuple[str, str], int] = {}  # (from, to) -> how many faults cut it
         self._last: dict[tuple[str, str], int] = {}  # when the last ordered message arrives
         self.streams: dict[tuple[str, int], Stream] = {}  # (follower, partition)
 
-    def reaches(self, source: str, target: str) -> bool:
-        return not self.cut.get((source, target))
-
     def send(
         self, source: str, target: str, deliver: str, *args: Any, stream: Stream | None = None
     ) -> None:
-        """Call `target.deliver(*args)` some time from now, perhaps twice, perhaps never."""
-        profile, schedule = self._simulation.profile, self._schedule
-        calm = self._simulation.calm
-        lost = not self.reaches(source, target) or (not calm and schedule.chance(profile.drop))
+        """Call `target.deliver(*args)` some time from now, perhaps twice, perhaps never.
+
+        Half of what a run does comes through here: it draws its chances itself.
+        """
+        schedule, calm = self._schedule, self._simulation.calm
+        random, link = schedule.random, (source, target)
+        lost = self.cut.get(link) or (not calm and self._drop > 0 and random() < self._drop)
         if stream is not None and stream.broken:
             return
         if lost:
             if stream is not None:
                 self.break_stream(stream)
             return
-        delay = schedule.skewed(*profile.latency_us)
-        if not calm and schedule.chance(profile.straggle):
-            delay += schedule.skewed(5 * MS, profile.straggle_us)
-        if stream is not None and not profile.reorder:
+        drawn = random()
+        delay = self._low + int(drawn * drawn * drawn * self._spread)
+        if not calm and self._straggle > 0 and random() < self._straggle:
+            delay += schedule.skewed(5 * MS, self._straggle_us)
+        if stream is not None and self._ordered:
             # A connection keeps the order.
-            key = (source, target)
-            arrival = max(self._last.get(key, 0), schedule.now + delay)
-            self._last[key] = arrival
+            arrival = schedule.now + delay
+            before = self._last.get(link, 0)
+            if before > arrival:
+                arrival = before
+            self._last[link] = arrival
             delay = arrival - schedule.now
         schedule.after(delay, self._arrive, target, deliver, args, stream)
-        if not calm and schedule.chance(profile.duplicate):
-            late = delay + schedule.skewed(100, profile.straggle_us)
+        if not calm and self._copy > 0 and random() < self._copy:
+            late = delay + schedule.skewed(100, self._straggle_us)
             schedule.after(late, self._arrive, target, deliver, args, stream)
 
     def _arrive(
         self, target: str, deliver: str, args: tuple[Any, ...], stream: Stream | None
     ) -> None:
-        receiver = self._simulation.receiver(target)
+        receiver = self._simulation.receivers[target]
         if not receiver.up:
             if stream is not None:
                 self.break_stream(stream, gone=receiver.refuses)
             return
-        ordered = not self._simulation.profile.reorder
-        if stream is not None and ordered and stream.lives[target] != receiver.life:
+        if stream is not None and self._ordered and stream.lives[target] != receiver.life:
             self.break_stream(stream, gone=True)
             return  # a connection ends with the process
         receiver.run(getattr(receiver, deliver), *args)

@@ -37,6 +37,7 @@ class Crash(Exception):
 class Node:
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.simulation, self.name = simulation, name
+        self._schedule = simulation.schedule
         self.platters: dict[int, Platter] = {}
         self.hosts: dict[int, Host] = {}
         self.up = False
@@ -60,7 +61,7 @@ class Node:
     @property
     def now_ms(self) -> int:
         """Monotonic; a suspended machine may make it jump ahead."""
-        return (self.simulation.schedule.now + self.monotonic_us) // MS
+        return (self._schedule.now + self.monotonic_us) // MS
 
     @property
     def clock_ms(self) -> int:
@@ -83,16 +84,25 @@ class Node:
             self.crash("sync failed")
 
     def after(self, delay_us: int, action: Callable[..., None], *args: Any) -> None:
-        self.after_in(self.life, delay_us, action, *args)
+        self._schedule.after(delay_us, self._fire, self.life, action, args)
 
     def after_in(
         self, life: int, delay_us: int, action: Callable[..., None], *args: Any
     ) -> None:  # fmt: skip
         """As `after`, for the process that was there in `life`."""
-        self.simulation.schedule.after(delay_us, self._fire, life, action, args)
+        self._schedule.after(delay_us, self._fire, life, action, args)
 
     def _fire(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if life == self.life:
+        if life != self.life:
+            return
+        if self._paused is None and self.up:
+            try:
+                action(*args)
+            except Crash as crash:
+                self.crash(crash.point)
+            except FailedSync:
+                self.crash("sync failed")
+        else:
             self.run(action, *args)
 
     def point(self, name: str) -> None:

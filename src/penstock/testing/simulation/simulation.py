@@ -9,6 +9,7 @@ import msgspec
 import xxhash
 
 from penstock.model.batch import Batch
+from penstock.model.columns import Columns
 from penstock.model.topic import TopicConfig
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.replica import Role
@@ -24,7 +25,7 @@ from penstock.testing.simulation.node import Node
 from penstock.testing.simulation.observer import Observer
 from penstock.testing.simulation.profiles import PROFILES, Profile
 from penstock.testing.simulation.schedule import MS, SECOND, Schedule
-from penstock.testing.simulation.trace import TAIL, Trace
+from penstock.testing.simulation.trace import Trace
 
 HEAL_US: Final = 45 * SECOND  # everything has come to rest so long after the last fault
 LAST_EVENTS: Final = 60
@@ -45,11 +46,11 @@ class Result(msgspec.Struct):
 
 
 class Simulation:
-    def __init__(self, seed: int, profile: Profile, *, keep: int = TAIL) -> None:
+    def __init__(self, seed: int, profile: Profile) -> None:
         # Profiles that share a seed should not share their chances.
         self.schedule = Schedule(seed << 32 | xxhash.xxh32_intdigest(profile.name.encode()))
         self.seed, self.profile = seed, profile
-        self.trace = Trace(keep=keep)
+        self.trace = Trace()
         self.checker = Observer()
         self.calm = self.closing = False
         self.serial = self.schedule.chance(0.5)  # how drivers treat slow effects
@@ -59,9 +60,11 @@ class Simulation:
             replication_factor=profile.replication_factor, backoff_ms_base=100, max_retries=3,
         )  # fmt: skip
         self.ledger: dict[int, list[Batch]] = {p: [] for p in range(profile.partitions)}
+        self._columns: dict[int, tuple[Batch, Columns]] = {}  # by the batch's identity
         self.names = [f"n{i}" for i in range(profile.nodes)]
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client] = {}
+        self.receivers: dict[str, Node | Client] = {}  # all who can be sent something
         self.network = Network(self)
         self.store = MetadataStore(self)
         self.faults = Faults(self)
@@ -87,17 +90,15 @@ class Simulation:
             for i in range(count):
                 name = f"{kind.__name__.lower()}{i}"
                 self.clients[name] = kind(self, name)
+        self.receivers = {**self.clients, **self.nodes}
 
     # --- what the parts tell ---
 
     def log(self, *event: Any) -> None:
-        self.trace.add(self.schedule.now, *event)
+        self.trace.add((self.schedule.now, *event))
 
     def on_crash(self, point: str) -> None:
         self.crashes[point] = self.crashes.get(point, 0) + 1
-
-    def receiver(self, name: str) -> Any:
-        return self.nodes.get(name) or self.clients[name]
 
     def on_commit(self, host: Host, sequence: int, batch: Batch | None) -> None:
         """A replica's watermark moved. The first to commit an entry writes it into the ledger."""
@@ -115,7 +116,17 @@ class Simulation:
             self.checker.on_ledger(who, ledger[-1] if ledger else None, fresh)
             ledger += fresh
         else:
-            self.checker.on_committed_again(who, ledger, batch)
+            self.checker.on_committed_again(who, batch)
+
+    def keep_columns(self, batch: Batch, columns: Columns) -> None:
+        self._columns[id(batch)] = (batch, columns)
+
+    def columns_of(self, batch: Batch) -> Columns:
+        """A batch never changes and all replicas hold the same object: it is decoded once."""
+        known = self._columns.get(id(batch))
+        if known is None:
+            known = self._columns[id(batch)] = (batch, batch.columns())
+        return known[1]
 
     # --- the run ---
 
@@ -163,7 +174,7 @@ class Simulation:
 
     def verdict(self) -> Verdict:
         for ledger in self.ledger.values():
-            self.checker.add_log(ledger)
+            self.checker.add_log(ledger, self.columns_of)
         return self.checker.verdict()
 
     def _expire_leases(self) -> None:
@@ -213,5 +224,5 @@ class Simulation:
                 )
 
 
-def run_seed(seed: int, profile: str = "mixed", *, keep: int = TAIL) -> Result:
-    return Simulation(seed, PROFILES[profile], keep=keep).run()
+def run_seed(seed: int, profile: str = "mixed") -> Result:
+    return Simulation(seed, PROFILES[profile]).run()

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.errors import PenstockError
 from penstock.heap import ReturnPlan
 from penstock.model.batch import SCHEMAS, Batch, DeadReason, Kind, seal
-from penstock.model.columns import Value
+from penstock.model.columns import Columns, Value
 
 if TYPE_CHECKING:
     from penstock.testing.simulation.host import Host
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXPIRE_MAX: Final = 100
 DOUBT_MS: Final = 1500  # after which a prepared batch asks its home for the decision
 Answer = Callable[[Any], None]
+_NAMES: Final = {kind: (kind.name, f"{kind.name.lower()}.staged") for kind in Kind}
 
 
 class Entries(msgspec.Struct, frozen=True):
@@ -36,18 +37,21 @@ class Entries(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return len(self.priorities)
 
-    def columns(self) -> dict[str, Value | None]:
+    def columns(self, kind: Kind, **more: Value) -> Columns:
+        """The body of a batch that brings them."""
         count = self.count
         keys = range(self.first, self.first + count)
-        return {
-            "priority": list(self.priorities),
+        values: dict[str, Value | None] = {
+            "priority": self.priorities,
             "delay_ms": [self.delay_ms] * count if self.delay_ms else None,
             "payload": [b"%s/%d/%d" % (self.producer, self.epoch, key) for key in keys],
             "run_count": [count],
             "run_epoch": [self.epoch],
             "run_sequence": [self.first],
             "run_producer": [self.producer],
+            **more,
         }
+        return SCHEMAS[kind].decode(SCHEMAS[kind].encode(count, values, runs=1), count)
 
 
 class Enqueue(msgspec.Struct, frozen=True):
@@ -112,27 +116,32 @@ class Tenure:
     def append(
         self, kind: Kind, count: int, values: dict[str, Value | None], runs: int = 0
     ) -> Batch:
-        end = self._disk.end
+        body = SCHEMAS[kind].encode(count, values, runs=runs)
+        return self._append_columns(kind, SCHEMAS[kind].decode(body, count))
+
+    def _append_columns(self, kind: Kind, columns: Columns) -> Batch:
+        host, end = self.host, self._disk.end
+        now_ms = self.now_ms
         batch = seal(
             kind,
-            SCHEMAS[kind].encode(count, values, runs=runs),
-            topic=self.host.simulation.config.id,
-            partition=self.host.partition,
+            columns.body,
+            topic=host.simulation.config.id,
+            partition=host.partition,
             epoch=self.epoch,
             epoch_previous=end.epoch,
             first=end.sequence + 1,
-            count=count,
-            time_ms=max(self.now_ms, end.time_ms),
+            count=columns.count,
+            time_ms=max(now_ms, end.time_ms),
             chain_previous=end.chain,
         )
-        self.host.simulation.checker.on_append(
-            self.host.partition, self.host.node.name, end, batch
-        )  # fmt: skip
+        host.simulation.checker.on_append(host.partition, host.node.name, end, batch)
+        host.simulation.keep_columns(batch, columns)
         self._disk.append([batch])
-        self.host.replica.on_staged(batch)
-        self.heap.apply(batch, batch.columns(), self.now_ms)
-        self.host.log("append", kind.name, batch.first, batch.last, self.epoch)
-        self.host.node.point(f"{kind.name.lower()}.staged")
+        host.replica.on_staged(batch)
+        self.heap.apply(batch, columns, now_ms)
+        name, point = _NAMES[kind]
+        host.log("append", name, batch.first, batch.last, self.epoch)
+        host.node.point(point)
         return batch
 
     def append_barrier(self) -> Batch:
@@ -185,7 +194,8 @@ class Tenure:
 
     def _enqueue(self, request: Enqueue, reply: Answer) -> None:
         entries = request.entries
-        known = self._known(Kind.ENQ, entries)
+        columns = entries.columns(Kind.ENQ)
+        known = self._known(columns)
         if known is not None:
             self._when_committed(known, reply, lambda: ("ok", known - entries.count + 1))
             return
@@ -195,17 +205,17 @@ class Tenure:
                 self._disk.end.sequence, reply, lambda: ("failed", "sequence_conflict")
             )
             return
-        batch = self.append(Kind.ENQ, entries.count, entries.columns(), runs=1)
+        batch = self._append_columns(Kind.ENQ, columns)
         self._when_committed(batch.last, reply, lambda: ("ok", batch.first))
 
-    def _known(self, kind: Kind, entries: Entries) -> int | None:
+    def _known(self, columns: Columns) -> int | None:
         """The last message of these entries if they are here already: all of them, or none."""
-        body = SCHEMAS[Kind.ENQ].encode(entries.count, entries.columns(), runs=1)
-        duplicates = self.heap.admit(SCHEMAS[Kind.ENQ].decode(body, entries.count))
+        duplicates = self.heap.admit(columns)
         if not duplicates:
             return None
-        if len(duplicates) != entries.count:
-            self.host.simulation.checker.broken("torn", f"part of {entries} is known: {duplicates}")
+        if len(duplicates) != columns.count:
+            known = f"{len(duplicates)} of {columns.count} entries are known: {duplicates}"
+            self.host.simulation.checker.broken("torn_batches", known)
         return duplicates[-1][1]
 
     def _pop(self, request: Pop, reply: Answer) -> None:
@@ -277,7 +287,10 @@ class Tenure:
 
     def _prepare(self, request: Prepare, reply: Answer) -> None:
         entries = request.entries
-        known = self._known(Kind.PREPARE, entries)
+        columns = entries.columns(
+            Kind.PREPARE, transaction=[request.transaction], home=[request.home]
+        )  # fmt: skip
+        known = self._known(columns)
         if known is not None:
             # Of an earlier attempt. While that is undecided, so is this one.
             mine = request.transaction in self.heap.prepared
@@ -285,11 +298,7 @@ class Tenure:
             first = known - entries.count + 1
             self._when_committed(known, reply, lambda: (verdict, first))
             return
-        values = entries.columns() | {
-            "transaction": [request.transaction],
-            "home": [request.home],
-        }
-        batch = self.append(Kind.PREPARE, entries.count, values, runs=1)
+        batch = self._append_columns(Kind.PREPARE, columns)
         self._when_committed(batch.last, reply, lambda: ("ok", batch.first))
 
     def _decide(self, request: Decide, reply: Answer) -> None:

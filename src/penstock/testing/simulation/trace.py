@@ -1,30 +1,28 @@
-"""What happened, as a hash of everything and the last events in words."""
+"""What happened: all events of one run, a hash of them, and the last ones in words."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Final
 
+import msgspec
 import xxhash
 
-TAIL: Final = 400
+Event = tuple[Any, ...]  # the time in microseconds first, then whatever there is to tell
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=repr)
 
 
 class Trace:
-    def __init__(self, *, keep: int = TAIL) -> None:
-        self._hash = xxhash.xxh3_64()
-        self.events: deque[tuple[Any, ...]] = deque(maxlen=keep or None)
-        self.count = 0
+    """Nothing is put into words or hashed before somebody asks: most runs are never looked at."""
 
-    def add(self, *event: Any) -> None:
-        self.count += 1
-        self.events.append(event)
-        self._hash.update(repr(event).encode())
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.add = self.events.append  # called for most of what happens: no step between
 
     @property
     def digest(self) -> str:
-        return self._hash.hexdigest()
+        return xxhash.xxh3_64_hexdigest(_encoder.encode(self.events))
 
     def lines(self, last: int | None = None) -> list[str]:
-        events = list(self.events)[-last:] if last else list(self.events)
+        events = self.events[-last:] if last else self.events
         return [f"{e[0] / 1000:>10.3f} {' '.join(str(x) for x in e[1:])}" for e in events]
