@@ -16,6 +16,8 @@ from penstock.errors import (
 )
 from penstock.model.ids import MessageId
 from penstock.model.partitioning import partition_of
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import SlowDown
 
 
 async def test_a_put_returns_the_id_of_the_durable_message(client: Client) -> None:
@@ -221,3 +223,17 @@ async def test_what_cannot_be_drained_in_time_fails_instead_of_hanging(
         await asyncio.sleep(0)
     done = await asyncio.gather(*puts, return_exceptions=True)
     assert all(isinstance(one, PenstockError) for one in done)
+
+
+async def test_a_topic_that_is_to_slow_down_is_put_to_later(client: Client, broker: Any) -> None:
+    slow, other = client.topic("slow", str), client.topic("other", str)
+    await slow.opened()
+    broker.sessions[0].send(FrameType.BACKPRESSURE, 0, SlowDown(300, "full", "slow"))
+    await other.put("a")  # once it is answered, the word has come
+    began = asyncio.get_running_loop().time()
+    both = asyncio.gather(slow.put("b"), slow.put_many(["c"]))
+    await other.put("d")
+    assert [request.topic for request, _ in broker.requests] == ["other", "other"]
+    await both
+    assert asyncio.get_running_loop().time() - began > 0.2
+    assert sorted(request.topic for request, _ in broker.requests[2:]) == ["slow", "slow"]
