@@ -255,7 +255,7 @@ class Outbox:
         for old in self._chunks:
             left = old.lanes != TAKEN
             if not left.all():
-                new = _Chunk(old.rows.take(left).packed(), old.entered_ms) if left.any() else old
+                new = _Chunk(old.rows.take(left).packed(), old.entered_ms)
                 new.lanes = old.lanes[left]
                 packed_chunks[id(old)] = new, np.cumsum(left) - 1
         for lane, pieces in enumerate(self._lanes):
