@@ -285,6 +285,8 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "live.subscriptions_max": _COUNT,
     "live.outbox_entries": (1, 1_000_000),
     "live.outbox_bytes": (64 << 10, 1 << 30),
+    "live.ingest_max": (1, 10_000_000),
+    "live.ingest_high_water": (0.01, 1.0),
     "live.ageing_ms": _MILLISECONDS,
     "live.rate_min": (1, 1e9),
     "live.rate_max": (1, 1e9),

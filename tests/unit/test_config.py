@@ -222,7 +222,7 @@ def test_host_and_port(text: str, parts: tuple[str, int]) -> None:
 def test_every_option_has_one_variable() -> None:
     assert len({Option.env(path) for path in OPTIONS}) == len(OPTIONS)
     assert set(BOUNDS) <= set(OPTIONS)
-    assert {"tls", "limits", "log", "upkeep", "audit", "cluster", "replication"} == GROUPS
+    assert {"tls", "limits", "log", "upkeep", "audit", "cluster", "replication", "live"} == GROUPS
     for path, (low, high) in BOUNDS.items():
         default = OPTIONS[path].default
         assert default is None or low <= default <= high

@@ -24,6 +24,7 @@ from penstock.node.atomic import committed, resolve_in_doubt
 from penstock.node.audit import AuditLog
 from penstock.node.clock import Clock
 from penstock.node.confirmations import Confirmations
+from penstock.node.ingesting import Ingesting
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
 from penstock.node.logs import get_logger
@@ -222,6 +223,10 @@ class Engine:
             on_fatal=self.on_fatal, router=self.router,
         )  # fmt: skip
         topic.open_hub = self._open_hub
+        if config.kind is TopicKind.DELTA:
+            topic.ingesting = Ingesting(
+                topic, options=self.config.live, clock=self.clock, metrics=self.metrics
+            )
         return topic
 
     def _open_hub(self, topic: Topic) -> Hub:
@@ -406,6 +411,11 @@ class Engine:
             },
             credits={"lease": sum(t.unused_credit for t in self.topics.values())},
             rank_error_max={t.config.name: t.rank_error_max for t in self.topics.values()},
+            ingest={
+                name: list(topic.ingesting.queue.depth_by_class)
+                for name, topic in self.topics.items()
+                if topic.ingesting is not None
+            },
             requests_pending=sum(c.pending for c in self.connections),
             metadata_available=self.nodes is None or self.nodes.available,
         )

@@ -51,6 +51,9 @@ def enqueue(engine: Engine, control: Enqueue, data: memoryview, reply: Reply) ->
     if control.atomic and len(parts) > 1:
         engine.spawn(enqueue_atomically(topic, parts), name="atomic-enqueue")
         return
+    if topic.ingesting is not None:
+        topic.ingesting.enqueue(parts)
+        return
     for partition, part in parts:
         partition.enqueueing.enqueue(part)
 
@@ -90,6 +93,8 @@ def _enqueue_forwarded(
             share = _maker(control, columns, body, range(columns.count))(request)
             if control.transaction:
                 engine.spawn(_prepare(topic, partition, control, share), name="atomic-prepare")
+            elif topic.ingesting is not None:
+                topic.ingesting.enqueue([(partition, share)])
             else:
                 partition.enqueueing.enqueue(share)
         else:

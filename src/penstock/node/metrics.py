@@ -11,13 +11,14 @@ result. Topic labels are names of topics that exist: check the name first, count
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.model.delta_format import PriorityClass
 from penstock.model.version import __version__
 from penstock.node.instruments import Counter, Histogram
 from penstock.node.replica_metrics import ReplicaReading, replica_gauges
@@ -60,6 +61,7 @@ class NodeReading(NamedTuple):
     partitions: Iterable[PartitionReading] = ()
     replicas: Iterable[ReplicaReading] = ()
     connections: int = 0
+    ingest: Mapping[str, Sequence[int]] = {}  # by topic: deltas that wait, by class
     streams: Mapping[str, int] = {}  # by kind: lease, log
     credits: Mapping[str, int] = {}  # unused, by kind of stream
     rank_error_max: Mapping[str, int] = {}  # by topic
@@ -166,6 +168,17 @@ class Metrics(Collector):
             bounds=SECONDS,
         )
 
+        self._ingest_rejected = Counter(
+            "penstock_ingest_rejected_deltas",
+            "Deltas refused because too many waited to be written.",
+            ["topic"],
+        )
+        self._ingest_crossings = Counter(
+            "penstock_ingest_high_water_crossings",
+            "Times that the queue of deltas to be written rose to its high-water mark.",
+            ["topic"],
+        )
+
     def _make_node_instruments(self) -> None:
         self._log_written = Counter(
             "penstock_log_written_bytes", "Bytes written to the write-ahead log (WAL)."
@@ -263,6 +276,12 @@ class Metrics(Collector):
     def live_written(self, topic: str, sink: str, count: int, seconds: float) -> None:
         self._live_sink.observe((topic, sink), seconds, count)
 
+    def ingest_rejected(self, topic: str, count: int) -> None:
+        self._ingest_rejected.add((topic,), count)
+
+    def ingest_high(self, topic: str) -> None:
+        self._ingest_crossings.add((topic,))
+
     def auth_failed(self) -> None:
         self._auth_failures.add(())
 
@@ -320,6 +339,13 @@ def _node_gauges(reading: NodeReading) -> Iterator[Metric]:
     yield _gauges(
         "penstock_credits", "Credit that open streams have not used.", "kind", reading.credits
     )
+    waiting = GaugeMetricFamily(
+        "penstock_ingest_deltas", "Deltas that wait to be written.", labels=["topic", "class"]
+    )
+    for topic, depths in reading.ingest.items():
+        for priority, depth in zip(PriorityClass, depths, strict=True):
+            waiting.add_metric([topic, priority.name.lower()], depth)
+    yield waiting
     yield _gauges(
         "penstock_rank_error_max",
         "Greatest rank error seen since the node started.",

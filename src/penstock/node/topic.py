@@ -36,6 +36,7 @@ from penstock.node.streams import LeaseStream, LogSource, LogStream
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
+    from penstock.node.ingesting import Ingesting
     from penstock.node.live.hub import Hub
     from penstock.node.live.subscription import Subscription
 
@@ -80,6 +81,9 @@ class Topic:
         self.rotation = 0  # the partition that keyless messages go to next
         self.live: Hub | None = None  # of a delta topic, once somebody subscribed
         self.open_hub: Callable[[Topic], Hub] | None = None  # makes it
+        self.ingesting: Ingesting | None = None  # of a delta topic
+        # How many more deltas may be written before the live path lags too much; None: any.
+        self.live_room: Callable[[], int] | None = None
         self.closed = False
 
     def reconfigure(self, config: TopicConfig) -> None:
@@ -115,6 +119,8 @@ class Topic:
         self.partitions[index] = self._elsewhere(index)
         self._place_local()
         moved = Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
+        if self.ingesting is not None:
+            self.ingesting.fail(index, moved)
         gone.enqueueing.fail(moved)
         gone.settling.fail(moved)
         for stream, source in list(self._log_streams.items()):
@@ -288,6 +294,8 @@ class Topic:
             self._on_fatal(error)
 
     def _take_turn(self) -> None:
+        if self.ingesting is not None and self.ingesting.queue.depth:
+            self.ingesting.drain()
         for partition in self.local:
             if partition.enqueueing.gathered:
                 partition.take_enqueues()
@@ -381,6 +389,8 @@ class Topic:
         self.closed = True
         if self.live is not None:
             self.live.close()
+        if self.ingesting is not None:
+            self.ingesting.close(topic_not_found(self.config.name))
         if self._doubt is not None:
             self._doubt.cancel()
         self.router.remove(self, self.config.id)

@@ -102,10 +102,18 @@ class Ingest(Generic[T]):
         keys: Keys | Collection[bytes] = (),
     ) -> bool:  # fmt: skip
         """Let an item of `count` entries wait; False: it does not fit."""
-        if count < 1 or not 0 <= priority < LANES:
-            raise InvalidArgument("an item has entries and a class", field="count", limit=1)
         if not self.fits(count):
             return False
+        self.put(item, priority=priority, count=count, now_ms=now_ms, group=group, keys=keys)
+        return True
+
+    def put(
+        self, item: T, *, priority: int, count: int, now_ms: float, group: int = 0,
+        keys: Keys | Collection[bytes] = (),
+    ) -> None:  # fmt: skip
+        """The same for one of several items that fit together."""
+        if count < 1 or not 0 <= priority < LANES:
+            raise InvalidArgument("an item has entries and a class", field="count", limit=1)
         self._last_ms = since_ms = max(now_ms, self._last_ms)
         self._number += 1
         entry = _Item(
@@ -119,7 +127,6 @@ class Ingest(Generic[T]):
         self._lane(entry).append(entry)
         self.depths[group] = self.depths.get(group, 0) + count
         self._count(priority, count)
-        return True
 
     def _lane(self, entry: _Item[T]) -> deque[_Item[T]]:
         lanes = self._groups.get(entry.group)
@@ -260,7 +267,6 @@ class Ingest(Generic[T]):
         by_class = [sum(e.count for e in waiting if e.lane == lane) for lane in range(LANES)]
         assert by_class == self.depth_by_class
         assert sum(by_class) == self.depth == sum(self.depths.values())
-        assert self.depth <= self.capacity or len(waiting) == 1
         assert self.high == (self.depth >= self.mark)
         for lanes in self._groups.values():
             for lane, items in enumerate(lanes):

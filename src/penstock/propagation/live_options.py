@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.propagation.ingest import CAPACITY, HIGH_WATER
 from penstock.propagation.lanes import AGEING_MS
 
 
@@ -16,7 +17,9 @@ class LiveOptions(msgspec.Struct, frozen=True, kw_only=True):
     subscriptions_max: int = 1000  # of one topic on this node
     outbox_entries: int = 10_000  # released for a subscriber and not sent; more: it reads the log
     outbox_bytes: int = 8 << 20
-    ageing_ms: int = AGEING_MS  # of waiting for which a delta in an outbox gains one class
+    ingest_max: int = CAPACITY  # deltas of one topic that wait to be written; more are refused
+    ingest_high_water: float = HIGH_WATER  # the part of that from which the queue counts as high
+    ageing_ms: int = AGEING_MS  # of waiting for which a delta in a queue or an outbox gains a class
     rate_min: float = 1000.0  # deltas per second to one subscriber; the rate moves between these
     rate_max: float = 1_000_000.0
     sink: tuple[dict[str, Any], ...] = ()  # tables of sinks that the node runs

@@ -54,7 +54,11 @@ def test_every_event_has_its_metric() -> None:
     metrics.requested("pop", "OK", 0.01)
     metrics.backpressure("disk_full")
     metrics.auth_failed()
+    metrics.ingest_rejected("vectors", 40)
+    metrics.ingest_high("vectors")
     found = samples(metrics)
+    assert found["penstock_ingest_rejected_deltas_total", "vectors"] == 40
+    assert found["penstock_ingest_high_water_crossings_total", "vectors"] == 1
     assert found["penstock_pop_seconds_count", "jobs"] == 5
     assert found["penstock_rank_error_bucket", "2.0", "jobs"] == 0
     assert found["penstock_rank_error_bucket", "5.0", "jobs"] == 2
@@ -80,7 +84,10 @@ def test_gauges_are_read_at_the_scrape() -> None:
 
     def read() -> NodeReading:
         partition = PartitionReading("jobs", 1, ready=ready, delayed=2, inflight=4, dead=1)
-        return NodeReading([partition], connections=2, streams={"lease": 1}, credits={"lease": 9})
+        return NodeReading(
+            [partition], connections=2, streams={"lease": 1}, credits={"lease": 9},
+            ingest={"vectors": [1, 0, 0, 7]},
+        )  # fmt: skip
 
     metrics.read_with(read)
     assert samples(metrics)["penstock_backlog_messages", "1", "jobs"] == 5
@@ -92,6 +99,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     assert found["penstock_connections",] == 2
     assert found["penstock_streams", "lease"] == 1
     assert found["penstock_credits", "lease"] == 9
+    assert found["penstock_ingest_deltas", "low", "vectors"] == 7
 
 
 def test_what_does_not_exist_has_no_value() -> None:
