@@ -21,7 +21,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos chaos-pipeline model soak simulate format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos chaos-pipeline model soak simulate fuzz format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 -
 
 simulate: setup ## Run clusters from seeds, with faults and checkers (ARGS="--seeds 10000 --jobs 2")
 	$(BIN)/python -m penstock.testing.simulation.command $(ARGS)
+
+fuzz: setup ## Send hostile bytes to a node for a while (ARGS="--minutes 10 --seed 1")
+	$(BIN)/python -m penstock.testing.fuzz.command $(ARGS)
 
 format: setup ## Rewrite the code to the house format
 	$(BIN)/ruff check --fix .

@@ -70,7 +70,7 @@ class NodeProcess(ServerProcess):
             return None
 
     def words(self) -> str:
-        return self._last_words()
+        return self.last_words()
 
 
 class Arena(ClusterProcesses):

@@ -97,7 +97,7 @@ class ServerProcess:
         while True:
             if self._process.returncode is not None:
                 code = self._process.returncode
-                raise Unavailable(f"the server ended with {code}:\n{self._last_words()}")
+                raise Unavailable(f"the server ended with {code}:\n{self.last_words()}")
             ports = _read_ports(ready)
             if ports is not None:
                 self.ports |= ports
@@ -107,7 +107,8 @@ class ServerProcess:
                 raise Unavailable(f"the server was not ready after {START_S_MAX:.0f} s")
             await asyncio.sleep(POLL_S)
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The end of what it has written."""
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-STDERR_LINES_SHOWN:])
 

@@ -1,0 +1,49 @@
+"""Fuzz a node for a while: `python -m penstock.testing.fuzz.command --minutes 10`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from penstock.testing.fuzz.driving import Driver, Findings
+from penstock.testing.process import server_process
+
+
+async def fuzz(folder: Path, *, seed: int, cases: range, seconds: float | None) -> Findings:
+    """Run cases against a node of its own in `folder`."""
+    async with server_process(folder / "data") as server:
+        driver = Driver(server, seed)
+        try:
+            await driver.prepare()
+            until = None if seconds is None else time.monotonic() + seconds
+            await driver.run(cases, until=until)
+        finally:
+            await driver.close()
+        return driver.findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument("--case", type=int, default=None, help="this one alone")
+    given = parser.parse_args()
+    seed = random.randrange(1 << 32) if given.seed is None else given.seed
+    one = given.case is not None
+    cases = range(given.case, given.case + 1) if one else range(1 << 40)
+    with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
+        seconds = None if one else given.minutes * 60
+        findings = asyncio.run(fuzz(Path(folder), seed=seed, cases=cases, seconds=seconds))
+    print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    return 1 if findings.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

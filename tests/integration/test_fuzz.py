@@ -1,0 +1,38 @@
+"""A few seconds of hostile bytes against a real node; `make fuzz` has more time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.testing.fuzz import corpus
+from penstock.testing.fuzz.command import fuzz
+from penstock.testing.fuzz.driving import Case
+from penstock.testing.fuzz.mutation import MUTATIONS, frame_bytes
+from penstock.wire.frame import FrameDecoder
+
+CASES = range(600)
+
+
+async def test_hostile_bytes_cost_nobody_but_their_sender(tmp_path: Path) -> None:
+    findings = await fuzz(tmp_path, seed=20, cases=CASES, seconds=None)
+    assert findings.problems == []
+    assert findings.cases == len(CASES) and findings.frames > 2 * len(CASES)
+
+
+def test_a_case_follows_from_its_seed_and_number() -> None:
+    assert Case(1, 7).pieces == Case(1, 7).pieces
+    assert Case(1, 7).pieces != Case(2, 7).pieces
+
+
+@pytest.mark.parametrize("kind", corpus.KINDS, ids=lambda kind: kind.__name__.strip("_"))
+def test_what_mutations_start_from_is_a_frame(kind: corpus.Make) -> None:
+    dice = random.Random(1)
+    for number in range(1, 20):
+        sent = kind(dice, number)
+        (found,) = FrameDecoder().feed(frame_bytes(sent))
+        assert found.type == sent.type and found.sequence == sent.number
+        for mutation in MUTATIONS:
+            assert isinstance(mutation(dice, sent), bytes)
