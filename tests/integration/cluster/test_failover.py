@@ -6,6 +6,8 @@ import shutil
 import pytest
 from tests.integration.cluster.asking import SOON_S, Asking
 
+from penstock.model.batch import Kind
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -137,3 +139,35 @@ async def _fill_and_drop(cluster: Asking, topic: str, node: str) -> None:
         return bool(status["partitions"][0]["sequence_first"] > 1)
 
     await cluster.until(begins_later)
+
+
+async def test_a_reader_at_a_follower_goes_on_when_the_coordinator_is_killed(
+    cluster: Asking,
+) -> None:
+    await cluster.create("read")
+    killed = await cluster.coordinator("read")
+    follower, _ = await cluster.followers("read")
+    stream = await (await cluster.connection(follower)).log_stream("read", partition=0)
+    found: list[bytes] = []
+
+    async def read() -> None:
+        async for batches in stream:
+            for batch in batches:
+                if batch.kind is Kind.ENQ:
+                    found.extend(batch.columns().binary("payload").tolist())
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read())
+        async with cluster.writing("read") as acknowledged:
+            await cluster.until(lambda: _count(acknowledged, 50))
+            await cluster.processes.kill(killed)
+            before = len(acknowledged)
+            await cluster.until(lambda: _count(acknowledged, before + 50))
+        held = await cluster.payloads("read")
+        await cluster.until(lambda: _read(found, held))
+        reading.cancel()
+    assert found[: len(held)] == held  # each in its place, and no other in between
+
+
+async def _read(found: list[bytes], held: list[bytes]) -> bool:
+    return len(found) >= len(held)
