@@ -119,6 +119,14 @@ async def test_a_full_queue_refuses_and_loses_nothing(narrow_node: Node) -> None
     assert refused.value.retry_after_s == pytest.approx(5)
     assert (queue.high, queue.crossings, queue.rejected) == (True, 1, 40)
     assert not written_deltas(node, topic)
+    [status] = (await node.call("live_status", topic=topic))["topics"]
+    [state] = status["ingest"]
+    assert (state["depth"], state["high"], state["high_water"]) == (80, True, 50)
+    assert (state["depth_by_class"]["normal"], state["rejected"], state["live_room"]) == (
+        80,
+        40,
+        -1,
+    )
     room.open()
     for answer in await asyncio.gather(*taken):
         assert sum(placed.count for placed in answer.placed) == 40

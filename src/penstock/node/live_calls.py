@@ -44,20 +44,28 @@ async def live_status(engine: Engine, _: Caller, a: LiveStatusArguments) -> dict
 async def _topic_status(engine: Engine, topic: Topic) -> dict[str, Any]:
     results = await fan_out(engine, topic, live_status_share)
     rows = ("partitions", "subscriptions", "sinks")
-    return {"topic": topic.config.name, **{name: merged(results, name) for name in rows}}
+    return {
+        "topic": topic.config.name,
+        "ingest": [row for result in results for row in result["ingest"]],
+        **{name: merged(results, name) for name in rows},
+    }
 
 
 @shared
 async def live_status_share(
     engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
 ) -> dict[str, Any]:
+    ingest = []
+    if topic.ingesting is not None:
+        ingest = [{"node": engine.identity.node, **topic.ingesting.status()}]
     if topic.live is None:
-        return {"partitions": [], "subscriptions": [], "sinks": []}
+        return {"ingest": ingest, "partitions": [], "subscriptions": [], "sinks": []}
     wanted = {partition.index for partition in partitions}
-    return {
+    found = {
         name: [row for row in rows if row["partition"] in wanted]
         for name, rows in topic.live.status().items()
     }
+    return {"ingest": ingest, **found}
 
 
 @method(TopicArguments)

@@ -83,6 +83,7 @@ class Outbox:
         if entries_max < 1 or bytes_max < 1:
             raise InvalidArgument("an outbox must have room", field="entries_max", limit=1)
         self.entries_max, self.bytes_max = entries_max, bytes_max
+        self.held_slack = HELD_SLACK
         self._order = Lanes(ageing_ms=ageing_ms)
         self.entries = self.bytes = 0
         self._position = 0  # the last one added
@@ -139,7 +140,7 @@ class Outbox:
         self._chunks.append(chunk)
         self._unplaced.append(chunk)
         self._held += chunk.held
-        if self._held > 2 * self.bytes + HELD_SLACK:
+        if self._held > 2 * self.bytes + self.held_slack:
             self._pack()
 
     # --- a more urgent delta takes those in front of it along ---
@@ -246,7 +247,7 @@ class Outbox:
             self._held -= self._chunks.popleft().held
         if not self.entries:
             self._empty()
-        elif self._held > 2 * self.bytes + HELD_SLACK:
+        elif self._held > 2 * self.bytes + self.held_slack:
             self._pack()
 
     def _pack(self) -> None:
@@ -301,7 +302,7 @@ class Outbox:
         assert (left, size) == (self.entries, self.bytes)
         assert left <= self.entries_max
         assert size <= self.bytes_max
-        assert self._held <= 2 * self.bytes_max + HELD_SLACK
+        assert self._held <= 2 * self.bytes_max + self.held_slack
         for chunk in self._chunks:
             assert chunk.left == int((chunk.lanes != TAKEN).sum())
         listed = [

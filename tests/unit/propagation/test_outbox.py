@@ -42,6 +42,7 @@ def test_nothing_is_lost_nor_overtakes_within_a_vector(luck: Luck, size: int, fe
     classes = [luck.choice(list(PriorityClass)) for _ in range(size)]
     rows = rows_of(classes, vectors=luck.choices(names, k=size))
     outbox = Outbox(luck.randint(5, 80), luck.randint(400, 20_000), ageing_ms=10)
+    outbox.held_slack = luck.choice((0, outbox.held_slack))
     at, now_ms, out = 0, 0.0, []
     while len(out) < size:
         now_ms += luck.choice((0, 0, 3, 25))
