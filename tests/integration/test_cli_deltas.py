@@ -91,3 +91,24 @@ def test_tail_prints_deltas_in_causal_order(cli: Cli) -> None:
     assert [json.loads(line)["op"] for line in lines.splitlines()] == ["create", "scale"]
     shown = cli.text("deltas", "tail", "v", "--from", "1", "--namespace", "n", "-n", "1")
     assert "create" in shown and "n/b" in shown and "values=[1, 2, 3]" in shown
+
+
+def test_tail_goes_on_where_its_cursor_stands(cli: Cli) -> None:
+    lines = "\n".join(f'{{"vector_id": "v{n}", "values": [1, 2, {n}]}}' for n in range(4))
+    cli.json("deltas", "put", "v", input=lines)
+    reader = ("deltas", "tail", "v", "--from", "1", "--cursor", "reader", "--json")
+    first = [json.loads(line) for line in cli.text(*reader, "-n", "4").splitlines()]
+    assert len({one["vector_id"] for one in first}) == 4
+    cursors = cli.json("deltas", "cursors", "v")["cursors"]
+    assert {one["name"] for one in cursors} == {"reader"}
+    cli.json("deltas", "put", "v", "late", "--values", "0,0,1")
+    again = [json.loads(line)["vector_id"] for line in cli.text(*reader, "-n", "2").splitlines()]
+    assert again[-1] == "late"  # the last one before it was not known to be handled
+    assert cli.json("deltas", "cursors", "v", "--delete", "reader")["cursors"] == []
+
+
+def test_who_is_sent_something_is_shown(cli: Cli) -> None:
+    cli.json("deltas", "put", "v", "a", "--values", "0,0,1")
+    found = cli.json("deltas", "live", "v")["topics"]
+    assert [one["topic"] for one in found] == ["v"]
+    assert "partition" in cli.text("deltas", "live")

@@ -181,11 +181,21 @@ async def tail(
     cli: Invocation,
     topic: Topic,
     start: Annotated[
-        int, typer.Option("--from", help="First sequence; 0: what commits from now on.", min=0)
+        int, typer.Option("--from", help="First sequence; 0: what is released from now on.", min=0)
     ] = 0,
+    since: Annotated[str | None, typer.Option(help="From this time on (ISO 8601).")] = None,
     namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
     vector_id: Annotated[str | None, typer.Option("--vector", help="Only of this one.")] = None,
     op: Annotated[str | None, typer.Option(help="Only of this kind.")] = None,
+    route: Annotated[
+        list[str] | None, typer.Option(help="Such as header:tenant=a; any of several.")
+    ] = None,
+    cursor: Annotated[
+        str | None, typer.Option(help="Go on where the last reader of this name stopped.")
+    ] = None,
+    coalesce: Annotated[
+        float, typer.Option(help="Seconds within which a vector's changes become one.", min=0)
+    ] = 0.0,
     count: Annotated[int | None, typer.Option("--count", "-n", help="Stop after these.")] = None,
 ) -> Answer | None:
     """Print deltas in causal order as they are released, one per line."""
@@ -195,8 +205,10 @@ async def tail(
     left = count
     async with _deltas(cli, topic) as deltas:
         source = deltas.subscribe(
-            namespace=namespace, vector_id=vector_id, op=wanted, from_sequence=start or "now"
-        )
+            namespace=namespace, vector_id=vector_id, op=wanted, routes=route or (),
+            from_sequence=start or "now", from_time=None if since is None else _time(since),
+            cursor=cursor, coalesce_ms=round(coalesce * 1000),
+        )  # fmt: skip
         try:
             while left != 0:
                 released = await anext(source)
@@ -205,6 +217,40 @@ async def tail(
         finally:
             await source.aclose()
     return None
+
+
+@command(app, "live")
+async def live(
+    cli: Invocation,
+    topic: Annotated[str | None, typer.Argument(help="Only this delta topic.")] = None,
+) -> Answer:
+    """Show who is sent what a topic releases: subscribers, hosted sinks, and how far they are."""
+    async with cli.connection() as connection:
+        found = await connection.call("live_status", topic=topic)
+    names = ("topic", "partition", "name", "state", "position", "lag", "sent", "rate/s")
+    rows = [
+        [one["topic"], *map(row.get, ("partition", "name", "state", "position", "lag_entries",
+                                      "delivered", "rate"))]
+        for one in found["topics"]
+        for row in (*one["subscriptions"], *one["sinks"])
+    ]  # fmt: skip
+    return Answer(document=found, view=lambda: table(*names, rows=rows))
+
+
+@command(app, "cursors")
+async def cursors(
+    cli: Invocation,
+    topic: Topic,
+    delete: Annotated[str | None, typer.Option(help="Forget the cursor of this name.")] = None,
+) -> Answer:
+    """Show the durable cursors of a delta topic, or forget one."""
+    async with cli.connection() as connection:
+        if delete is not None:
+            await connection.call("cursor_delete", topic=topic, name=delete)
+        found = (await connection.call("cursor_list", topic=topic))["cursors"]
+    names = ("name", "partition", "position", "moved")
+    rows = [(c["name"], c["partition"], c["position"], when(c["time_ms"])) for c in found]
+    return Answer(document={"cursors": found}, view=lambda: table(*names, rows=rows))
 
 
 def line_of(released: Released, *, as_json: bool) -> str:
@@ -226,24 +272,9 @@ def line_of(released: Released, *, as_json: bool) -> str:
 
 
 def document_of(delta: Delta) -> dict[str, Any]:
-    """A delta as JSON; what it does not have is left out."""
-    found: dict[str, Any] = {
-        "delta_id": delta.delta_id.hex(),
-        "parent": None if delta.parent is None else delta.parent.hex(),
-        "namespace": delta.namespace,
-        "vector_id": delta.vector_id,
-        "op": delta.op.name.lower(),
-        "origin": delta.origin,
-        "clock": delta.clock,
-        "time": delta.time,
-        "time_ms": delta.time >> 16,
-        "priority": delta.priority.name.lower(),
-        "source": delta.source.name.lower(),
-        "indices": None if delta.indices is None else delta.indices.tolist(),
-        "values": None if delta.values is None else delta.values.tolist(),
-        "metadata": delta.metadata,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    from penstock.model import delta_document
+
+    return delta_document.document_of(delta)
 
 
 def _short(value: Any) -> Any:

@@ -30,7 +30,8 @@ class Gateway:
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
         if options.http_port is not None:
-            self._http = HttpServer(HttpApp(self._pool, options, metrics_text), options)
+            self._app = HttpApp(self._pool, options, metrics_text)
+            self._http = HttpServer(self._app, options)
         if options.grpc_port is not None:
             self._grpc = GrpcServer(self._pool, options)
 
@@ -56,5 +57,6 @@ class Gateway:
         if self._grpc:
             await self._grpc.stop()
         if self._http:
+            self._app.end_streams()
             await self._http.stop()
         await self._pool.close()

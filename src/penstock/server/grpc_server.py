@@ -26,6 +26,7 @@ from penstock.server.fields import request_of
 from penstock.server.grpc_convert import fields_of, message_of
 from penstock.server.grpc_enqueue import enqueue, enqueue_batch
 from penstock.server.grpc_stream import PopStream
+from penstock.server.grpc_subscribe import subscribe
 from penstock.server.operations import OPERATIONS, Operation
 from penstock.server.options import GatewayOptions
 from penstock.server.pool import Link, Pool
@@ -108,6 +109,12 @@ class GrpcServer:
                 request_deserializer=request.FromString,
                 response_serializer=response.SerializeToString,
             )
+        if method.name == "Subscribe":
+            return grpc.unary_stream_rpc_method_handler(
+                self._subscription(),
+                request_deserializer=request.FromString,
+                response_serializer=response.SerializeToString,
+            )
         run = _FAST.get(method.name) or _generic(OPERATIONS[method.name], response)
         return grpc.unary_unary_rpc_method_handler(
             self._unary(run),
@@ -133,19 +140,34 @@ class GrpcServer:
         return answer
 
     def _stream(self) -> Any:
-        async def answer(requests: Any, context: Context) -> None:
-            api_key = identify(context)
-            try:
-                link = await self._pool.link(api_key)
-                with link.held():
-                    await PopStream(link, context.write).run(requests)
-            except PenstockError as error:
-                await refuse(context, error)
-            except Exception:
-                log.exception("stream failed")
-                await refuse(context, _failed())
+        async def run(api_key: str | None, requests: Any, context: Context) -> None:
+            link = await self._pool.link(api_key)
+            with link.held():
+                await PopStream(link, context.write).run(requests)
 
-        return answer
+        return _streaming(run)
+
+    def _subscription(self) -> Any:
+        async def run(api_key: str | None, request: Any, context: Context) -> None:
+            await subscribe(self._pool, api_key, request, write=context.write)
+
+        return _streaming(run)
+
+
+def _streaming(run: Callable[[str | None, Any, Context], Awaitable[None]]) -> Any:
+    """A handler whose answers are written to the context, one after the other."""
+
+    async def answer(request: Any, context: Context) -> None:
+        api_key = identify(context)
+        try:
+            await run(api_key, request, context)
+        except PenstockError as error:
+            await refuse(context, error)
+        except Exception:
+            log.exception("stream failed")
+            await refuse(context, _failed())
+
+    return answer
 
 
 def _generic(operation: Operation, response: type[Message]) -> Run:

@@ -27,6 +27,7 @@ from penstock.errors import (
     Unavailable,
 )
 from penstock.node.logs import get_logger, request_id
+from penstock.server import sse
 from penstock.server.http_routes import Match, Route, routes
 from penstock.server.openapi import document
 from penstock.server.options import GatewayOptions
@@ -40,6 +41,7 @@ log: Final = get_logger(__name__)
 JSON: Final = b"application/json"
 DRAIN_BYTES_MAX: Final = 2 << 20
 DRAIN_S: Final = 0.2
+EVENTS: Final = b"text/event-stream"
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _HEAD: Final = b"content-type: %b\r\ncontent-length: %d\r\nx-request-id: %b\r\n" + b"".join(
@@ -67,6 +69,7 @@ class HttpApp:
         self._ids = count(1)
         self._id_prefix = secrets.token_hex(6)
         self._active = 0
+        self._streams: set[asyncio.Future[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,6 +107,10 @@ class HttpApp:
         method, path = scope["method"], scope["path"]
         if method == "GET" and path in ("/healthz", "/readyz", "/openapi.json", "/metrics"):
             await self._answer_plain(path, exchange)
+            return
+        topic = sse.topic_of(scope["raw_path"]) if method == "GET" else None
+        if topic is not None:
+            await self._stream(topic, exchange)
             return
         try:
             match = self._routes.find(method, path, scope["raw_path"])
@@ -151,6 +158,31 @@ class HttpApp:
             return await exchange.body(0)
         return await exchange.body(route.body_bytes_max or self._options.body_bytes_max)
 
+    async def _stream(self, topic: str, exchange: Exchange) -> None:
+        """Send events until the caller goes away or the gateway stops."""
+        await self._pool.link(exchange.api_key)
+        await exchange.body(0)
+        request = sse.parse(topic, exchange.scope["query_string"], exchange.last_event_id)
+        work = sse.stream(self._pool, exchange.api_key, request, begin=exchange.begin_events)
+        streaming = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(exchange.disconnected())
+        self._streams.add(streaming)
+        try:
+            await asyncio.wait((streaming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done() and not streaming.cancelled():
+                streaming.result()
+        finally:
+            self._streams.discard(streaming)
+            gone.cancel()
+            streaming.cancel()
+            await asyncio.wait((streaming,))
+        await exchange.end_events()
+
+    def end_streams(self) -> None:
+        """The gateway stops: nobody waits for streams that never end by themselves."""
+        for streaming in self._streams:
+            streaming.cancel()
+
     async def _while_connected(
         self, link: Link, match: Match, request: msgspec.Struct, exchange: Exchange
     ) -> bytes:
@@ -175,9 +207,11 @@ class Exchange:
         self._receive, self._send = receive, send
         self.api_key: str | None = None
         self.request_id: bytes | None = None
+        self.last_event_id: str | None = None
         self._length = 0
         self._expects = False  # the caller sends its body only when asked to
         self._read = False  # the whole body is here
+        self._begun = False  # the head of an endless answer is sent
         self._read_headers(scope["headers"])
 
     def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -199,6 +233,8 @@ class Exchange:
                 host = value
             elif name == b"origin":
                 origin = value
+            elif name == b"last-event-id":
+                self.last_event_id = value.decode("latin-1") or None
         # A browser says which page a request comes from. A foreign page must not reach a gateway
         # that trusts its loopback.
         self.foreign = origin is not None and origin.partition(b"://")[2] != host
@@ -264,6 +300,21 @@ class Exchange:
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": content})
+
+    async def begin_events(self) -> Callable[[bytes], Awaitable[None]]:
+        """Answer with a body that has no end yet; what is returned adds to it."""
+        headers = [(b"content-type", EVENTS), (b"x-request-id", self.request_id or b""), *_STATIC]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._begun = True
+
+        async def write(content: bytes) -> None:
+            await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+        return write
+
+    async def end_events(self) -> None:
+        if self._begun:
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: PenstockError) -> None:
         """The error in the form that all interfaces share."""

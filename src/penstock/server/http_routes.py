@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -18,12 +18,12 @@ from penstock.server import requests as ask
 from penstock.server import responses as tell
 from penstock.server.fields import invalid, request_of
 from penstock.server.http_json import entries_of, entry_of, message_json
+from penstock.server.http_query import query_pairs
 from penstock.server.operations import OPERATIONS, Operation, Result
 from penstock.server.pool import Link
 from penstock.server.puts import put, put_batch
 
 BODY_BYTES_MAX: Final = 1 << 20
-QUERY_FIELDS_MAX: Final = 32
 _JSON_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -128,18 +128,8 @@ class Routes:
 
 
 def query_fields(query: bytes) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(
-            query.decode("ascii"),
-            keep_blank_values=True,
-            strict_parsing=bool(query),
-            max_num_fields=QUERY_FIELDS_MAX,
-            errors="strict",
-        )
-    except ValueError as error:
-        raise InvalidArgument(f"malformed query: {error}", field="query") from error
     fields: dict[str, str] = {}
-    for name, value in pairs:
+    for name, value in query_pairs(query):
         if name in fields:
             raise InvalidArgument(f"{name} is given twice", field=name)
         fields[name] = value

@@ -14,6 +14,7 @@ from penstock.server import responses as tell
 if TYPE_CHECKING:
     from penstock.server.http_routes import Route
 
+EVENTS: Final = "/v1/deltas/{topic}/events"
 REF: Final = "#/components/schemas/{name}"
 _ERRORS: Final = {
     "INVALID_ARGUMENT": "A field is malformed or over its limit; `field` names it.",
@@ -32,13 +33,14 @@ _REQUEST_ID: Final = {
 
 def document(routes: list[Route]) -> dict[str, Any]:
     types = [t for r in routes for t in (r.operation.request, r.operation.response)]
-    types += [ask.Destructive, tell.Error, tell.Health]
+    types += [ask.Subscribe, ask.Destructive, tell.Error, tell.Health]
     unique = list(dict.fromkeys(types))
     refs, schemas = msgspec.json.schema_components(unique, ref_template=REF)
     ref_of = dict(zip(unique, refs, strict=True))
     paths: dict[str, Any] = _plain_paths(ref_of[tell.Health])
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas, ref_of)
+    paths[EVENTS] = {"get": _events(schemas["Subscribe"])}
     schemas["Error"]["additionalProperties"] = True
     return {
         "openapi": "3.1.0",
@@ -87,6 +89,21 @@ def _operation(
         body = _without(request, route.parameters)
     described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described
+
+
+def _events(request: dict[str, Any]) -> dict[str, Any]:
+    """The one answer that has no end."""
+    found = [_parameter("path", "topic", request, required=True)]
+    rest = [name for name in request["properties"] if name != "topic"]
+    found += [_parameter("query", name, request, required=False) for name in rest]
+    events = {"description": "An event for each delta.", "headers": {"X-Request-Id": _REQUEST_ID}}
+    events["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        "operationId": "Subscribe",
+        "summary": "Deltas as they are released",
+        "parameters": found,
+        "responses": {"200": events, **_failures()},
+    }
 
 
 def _parameter(place: str, name: str, request: dict[str, Any], *, required: bool) -> dict[str, Any]:

@@ -89,6 +89,12 @@ class Pool:
             return found
         return await self._open(place, api_key)
 
+    async def connect(self, api_key: str | None) -> Connection:
+        """A connection apart, for a caller that keeps streams open; it is the caller's to close."""
+        if self._closed:
+            raise Unavailable("the gateway stops")
+        return await self._connect(api_key)
+
     async def close(self) -> None:
         self._closed = True
         links, self._links = self._links, OrderedDict()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from penstock.model.delta_format import NAMESPACE_BYTES_MAX, VECTOR_ID_BYTES_MAX
 from penstock.model.topic import (
     BATCH_ENTRIES_MAX,
     BOUNDS,
@@ -24,6 +25,7 @@ from penstock.model.topic import (
     RETRIES_MAX,
     TopicConfig,
 )
+from penstock.wire.limits import BATCH_MS_MAX, CURSOR_BYTES_MAX, ROUTE_BYTES_MAX, ROUTES_MAX
 
 # `$` also matches before a last line feed; the look-ahead shuts that out.
 Topic = Annotated[
@@ -43,6 +45,10 @@ MessageIdText = Annotated[
         description="A ULID, from an enqueue.",
     ),
 ]
+RouteText = Annotated[
+    str, Meta(max_length=ROUTE_BYTES_MAX, description="Such as `namespace=shoes` or `op=create`.")
+]
+POSITIONS_BYTES_MAX: Final = 8 << 10  # they may come back in a header
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Sequence = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DelayMs = Annotated[int, Meta(ge=0, le=DELAY_MS_MAX)]
@@ -117,6 +123,24 @@ class Nothing(Request, frozen=True, kw_only=True):
 
 class OfTopic(Request, frozen=True, kw_only=True):
     topic: Topic
+
+
+class Subscribe(Request, frozen=True, kw_only=True):
+    """Deltas that a topic releases. Of the starts, `positions` comes before a time, a time before
+    a sequence; without any it is now, or where the cursor is."""
+
+    topic: Topic
+    namespace: Annotated[str, Meta(max_length=NAMESPACE_BYTES_MAX)] | None = None
+    vector_id: Annotated[str, Meta(max_length=VECTOR_ID_BYTES_MAX)] | None = None
+    op: Annotated[str, Meta(max_length=16)] | None = None
+    routes: Annotated[list[RouteText], Meta(max_length=ROUTES_MAX)] = []
+    from_sequence: Sequence | None = None
+    from_time_ms: Sequence | None = None
+    positions: Annotated[str, Meta(max_length=POSITIONS_BYTES_MAX)] | None = None
+    cursor: Annotated[str, Meta(max_length=CURSOR_BYTES_MAX)] | None = None
+    coalesce_ms: Annotated[int, Meta(ge=0, le=BATCH_MS_MAX)] = 0
+    batch_ms: Annotated[int, Meta(ge=0, le=BATCH_MS_MAX)] = 0
+    credits: Annotated[int, Meta(ge=1, le=100_000)] = 1000
 
 
 class DeleteHeap(Destructive, frozen=True, kw_only=True):

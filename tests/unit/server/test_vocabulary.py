@@ -36,7 +36,7 @@ def test_a_call_has_the_same_result_on_both_sides(name: str) -> None:
 
 
 def test_both_listeners_offer_every_call() -> None:
-    assert set(METHODS) == set(OPERATIONS | ENQUEUES) | {"PopStream"}
+    assert set(METHODS) == set(OPERATIONS | ENQUEUES) | {"PopStream", "Subscribe"}
     assert {r.name for r in routes().all} == set(OPERATIONS | ENQUEUES)
 
 

@@ -547,6 +547,98 @@ class PopStreamResponse(_message.Message):
     lost: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, items: _Optional[_Iterable[_Union[PopItem, _Mapping]]] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class SubscribeRequest(_message.Message):
+    __slots__ = ("topic", "namespace", "vector_id", "op", "routes", "from_sequence", "from_time_ms", "positions", "cursor", "coalesce_ms", "batch_ms", "credits")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    FROM_TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    COALESCE_MS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    namespace: str
+    vector_id: str
+    op: str
+    routes: _containers.RepeatedScalarFieldContainer[str]
+    from_sequence: int
+    from_time_ms: int
+    positions: str
+    cursor: str
+    coalesce_ms: int
+    batch_ms: int
+    credits: int
+    def __init__(self, topic: _Optional[str] = ..., namespace: _Optional[str] = ..., vector_id: _Optional[str] = ..., op: _Optional[str] = ..., routes: _Optional[_Iterable[str]] = ..., from_sequence: _Optional[int] = ..., from_time_ms: _Optional[int] = ..., positions: _Optional[str] = ..., cursor: _Optional[str] = ..., coalesce_ms: _Optional[int] = ..., batch_ms: _Optional[int] = ..., credits: _Optional[int] = ...) -> None: ...
+
+class SubscribeResponse(_message.Message):
+    __slots__ = ("changes", "positions")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
+    positions: str
+    def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., positions: _Optional[str] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("partition", "sequence", "position", "ordinal", "time_ms", "headers", "delta_id", "parent", "namespace", "vector_id", "op", "origin", "time", "priority", "source", "indices", "values", "metadata", "clock")
+    class HeadersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ClockEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    sequence: int
+    position: int
+    ordinal: int
+    time_ms: int
+    headers: _containers.ScalarMap[str, str]
+    delta_id: bytes
+    parent: bytes
+    namespace: str
+    vector_id: str
+    op: str
+    origin: str
+    time: int
+    priority: str
+    source: str
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    metadata: bytes
+    clock: _containers.ScalarMap[str, int]
+    def __init__(self, partition: _Optional[int] = ..., sequence: _Optional[int] = ..., position: _Optional[int] = ..., ordinal: _Optional[int] = ..., time_ms: _Optional[int] = ..., headers: _Optional[_Mapping[str, str]] = ..., delta_id: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., namespace: _Optional[str] = ..., vector_id: _Optional[str] = ..., op: _Optional[str] = ..., origin: _Optional[str] = ..., time: _Optional[int] = ..., priority: _Optional[str] = ..., source: _Optional[str] = ..., indices: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., metadata: _Optional[bytes] = ..., clock: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class AckRequest(_message.Message):
     __slots__ = ("topic", "message_id", "lease_token")
     TOPIC_FIELD_NUMBER: _ClassVar[int]

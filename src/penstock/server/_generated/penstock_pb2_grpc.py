@@ -119,6 +119,11 @@ class PenstockStub:
                 request_serializer=penstock__pb2.PeekRequest.SerializeToString,
                 response_deserializer=penstock__pb2.PeekResponse.FromString,
                 _registered_method=True)
+        self.Subscribe = channel.unary_stream(
+                '/penstock.v1.Penstock/Subscribe',
+                request_serializer=penstock__pb2.SubscribeRequest.SerializeToString,
+                response_deserializer=penstock__pb2.SubscribeResponse.FromString,
+                _registered_method=True)
         self.MoveToDLQ = channel.unary_unary(
                 '/penstock.v1.Penstock/MoveToDLQ',
                 request_serializer=penstock__pb2.MoveToDLQRequest.SerializeToString,
@@ -273,6 +278,13 @@ class PenstockServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Subscribe(self, request, context):
+        """Deltas, as a topic of kind delta releases them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MoveToDLQ(self, request, context):
         """Dead letters.
         """
@@ -416,6 +428,11 @@ def add_PenstockServicer_to_server(servicer, server):
                     servicer.Peek,
                     request_deserializer=penstock__pb2.PeekRequest.FromString,
                     response_serializer=penstock__pb2.PeekResponse.SerializeToString,
+            ),
+            'Subscribe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Subscribe,
+                    request_deserializer=penstock__pb2.SubscribeRequest.FromString,
+                    response_serializer=penstock__pb2.SubscribeResponse.SerializeToString,
             ),
             'MoveToDLQ': grpc.unary_unary_rpc_method_handler(
                     servicer.MoveToDLQ,
@@ -922,6 +939,33 @@ class Penstock:
             '/penstock.v1.Penstock/Peek',
             penstock__pb2.PeekRequest.SerializeToString,
             penstock__pb2.PeekResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Subscribe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Penstock/Subscribe',
+            penstock__pb2.SubscribeRequest.SerializeToString,
+            penstock__pb2.SubscribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,104 @@
+"""Server-Sent Events: a live subscription as a browser reads it.
+
+Each delta is an event `delta` with a JSON document. The last one of a batch carries an id, the
+positions reached; a browser that connects again sends it back as `Last-Event-ID`, and goes on from
+there. The connection's own flow control holds back who reads slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import unquote
+
+import msgspec
+
+from penstock.client.delta_subscription import Released, ReleasedBatch
+from penstock.errors import InvalidArgument, PenstockError
+from penstock.model.delta_document import document_of
+from penstock.server import requests as ask
+from penstock.server.fields import request_of
+from penstock.server.http_query import query_pairs
+from penstock.server.pool import Pool
+from penstock.server.subscribing import Positions, subscribed
+
+PATH: Final = ("/v1/deltas/", "/events")
+QUIET_S: Final = 15.0  # without an event a comment is sent, so that nobody between closes it
+RETRY_MS: Final = 1000  # after which a browser connects again
+
+Write = Callable[[bytes], Awaitable[None]]
+_json: Final = msgspec.json.Encoder(enc_hook=str)
+
+
+def topic_of(raw_path: bytes) -> str | None:
+    """The topic whose events a path stands for."""
+    path = raw_path.decode("ascii", "replace")
+    head, tail = PATH
+    inside = path[len(head) : -len(tail)]
+    if path.startswith(head) and path.endswith(tail) and inside and "/" not in inside:
+        return unquote(inside)
+    return None
+
+
+def parse(topic: str, query: bytes, last_id: str | None) -> ask.Subscribe:
+    fields: dict[str, Any] = {"topic": topic}
+    for name, value in query_pairs(query):
+        if name == "routes":
+            fields.setdefault(name, []).append(value)
+        elif name in fields:
+            raise InvalidArgument(f"{name} is given twice", field=name)
+        else:
+            fields[name] = value
+    if last_id:
+        fields["positions"] = last_id
+    return request_of(fields, ask.Subscribe, text=True)
+
+
+async def stream(
+    pool: Pool,
+    api_key: str | None,
+    request: ask.Subscribe,
+    *,
+    begin: Callable[[], Awaitable[Write]],
+) -> None:
+    """Send events until the caller goes away; `begin` answers with the head of the response."""
+    async with subscribed(pool, api_key, request) as batches:
+        write = await begin()
+        await write(b"retry: %d\n\n" % RETRY_MS)
+        positions = Positions(request)
+        waiting = asyncio.ensure_future(anext(batches))
+        try:
+            while True:
+                done, _ = await asyncio.wait((waiting,), timeout=QUIET_S)
+                if not done:
+                    await write(b": quiet\n\n")
+                    continue
+                try:
+                    batch = waiting.result()
+                except PenstockError as error:
+                    await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
+                    return
+                await write(events_of(batch, positions.reached(batch)))
+                waiting = asyncio.ensure_future(anext(batches))
+        finally:
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+
+
+def events_of(batch: ReleasedBatch, reached: str) -> bytes:
+    """A batch as text; only its end is a place to come back to."""
+    events = [b"event: delta\ndata: %b\n" % _json.encode(event_of(one)) for one in batch]
+    return b"\n".join(events) + b"id: %b\n\n" % reached.encode()
+
+
+def event_of(released: Released) -> dict[str, Any]:
+    place = {
+        "partition": released.partition,
+        "sequence": released.sequence,
+        "position": released.position,
+        "ordinal": released.ordinal,
+        "log_time_ms": released.time_ms,
+        "headers": released.headers,
+    }
+    return document_of(released.delta) | place

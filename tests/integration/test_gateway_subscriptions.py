@@ -1,0 +1,189 @@
+"""Released deltas over gRPC and as Server-Sent Events, before the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+import penstock
+from penstock.client.client import Client
+from penstock.client.deltas import Deltas
+from penstock.config import Config
+from penstock.server._generated import penstock_pb2 as pb
+from penstock.server._generated.penstock_pb2_grpc import PenstockStub
+from penstock.server.embedded import open_embedded
+from penstock.server.gateway import Gateway
+from penstock.server.serve import listen, port_of
+
+
+class Site:
+    def __init__(self, http: httpx.AsyncClient, stub: Any, deltas: Deltas) -> None:
+        self.http, self.stub, self.deltas = http, stub, deltas
+
+    @asynccontextmanager
+    async def events(self, query: str = "", **headers: str) -> AsyncIterator[AsyncIterator[Event]]:
+        path = f"/v1/deltas/vectors/events?{query}"
+        async with self.http.stream("GET", path, headers=headers) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            assert answer.headers["content-type"] == "text/event-stream"
+            yield events_of(answer.aiter_lines())
+
+
+class Event(dict[str, str]):
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self["data"])  # type: ignore[no-any-return]
+
+
+async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[Event]:
+    event = Event()
+    async for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            event[name] = value
+        else:
+            if "data" in event:
+                yield event
+            event = Event()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    config = Config(data=tmp_path, native_port=-1, grpc_port=0, http_port=0, drain_s=1.0)
+    async with AsyncExitStack() as stack:
+        node = await open_embedded(tmp_path, config=config)
+        stack.push_async_callback(node.close)
+        gateway = Gateway(node.connect, config, node.engine.metrics.text)
+        await gateway.start()
+        stack.push_async_callback(gateway.stop)
+        server = await listen(node.engine, host="127.0.0.1", port=0, tls=None)
+        stack.callback(server.close)
+        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}", timeout=60.0)
+        await stack.enter_async_context(http)
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ports['grpc']}")
+        await stack.enter_async_context(channel)
+        client: Client = await stack.enter_async_context(
+            penstock.connect(f"penstock://127.0.0.1:{port_of(server)}")
+        )
+        deltas = client.deltas("vectors", dimensions=4, create=True, partitions=2)
+        await deltas.create("a", [1, 2, 3, 4])
+        await deltas.create("b", [1, 2, 3, 4], metadata={"name": "B"})
+        yield Site(http, PenstockStub(channel), deltas)
+
+
+async def test_a_browser_gets_what_is_released_as_events(site: Site) -> None:
+    async with site.events("from_sequence=1") as events:
+        first = [(await anext(events)).document for _ in range(2)]
+        assert {one["vector_id"]: one["op"] for one in first} == {"a": "create", "b": "create"}
+        assert {one.get("metadata", {}).get("name") for one in first} == {None, "B"}
+        await site.deltas.set("a", {1: 0.5})
+        change = (await anext(events)).document
+        assert (change["op"], change["indices"], change["values"]) == ("sparse", [1], [0.5])
+
+
+async def test_who_comes_back_goes_on_where_it_was(site: Site) -> None:
+    async with site.events("from_sequence=1&vector_id=a") as events:
+        seen = await anext(events)
+    await site.deltas.set("a", {0: 7.0})
+    await site.deltas.set("b", {0: 7.0})
+    async with site.events("from_sequence=1", **{"last-event-id": seen["id"]}) as events:
+        came = [(await anext(events)).document for _ in range(3)]
+    missed = {(one["vector_id"], one["op"]) for one in came}
+    assert missed == {("a", "sparse"), ("b", "create"), ("b", "sparse")}
+
+
+async def test_events_are_routed(site: Site) -> None:
+    query = "from_sequence=1&routes=vector%3Ddefault/b&routes=op%3Ddelete"
+    async with site.events(query) as events:
+        await site.deltas.set("a", {0: 7.0})
+        await site.deltas.delete("a")
+        found = {
+            (e["vector_id"], e["op"])
+            for e in [(await anext(events)).document, (await anext(events)).document]
+        }
+    assert found == {("b", "create"), ("a", "delete")}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "field"),
+    [
+        ("/v1/deltas/vectors/events?op=turn", 400, "op"),
+        ("/v1/deltas/vectors/events?routes=moon", 400, "route"),
+        ("/v1/deltas/vectors/events?speed=1", 400, "speed"),
+        ("/v1/deltas/vectors/events?positions=x", 400, "positions"),
+        ("/v1/deltas/none/events", 404, None),
+    ],
+)
+async def test_a_wrong_question_is_refused(
+    site: Site, path: str, status: int, field: str | None
+) -> None:
+    answer = await site.http.get(path)
+    assert (answer.status_code, answer.json().get("field")) == (status, field)
+
+
+async def test_a_gateway_that_stops_ends_its_streams(tmp_path: Path) -> None:
+    config = Config(data=tmp_path, native_port=-1, grpc_port=-1, http_port=0, drain_s=60.0)
+    node = await open_embedded(tmp_path, config=config)
+    gateway = Gateway(node.connect, config, node.engine.metrics.text)
+    await gateway.start()
+    connection = await node.connect()
+    topic = {"name": "vectors", "kind": "delta", "dimensions": 4}
+    await connection.call("topic_create", config=topic)
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}") as http,
+        http.stream("GET", "/v1/deltas/vectors/events") as answer,
+    ):
+        assert answer.status_code == 200
+        async with asyncio.timeout(30):
+            await gateway.stop()
+            async for _ in answer.aiter_lines():
+                pass
+    await connection.close()
+    await node.close()
+
+
+async def test_grpc_streams_what_is_released(site: Site) -> None:
+    call = site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", from_sequence=1))
+    changes: list[Any] = []
+    while len(changes) < 2:
+        response = await call.read()
+        changes += response.changes
+    assert {(c.vector_id, c.op, tuple(c.values)) for c in changes} == {
+        ("a", "create", (1, 2, 3, 4)), ("b", "create", (1, 2, 3, 4)),
+    }  # fmt: skip
+    await site.deltas.scale("b", 2.0)
+    (change,) = (await call.read()).changes
+    assert (change.op, list(change.values), len(change.parent)) == ("scale", [2.0], 16)
+    call.cancel()
+
+
+async def test_grpc_keeps_a_cursor(site: Site) -> None:
+    asked = pb.SubscribeRequest(topic="vectors", from_sequence=1, cursor="reader", vector_id="a")
+    call = site.stub.Subscribe(asked)
+    await call.read()
+    await site.deltas.set("a", {0: 1.0})
+    await call.read()
+    call.cancel()
+    await site.deltas.set("a", {0: 2.0})
+    again = site.stub.Subscribe(asked)
+    seen: list[float] = []
+    while not seen or seen[-1] != 2.0:  # at least once: what was not known to be taken comes again
+        seen += [c.values[0] for c in (await again.read()).changes]
+    assert len(seen) <= 2
+    again.cancel()
+
+
+async def test_grpc_refuses_by_name(site: Site) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", op="turn")).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    trailing = dict(refused.value.trailing_metadata() or ())
+    assert trailing["penstock-field"] == "op"
