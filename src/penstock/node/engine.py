@@ -235,20 +235,13 @@ class Engine:
             metrics=self.metrics, spawn=self.spawn,
         )  # fmt: skip
 
-    def _host_sinks(self, topic: Topic) -> None:
-        """Have the node's own sinks follow a topic."""
-        from penstock.node.live.hosting import host, plans  # and Arrow with it
-
-        for plan in plans(self.config.live.sink):
-            if plan.topic == topic.config.name and topic.config.kind is TopicKind.DELTA:
-                topic.live = topic.live or self._open_hub(topic)
-                host(self, topic.live, plan)
-
     def add_topic(self, topic: Topic) -> None:
         """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
         if self.config.live.sink:
-            self._host_sinks(topic)
+            from penstock.node.live.hosting import host_sinks  # and Arrow with it
+
+            host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(self, topic: Topic, index: int, *, uuid: str = "") -> Host:

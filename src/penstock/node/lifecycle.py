@@ -120,6 +120,10 @@ async def _start(
         cluster=AlwaysHere(identity.node),
         started_ms=clock.now_ms(),
     )
+    if config.live.sink:
+        from penstock.node.live.hosting import check_sinks  # and Arrow with it
+
+        check_sinks(engine)
     await asyncio.to_thread(engine.reserve.hold)
     engine.metrics.read_with(engine.reading)
     engine.keys.on_revoked(engine.revoke)

@@ -174,11 +174,16 @@ class Topic:
     ) -> Subscription:
         """Push what a partition of a delta topic releases. `send` is not called before this
         returns."""
+        hub = self.hub()
+        return await hub.subscribe(partition, request, send=send, fail=fail, key_id=key_id)
+
+    def hub(self) -> Hub:
+        """The live path of a delta topic, made when it is asked for."""
         if self.live is None:
             if self.open_hub is None or self.config.kind is not TopicKind.DELTA:
                 raise FailedPrecondition(f"{self.config.name} is no delta topic")
             self.live = self.open_hub(self)
-        return await self.live.subscribe(partition, request, send=send, fail=fail, key_id=key_id)
+        return self.live
 
     def partition(self, index: int) -> PartitionPort:
         if not 0 <= index < len(self.partitions):

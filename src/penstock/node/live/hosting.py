@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import InvalidArgument, Unsupported
-from penstock.model.topic import NAME
+from penstock.model.topic import NAME, TopicKind
 from penstock.node.live.hosted import HostedOptions, HostedSink
 from penstock.node.live.outgoing import Routes
 from penstock.node.live.topic_writer import EngineTopicWriter
 from penstock.propagation.route import Route
 from penstock.sinks import registry
 from penstock.sinks.letters import LetterBox
-from penstock.sinks.protocol import TopicWriter
+from penstock.sinks.protocol import Sink, TopicWriter
 
 if TYPE_CHECKING:
     from penstock.node.engine import Engine
     from penstock.node.live.hub import Hub
+    from penstock.node.topic import Topic
 
 
 class SinkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +65,20 @@ def _plan(table: dict[str, Any]) -> SinkPlan:
     return SinkPlan(topic=topic, name=name, routes=routes, options=options, table=table)
 
 
-def host(engine: Engine, hub: Hub, plan: SinkPlan) -> HostedSink:
-    """The sink of a plan, following its topic from now on."""
-    identity, config = engine.identity, hub.topic.config
-    numbering = f"live-{identity.cluster_uuid or identity.replica_uuid}-{config.id}"
-    writer = EngineTopicWriter(engine)
+def check_sinks(engine: Engine) -> None:
+    """Raise unless every sink of the configuration can be made. None is opened."""
+    for plan in plans(engine.config.live.sink):
+        _sink(engine, plan, numbering="", writer=EngineTopicWriter(engine))
 
+
+def host_sinks(engine: Engine, topic: Topic) -> None:
+    """Have the node's own sinks follow a topic from now on."""
+    for plan in plans(engine.config.live.sink):
+        if plan.topic == topic.config.name and topic.config.kind is TopicKind.DELTA:
+            _host(engine, topic.hub(), plan)
+
+
+def _sink(engine: Engine, plan: SinkPlan, *, numbering: str, writer: TopicWriter) -> Sink:
     def open_writer(*, url: str | None, api_key: str | None, ca: str | None) -> TopicWriter:
         if url is None:
             return writer
@@ -77,7 +86,14 @@ def host(engine: Engine, hub: Hub, plan: SinkPlan) -> HostedSink:
             raise Unsupported(f"sink {plan.name}: this node cannot reach others; leave out url")
         return engine.open_writer(url=url, api_key=api_key, ca=ca)
 
-    sink = registry.build(plan.table, pipeline=numbering, open_writer=open_writer)
+    return registry.build(plan.table, pipeline=numbering, open_writer=open_writer)
+
+
+def _host(engine: Engine, hub: Hub, plan: SinkPlan) -> None:
+    identity, config = engine.identity, hub.topic.config
+    numbering = f"live-{identity.cluster_uuid or identity.replica_uuid}-{config.id}"
+    writer = EngineTopicWriter(engine)
+    sink = _sink(engine, plan, numbering=numbering, writer=writer)
     hosted = HostedSink(
         hub,
         sink,
@@ -89,4 +105,3 @@ def host(engine: Engine, hub: Hub, plan: SinkPlan) -> HostedSink:
     )
     hub.sinks.append(hosted)
     hosted.start()
-    return hosted

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
     corpus,
-    delta_topic,
     expected,
     payloads_of,
     put,
     subscribe,
     until,
 )
-
-
-@pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    node = Node(tmp_path / "data")
-    await node.start()
-    await delta_topic(node)
-    yield node
-    await node.stop()
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 2500])
@@ -46,3 +33,34 @@ async def test_a_log_that_is_there_is_folded_first(node: Node) -> None:
     wanted = expected(node)
     await until(lambda: len(reader.rows) >= len(wanted))
     assert reader.rows == wanted
+
+
+async def test_many_subscribers_get_the_same(node: Node) -> None:
+    readers = [await subscribe(node) for _ in range(5)]
+    await put(node, payloads_of(corpus(300)), size=10)
+    wanted = expected(node)
+    await until(lambda: all(len(reader.rows) >= len(wanted) for reader in readers))
+    assert all(reader.rows == wanted for reader in readers)
+
+
+async def test_a_queue_topic_knows_nothing_of_it(node: Node) -> None:
+    await node.topic("jobs")
+    await node.put("jobs", b"a")
+    jobs = node.engine.topic("jobs")
+    assert jobs.live is None
+    assert all(partition.journal.live is None for partition in jobs.local)
+
+
+async def test_the_fold_is_given_up_after_the_last_has_left(node: Node) -> None:
+    reader = await subscribe(node)
+    topic = node.engine.topic("vectors")
+    assert topic.live is not None
+    reader.opened.close()
+    await node.advance(59)
+    assert topic.live.partitions
+    await node.advance(2)
+    assert not topic.live.partitions
+    assert topic.here(0).journal.live is None
+    again = await subscribe(node, start="sequence", at=1)
+    await put(node, payloads_of(corpus(50)))
+    await until(lambda: again.rows == expected(node))
