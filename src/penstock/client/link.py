@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from random import uniform
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from penstock.client.connection import Connection
 from penstock.client.fleet import Endpoints, Fleet
 from penstock.client.options import Options
 from penstock.errors import Backpressure, PenstockError, Unavailable, WrongEpoch
+
+if TYPE_CHECKING:
+    from tenacity import AsyncRetrying
 
 R = TypeVar("R")
 Where = tuple[str, int]  # topic, partition
@@ -110,7 +112,7 @@ class Link:
         self._fleet.refresh()
 
     def _look_elsewhere(
-        self, error: Exception, at: Where | None, reached: Connection | None
+        self, error: BaseException, at: Where | None, reached: Connection | None
     ) -> None:
         """After a failure: find out who serves by now, and leave a node that says it does not."""
         assert self._fleet is not None
@@ -138,32 +140,51 @@ class Link:
         the partition that it is about.
 
         An action that is not repeatable is tried again only when it surely did not happen.
+        The first try is made without any of the machinery of the retries.
         """
 
-        def again(error: Exception) -> bool | float:
+        def again(error: BaseException) -> bool:
             if self._fleet is not None:
                 self._look_elsewhere(error, at, reached)
             return _again(error, repeatable=repeatable)
 
-        loop, options = asyncio.get_running_loop(), self.options
         reached: Connection | None = None
-        deadline, pause = loop.time() + options.retry_s, options.retry_wait_s
-        while True:
-            if failed is None:
-                try:
-                    reached = await self._reached(at)
-                    return await action(reached)
-                except PenstockError as error:
-                    failed = error
-            wait = again(failed)
-            if wait is False or loop.time() >= deadline:
-                raise failed
-            if wait is True:
-                wait = min(options.retry_wait_s_max, pause + uniform(0, options.retry_wait_s))
-                pause = min(2 * pause, options.retry_wait_s_max)
-            log.debug("again in %.2f s: %s", wait, failed)
-            await asyncio.sleep(wait)
-            failed = None
+        if failed is None:
+            try:
+                reached = await self._reached(at)
+                return await action(reached)
+            except PenstockError as error:
+                failed = error
+        if not again(failed):
+            raise failed
+        await asyncio.sleep(_pause_s(failed, self.options.retry_wait_s))
+        async for attempt in self._retries(again):
+            with attempt:
+                reached = await self._reached(at)
+                return await action(reached)
+        raise AssertionError("retries end by returning or raising")
+
+    def _retries(self, again: Callable[[BaseException], bool]) -> AsyncRetrying:
+        import tenacity  # only now: most clients never need it
+
+        options = self.options
+        growing = tenacity.wait_exponential_jitter(
+            multiplier=options.retry_wait_s,
+            max=options.retry_wait_s_max,
+            jitter=options.retry_wait_s,
+        )
+
+        def pause_s(state: tenacity.RetryCallState) -> float:
+            assert state.outcome is not None
+            return _pause_s(state.outcome.exception(), growing(state))
+
+        return tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(again),
+            stop=tenacity.stop_after_delay(options.retry_s),
+            wait=pause_s,
+            before_sleep=tenacity.before_sleep_log(log, logging.DEBUG),
+            reraise=True,
+        )
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """An administrative call, repeated if that does no harm."""
@@ -211,14 +232,19 @@ def passing(error: BaseException) -> bool:
     return isinstance(error, PenstockError) and (error.retryable or isinstance(error, WrongEpoch))
 
 
-def _again(error: Exception, *, repeatable: bool) -> bool | float:
-    """Whether to retry after `error`, and after how many seconds if it names them."""
+def _again(error: BaseException, *, repeatable: bool) -> bool:
+    """Whether to retry after `error`."""
     if not isinstance(error, PenstockError) or not passing(error):
         return False
     if isinstance(error, Backpressure):
-        return float(error.retry_after_s)
+        return True
     undone = error.details.get("sent") is False or bool(error.details.get("elsewhere"))
     return repeatable or undone
+
+
+def _pause_s(error: BaseException | None, otherwise_s: float) -> float:
+    """How long to wait before a retry: as long as the error asks, if it does."""
+    return error.retry_after_s if isinstance(error, Backpressure) else otherwise_s
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:
