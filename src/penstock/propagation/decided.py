@@ -77,6 +77,8 @@ def released_of(batch: DeltaBatch, decided: Decided, position: int | None = None
 
 def refused_of(batch: DeltaBatch, decided: Decided, position: int | None = None) -> Refused:
     refused = decided.refused
+    if not refused:
+        return NOTHING
     at = np.array([refusal.at for refusal in refused], np.int64)
     return Refused(
         _collected(batch, [refusal.waiting for refusal in refused]),
@@ -117,6 +119,9 @@ def with_kept(batch: DeltaBatch, some: list[Waiting]) -> tuple[DeltaBatch, Numbe
 def write_back(ledger: Ledger, pending: Pending, decided: Decided, batch: DeltaBatch) -> None:
     """Enter into the ledger what was decided one by one, and keep what waits on."""
     started = _keep_payloads(pending, batch)
+    if not (started or decided.released or decided.refused or pending.heads):
+        pending.seen.clear()
+        return
     table = ledger.chains.table
     chains = list(pending.heads)
     if chains:

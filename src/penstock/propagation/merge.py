@@ -66,7 +66,8 @@ class Merge:
             plain = np.flatnonzero(~careful)
             self._apply(batch.take(plain), vectors[plain], times[plain], writers[plain])
         else:
-            self._apply(batch, vectors, times, writers)
+            newest = bool((times > self.table["time"][vectors]).all())
+            self._apply(batch, vectors, times, writers, newest=newest)
         if merged.all():
             self._count(batch, vectors, times)
         else:
@@ -112,7 +113,10 @@ class Merge:
         self.operations.fold(vector, self.ledger.ranks)
         return True
 
-    def _apply(self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers) -> None:
+    def _apply(
+        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, *,
+        newest: bool = False,
+    ) -> None:  # fmt: skip
         """Offer deltas to registers and operations."""
         ranks, op = self.ledger.ranks, batch.op
         affine = np.flatnonzero((op == Op.SCALE) | (op == Op.OFFSET))
@@ -122,7 +126,7 @@ class Merge:
             order = np.lexsort((ranks[writers], times))
             batch, vectors = batch.take(order), vectors[order]
             times, writers = times[order], writers[order]
-        self.registers.set(batch, vectors, times, writers=writers, ranks=ranks)
+        self.registers.set(batch, vectors, times, writers=writers, ranks=ranks, newest=newest)
         if self.operations.lists:
             for vector in self.operations.lists.keys() & set(vectors.tolist()):
                 self.operations.prune(vector, ranks)

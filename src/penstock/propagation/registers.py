@@ -30,6 +30,7 @@ DEAD: Final = 2
 CODES_SMALL: Final = 1 << 16  # origins that two bytes tell apart
 
 Mask = NDArray[np.bool_]
+Ranks = Numbers | None  # of origins; None: nothing is to be compared
 
 
 class Registers:
@@ -62,19 +63,25 @@ class Registers:
 
     def set(
         self, batch: DeltaBatch, vectors: Numbers, times: Numbers, *, writers: Numbers,
-        ranks: Numbers,
+        ranks: Numbers, newest: bool = False,
     ) -> None:  # fmt: skip
-        """Offer deltas, ascending by stamp, to the registers."""
+        """Offer deltas, ascending by stamp, to the registers.
+
+        `newest`: each has a greater time than anything that its vector was given before, so that
+        no component has to be compared.
+        """
         self.widen(len(ranks))
         op = batch.op
         for mask, offer in (
             (op <= Op.DENSE, self._set_rows),
             (op == Op.SPARSE, self._set_components),
         ):
+            rivals = None if newest else ranks
             if mask.all():
-                offer(batch, vectors, times, writers, ranks)
+                offer(batch, vectors, times, writers, rivals)
             elif mask.any():
-                offer(batch.take(mask), vectors[mask], times[mask], writers[mask], ranks)
+                offer(batch.take(mask), vectors[mask], times[mask], writers[mask], rivals)
+                newest = False  # than what has just been set
         existing = (op <= Op.DENSE) | (op == Op.DELETE)
         if existing.any():
             newer = existing & self._newer("existence", vectors, times, writers, ranks)
@@ -84,26 +91,27 @@ class Registers:
         self._set_metadata(batch, vectors, times, writers, ranks)
 
     def _set_rows(
-        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Numbers
+        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Ranks
     ) -> None:
         """All components at once."""
         table = self.table
         values = batch.components()[2].reshape(-1, self.dimensions)
-        before, time, writer = table["times"][vectors], times[:, None], writers[:, None]
-        newer = time > before
-        if not newer.all():
-            rank, old = ranks[writer], ranks[table["writers"][vectors]]
-            newer |= (time == before) & (rank > old)
-            values = np.where(newer, values, table["values"][vectors])
-            time = np.where(newer, time, before)
-            writer = np.where(newer, writer, table["writers"][vectors])
+        time, writer = times[:, None], writers[:, None]
+        if ranks is not None:
+            before = table["times"][vectors]
+            newer = time > before
+            if not newer.all():
+                old = table["writers"][vectors]
+                newer |= (time == before) & (ranks[writer] > ranks[old])
+                values = np.where(newer, values, table["values"][vectors])
+                time, writer = np.where(newer, time, before), np.where(newer, writer, old)
         # Of two rows of a vector the last stays; where it is not the newer one, the old value is.
         table["times"][vectors] = time
         table["writers"][vectors] = writer
         table["values"][vectors] = values
 
     def _set_components(
-        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Numbers
+        self, batch: DeltaBatch, vectors: Numbers, times: Numbers, writers: Numbers, ranks: Ranks
     ) -> None:
         _, indices, values = batch.components()
         n = batch.n.astype(np.int64)
@@ -112,13 +120,14 @@ class Registers:
         time, writer = np.repeat(times, n), np.repeat(writers, n)
         old_times = self.table["times"].reshape(-1)
         old_writers = self.table["writers"].reshape(-1)
-        before = old_times[place]
-        newer = time > before
-        if not newer.all():
-            tied = np.flatnonzero(time == before)
-            newer[tied] = ranks[writer[tied]] > ranks[old_writers[place[tied]]]
-            place, time, writer = place[newer], time[newer], writer[newer]
-            values = values[newer]
+        if ranks is not None:
+            before = old_times[place]
+            newer = time > before
+            if not newer.all():
+                tied = np.flatnonzero(time == before)
+                newer[tied] = ranks[writer[tied]] > ranks[old_writers[place[tied]]]
+                place, time, writer = place[newer], time[newer], writer[newer]
+                values = values[newer]
         # Where a component is named twice the last assignment stays: that of the greater stamp.
         old_times[place] = time
         old_writers[place] = writer
