@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.heap import spine
 from penstock.heap.leases import LeaseBook
+from penstock.heap.state import HeapState
 from penstock.replication import assignment, rules, sender
 from penstock.replication.coordinator import Coordinator
 from penstock.replication.facts import LogFacts
@@ -151,6 +153,21 @@ def participants_decide_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tenure, "_resolve", resolve)
 
 
+def used_up_lists_are_passed(patch: pytest.MonkeyPatch) -> None:
+    """A partition whose candidates are all taken is left out, though it has more."""
+
+    def take(self: Any) -> int | None:
+        self.taken += 1
+        return self.keys[self.taken] if self.taken < len(self.keys) else None
+
+    patch.setattr(spine._Candidates, "take", take)
+
+
+def returned_ones_are_not_indexed(patch: pytest.MonkeyPatch) -> None:
+    """What is given back with a delay is in the table, and never found due."""
+    patch.setattr(HeapState, "promote", lambda self, now_ms: None)
+
+
 MUTANTS: dict[str, tuple[Mutant, str]] = {
     mutant.__name__: (mutant, profile)
     for mutant, profile in (
@@ -173,5 +190,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (truncation_forgets_too_much, "crashes"),
         (retries_are_written_again, "network"),
         (participants_decide_alone, "crashes"),
+        (used_up_lists_are_passed, "calm"),
+        (returned_ones_are_not_indexed, "calm"),
     )
 }

@@ -62,7 +62,7 @@ class Verdict(msgspec.Struct):
     regressions: int = 0  # a watermark that went back
     gaps: int = 0
     unequal: int = 0  # replicas that differ at rest
-    rank_errors: int = 0
+    rank_errors: int = 0  # a pick that left something better behind
     halts: int = 0
     wrong_answers: int = 0
     exceptions: int = 0

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.heap import ReturnPlan
+from penstock.heap import ReturnPlan, Spine
 from penstock.model.batch import SCHEMAS, Batch, DeadReason, Kind, seal
 from penstock.model.columns import Columns, Value
+from penstock.testing.simulation.ranks import left_behind
 
 if TYPE_CHECKING:
     from penstock.testing.simulation.host import Host
@@ -219,6 +220,7 @@ class Tenure:
         return duplicates[-1][1]
 
     def _pop(self, request: Pop, reply: Answer) -> None:
+        self._check_rank(request.count)
         messages = self.heap.select(request.count, self.now_ms)
         if not len(messages):
             reply(("ok", ()))
@@ -236,6 +238,14 @@ class Tenure:
         )
         leased = tuple((int(m), batch.first + i) for i, m in enumerate(messages))
         self._when_committed(batch.last, reply, lambda: ("ok", leased))
+
+    def _check_rank(self, count: int) -> None:
+        """What a pop over all that this node serves would get is the best that there is."""
+        simulation, hosts = self.host.simulation, self.host.node.hosts.values()
+        serving = [host.tenure for host in hosts if host.tenure and host.tenure.serving]
+        behind = left_behind(serving, count, spine=Spine(1, simulation.config.partitions))
+        if behind:
+            simulation.checker.broken("rank_errors", f"{behind} left by {self.host.node.name}")
 
     def _settle(self, request: Settle, reply: Answer) -> None:
         tokens = np.array([request.token], np.uint64)
