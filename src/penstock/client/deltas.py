@@ -25,6 +25,7 @@ from penstock.client.delta_columns import DeltaColumns, Ids, Names, encode_colum
 from penstock.client.delta_heads import Head, Heads, Writer
 from penstock.client.delta_reading import DeltaReading
 from penstock.client.entries import Item, encode_headers
+from penstock.client.options import Duration, deadline
 from penstock.client.producer import Producer
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
@@ -46,6 +47,7 @@ class How(TypedDict, total=False):
     headers: Mapping[str, Any]  # of the message, for routes
     parent: bytes  # the delta it follows; without one: the vector's last as known here
     clock: Mapping[str, int]  # origin → deltas of the vector seen, the own new one included
+    timeout: Duration  # how long to wait for a node whose queue is full
 
 
 def new_delta_id() -> bytes:
@@ -149,7 +151,7 @@ class Deltas(DeltaReading):
             priority=how.get("priority", PriorityClass.NORMAL),
             source=how.get("source", Source.WRITER),
         )
-        await self.put(delta, headers=how.get("headers"))
+        await self.put(delta, headers=how.get("headers"), timeout=how.get("timeout"))
         return _as_written(delta)
 
     def _counted(self, head: Head) -> dict[str, int]:
@@ -161,27 +163,46 @@ class Deltas(DeltaReading):
 
     # --- deltas as they are ---
 
-    async def put(self, delta: Delta, *, headers: Mapping[str, Any] | None = None) -> str:
-        """Write a delta as it stands; the id of its message, once it is durable."""
+    async def put(
+        self,
+        delta: Delta,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        timeout: Duration | None = None,
+    ) -> str:
+        """Write a delta as it stands; the id of its message, once it is durable.
+
+        A node whose queue is full is asked again for as long as any failure is. With a `timeout`
+        that ends, by raising `Backpressure`, after so long; 0: at once.
+        """
         await self.opened()
         payload = encode(delta, dimensions=self.dimensions)
         vector = self._advance(delta)
         try:
-            return await self.topic.put(payload, headers=headers)
+            if timeout is None:
+                return await self.topic.put(payload, headers=headers)
+            item = Item(payload, headers=headers)
+            return (await self.topic.put_many([item], atomic=False, timeout=timeout))[0]
         except BaseException:
             self.heads.forget([vector])
             raise
 
-    async def put_many(self, deltas: Iterable[Delta] | DeltaColumns) -> int:
-        """Write many deltas, in order for each vector; how many, once all are durable."""
+    async def put_many(
+        self, deltas: Iterable[Delta] | DeltaColumns, *, timeout: Duration | None = None
+    ) -> int:
+        """Write many deltas, in order for each vector; how many, once all are durable.
+
+        Where a `timeout` ends it some may have been written. The same `Delta`s may be written
+        again: each counts once.
+        """
         if isinstance(deltas, DeltaColumns):
-            return len(await self._put_columns(deltas, fresh=False))
+            return len(await self._put_columns(deltas, fresh=False, timeout=timeout))
         await self.opened()
         found = list(deltas)
         items = [Item(encode(delta, dimensions=self.dimensions)) for delta in found]
         vectors = [self._advance(delta) for delta in found]
         try:
-            await self.topic.put_many(items, atomic=False)
+            await self.topic.put_many(items, atomic=False, timeout=timeout)
         except BaseException:
             self.heads.forget(vectors)
             raise
@@ -213,6 +234,7 @@ class Deltas(DeltaReading):
         metadata: Sequence[bytes] | None = None,
         headers: Mapping[str, Any] | None = None,
         fresh: bool = False,
+        timeout: Duration | None = None,
     ) -> Ids:
         """Write a delta per row; their ids as an (n, 16) array, once all are durable.
 
@@ -231,10 +253,13 @@ class Deltas(DeltaReading):
             metadata=metadata,
             headers=encode_headers(headers),
         )
-        return await self._put_columns(columns, fresh=fresh)
+        return await self._put_columns(columns, fresh=fresh, timeout=timeout)
 
-    async def _put_columns(self, columns: DeltaColumns, *, fresh: bool) -> Ids:
+    async def _put_columns(
+        self, columns: DeltaColumns, *, fresh: bool, timeout: Duration | None
+    ) -> Ids:
         await self.opened()
+        room_by = deadline(timeout)
         columns = columns.checked()
         if not len(columns):
             return np.empty((0, 16), np.uint8)
@@ -251,7 +276,9 @@ class Deltas(DeltaReading):
                 payloads = encode_columns(
                     columns, names, causes, origin=self.origin.encode(), rows=rows
                 )
-                await producer.put_payloads(payloads, partition=partition, headers=columns.headers)
+                await producer.put_payloads(
+                    payloads, partition=partition, headers=columns.headers, room_by=room_by
+                )
 
         try:
             async with asyncio.TaskGroup() as group:

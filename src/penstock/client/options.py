@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import msgspec
@@ -33,6 +34,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def codecs(self) -> list[str]:
         """What is offered to a server."""
         return [] if self.compression is Compression.NONE else [self.compression.value]
+
+
+def deadline(timeout: Duration | None) -> float | None:
+    """When a duration that begins now is over, by the running loop's clock."""
+    if timeout is None:
+        return None
+    return asyncio.get_running_loop().time() + milliseconds(timeout, field="timeout") / 1000
 
 
 def milliseconds(value: Duration, *, field: str) -> int:

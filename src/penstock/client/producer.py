@@ -28,7 +28,7 @@ import msgspec
 from penstock.client.connection import Connection
 from penstock.client.entries import Entries, Identity, Shipment, apart, sealed, sealed_payloads
 from penstock.client.link import Link, passing
-from penstock.errors import InvalidArgument, PenstockError
+from penstock.errors import Backpressure, InvalidArgument, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.topic import TopicConfig
 from penstock.wire.messages import Enqueued
@@ -90,13 +90,17 @@ class Producer:
             or self._bytes >= options.inflight_bytes_max
         )
 
-    async def room(self) -> None:
-        """Wait until another put is within the bounds."""
+    async def room(self, room_by: float | None = None) -> None:
+        """Wait until another put is within the bounds; raises `Backpressure` at `room_by`."""
         self._link.raise_if_closed()
         while self.full:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._room.append(waiter)
-            await waiter
+            try:
+                async with asyncio.timeout_at(room_by):
+                    await waiter
+            except TimeoutError:
+                raise Backpressure(f"{self._entries} puts of this client are under way") from None
 
     def add(
         self,
@@ -251,18 +255,46 @@ class Producer:
         else:
             self._resolve(gathering, shipment, answer)
 
-    async def ship(self, shipment: Shipment, *, failed: PenstockError | None = None) -> Enqueued:
-        """Send, and send again with the same bytes, until there is an answer."""
+    async def ship(
+        self,
+        shipment: Shipment,
+        *,
+        failed: PenstockError | None = None,
+        room_by: float | None = None,
+    ) -> Enqueued:
+        """Send, and send again with the same bytes, until there is an answer.
 
-        async def send(connection: Connection) -> Enqueued:
-            return await connection.enqueue_nowait(shipment.request, shipment.bodies)
+        `room_by`, a time of the loop: a node that has no room by then is given up.
+        """
+
+        async def send(connection: Connection) -> Enqueued | Backpressure:
+            try:
+                return await connection.enqueue_nowait(shipment.request, shipment.bodies)
+            except Backpressure as refusal:
+                if room_by is None:
+                    raise
+                return refusal
 
         at = shipment.partition
         self._troubled[at] += 1
         try:
-            return await self._link.request(send, failed=failed, at=(self.config.name, at))
+            while True:
+                if room_by is not None and isinstance(failed, Backpressure):
+                    await self._wait_for_room(failed, room_by)
+                    failed = None
+                found = await self._link.request(send, failed=failed, at=(self.config.name, at))
+                if not isinstance(found, Backpressure):
+                    return found
+                failed = found
         finally:
             self._troubled[at] -= 1
+
+    async def _wait_for_room(self, refusal: Backpressure, room_by: float) -> None:
+        """As long as the node says, but a last try is made when the time is over."""
+        left = room_by - self._loop.time()
+        if left <= 0:
+            raise refusal
+        await asyncio.sleep(min(refusal.retry_after_s, left))
 
     # --- the answer ---
 
@@ -305,10 +337,10 @@ class Producer:
 
     # --- many at once ---
 
-    async def reserve(self, entries: Entries) -> None:
+    async def reserve(self, entries: Entries, room_by: float | None = None) -> None:
         """Count `entries` as in flight, when there is room; `release` ends it."""
         if self.full:
-            await self.room()
+            await self.room(room_by)
         self._entries += len(entries)
         self._bytes += entries.bytes
 
@@ -323,28 +355,38 @@ class Producer:
             _wake(self._idle)
 
     async def put_many(
-        self, entries: Entries, *, atomic: bool, expected_sequence: int | None
+        self,
+        entries: Entries,
+        *,
+        atomic: bool,
+        expected_sequence: int | None,
+        room_by: float | None = None,
     ) -> list[str]:
         """One request of its own for `entries`, or one for each node; their message ids."""
-        await self.reserve(entries)
+        await self.reserve(entries, room_by)
         partition = self._turn(len(entries))
         try:
             if not atomic and self._link.nodes > 1:
                 rows = self._apart(entries, partition)
                 if len(rows) > 1:
-                    return await self._put_apart(entries, partition, rows)
+                    return await self._put_apart(entries, partition, rows, room_by)
             shipment = self._seal(
                 entries, partition, atomic=atomic, expected_sequence=expected_sequence
             )
-            return shipment.ids(await self._sent(shipment))
+            return shipment.ids(await self._sent(shipment, room_by))
         finally:
             self.release(len(entries), entries.bytes)
 
     async def _put_apart(
-        self, entries: Entries, partition: int, rows: Sequence[Sequence[int]]
+        self,
+        entries: Entries,
+        partition: int,
+        rows: Sequence[Sequence[int]],
+        room_by: float | None,
     ) -> list[str]:
         shipments = [self._seal(entries.only(some), partition) for some in rows]
-        answers = await asyncio.gather(*map(self._sent, shipments), return_exceptions=True)
+        sending = [self._sent(shipment, room_by) for shipment in shipments]
+        answers = await asyncio.gather(*sending, return_exceptions=True)
         found = [""] * len(entries)
         for some, shipment, answer in zip(rows, shipments, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -353,10 +395,17 @@ class Producer:
                 found[row] = message_id
         return found
 
-    async def put_payloads(self, payloads: Binary, *, partition: int, headers: bytes = b"") -> None:
+    async def put_payloads(
+        self,
+        payloads: Binary,
+        *,
+        partition: int,
+        headers: bytes = b"",
+        room_by: float | None = None,
+    ) -> None:
         """One request of its own for payloads that belong to one partition."""
         size = len(payloads.blob)
-        await self.room()
+        await self.room(room_by)
         self._entries += len(payloads)
         self._bytes += size
         try:
@@ -367,24 +416,29 @@ class Producer:
                     identity=self._identity,
                     partition=partition,
                     headers=headers,
-                )
+                ),
+                room_by,
             )
         finally:
             self.release(len(payloads), size)
 
-    async def _sent(self, shipment: Shipment) -> Enqueued:
+    async def _sent(self, shipment: Shipment, room_by: float | None = None) -> Enqueued:
         connection = self._toward(shipment.partition)
-        while connection is not None and (slow := connection.slow_until(self.config.name)):
+        while (
+            room_by is None  # else it is tried, whatever the node would like
+            and connection is not None
+            and (slow := connection.slow_until(self.config.name))
+        ):
             await asyncio.sleep(slow - self._loop.time())
             connection = self._toward(shipment.partition)
         if connection is None:
-            return await self.ship(shipment)
+            return await self.ship(shipment, room_by=room_by)
         try:
             return await connection.enqueue_nowait(shipment.request, shipment.bodies)
         except PenstockError as error:
             if not passing(error):
                 raise
-            return await self.ship(shipment, failed=error)
+            return await self.ship(shipment, failed=error, room_by=room_by)
 
     async def drain(self) -> None:
         """Wait until everything that was accepted is answered."""

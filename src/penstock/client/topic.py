@@ -19,7 +19,7 @@ from penstock.client.keeping import Keeper
 from penstock.client.leases import LeasedMessage, MessageBatch
 from penstock.client.link import Link
 from penstock.client.logreader import LogReader
-from penstock.client.options import Duration, milliseconds
+from penstock.client.options import Duration, deadline, milliseconds
 from penstock.client.popping import popped
 from penstock.client.producer import Producer
 from penstock.client.settling import Settler
@@ -140,10 +140,10 @@ class Topic(Administration[T]):
         assert self._producer is not None
         return self._producer
 
-    async def _admitted(self) -> Producer:
+    async def _admitted(self, room_by: float | None = None) -> Producer:
         await self.opened()
         assert self._producer is not None
-        await self._producer.room()
+        await self._producer.room(room_by)
         return self._producer
 
     async def put_many(
@@ -152,12 +152,15 @@ class Topic(Administration[T]):
         *,
         atomic: bool = True,
         expected_sequence: int | None = None,
+        timeout: Duration | None = None,
     ) -> list[str]:
         """Enqueue many messages; their ids in order. Atomic: all of them or none.
 
-        `expected_sequence`: only if the partition's last sequence is this one.
+        `expected_sequence`: only if the partition's last sequence is this one. `timeout`: how long
+        a node without room is tried again before `Backpressure` is raised; 0: not at all.
         """
-        producer = await self._admitted()
+        room_by = deadline(timeout)
+        producer = await self._admitted(room_by)
         span, headers = None, b""
         if tracing.active():
             span, context = tracing.begin_put(self.name, None)
@@ -165,7 +168,9 @@ class Topic(Administration[T]):
         try:
             chunks = chunked(items, self.content, self.config, context=headers, atomic=atomic)
             ids = [
-                await producer.put_many(c, atomic=atomic, expected_sequence=expected_sequence)
+                await producer.put_many(
+                    c, atomic=atomic, expected_sequence=expected_sequence, room_by=room_by
+                )
                 for c in chunks
             ]
         except BaseException as error:
