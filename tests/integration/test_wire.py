@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +15,12 @@ from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
 from penstock.client.connection import Connection
 from penstock.client.memory import memory_pair
+from penstock.config import Config
 from penstock.errors import InvalidArgument
 from penstock.model.batch import Codec
 from penstock.model.delta import Delta, Op, encode
 from penstock.node.session import INFLIGHT_BYTES_MAX, Session
+from penstock.propagation.live_options import LiveOptions
 from penstock.wire.compression import compressed
 from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
 from penstock.wire.messages import (
@@ -28,7 +31,9 @@ from penstock.wire.messages import (
     OpenSubscription,
     Part,
     PutDelta,
+    SlowDown,
     pack,
+    unpack,
 )
 
 ZIPPED = FrameFlag.COMPRESSED
@@ -179,6 +184,30 @@ async def test_a_delta_that_wants_no_answer_gets_none(node: Node) -> None:
         peer.send(FrameType.HEARTBEAT, 3)
         found = await peer.frame()
         assert found is not None and found.type is FrameType.HEARTBEAT
+
+
+# --- slowing down ---
+
+
+async def test_producers_of_a_topic_whose_queue_is_high_are_told(tmp_path: Path) -> None:
+    live = LiveOptions(ingest_max=100, ingest_high_water=0.02)
+    node = Node(tmp_path / "data", Config(data=tmp_path / "data", live=live, drain_s=5.0))
+    await node.start()
+    await node.topic("vectors", kind="delta", dimensions=4)
+    node.engine.topic("vectors").live_room = lambda: 0  # the live path is far behind
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        for number in range(1, 5):
+            peer.send(FrameType.DELTA, number, pack(PutDelta("vectors")), delta(number))
+        found = await peer.frame()
+        assert found is not None and (found.type, found.sequence) == (FrameType.BACKPRESSURE, 0)
+        slow, _ = unpack(found.payload, SlowDown)
+        assert slow.topic == "vectors" and 0 < slow.retry_after_ms <= 250
+        peer.send(FrameType.HEARTBEAT, 9)
+        found = await peer.frame()  # not another one at once
+        assert found is not None and found.type is FrameType.HEARTBEAT
+    node.engine.topic("vectors").live_room = None
+    await node.stop()
 
 
 # --- limits ---

@@ -8,10 +8,8 @@ the sender back), and time without a sign of life.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import time
-from collections.abc import Callable
 from typing import Final, cast
 
 import numpy as np
@@ -29,7 +27,6 @@ from penstock.errors import (
 from penstock.model.batch import Codec
 from penstock.model.columns import Buffer
 from penstock.model.topic import DELAY_MS_MAX, TopicKind
-from penstock.model.version import __version__
 from penstock.node import (  # noqa: F401 - they register their methods
     dlq_calls,
     live_calls,
@@ -40,14 +37,14 @@ from penstock.node import (  # noqa: F401 - they register their methods
 )
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
+from penstock.node.greeting import read_greeting
 from penstock.node.intake import enqueue, enqueue_of_delta
 from penstock.node.logs import get_logger
-from penstock.node.partition import Partition
 from penstock.node.replicas import calls as _replica_calls  # noqa: F401 - registers its methods
 from penstock.node.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
-from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
 from penstock.node.subscriptions import Subscriptions
+from penstock.node.tokens import Act, Tokens
 from penstock.node.topic import Topic
 from penstock.wire import frame as wire
 from penstock.wire.compression import compressed, expanded, raw_length
@@ -57,7 +54,6 @@ from penstock.wire.messages import (
     Call,
     Enqueue,
     Extend,
-    Hello,
     OpenFollow,
     OpenLease,
     OpenLog,
@@ -65,28 +61,23 @@ from penstock.wire.messages import (
     PutDelta,
     Return,
     Settle,
-    Settled,
+    SlowDown,
     Tell,
-    TokenPart,
-    Welcome,
     pack,
     unpack,
 )
-from penstock.wire.negotiation import CODECS, choose_codec, choose_version
+from penstock.wire.negotiation import CODECS
 from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
 INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, reading pauses
 NODE_INFLIGHT_BYTES_MAX: Final = 512 << 20  # of all; past it, enqueues are refused for a while
+SLOW_DOWN_S_MAX: Final = 0.25  # then a producer tries again, and may be told again
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
-TOKENS_MAX: Final = 100_000
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
 Open = OpenLease | OpenLog | OpenSubscription | OpenFollow | OpenSupply | Tell | Call
-
-
-Act = Callable[[PartitionPort, NDArray[np.uint64], Reply], None]
 
 
 class Session(asyncio.Protocol):
@@ -103,6 +94,7 @@ class Session(asyncio.Protocol):
             engine, self._send, name=f"{engine.identity.node}/{engine.run_id}/{self._number}"
         )
         self._inflight_bytes = 0
+        self._slowed: dict[str, float] = {}  # by topic: until when its producers know to hold back
         self._calls = 0
         self.pending = 0  # requests without an answer yet
         self._heard = time.monotonic()
@@ -202,30 +194,15 @@ class Session(asyncio.Protocol):
 
     def _greet(self, frame: Frame) -> None:
         try:
-            if frame.type is not FrameType.HEARTBEAT:
-                raise Unauthenticated("the first frame must be a greeting")
-            if frame.flags & FrameFlag.COMPRESSED:
-                raise InvalidArgument("a greeting is not compressed", field="flags")
-            hello, _ = unpack(frame.payload, Hello)
-            version, codec = choose_version(hello.versions), choose_codec(hello.codecs)
-            self._authenticate(hello.api_key)
+            greeting = read_greeting(self._engine, frame)
         except PenstockError as error:
-            if isinstance(error, Unauthenticated):
-                self._engine.metrics.auth_failed()
-            if isinstance(error, Corruption):
-                error = InvalidArgument(error.message, field="payload")
             self._refuse(error)
             return
         self._greeted = True
-        limits = self._engine.config.limits
-        self._decoder.payload_bytes_max = limits.frame_bytes_max
-        heartbeat_ms = int(limits.idle_s * 1000 / 3)
-        welcome = Welcome(
-            version, __version__, self._engine.identity.node, heartbeat_ms,
-            limits.frame_bytes_max, self._engine.config.cluster_name, codec,
-        )  # fmt: skip
-        self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
-        self._codec = CODECS.get(codec, Codec.NONE)
+        self._key_id, self._peer = greeting.key_id, greeting.peer
+        self._decoder.payload_bytes_max = self._engine.config.limits.frame_bytes_max
+        self._send(FrameType.HEARTBEAT, frame.sequence, pack(greeting.welcome))
+        self._codec = CODECS.get(greeting.welcome.codec, Codec.NONE)
 
     def _expanded(self, frame: Frame) -> Frame:
         """A compressed frame as it was. What it needs counts before it is there."""
@@ -237,16 +214,6 @@ class Session(asyncio.Protocol):
     def _check_room(self, size: int) -> None:
         if self._engine.inflight_bytes + size > NODE_INFLIGHT_BYTES_MAX:
             raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
-
-    def _authenticate(self, key: str | None) -> None:
-        config = self._engine.config
-        cluster_key = config.cluster.key
-        if cluster_key and key and hmac.compare_digest(key.encode(), cluster_key.encode()):
-            self._key_id, self._peer = "cluster", True
-            return
-        if key is not None or config.keys_required:
-            self._key_id = self._engine.keys.verify(key)
-        self._peer = not cluster_key and not config.keys_required
 
     def _check_peer(self) -> None:
         if not self._peer:
@@ -277,6 +244,21 @@ class Session(asyncio.Protocol):
         except Exception:
             log.exception("request failed", type=frame.type.name)
             reply(PenstockError("internal error"))
+        else:
+            ingesting = self._engine.topic(control.topic).ingesting
+            if ingesting is not None and ingesting.queue.high and not control.forwarded:
+                after_s = ingesting.queue.retry_after_s(self._engine.clock.now_ms())
+                self._slow_down(control.topic, min(after_s, SLOW_DOWN_S_MAX))
+
+    def _slow_down(self, topic: str, after_s: float) -> None:
+        """Have a producer hold back, once in the time that it is asked to."""
+        now = time.monotonic()
+        if now < self._slowed.get(topic, 0.0):
+            return
+        self._slowed = {name: until for name, until in self._slowed.items() if until > now}
+        self._slowed[topic] = now + after_s
+        slow = SlowDown(max(1, round(after_s * 1000)), "many deltas wait to be written", topic)
+        self._send(FrameType.BACKPRESSURE, 0, pack(slow))
 
     def _on_ack(self, frame: Frame) -> None:
         if not frame.flags & FrameFlag.ACK_WANTED:
@@ -416,36 +398,8 @@ class Session(asyncio.Protocol):
         act: Act,
     ) -> None:
         """Split the tokens by partition and answer once with all the lost positions."""
-        parts = control.parts
-        total = sum(part.count for part in parts)
-        if not 1 <= total <= TOKENS_MAX or len(data) != 8 * total:
-            raise InvalidArgument(
-                f"tokens must be 1 to {TOKENS_MAX} and match the parts",
-                field="tokens",
-                limit=TOKENS_MAX,
-            )
-        if any(part.count < 0 for part in parts):
-            raise InvalidArgument("a part's count is negative", field="parts")
-        partitions = [topic.partition(part.partition) for part in parts]
-        tokens = np.frombuffer(data, "<u8")
-        answer = self._reply(frame, len(data))
-        if control.forwarded:
-            _act_forwarded(topic, parts, tokens, act, Outcomes(len(parts), answer))
-            return
-
-        def whole(result: object) -> None:
-            if isinstance(result, Settled) and result.lost:
-                self._engine.metrics.leases_lost(topic.config.name, len(result.lost))
-            answer(result)
-
-        if len(parts) == 1:
-            act(partitions[0], tokens, lambda result: whole(_settled(result)))
-            return
-        gathered = _Gathered(len(parts), whole)
-        at = 0
-        for part, partition in zip(parts, partitions, strict=True):
-            act(partition, tokens[at : at + part.count], gathered.part(at))
-            at += part.count
+        tokens = Tokens(topic, control, data)
+        tokens.hand_out(act, self._reply(frame, len(data)))
 
     # --- calls ---
 
@@ -467,46 +421,3 @@ class Session(asyncio.Protocol):
             raise
         finally:
             self._calls -= 1
-
-
-def _act_forwarded(
-    topic: Topic,
-    parts: list[TokenPart],
-    tokens: NDArray[np.uint64],
-    act: Act,
-    outcomes: Outcomes,
-) -> None:
-    """Tokens that another node has sent on: each part has an outcome of its own."""
-    at = 0
-    for i, part in enumerate(parts):
-        partition = topic.partition(part.partition)
-        if isinstance(partition, Partition):
-            act(partition, tokens[at : at + part.count], outcomes.part(i))
-        else:
-            outcomes.part(i)(topic.not_here(part.partition))
-        at += part.count
-
-
-def _settled(result: object) -> object:
-    return Settled(result) if isinstance(result, list) else result
-
-
-class _Gathered:
-    """Lost positions of several partitions, answered together."""
-
-    def __init__(self, parts: int, reply: Reply) -> None:
-        self._remaining, self._reply = parts, reply
-        self._lost: list[int] = []
-        self._error: PenstockError | None = None
-
-    def part(self, offset: int) -> Reply:
-        def done(result: object) -> None:
-            if isinstance(result, PenstockError):
-                self._error = self._error or result
-            elif isinstance(result, list):
-                self._lost += [offset + position for position in result]
-            self._remaining -= 1
-            if not self._remaining:
-                self._reply(self._error or Settled(sorted(self._lost)))
-
-        return done
