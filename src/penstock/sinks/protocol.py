@@ -26,6 +26,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from penstock.propagation.rows import Rows
+
 
 class Feed(Flag):
     """What a sink wants to be handed."""
@@ -33,6 +35,7 @@ class Feed(Flag):
     STATES = auto()
     DELTAS = auto()
     PAYLOADS = auto()  # deltas with their original bytes
+    ROWS = auto()  # deltas in the kernels' own columns; only for sinks that a node hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class Work:
     last: int
     states: pa.Table | None = None
     deltas: pa.Table | None = None
+    rows: Rows | None = None
 
 
 @runtime_checkable
@@ -56,8 +60,10 @@ class Sink(Protocol):
     """One destination. `ordered` sinks get triggers one after the other and all lanes together;
     the others may get a trigger's lanes apart, the urgent ones of later triggers first.
 
-    A sink that loses what it holds with its process says so by an attribute `volatile`, True: only
-    a node hosts it, and fills it from the beginning of the log each time."""
+    A sink that only a node hosts may say two things more, by attributes that are True. `volatile`:
+    it loses what it holds with its process, and is filled from the beginning of the log each time.
+    `inline`: its `write` never blocks and takes no longer than the rest of a commit, so it is
+    called in the step of the node's loop that released the rows."""
 
     name: str
     feed: Feed

@@ -25,6 +25,7 @@ from penstock.node.live.partition import LivePartition
 from penstock.node.live.sink_thread import Parcel, SinkThread
 from penstock.node.live.starting import OLDEST
 from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.live_metrics import SinkReading
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
 from penstock.propagation.outbox import bytes_of
@@ -168,7 +169,7 @@ class HostedSink:
             name=self.name,
             hosted=True,
             routes=self.routes,
-            cursor=f"sink-{self.name}",
+            cursor="" if getattr(self.sink, "volatile", False) else f"sink-{self.name}",
             credit_entries=options.window_rows,
             credit_bytes=options.window_bytes,
             batch_max=options.window_rows,
@@ -187,11 +188,16 @@ class HostedSink:
 
     def _emitter(self, live: LivePartition, attached: Attached) -> Emit:
         with_states = bool(self.sink.feed & Feed.STATES)
+        inline = getattr(self.sink, "inline", False)
 
         def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
             states = _states(live, rows) if with_states and len(rows) else None
             size = bytes_of(rows)
-            self.thread.put(Parcel(attached, attached.index, rows, states, position, size))
+            parcel = Parcel(attached, attached.index, rows, states, position, size)
+            if inline and self.thread.write_now(parcel):
+                self._loop.call_soon(self._done, [parcel])
+            else:
+                self.thread.put(parcel)
             return size
 
         return emit
@@ -214,6 +220,24 @@ class HostedSink:
     def readings(self) -> list[tuple[int, Subscription]]:
         found = sorted(self._attached.items())
         return [(i, a.subscription) for i, a in found if a.subscription is not None]
+
+    def reading(self) -> SinkReading:
+        meter, thread = self.thread.meter, self.thread
+        found = [subscription for _, subscription in self.readings()]
+        well = not self._halted and thread.state in ("idle", "writing", "opening")
+        return SinkReading(
+            sink=self.name,
+            up=well,
+            breaker=thread.retry.breaker_state,
+            lag=sum(s.source.sequence_committed - s.acknowledged for s in found),
+            outbox=sum(s.waiting for s in found),
+            rate=min((s.rate.rate for s in found), default=0.0),
+            busy_s=meter.busy_s(now=time.monotonic()),
+            rows=meter.rows,
+            retries=meter.failures,
+            rejected=meter.rejected,
+            dead_letters=meter.dead_letters,
+        )
 
     def status(self, now_ms: int) -> list[dict[str, Any]]:
         """A row for each partition that this node serves."""

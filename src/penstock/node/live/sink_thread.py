@@ -90,6 +90,7 @@ class SinkThread:
         self._news = threading.Condition()
         self._stopping = threading.Event()
         self._open = self._told = False
+        self._resting = False  # the thread waits for parcels: nobody is in the sink
         self._thread = threading.Thread(
             target=self._run, name=f"penstock-live-{sink.name}", daemon=True
         )
@@ -103,6 +104,18 @@ class SinkThread:
         with self._news:
             self._waiting.append(parcel)
             self._news.notify()
+
+    def write_now(self, parcel: Parcel) -> bool:
+        """Write in the caller's thread, if this one has nothing to do. False: it has, or that
+        failed; hand the parcel over, then it is tried again as all others are."""
+        if not self._resting or self._waiting or not self._open:
+            return False
+        try:
+            self._carry_out(self._write_of([parcel]))
+        except Exception as error:  # noqa: BLE001  a sink may fail in any way
+            log.warning("sink failed", sink=self.sink.name, error=str(error))
+            return False
+        return True
 
     def stop(self) -> None:
         """Begin to stop: the write under way is finished, nothing else is begun."""
@@ -150,8 +163,10 @@ class SinkThread:
     def _take(self) -> list[Parcel]:
         """All that waits; nothing if the thread is to stop."""
         with self._news:
+            self._resting = True
             while not self._waiting and not self._stopping.is_set():
                 self._news.wait()
+            self._resting = False
             if self._stopping.is_set():
                 return []
             found = list(self._waiting)
@@ -233,6 +248,7 @@ class SinkThread:
             last=int(rows.positions.max()),
             states=states,
             deltas=deltas,
+            rows=rows if feed & Feed.ROWS else None,
         )
         return _Write(partition=partition, work=work, rows=rows)
 
