@@ -397,6 +397,7 @@ class Engine:
                 if host.partition is not None
             ],
             replicas=[replica_reading(host) for host in self.hosts.values()],
+            live=[t.live.reading() for t in self.topics.values() if t.live is not None],
             connections=len(self.connections),
             streams={
                 "lease": sum(t.lease_streams for t in self.topics.values()),

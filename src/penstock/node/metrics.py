@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from penstock.model.delta_format import PriorityClass
 from penstock.model.version import __version__
 from penstock.node.instruments import Counter, Histogram
+from penstock.node.live_metrics import LiveReading, live_gauges
 from penstock.node.replica_metrics import ReplicaReading, replica_gauges
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,6 +61,7 @@ class NodeReading(NamedTuple):
 
     partitions: Iterable[PartitionReading] = ()
     replicas: Iterable[ReplicaReading] = ()
+    live: Iterable[LiveReading] = ()
     connections: int = 0
     ingest: Mapping[str, Sequence[int]] = {}  # by topic: deltas that wait, by class
     streams: Mapping[str, int] = {}  # by kind: lease, log
@@ -323,6 +325,7 @@ class Metrics(Collector):
         yield from _node_gauges(reading)
         yield from _partition_gauges(list(reading.partitions))
         yield from replica_gauges(list(reading.replicas))
+        yield from live_gauges(list(reading.live))
 
 
 def _node_gauges(reading: NodeReading) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from penstock.node.live.outgoing import Outgoing, encode
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.starting import opened_at, position_of
 from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.live_metrics import LiveReading
 from penstock.node.metrics import Metrics
 from penstock.propagation.live_options import LiveOptions
 from penstock.propagation.route import Route
@@ -243,6 +245,21 @@ class Hub:
         self._metrics.live_released(self.topic.config.name, rows, seconds)
 
     # --- how things are ---
+
+    def reading(self) -> LiveReading:
+        """For the metrics."""
+        partitions = self.partitions.items()
+        found = [s for live in self.partitions.values() for s in live.subscriptions]
+        readers = [s for s in found if not s.terms.hosted]
+        return LiveReading(
+            topic=self.topic.config.name,
+            folds={i: live.sequence_committed - live.sequence for i, live in partitions},
+            states=Counter(s.state.value for s in readers),
+            lag=max((s.lag for s in readers), default=0),
+            outbox=sum(s.waiting for s in found),
+            rate=min((s.rate.rate for s in readers), default=0.0),
+            sinks=tuple(sink.reading() for sink in self.sinks),
+        )
 
     def status(self) -> dict[str, Any]:
         now_ms = self._clock.now_ms()

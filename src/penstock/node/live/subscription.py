@@ -155,9 +155,19 @@ class Subscription:
         self._counted = self.delivered, self.switches
         return self.delivered - delivered, self.switches - switches
 
+    @property
+    def lag(self) -> int:
+        """Sequences that are committed and not yet accounted for."""
+        return max(0, self.source.sequence_committed - self.settled)
+
+    @property
+    def waiting(self) -> int:
+        """Deltas that are kept for it."""
+        gathered = 0 if self._window is None else self._window.entries
+        return self._outbox.entries + gathered
+
     def status(self, now_ms: int) -> dict[str, Any]:
-        oldest = self._outbox.oldest_ms
-        lag = max(0, self.source.sequence_committed - self.settled)
+        oldest, lag = self._outbox.oldest_ms, self.lag
         return {
             "name": self.terms.name,
             "routes": [str(route) for route in self.terms.routes],
@@ -167,7 +177,7 @@ class Subscription:
             "acknowledged": self.acknowledged,
             "lag_entries": lag,
             "lag_ms": 0 if not lag or oldest is None else max(0, now_ms - round(oldest)),
-            "outbox_entries": self._outbox.entries,
+            "outbox_entries": self.waiting,
             "outbox_bytes": self._outbox.bytes,
             "rate": round(self.rate.rate),
             "utilisation": round(self._credit.utilisation, 3),

@@ -1,0 +1,96 @@
+"""Tenures end, topics are deleted, nodes stop: subscribers are told, and go on elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integration.harness import Node
+from tests.unit.node.live.subscribing import (
+    TOPIC,
+    corpus,
+    delta_topic,
+    expected,
+    payloads_of,
+    put,
+    subscribe,
+    until,
+)
+
+from penstock.config import Config
+from penstock.errors import LimitExceeded, Unavailable, WrongEpoch
+from penstock.propagation.live_options import LiveOptions
+
+
+async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
+    some = corpus(300)
+    reader = await subscribe(node, cursor="me")
+    await put(node, payloads_of(some, 0, 150))
+    await until(lambda: reader.rows == expected(node))
+    topic = node.engine.topic(TOPIC)
+    partition = topic.here(0)
+    topic.unserve(0)
+    assert isinstance(reader.failed, Unavailable)
+    assert reader.failed.retryable
+    assert partition.journal.live is None
+    with pytest.raises(WrongEpoch):
+        await subscribe(node)
+    topic.serve(0, partition)
+    again = await subscribe(node, start="cursor", cursor="me")
+    await put(node, payloads_of(some, 150))
+    wanted = expected(node)
+    await until(lambda: len(reader.rows) + len(again.rows) >= len(wanted))
+    assert reader.rows + again.rows == wanted
+
+
+async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:
+    reader = await subscribe(node, start="cursor", cursor="me", at=1)
+    await put(node, payloads_of(corpus(50)))
+    await until(lambda: reader.rows == expected(node))
+    await node.advance(0.3)
+    await node.engine.cursors.flush()
+    old = node.engine.topic(TOPIC).config.id
+    assert await node.engine.cursors.list(old)
+    await node.engine.delete_topic(TOPIC)
+    assert reader.failed is not None
+    assert await node.engine.cursors.list(old) == []
+    await delta_topic(node)
+    fresh = await subscribe(node, start="cursor", cursor="me", at=1)
+    assert fresh.opened.opened["position"] == 0
+
+
+async def test_a_node_that_stops_saves_what_was_acknowledged(node: Node) -> None:
+    reader = await subscribe(node, start="cursor", cursor="me", at=1)
+    await put(node, payloads_of(corpus(80)))
+    await until(lambda: reader.rows == expected(node))
+    position = reader.opened.acknowledged
+    await node.restart()
+    assert isinstance(reader.failed, Unavailable)
+    [cursor] = (await node.call("cursor_list", topic=TOPIC))["cursors"]
+    assert cursor["position"] == position > 0
+
+
+async def test_a_topic_has_so_many_subscriptions(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    node = Node(path, Config(data=path, drain_s=5.0, live=LiveOptions(subscriptions_max=2)))
+    await node.start()
+    await delta_topic(node)
+    first, _ = await subscribe(node), await subscribe(node)
+    with pytest.raises(LimitExceeded):
+        await subscribe(node)
+    first.opened.close()
+    await subscribe(node)
+    await node.stop()
+
+
+async def test_partitions_are_followed_apart(tmp_path: Path) -> None:
+    node = Node(tmp_path / "data")
+    await node.start()
+    await delta_topic(node, partitions=3)
+    some = corpus(600)
+    readers = [await subscribe(node, index, start="sequence", at=1) for index in range(3)]
+    await put(node, payloads_of(some), size=40)
+    for index, reader in enumerate(readers):
+        wanted = expected(node, index)
+        await until(lambda reader=reader, wanted=wanted: reader.rows == wanted)  # type: ignore[misc]
+    await node.stop()
