@@ -110,12 +110,13 @@ class SinkThread:
         failed; hand the parcel over, then it is tried again as all others are."""
         if not self._resting or self._waiting or not self._open:
             return False
+        write = self._write_of([parcel])
         try:
-            self._carry_out(self._write_of([parcel]))
+            self._write(write)
         except Exception as error:  # noqa: BLE001  a sink may fail in any way
             log.warning("sink failed", sink=self.sink.name, error=str(error))
             return False
-        return True
+        return write.refused is None  # letters are the thread's: they wait for the loop
 
     def stop(self) -> None:
         """Begin to stop: the write under way is finished, nothing else is begun."""
@@ -255,20 +256,22 @@ class SinkThread:
     def _carry_out(self, write: _Write) -> None:
         """Write, then the letters of what was refused; it goes on where it failed."""
         self._connect()
+        self._write(write)
+        if write.work is not None and write.refused is not None and write.refused.rows:
+            self._post(write.work, write, write.refused)
+
+    def _write(self, write: _Write) -> None:
         work = write.work
-        if work is None:
+        if work is None or write.written:
             return
-        if not write.written:
-            began = time.monotonic()
-            try:
-                self._call(lambda: self.sink.write(work))
-            except SinkRejected as refused:
-                write.refused = refused
-            write.written = True
-            now = time.monotonic()
-            self.meter.wrote(len(write.rows), seconds=now - began, now=now)
-        if write.refused is not None and write.refused.rows:
-            self._post(work, write, write.refused)
+        began = time.monotonic()
+        try:
+            self._call(lambda: self.sink.write(work))
+        except SinkRejected as refused:
+            write.refused = refused
+        write.written = True
+        now = time.monotonic()
+        self.meter.wrote(len(write.rows), seconds=now - began, now=now)
 
     def _post(self, work: Work, write: _Write, refused: SinkRejected) -> None:
         """What can never be taken goes to the dead letters, as deltas whatever the sink is fed."""

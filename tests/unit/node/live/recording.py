@@ -67,6 +67,12 @@ class Recording:
         return [number for table in tables for number in table["ordinal"].to_pylist()]
 
 
+class Inline(Recording):
+    """It may be written to by the loop."""
+
+    inline = True
+
+
 class RecordingStates(Recording):
     feed = Feed.STATES
     ordered = False

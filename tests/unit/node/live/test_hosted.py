@@ -147,11 +147,12 @@ async def test_a_sink_that_hangs_costs_its_window_and_delays_nobody(tmp_path: Pa
     await node.stop()
 
 
-async def test_what_a_sink_rejects_goes_to_its_dead_letters(node: Hosting) -> None:
+@pytest.mark.parametrize("kind", ["Recording", "Inline"])
+async def test_what_a_sink_rejects_goes_to_its_dead_letters(tmp_path: Path, kind: str) -> None:
+    node = await hosting(tmp_path / "data", kind)
     some = corpus(300)
     node.sink.state["refuse"] = "v000000002"
     await put(node, payloads_of(some), size=50)
-    await node.caught_up()
     refused = expected(node, routes="vector=a/v000000002 vector=b/v000000002")
     assert refused
     await until(lambda: f"{TOPIC}-dlq-memory" in node.engine.topics)
@@ -159,6 +160,8 @@ async def test_what_a_sink_rejects_goes_to_its_dead_letters(node: Hosting) -> No
     letters = await node.pop(f"{TOPIC}-dlq-memory", limit=1000)
     assert sorted(letter["payload"] for letter in letters) == sorted(r.payload for r in refused)
     assert letters[0]["headers"]["penstock-sink"] == "memory"
+    assert {row.ordinal for row in expected(node)} == set(node.sink.ordinals)
+    await node.stop()
 
 
 @pytest.mark.parametrize("kind", ["RecordingStates", "Forgetful"])
