@@ -280,6 +280,7 @@ class SlowDisk:
     """What the writer thread has done is told to the host only when it is let go."""
 
     def __init__(self, host: Host) -> None:
+        host.flusher._syncer = None  # the thread does it all
         self._submit = host.flusher._submit
         self._told: list[Callable[[], None]] | None = []
         host.flusher._submit = self._hold

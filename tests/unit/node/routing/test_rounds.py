@@ -239,3 +239,24 @@ async def test_a_pop_ends_when_the_partition_it_has_leased_of_moves(cluster: Clu
             assert await pop == []
     finally:
         disk.let_go()
+
+
+async def test_credit_at_another_node_comes_back_when_that_one_s_tenure_ends(
+    cluster: Cluster,
+) -> None:
+    """It has leased for us, and is replaced before that is committed."""
+    await cluster.topic("jobs", "b")
+    await fill(cluster, "jobs", [[1, 2, 3, 4]])
+    there = cluster["b"].engine.topic("jobs")
+    disk = SlowDisk(cluster["b"].engine.hosts[there.key(0)])
+    try:
+        await cluster["a"].stream("jobs", credits=4)
+        here = cluster["a"].engine.topic("jobs")
+        async with asyncio.timeout(30):
+            while here.unused_credit or not there.leased:
+                await asyncio.sleep(0.001)
+            cluster.give("jobs", 0, "")
+            while here.unused_credit < 4:
+                await asyncio.sleep(0.001)
+    finally:
+        disk.let_go()
