@@ -219,6 +219,25 @@ async def tail(
     return None
 
 
+@command(app, "search")
+async def search(
+    cli: Invocation,
+    topic: Topic,
+    vector: Annotated[str, typer.Argument(help="The numbers, as 0.5,1,0.")],
+    limit: Annotated[int, typer.Option("--limit", "-k", help="How many neighbours.")] = 10,
+    namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
+    sink: Annotated[str | None, typer.Option(help="Of several indexes, this one.")] = None,
+) -> Answer:
+    """Find the nearest vectors by the index that the node itself hosts."""
+    from penstock.cli.search import parsed
+
+    async with _deltas(cli, topic) as deltas:
+        found = await deltas.search(parsed(vector), limit, namespace=namespace, sink=sink)
+    names = ("namespace", "vector_id", "distance", "revision", "metadata")
+    rows = [[one[name] for name in names] for one in found]
+    return Answer(document={"neighbours": found}, view=lambda: table(*names, rows=rows))
+
+
 @command(app, "live")
 async def live(
     cli: Invocation,

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Self, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.client.delta_fold import Fold, Vector
 from penstock.client.delta_heads import Heads
@@ -96,6 +97,23 @@ class DeltaReading:
         ):
             found += outcome.released.decoded()
         return found
+
+    async def search(
+        self,
+        vector: Sequence[float] | NDArray[Any],
+        k: int = 10,
+        *,
+        namespace: str | None = None,
+        sink: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """The nearest vectors, by the index that the topic's nodes host themselves; each has
+        namespace, vector_id, distance, revision and metadata. It needs no pipeline."""
+        found = await self.topic.ask(
+            "vector_search", vector=np.asarray(vector, np.float32).tolist(), limit=k,
+            namespace=namespace, sink=sink,
+        )  # fmt: skip
+        neighbours: list[dict[str, Any]] = found["neighbours"]
+        return neighbours
 
     async def subscribe(self, **what: Unpack[What]) -> AsyncGenerator[Released, None]:
         """Deltas in causal order as they are released, and on as the log grows.

@@ -31,7 +31,7 @@ Where = tuple[str, int]  # topic, partition
 REPEATABLE: Final = frozenset(
     {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
      "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify",
-     "routes", "cluster_status"}
+     "routes", "cluster_status", "live_status", "cursor_list", "vector_search"}
 )  # fmt: skip
 log = logging.getLogger("penstock.client")
 

@@ -23,7 +23,7 @@ class CursorArguments(TopicArguments, frozen=True):
     name: str
 
 
-def _delta_topic(engine: Engine, name: str) -> Topic:
+def delta_topic(engine: Engine, name: str) -> Topic:
     topic = engine.topic(name)
     if topic.config.kind is not TopicKind.DELTA:
         raise FailedPrecondition(f"{name} is no delta topic", topic=name)
@@ -34,7 +34,7 @@ def _delta_topic(engine: Engine, name: str) -> Topic:
 async def live_status(engine: Engine, _: Caller, a: LiveStatusArguments) -> dict[str, Any]:
     """Active partitions, subscriptions and sinks of the delta topics, at their coordinators."""
     if a.topic is not None:
-        chosen = [_delta_topic(engine, a.topic)]
+        chosen = [delta_topic(engine, a.topic)]
     else:
         found = [engine.topics[name] for name in sorted(engine.topics)]
         chosen = [topic for topic in found if topic.config.kind is TopicKind.DELTA]
@@ -71,14 +71,14 @@ async def live_status_share(
 @method(TopicArguments)
 async def cursor_list(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
     """The durable cursors of a topic: of named subscribers, and of sinks."""
-    topic = _delta_topic(engine, a.topic)
+    topic = delta_topic(engine, a.topic)
     return {"cursors": await engine.cursors.list(topic.config.id)}
 
 
 @method(CursorArguments, audited=True)
 async def cursor_delete(engine: Engine, _: Caller, a: CursorArguments) -> dict[str, Any]:
     """Forget a cursor. Who uses it at the moment goes on, and will write it again."""
-    topic = _delta_topic(engine, a.topic)
+    topic = delta_topic(engine, a.topic)
     check_name(a.name)
     deleted = await engine.cursors.delete(topic.config.id, a.name)
     if not deleted:

@@ -32,6 +32,7 @@ from penstock.node import (  # noqa: F401 - they register their methods
     live_calls,
     log_calls,
     message_calls,
+    search_calls,
     status_calls,
     transaction_calls,
 )

@@ -1,0 +1,55 @@
+"""Asking a hosted index: the vectors near another, as of the last commit that it has taken."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import Any
+
+from penstock.errors import FailedPrecondition
+from penstock.node.calls import Caller, TopicArguments, method
+from penstock.node.engine import Engine
+from penstock.node.live_calls import delta_topic
+from penstock.node.partition import Partition
+from penstock.node.shares import fan_out, shared
+from penstock.node.topic import Topic
+
+
+class SearchArguments(TopicArguments, frozen=True):
+    vector: list[float]
+    limit: int = 10
+    namespace: str | None = None
+    sink: str | None = None  # of several indexes, the one of this name
+
+
+@method(SearchArguments)
+async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[str, Any]:
+    """The nearest vectors, by the index that the nodes of the topic's partitions host."""
+    topic = delta_topic(engine, a.topic)
+    results = await fan_out(
+        engine, topic, vector_search_share,
+        vector=a.vector, limit=a.limit, namespace=a.namespace, sink=a.sink,
+    )  # fmt: skip
+    found = heapq.merge(*(r["neighbours"] for r in results), key=lambda one: one["distance"])
+    return {"neighbours": list(found)[: a.limit]}
+
+
+@shared
+async def vector_search_share(
+    engine: Engine, topic: Topic, _: list[Partition], asked: dict[str, Any]
+) -> dict[str, Any]:
+    wanted = asked["sink"]
+    indexes = [
+        hosted.sink
+        for hosted in (topic.live.sinks if topic.live is not None else ())
+        if hasattr(hosted.sink, "search") and wanted in (None, hosted.name)
+    ]
+    if not indexes:
+        what = "an index" if wanted is None else f"an index called {wanted}"
+        raise FailedPrecondition(f"no node hosts {what} of {topic.config.name}")
+    index: Any = indexes[0]
+    # An index may be busy with a write for a while.
+    found = await asyncio.to_thread(
+        index.search, asked["vector"], asked["limit"], namespace=asked["namespace"]
+    )
+    return {"neighbours": [vars(one) for one in found]}

@@ -1,0 +1,85 @@
+"""A node that hosts an index of its own: a search sees a change without a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.client.deltas import Deltas
+from penstock.config import Config
+from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.propagation.live_options import LiveOptions
+from penstock.server.embedded import open_embedded
+from penstock.server.serve import listen, port_of
+
+INDEX: dict[str, Any] = {"topic": "vectors", "kind": "memory", "metric": "l2", "batch_ms": 0}
+
+
+@asynccontextmanager
+async def running(folder: Path, *sinks: dict[str, Any]) -> AsyncIterator[Deltas]:
+    config = Config(data=folder, native_port=-1, drain_s=1.0, live=LiveOptions(sink=sinks))
+    node = await open_embedded(folder, config=config)
+    server = await listen(node.engine, host="127.0.0.1", port=0, tls=None)
+    try:
+        async with penstock.connect(f"penstock://127.0.0.1:{port_of(server)}") as client:
+            yield client.deltas("vectors", dimensions=2, create=True, partitions=2)
+    finally:
+        server.close()
+        await node.close()
+
+
+async def found(deltas: Deltas, wanted: list[str], *near: float) -> list[dict[str, Any]]:
+    """The neighbours, once they are those: an index follows in a thread of its own."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                neighbours = await deltas.search(near, len(wanted))
+            except penstock.NotFound:
+                neighbours = []
+            if [one["vector_id"] for one in neighbours] == wanted:
+                return neighbours
+            await asyncio.sleep(0.01)
+
+
+async def test_a_search_sees_a_change(tmp_path: Path) -> None:
+    async with running(tmp_path, INDEX) as deltas:
+        await deltas.create("east", [1, 0], metadata={"side": "right"})
+        await deltas.create("north", [0, 1])
+        (nearest,) = await found(deltas, ["east"], 1, 0)
+        assert (nearest["distance"], nearest["metadata"]) == (0.0, {"side": "right"})
+        await deltas.set("north", {0: 5.0})
+        await found(deltas, ["north", "east"], 5, 1)
+        await deltas.delete("north")
+        await found(deltas, ["east"], 5, 1)
+
+
+async def test_an_index_is_filled_again_when_the_node_starts(tmp_path: Path) -> None:
+    async with running(tmp_path, INDEX) as deltas:
+        for number in range(20):
+            await deltas.create(f"v{number}", [number, 0])
+        await found(deltas, ["v7"], 7, 0)
+    async with running(tmp_path, INDEX) as deltas:
+        await found(deltas, ["v19", "v18"], 19.2, 0)
+
+
+async def test_a_search_without_an_index_says_so(tmp_path: Path) -> None:
+    async with running(tmp_path) as deltas:
+        await deltas.create("a", [1, 0])
+        with pytest.raises(FailedPrecondition, match="no node hosts an index"):
+            await deltas.search([1, 0])
+
+
+async def test_a_wrong_question_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, INDEX) as deltas:
+        await deltas.create("a", [1, 0])
+        await found(deltas, ["a"], 1, 0)
+        with pytest.raises(InvalidArgument, match="k is 0"):
+            await deltas.search([1, 0], 0)
+        with pytest.raises(FailedPrecondition, match="called other"):
+            await deltas.search([1, 0], sink="other")
