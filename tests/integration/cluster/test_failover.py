@@ -1,14 +1,20 @@
 """Nodes are killed, stopped and wiped under writes; nothing that was acknowledged is lost."""
 
 import asyncio
+import contextlib
 import shutil
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.integration.cluster.asking import SOON_S, Asking
 
+import penstock
 from penstock.model.batch import Kind
+from penstock.wire.messages import Changes, OpenSubscription
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+ZEROS = np.zeros((1, 4))
 
 
 async def test_every_node_takes_writes_of_a_replicated_topic(cluster: Asking) -> None:
@@ -122,6 +128,51 @@ async def test_nodes_are_restarted_in_turn_without_a_loss(cluster: Asking) -> No
             await cluster.processes.wait_ready()
     assert max(took for _, took in acknowledged) < SOON_S
     assert {payload for payload, _ in acknowledged} <= set(await cluster.payloads("rolling"))
+
+
+async def test_a_subscriber_goes_on_at_the_next_coordinator(cluster: Asking) -> None:
+    await cluster.create("live", kind="delta", dimensions=4, partitions=3)
+    async with asyncio.timeout(200), penstock.connect(cluster.processes.url) as client:
+        vectors = client.deltas("live", origin="w")
+        source = vectors.subscribe(cursor="reader")
+        async with contextlib.aclosing(source), asyncio.TaskGroup() as tasks:
+            seen: list[penstock.Released] = []
+            reading = tasks.create_task(collect(source, seen, 300))
+            for number in range(300):
+                await vectors.put_columns([f"v{number % 40}"], ZEROS + number)
+                if number == 100:
+                    await cluster.processes.kill(await cluster.coordinator("live", 0))
+            await reading
+    places = [(released.partition, released.sequence) for released in seen]
+    assert len(set(places)) == len(places) == 300
+    for vector in {released.delta.vector_id for released in seen}:
+        counts = [r.delta.clock["w"] for r in seen if r.delta.vector_id == vector]
+        assert counts == sorted(counts)
+
+
+async def collect(source: Any, seen: list[penstock.Released], count: int) -> None:
+    while len(seen) < count:
+        seen.append(await anext(source))
+
+
+async def test_any_node_passes_a_subscription_on(cluster: Asking) -> None:
+    await cluster.create("passed", kind="delta", dimensions=4)
+    [elsewhere, _] = await cluster.followers("passed")
+    connection = await cluster.connection(elsewhere)
+    arrived: asyncio.Queue[Changes] = asyncio.Queue()
+    request = OpenSubscription("passed", 0, credit_entries=4)
+    stream, answer = await cluster.until(
+        lambda: connection.subscribe(request, lambda _, changes, __: arrived.put_nowait(changes))
+    )
+    assert answer["position"] == answer["sequence_committed"]
+    async with asyncio.timeout(100), penstock.connect(cluster.processes.url) as client:
+        vectors = client.deltas("passed", origin="w")
+        for number in range(12):  # more than its credit, unless that comes back
+            await vectors.put_columns([f"v{number}"], ZEROS)
+            while (changes := await arrived.get()).count == 0:
+                pass
+            stream.took(changes.count, 0)
+    await stream.close()
 
 
 async def _count(acknowledged: list[tuple[bytes, float]], wanted: int) -> bool:
