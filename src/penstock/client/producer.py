@@ -17,7 +17,7 @@ Invariant: `_entries` and `_bytes` count what was accepted and is not answered; 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from random import randrange
@@ -25,9 +25,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.client.connection import Connection
 from penstock.client.entries import Entries, Identity, Shipment, apart, sealed, sealed_payloads
 from penstock.client.link import Link, passing
+from penstock.client.shipping import Shipping
 from penstock.errors import Backpressure, InvalidArgument, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.topic import TopicConfig
@@ -57,6 +57,7 @@ class Producer:
     def __init__(self, link: Link, config: TopicConfig, identity: Identity) -> None:
         self.config = config
         self._link, self._identity, self._options = link, identity, link.options
+        self._shipping = Shipping(link, config.name)
         self._loop = asyncio.get_running_loop()
         self._gathered: deque[Gathering] = deque()
         self._requests = 0
@@ -67,7 +68,6 @@ class Producer:
         self._sticky = 0
         self._stay_until = 0.0
         self._stayed = 0  # entries that went to the partition since it was chosen
-        self._troubled = Counter[int]()  # requests of a partition that are tried again
         self._idle: list[asyncio.Future[None]] = []
 
     @property
@@ -150,7 +150,7 @@ class Producer:
                 self._fail(gathering, PenstockError("the client closed before the put was sent"))
                 continue
             partition = self._turn(len(self._gathered[0].waiters))
-            connection = self._toward(partition)
+            connection = self._shipping.toward(partition)
             slow = 0.0 if connection is None else connection.slow_until(self.config.name)
             if slow:
                 self._scheduled = True
@@ -183,7 +183,7 @@ class Producer:
     def _send(self, gathering: Gathering, partition: int) -> None:
         shipment = self._seal(gathering.entries, partition)
         self._requests += 1
-        connection = self._toward(shipment.partition)
+        connection = self._shipping.toward(shipment.partition)
         if connection is None:
             self._link.spawn(self._deliver(gathering, shipment, None))
             return
@@ -195,9 +195,6 @@ class Producer:
             entries, config=self.config, identity=self._identity, partition=partition, **how
         )
 
-    def _toward(self, partition: int) -> Connection | None:
-        return self._link.toward(self.config.name, partition)
-
     def _turn(self, entries: int) -> int:
         """The partition of the next batch's entries without a key."""
         if self._link.nodes > 1:
@@ -205,7 +202,7 @@ class Producer:
             now, options = self._loop.time(), self._options
             self._stayed += entries
             stays = now < self._stay_until and self._stayed <= options.stay_entries
-            if stays and not self._in_trouble(self._sticky):
+            if stays and not self._shipping.in_trouble(self._sticky):
                 return self._sticky
             if not self._stay_until:  # clients that live briefly shall not all begin with the same
                 self._sticky = randrange(self.config.partitions)
@@ -213,7 +210,7 @@ class Producer:
         count = self.config.partitions
         for _ in range(count):
             self._sticky = (self._sticky + 1) % count
-            if not self._in_trouble(self._sticky):
+            if not self._shipping.in_trouble(self._sticky):
                 break
         return self._sticky
 
@@ -222,12 +219,6 @@ class Producer:
         known = self._link.partitions(self.config.name)
         if known > self.config.partitions:
             self.config = msgspec.structs.replace(self.config, partitions=known)
-
-    def _in_trouble(self, partition: int) -> bool:
-        return (
-            self._troubled[partition] > 0
-            or self._link.coordinator(self.config.name, partition) == ""
-        )
 
     def _on_answer(
         self, gathering: Gathering, shipment: Shipment, answer: asyncio.Future[Enqueued]
@@ -245,7 +236,7 @@ class Producer:
     ) -> None:
         """The slow way: after a first try that failed, or without a connection."""
         try:
-            answer = await self.ship(shipment, failed=failed)
+            answer = await self._shipping.ship(shipment, failed=failed)
         except PenstockError as error:
             # Not entry by entry: an earlier try may have written them, under the keys of this one.
             self._fail(gathering, error)
@@ -254,47 +245,6 @@ class Producer:
             raise
         else:
             self._resolve(gathering, shipment, answer)
-
-    async def ship(
-        self,
-        shipment: Shipment,
-        *,
-        failed: PenstockError | None = None,
-        room_by: float | None = None,
-    ) -> Enqueued:
-        """Send, and send again with the same bytes, until there is an answer.
-
-        `room_by`, a time of the loop: a node that has no room by then is given up.
-        """
-
-        async def send(connection: Connection) -> Enqueued | Backpressure:
-            try:
-                return await connection.enqueue_nowait(shipment.request, shipment.bodies)
-            except Backpressure as refusal:
-                if room_by is None:
-                    raise
-                return refusal
-
-        at = shipment.partition
-        self._troubled[at] += 1
-        try:
-            while True:
-                if room_by is not None and isinstance(failed, Backpressure):
-                    await self._wait_for_room(failed, room_by)
-                    failed = None
-                found = await self._link.request(send, failed=failed, at=(self.config.name, at))
-                if not isinstance(found, Backpressure):
-                    return found
-                failed = found
-        finally:
-            self._troubled[at] -= 1
-
-    async def _wait_for_room(self, refusal: Backpressure, room_by: float) -> None:
-        """As long as the node says, but a last try is made when the time is over."""
-        left = room_by - self._loop.time()
-        if left <= 0:
-            raise refusal
-        await asyncio.sleep(min(refusal.retry_after_s, left))
 
     # --- the answer ---
 
@@ -373,7 +323,7 @@ class Producer:
             shipment = self._seal(
                 entries, partition, atomic=atomic, expected_sequence=expected_sequence
             )
-            return shipment.ids(await self._sent(shipment, room_by))
+            return shipment.ids(await self._shipping.sent(shipment, room_by))
         finally:
             self.release(len(entries), entries.bytes)
 
@@ -385,7 +335,7 @@ class Producer:
         room_by: float | None,
     ) -> list[str]:
         shipments = [self._seal(entries.only(some), partition) for some in rows]
-        sending = [self._sent(shipment, room_by) for shipment in shipments]
+        sending = [self._shipping.sent(shipment, room_by) for shipment in shipments]
         answers = await asyncio.gather(*sending, return_exceptions=True)
         found = [""] * len(entries)
         for some, shipment, answer in zip(rows, shipments, answers, strict=True):
@@ -409,7 +359,7 @@ class Producer:
         self._entries += len(payloads)
         self._bytes += size
         try:
-            await self._sent(
+            await self._shipping.sent(
                 sealed_payloads(
                     payloads,
                     config=self.config,
@@ -421,24 +371,6 @@ class Producer:
             )
         finally:
             self.release(len(payloads), size)
-
-    async def _sent(self, shipment: Shipment, room_by: float | None = None) -> Enqueued:
-        connection = self._toward(shipment.partition)
-        while (
-            room_by is None  # else it is tried, whatever the node would like
-            and connection is not None
-            and (slow := connection.slow_until(self.config.name))
-        ):
-            await asyncio.sleep(slow - self._loop.time())
-            connection = self._toward(shipment.partition)
-        if connection is None:
-            return await self.ship(shipment, room_by=room_by)
-        try:
-            return await connection.enqueue_nowait(shipment.request, shipment.bodies)
-        except PenstockError as error:
-            if not passing(error):
-                raise
-            return await self.ship(shipment, failed=error, room_by=room_by)
 
     async def drain(self) -> None:
         """Wait until everything that was accepted is answered."""
