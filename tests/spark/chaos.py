@@ -124,6 +124,15 @@ class Driver:
         commits = (self.folder / "state" / "checkpoint" / "commits").glob("*")
         return max((int(p.name) + 1 for p in commits if p.name.isdecimal()), default=0)
 
+    async def reading(self) -> None:
+        """Wait for its first trigger: it does not start while the node is away."""
+        async with asyncio.timeout(START_S_MAX):
+            while not self.triggers():
+                assert self.process is not None and self.process.returncode is None, (
+                    self.last_words()
+                )
+                await asyncio.sleep(0.05)
+
     def last_words(self) -> str:
         lines = (self.folder / "driver.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-30:])
@@ -186,6 +195,7 @@ class Scene:
                             raise
                         await asyncio.sleep(0.2)
                 self.put += len(chunk)
+                await self.driver.reading()
                 await asyncio.sleep(pause)
         finally:
             await asyncio.to_thread(access.close)
@@ -241,6 +251,7 @@ async def play(
         await scene.driver.start()
         async with asyncio.TaskGroup() as group:
             group.create_task(scene.load(seconds=seconds))
+            await scene.driver.reading()
             for target in kills:
                 await scene.kill(target)
         await scene.driver.stop()
