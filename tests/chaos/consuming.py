@@ -25,7 +25,7 @@ from penstock.testing.events import Committed, Delivered, Extended, Released, Se
 
 VISIBILITY_S: Final = 3.0
 CLOCKS_US: Final = 50_000
-READ_S_MAX: Final = 5.0
+READ_S_MAX: Final = 60.0
 
 
 class Consumer:

@@ -19,9 +19,9 @@ from tests.chaos.network import HOST
 
 from penstock.errors import PenstockError
 
-ENDS_S_MAX: Final = 20.0  # until a node whose disk failed has ended
-STEP_S_MAX: Final = 30.0  # until all replicas are in step
-MOVE_S_MAX: Final = 40.0  # until replicas are on the spare node, or off it
+ENDS_S_MAX: Final = 60.0  # until a node whose disk failed has ended
+STEP_S_MAX: Final = 90.0  # until all replicas are in step
+MOVE_S_MAX: Final = 120.0  # until replicas are on the spare node, or off it
 SYNCS: Final = "fdatasync,fsync,io_submit"  # the log's syncs are asynchronous ones
 
 

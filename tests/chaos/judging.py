@@ -28,7 +28,7 @@ from penstock.testing.replay import LogReplay
 
 TOPICS: Final = (JOBS, LEDGER)
 QUIET_ROUNDS: Final = int(VISIBILITY_S / 0.5) + 6  # empty pops of half a second, past any lease
-DRAIN_S_MAX: Final = 120.0
+DRAIN_S_MAX: Final = 300.0
 EXPLAINED: Final = ("penstock.errors.", "OSError", "TimeoutError", "ConnectionError", "grpc")
 Place = tuple[str, int]  # topic, partition
 

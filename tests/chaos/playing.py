@@ -27,9 +27,9 @@ TOPIC: Final[dict[str, Any]] = {
     "replication_factor": 3, "retention_ms": 30 * 24 * 3600 * 1000, "max_retries": 1000,
     "backoff_ms_base": 100, "backoff_ms_cap": 1000,
 }  # fmt: skip
-SETTLE_S_MAX: Final = 90.0
+SETTLE_S_MAX: Final = 240.0
 AFTER_S: Final = 5.0  # of load when everything is healed
-LOAD_S_MAX: Final = 60.0  # until the last request is answered or given up
+LOAD_S_MAX: Final = 180.0  # until the last request is answered or given up
 SAY_S: Final = 10.0
 
 
