@@ -58,6 +58,7 @@ class Feed:
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
         self.committed_at = 0.0  # when that was heard last, by the performance counter
+        self.ordered_at = 0.0  # when the last feed was through the fold
         self._staged: deque[tuple[Batch, Columns]] = deque()
         self._staged_rows = self._staged_bytes = 0
         self._busy = False  # a thread has the fold
@@ -204,6 +205,7 @@ class Feed:
     def _finish(self, deltas: DeltaBatch, last: int, outcomes: list[Outcome]) -> None:
         self.releases.on_feed(deltas.sequences, *outcomes)
         self.sequence = last
+        self.ordered_at = time.perf_counter()
         self._deliver(Rows.concat([Rows.of(outcome) for outcome in outcomes]), last)
 
     # --- in a thread ---

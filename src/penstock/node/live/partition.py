@@ -13,6 +13,7 @@ from penstock.node.clock import Clock
 from penstock.node.live.feed import Feed
 from penstock.node.live.outgoing import Outgoing
 from penstock.node.live.subscription import Subscription
+from penstock.node.live.timings import Timings
 from penstock.node.partition import Partition
 from penstock.propagation.releases import Releases
 from penstock.propagation.rows import Rows
@@ -35,6 +36,8 @@ class LivePartition:
         self.active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.used_ms = clock.now_ms()  # somebody wanted it last
         self.released = 0  # since it was activated
+        # From the commit to the fold's end, from there until all were offered it, and both.
+        self.timings = {stage: Timings() for stage in ("order", "route", "sent")}
 
     async def activate(self) -> None:
         try:
@@ -91,7 +94,14 @@ class LivePartition:
             subscription.offer(outgoing, now_ms)
         if len(rows):
             self.released += len(rows)
-            self._released(len(rows), time.perf_counter() - self.feed.committed_at)
+            self._time(len(rows))
+
+    def _time(self, rows: int) -> None:
+        feed, now = self.feed, time.perf_counter()
+        self.timings["order"].record(feed.ordered_at - feed.committed_at, rows)
+        self.timings["route"].record(now - feed.ordered_at, rows)
+        self.timings["sent"].record(now - feed.committed_at, rows)
+        self._released(rows, now - feed.committed_at)
 
     def tick(self, now_ms: int) -> None:
         for subscription in self.subscriptions.copy():
@@ -116,5 +126,6 @@ class LivePartition:
             "sequence_committed": committed,
             "lag_entries": committed - self.sequence,
             "released": self.released,
+            "timings": {stage: timings.summary() for stage, timings in self.timings.items()},
             "pending": len(self.feed.fold.pending) if self.feed.idle else None,
         }
