@@ -232,10 +232,12 @@ class DeltaBatch:
         if any(batch.headers is not None for batch in full):
             headers = joined([batch.headers or blank(len(batch)) for batch in full])
         payloads = joined([batch.payloads for batch in full])
+        starts = payloads.offsets[:-1].astype(np.int64)
         return DeltaBatch(
             payloads.blob,
-            payloads.offsets[:-1].astype(np.int64),
-            np.concatenate([batch.fixed for batch in full]),
+            starts,
+            # numpy compares the types of records field by field for each part that it joins
+            gather(payloads.blob, starts, FIXED),
             np.concatenate([batch.sequences for batch in full]),
             np.concatenate([batch.log_times_ms for batch in full]),
             headers,
