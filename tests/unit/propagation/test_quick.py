@@ -25,9 +25,10 @@ from tests.unit.propagation.world import (
 
 from penstock.model.delta import Op, encode
 from penstock.model.delta_format import head_of
-from penstock.model.deltas import DeltaBatch
+from penstock.model.deltas import DeltaBatch, sound_rows
 from penstock.propagation import registers
 from penstock.propagation.partition import Outcome, PropagationOptions, Propagator
+from penstock.propagation.quick_row import Row
 from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
 
 ONE = {"indices": np.array([0], np.uint16), "values": np.array([1.0], np.float32)}
@@ -250,3 +251,34 @@ def test_causes_must_have_been_seen_though_the_parent_was() -> None:
     for counter, is_quick in ((2, False), (1, True)):
         delta = msgspec.structs.replace(ours[1], clock={"a": 2, "b": counter})
         assert feed_is_quick(fold, batch_of([delta], first=3)) == is_quick
+
+
+@settings(max_examples=300)
+@given(lucks, st.sampled_from([6, 40]))
+def test_a_row_is_as_sound_as_its_columns(luck: Luck, dimensions: int) -> None:
+    few = {"indices": np.arange(0, dimensions, 2), "values": np.ones(dimensions // 2)}
+    many = {"indices": np.arange(dimensions - 1), "values": np.ones(dimensions - 1)}
+    all_ = {"values": np.ones(dimensions)}
+    op, content = luck.choice(
+        [(Op.SPARSE, few), (Op.SPARSE, many), (Op.OFFSET, few), (Op.OFFSET, all_), (Op.DENSE, all_)]
+    )
+    world = World()
+    row = bytearray(encode(world.write("a", "v", op, tick=1, **content), dimensions=dimensions))
+    at = luck.choice((1, 2, 56, 63, *range(112, head_of(row).names_at)))
+    row[at] = luck.choice((row[at], 0, 1, 5, 39, 40, 127, 128, 255))
+    if luck.maybe(0.2):
+        row[-6:-2] = np.float32(luck.choice((np.nan, np.inf, -np.inf, 3e38))).tobytes()
+    batch = DeltaBatch.of([bytes(row)])
+    assert Row(dimensions).read(batch.blob, 0) == sound_rows(batch, dimensions=dimensions)[0]
+
+
+def test_what_is_late_is_left_to_the_columns() -> None:
+    world = World()
+    old = world.write("b", "v", Op.SPARSE, tick=0, **ONE)
+    scaled = [world.write("a", "v", Op.SCALE, tick=i, values=ONE["values"]) for i in range(1, 7)]
+    new = world.write("b", "w", Op.SPARSE, tick=9, **ONE)
+    fold = Propagator(DIMENSIONS, options(operations_max=4))
+    fold.feed(batch_of([new, *scaled]), through=7)
+    assert fold.merge.operations.folds
+    outcome = fold.feed(batch_of([old], first=8), through=8)
+    assert outcome.reasons == ["late"] and outcome.counts["released"] == 0
