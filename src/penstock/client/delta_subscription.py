@@ -177,7 +177,7 @@ class ReleasedBatch:
         columns = self._columns
         packed = b"" if self._headers is None else self._headers[row]
         return Released(
-            delta=decode(self._payloads[row]),
+            delta=decode(self._payloads[row], checked=True),
             partition=self.partition,
             sequence=int(columns.fixed("sequence")[row]),
             position=int(columns.fixed("position")[row]),
