@@ -39,6 +39,7 @@ from penstock.propagation.window import Window
 
 FRAME_BYTES: Final = 1 << 20  # of rows in one sending, or a single row
 ENTRY_BYTES: Final = 48  # of a row besides its payload and headers
+PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
 QUIET_MS: Final = 1000  # after which a position that moved without rows is told
 log = get_logger(__name__)
 
@@ -366,7 +367,7 @@ class Subscription:
             if self._saved >= rows:
                 self._saved, found = 0, rows
         if not found:
-            self._wake_in(self._bucket.wait_ms(now_ms), now_ms)
+            self._wake_in(max(self._bucket.wait_ms(now_ms), PACE_MS), now_ms)
         return found
 
     def _collect(self, window: Window, now_ms: int) -> bool:

@@ -39,7 +39,8 @@ class Hosting(Node):
         self.store = uuid.uuid4().hex
         sink = {
             "topic": TOPIC, "kind": KIND + kind, "name": "memory", "store": self.store,
-            "backoff_s_base": 0.001, "backoff_s_cap": 0.01, "batch_ms": 0, **table,
+            "backoff_s_base": 0.001, "backoff_s_cap": 0.01, "breaker_open_s": 0.05, "batch_ms": 0,
+            **table,
         }  # fmt: skip
         super().__init__(path, Config(data=path, drain_s=5.0, live=LiveOptions(sink=(sink,))))
 
