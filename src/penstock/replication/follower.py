@@ -171,15 +171,12 @@ class Follower:
 
     def _returned(self) -> tuple[int, int]:
         """Entries and bytes that credit is given back for: all that was received. While more than
-        a window of it waits for the disk, only what is synced, so that a slow disk holds back the
-        sender too, and costs two windows of memory."""
+        a window of bytes waits for the disk, only what is synced, so that a slow disk holds back
+        the sender too, and costs two windows of memory."""
         unsynced, durable = self._unsynced, self._log.durable
         while unsynced and unsynced[0][0] <= durable:
             self._synced = unsynced.popleft()[1:]
-        entries, size = self._synced
-        options = self._options
-        slow = self._entries - entries > options.credit_entries
-        if slow or self._bytes - size > options.credit_bytes:
+        if self._bytes - self._synced[1] > self._options.credit_bytes:
             return self._synced
         return self._entries, self._bytes
 
