@@ -20,6 +20,7 @@ from penstock.model.deltas import DeltaBatch
 from penstock.node.ingesting import TURN_ENTRIES
 from penstock.propagation.ingest import Ingest
 from penstock.propagation.live_options import LiveOptions
+from penstock.wire.messages import OpenSubscription
 
 CRITICAL, _, NORMAL, LOW = PriorityClass
 
@@ -140,6 +141,32 @@ async def test_a_full_queue_refuses_and_loses_nothing(narrow_node: Node) -> None
 def written_deltas(node: Node, topic: str) -> int:
     log = node.engine.topic(topic).partitions[0].log
     return sum(b.entries for b in log.scan(1) if b.kind is Kind.ENQ)
+
+
+async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> None:
+    node, got, failed = narrow_node, list[int](), list[Exception]()
+    topic = node.engine.topic(await delta_topic(node))
+    await topic.subscribe(
+        0, OpenSubscription("vectors", 0, start="sequence", at=1),
+        send=lambda changes, _: got.append(changes.count), fail=failed.append,
+    )  # fmt: skip
+    assert topic.live is not None
+    feed, queue = topic.live.partitions[0].feed, queue_of(node, "vectors")
+    feed._busy = True  # as while a thread has the fold
+    await node.enqueue("vectors", rows(150, "a"))
+    waiting = asyncio.create_task(node.enqueue("vectors", rows(90, "b")))
+    await until(lambda: queue.depth == 90)
+    with pytest.raises(Backpressure) as refused:
+        await node.enqueue("vectors", rows(90, "c"))
+    assert refused.value.retry_after_s > 0
+    feed._busy = False
+    feed._run()
+    node.clock.advance(0.01)
+    await waiting
+    await node.enqueue("vectors", rows(90, "c"))
+    await until(lambda: sum(got) == 330)
+    assert len(set(log_of(node, "vectors").delta_ids())) == 330
+    assert not failed
 
 
 async def test_a_retry_of_what_still_waits_is_written_once(node: Node) -> None:

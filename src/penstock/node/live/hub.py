@@ -21,7 +21,8 @@ from penstock.node.live.cursors import Cursor, Cursors, Place, check_name
 from penstock.node.live.outgoing import Outgoing, encode
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.starting import opened_at, position_of
-from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.live.subscription import Emit, State, Subscription
+from penstock.node.live.terms import Terms
 from penstock.node.live_metrics import LiveReading
 from penstock.node.metrics import Metrics
 from penstock.propagation.live_options import LiveOptions
@@ -61,6 +62,17 @@ class Hub:
         self._timer: Timer | None = None
         self._ticks = 0
         self.closed = False
+        topic.live_room = self.room
+
+    def room(self) -> int:
+        """How many more deltas may be written before a fold lags behind its log too much. One that
+        is being activated has all of the log before it: nobody waits for that."""
+        lags = [
+            live.sequence_committed - live.sequence
+            for live in self.partitions.values()
+            if live.feed.following and not live.closed
+        ]
+        return self.options.ingest_max - max(lags, default=0)
 
     # --- subscribing ---
 
