@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -23,6 +24,8 @@ from penstock.model.columns import Columns
 from penstock.model.delivery import CHANGES
 from penstock.wire.messages import Changes, OpenSubscription
 
+VECTOR: Final = slice(64, 80)  # of a delta: the hash of its vector
+
 
 class Place:
     """How far a partition's subscription has come, over all the streams that it has had."""
@@ -32,6 +35,9 @@ class Place:
         self._settled: int | None = None  # everything up to here has arrived; None: not even begun
         self._ahead: dict[int, int] = {}  # sequence → position of what arrived beyond it
         self._again: frozenset[int] = frozenset()  # of these, what may come a second time
+        # Where changes are coalesced, the parts of one that came may come by themselves: by vector,
+        # how far those went that arrived beyond the settled position.
+        self._vectors: dict[bytes, int] = {}
         self._stream: ChangeStream | None = None  # the one that is open, or was last
         self._handled = 0  # the reader is done with everything up to here
 
@@ -61,11 +67,21 @@ class Place:
             sequences = columns.fixed("sequence").tolist()
             positions = columns.fixed("position").tolist()
             if self._again:
-                fresh = [row for row, at in enumerate(sequences) if at not in self._again]
+                fresh = self._fresh(columns, sequences, positions)
             if positions and max(positions) > changes.position:
                 self._ahead.update(zip(sequences, positions, strict=True))
+                if self.request.coalesce_ms:
+                    self._vectors.update(zip(_vectors(columns), positions, strict=True))
         self._settle(changes.position)
         return fresh
+
+    def _fresh(self, columns: Columns, sequences: list[int], positions: list[int]) -> list[int]:
+        """The rows of a frame that did not come before."""
+        rows = [row for row, at in enumerate(sequences) if at not in self._again]
+        if self.request.coalesce_ms:
+            vectors, seen = _vectors(columns), self._vectors
+            rows = [row for row in rows if positions[row] >= seen.get(vectors[row], 0)]
+        return rows
 
     def _settle(self, position: int) -> None:
         if self._settled is None or position > self._settled:
@@ -73,6 +89,12 @@ class Place:
         if self._ahead:
             self._ahead = {s: p for s, p in self._ahead.items() if p > self._settled}
             self._again &= self._ahead.keys()
+            self._vectors = {v: p for v, p in self._vectors.items() if p > self._settled}
+
+
+def _vectors(columns: Columns) -> list[bytes]:
+    payloads = columns.binary("payload")
+    return [] if payloads is None else [payload[VECTOR] for payload in payloads]
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):

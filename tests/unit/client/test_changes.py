@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.client.changes import Arrivals, Place
@@ -96,6 +97,21 @@ async def test_what_is_lost_with_a_connection_comes_over_the_next(
     assert (request.start, request.at, request.cursor) == ("sequence", 5, "c")
     node.send(FrameType.BATCH, number, Changes(0, 3, 7, 9), body((5, 5), (6, 6), (3, 7)))
     assert (await arrivals.next()).rows == [0, 1]
+    await arrivals.close()
+
+
+async def test_parts_of_a_coalesced_change_do_not_come_after_it(
+    topic: Topic[bytes], peer: Peer
+) -> None:
+    arrivals = Arrivals(topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)])
+    node, number, _ = await peer.opened.get()
+    # sequence 7 stands for 5 and 6 too, which are of the same vector
+    node.send(FrameType.BATCH, number, Changes(0, 1, 4, 9, 2), body((7, 7)))
+    await arrivals.next()
+    node.transport.abort()
+    node, number, _ = await peer.opened.get()
+    node.send(FrameType.BATCH, number, Changes(0, 4, 8, 9), body((5, 5), (6, 6), (7, 7), (8, 8)))
+    assert (await arrivals.next()).rows == [3]
     await arrivals.close()
 
 
