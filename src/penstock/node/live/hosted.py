@@ -24,7 +24,8 @@ from penstock.node.live.outgoing import Outgoing, Routes
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.sink_thread import Parcel, SinkThread
 from penstock.node.live.starting import OLDEST
-from penstock.node.live.subscription import Emit, State, Subscription, Terms
+from penstock.node.live.subscription import Emit, State, Subscription
+from penstock.node.live.terms import Terms
 from penstock.node.live_metrics import SinkReading
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition

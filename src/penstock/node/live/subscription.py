@@ -21,25 +21,23 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.node.clock import Clock, Timer
 from penstock.node.live.catching_up import CatchingUp, Source
-from penstock.node.live.credit import AHEAD_MAX, Ahead, Credit
-from penstock.node.live.outgoing import Outgoing, Routes
+from penstock.node.live.credit import Credit
+from penstock.node.live.outgoing import Outgoing
+from penstock.node.live.terms import Terms
+from penstock.node.live.waiting import Pace, Waiting
 from penstock.node.logs import get_logger
-from penstock.propagation.bucket import Bucket
-from penstock.propagation.outbox import Outbox, bytes_of
+from penstock.propagation.outbox import bytes_of
 from penstock.propagation.rate import AdaptiveRate
 from penstock.propagation.rows import Rows
-from penstock.propagation.window import Window
 
 FRAME_BYTES: Final = 1 << 20  # of rows in one sending, or a single row
 ENTRY_BYTES: Final = 48  # of a row besides its payload and headers
-PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
 QUIET_MS: Final = 1000  # after which a position that moved without rows is told
 log = get_logger(__name__)
 
@@ -48,28 +46,6 @@ class State(Enum):
     BEHIND = "behind"
     LIVE = "live"
     CLOSED = "closed"
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a subscriber asked for, within the node's bounds."""
-
-    name: str
-    routes: Routes = ()
-    cursor: str = ""
-    credit_entries: int = 10_000
-    credit_bytes: int = 8 << 20
-    batch_max: int = 1000  # rows of one sending
-    batch_ms: int = 0  # how long the first of a batch may wait for others
-    batch_rows: int = 1000  # … unless there are so many
-    coalesce_ms: int = 0
-    hosted: bool = False  # a sink of this node
-    needs_fold: bool = False  # it looks at states: not while a thread has the fold
-    in_order: bool = False  # never by urgency: all that waits is sent together
-    outbox_entries: int = 10_000
-    outbox_bytes: int = 8 << 20
-    ageing_ms: int = 10_000
-    rate_min: float = 1000.0
-    rate_max: float = 1_000_000.0
 
 
 class Emit(Protocol):
@@ -100,29 +76,17 @@ class Subscription:
         self._start = first  # nothing before it is wanted
         self._through = first - 1  # LIVE: all feeds up to here were offered
         self._reading: CatchingUp | None = self._reader(first, {})
-        self._outbox = Outbox(
-            entries_max=terms.outbox_entries,
-            bytes_max=terms.outbox_bytes,
-            ageing_ms=terms.ageing_ms,
-        )
-        self._window = Window(terms.coalesce_ms) if terms.coalesce_ms else None
-        self._window_bytes = 0
-        self._ahead = Ahead()
-        self.rate = AdaptiveRate(
-            initial=terms.rate_max, minimum=terms.rate_min, maximum=terms.rate_max
-        )
-        self._bucket = Bucket(self.rate)
-        self._saved = 0  # of what the rate allows, for rows that go together
+        self._waiting = Waiting(terms)
+        self._pace = Pace(terms)
         self._credit = Credit(terms.credit_entries, terms.credit_bytes)
         self._blocked = False
         self._due = False
         self._timer: Timer | None = None
         self._timer_ms = 0
-        self._active = False  # something was sent or returned since the last tick
         self._told = first - 1  # the last position that was sent
         self._told_ms = clock.now_ms()
         self.acknowledged = first - 1
-        self.delivered = self.frames = self.folded = 0
+        self.delivered = 0
         self.switches = 0  # times it fell behind
         self._counted = (0, 0)
         self.opened: dict[str, int] = {}  # where it starts, for whoever asked
@@ -135,9 +99,7 @@ class Subscription:
         """All that is wanted up to this position has been sent."""
         if self._reading is not None:
             return self._reading.settled
-        waits = self._outbox.settled_position if self._outbox.entries else self._through
-        gathers = None if self._window is None else self._window.first_position
-        return waits if gathers is None else min(waits, gathers - 1)
+        return self._waiting.settled(self._through)
 
     @property
     def blocked(self) -> bool:
@@ -164,11 +126,15 @@ class Subscription:
     @property
     def waiting(self) -> int:
         """Deltas that are kept for it."""
-        gathered = 0 if self._window is None else self._window.entries
-        return self._outbox.entries + gathered
+        return self._waiting.rows
+
+    @property
+    def rate(self) -> AdaptiveRate:
+        return self._pace.rate
 
     def status(self, now_ms: int) -> dict[str, Any]:
-        oldest, lag = self._outbox.oldest_ms, self.lag
+        outbox, lag = self._waiting.outbox, self.lag
+        oldest = outbox.oldest_ms
         return {
             "name": self.terms.name,
             "routes": [str(route) for route in self.terms.routes],
@@ -179,13 +145,13 @@ class Subscription:
             "lag_entries": lag,
             "lag_ms": 0 if not lag or oldest is None else max(0, now_ms - round(oldest)),
             "outbox_entries": self.waiting,
-            "outbox_bytes": self._outbox.bytes,
+            "outbox_bytes": outbox.bytes,
             "rate": round(self.rate.rate),
             "utilisation": round(self._credit.utilisation, 3),
             "credit_entries": self._credit.entries,
             "credit_bytes": self._credit.bytes,
             "delivered": self.delivered,
-            "folded": self.folded,
+            "folded": self._waiting.folded,
             "behind_switches": self.switches,
         }
 
@@ -194,7 +160,7 @@ class Subscription:
     def grant(self, entries: int, bytes_: int) -> None:
         """It has taken this much: its credit comes back."""
         self._credit.give_back(entries, bytes_)
-        self._active = True
+        self._pace.used()
         self._pump()
 
     def acknowledge(self, position: int) -> None:
@@ -215,7 +181,7 @@ class Subscription:
             self._reading.closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._outbox.clear()
+        self._waiting.drop()
         self._forget(self)
 
     def fail(self, error: BaseException) -> None:
@@ -242,7 +208,7 @@ class Subscription:
         elif self._may_send_at_once(rows, now_ms):
             self._through = outgoing.through
             self._send_at_once(rows, outgoing, now_ms)
-        elif self._keep(rows, now_ms):
+        elif self._waiting.keep(rows, now_ms):
             self._through = outgoing.through
             self._pump()
         else:
@@ -257,19 +223,13 @@ class Subscription:
         return rows if later.all() else rows.take(later)
 
     def _may_send_at_once(self, rows: Rows, now_ms: int) -> bool:
-        terms, count = self.terms, len(rows)
-        if (
-            self._outbox.entries or self._blocked or terms.batch_ms or self._window is not None
-            or count > self._credit.entries
-        ):  # fmt: skip
+        count, credit, waiting = len(rows), self._credit, self._waiting
+        if self._blocked or not waiting.direct or waiting.outbox.entries or count > credit.entries:
             return False
-        room = self._credit.bytes
+        room = credit.bytes
         if len(rows.batch.blob) + ENTRY_BYTES * count > room and bytes_of(rows) > room:
             return False
-        allowed = self._bucket.take(count, now_ms)
-        if allowed < count:
-            self._bucket.give_back(allowed)
-        return allowed == count
+        return self._pace.take_all(count, now_ms)
 
     def _send_at_once(self, rows: Rows, outgoing: Outgoing, now_ms: int) -> None:
         """In the order of release, in as many frames as it takes."""
@@ -286,18 +246,9 @@ class Subscription:
             self._send(rows.cut(at, end), last, shared=None, now_ms=now_ms)
             at = end
 
-    def _keep(self, rows: Rows, now_ms: int) -> bool:
-        if self._window is None:
-            return self._outbox.add(rows, now_ms)
-        self._window.add(rows.packed(), now_ms)
-        self._window_bytes += bytes_of(rows)
-        return True
-
     def tick(self, now_ms: int) -> None:
         """Some tenths of a second have passed."""
-        if self._active:  # who stands still tells nothing of what it could bear
-            self._bucket.observe(self._credit.utilisation, now_ms)
-            self._active = False
+        self._pace.adjust(self._credit.utilisation, now_ms)
         if now_ms - self._told_ms >= QUIET_MS and not self._blocked:
             self._told_ms = now_ms
             settled = self.settled
@@ -337,74 +288,30 @@ class Subscription:
         return min(self.terms.batch_max, credit.entries), min(credit.bytes, FRAME_BYTES)
 
     def _pump_outbox(self) -> None:
-        outbox, now_ms = self._outbox, self._clock.now_ms()
-        if self._window is not None and not self._collect(self._window, now_ms):
-            return
-        while outbox.entries and self.state is State.LIVE:
+        waiting, now_ms = self._waiting, self._clock.now_ms()
+        outbox, in_order = waiting.outbox, self.terms.in_order
+        waiting.collect(now_ms)
+        while not waiting.full and self.state is State.LIVE:
+            wait_ms = waiting.wait_ms(now_ms)
+            if wait_ms:
+                self._wake_in(wait_ms, now_ms)
+            if wait_ms is None or wait_ms > 0:
+                return
             entries, size = self._room()
-            if self.terms.in_order:
-                if entries < outbox.entries or size < 1:
-                    return
-                entries, size = outbox.entries, outbox.bytes
-            if entries < 1 or size < 1 or self._gathers(now_ms):
+            if entries < 1 or size < 1 or (in_order and entries < outbox.entries):
                 return
-            allowed = self._allowed(min(entries, outbox.entries), now_ms)
+            entries = min(entries, outbox.entries)
+            allowed = self._pace.take(entries, now_ms)
             if not allowed:
+                self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return
-            rows = outbox.take(allowed, size, now_ms)
+            rows = waiting.take(allowed, outbox.bytes if in_order else size, now_ms, self._through)
             if rows is None:
                 return
-            self._bucket.give_back(allowed - len(rows))
+            self._pace.give_back(allowed - len(rows))
             self._send(rows, self.settled, shared=None, now_ms=now_ms)
-            self._remember(rows)
-
-    def _allowed(self, rows: int, now_ms: int) -> int:
-        """How many of so many rows the rate allows; 0: none, and it will be asked again."""
-        found = self._bucket.take(rows, now_ms)
-        if self.terms.in_order and found < rows:  # all or none: what is there is saved up
-            self._saved += found
-            found = 0
-            if self._saved >= rows:
-                self._saved, found = 0, rows
-        if not found:
-            self._wake_in(max(self._bucket.wait_ms(now_ms), PACE_MS), now_ms)
-        return found
-
-    def _collect(self, window: Window, now_ms: int) -> bool:
-        """Put what has waited for its like into the outbox; False if that is full."""
-        first = window.first_position
-        full = self._window_bytes >= self.terms.outbox_bytes
-        rows = window.flush() if full else window.due(now_ms)
-        if rows is not None and first is not None:
-            self._window_bytes = 0
-            if not self._outbox.add(rows, now_ms):
-                self._fall_behind(first)
-                return False
-            self.folded += rows.folded
-        if window.due_ms is not None:
-            self._wake_in(window.due_ms - now_ms, now_ms)
-        return True
-
-    def _gathers(self, now_ms: int) -> bool:
-        """Whether what waits may wait for more."""
-        terms, outbox = self.terms, self._outbox
-        if not terms.batch_ms or outbox.entries >= min(terms.batch_rows, terms.batch_max):
-            return False
-        left_ms = terms.batch_ms - (now_ms - (outbox.oldest_ms or 0))
-        if left_ms > 0:
-            self._wake_in(left_ms, now_ms)
-        return left_ms > 0
-
-    def _remember(self, rows: Rows) -> None:
-        """Keep in mind what was sent before others that wait."""
-        if not self._outbox.entries:
-            self._ahead.clear()
-            return
-        self._ahead.add(rows)
-        if self._ahead.rows > AHEAD_MAX:
-            self._ahead.settle(self.settled)
-            if self._ahead.rows > AHEAD_MAX:
-                self._fall_behind()
+        if waiting.full:
+            self._fall_behind()
 
     def _pump_log(self, reading: CatchingUp) -> None:
         while True:
@@ -420,29 +327,24 @@ class Subscription:
                     self._schedule()  # others have their turn between two slices
                 return
             now_ms = self._clock.now_ms()
-            allowed = self._allowed(min(entries, len(reading.held)), now_ms)
+            allowed = self._pace.take(min(entries, len(reading.held)), now_ms)
             if not allowed:
+                self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return
             rows = _cut(reading, allowed, size)
-            self._bucket.give_back(allowed - len(rows))
+            self._pace.give_back(allowed - len(rows))
             self._send(rows, reading.settled, shared=None, now_ms=now_ms)
 
     def _send(self, rows: Rows, position: int, *, shared: Outgoing | None, now_ms: int) -> None:
         self._told, self._told_ms = position, now_ms
         self.delivered += len(rows)
-        self.frames += 1
-        self._active = True
+        self._pace.used()
         self._credit.use(len(rows), self._emit(rows, position, shared))
 
-    def _fall_behind(self, lost: int | None = None) -> None:
-        """Drop what waits, and read on from the log; from `lost` on if that is still before."""
-        first = self.settled + 1 if lost is None else min(self.settled + 1, lost)
-        sent = self._ahead.sent()
-        self._ahead.clear()
-        self._outbox.clear()
-        if self._window is not None:
-            self._window.clear()
-            self._window_bytes = 0
+    def _fall_behind(self) -> None:
+        """Drop what waits, and read on from the log."""
+        first = self.settled + 1
+        sent = self._waiting.drop()
         self.state = State.BEHIND
         self.switches += 1
         self._reading = self._reader(first, sent)
