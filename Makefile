@@ -21,7 +21,7 @@ export UV_SYSTEM_CERTS := 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-pipeline bench-cluster chaos chaos-pipeline model soak simulate fuzz format lock clean
+.PHONY: help setup run test check bench bench-pipeline bench-cluster bench-live chaos chaos-pipeline model soak simulate fuzz format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-pipeline: setup ## Measure the pipeline (ARGS="...")
 
 bench-cluster: setup ## Measure three nodes on this machine (ARGS="...")
 	$(BIN)/penstock bench cluster $(ARGS)
+
+bench-live: setup ## Measure the live path (ARGS="...")
+	$(BIN)/penstock bench live $(ARGS)
 
 chaos: setup ## Break a cluster of three nodes under load (ARGS="--minutes 10 --faults 60 --seed 1")
 	sh scripts/prepare_tests.sh

@@ -1,4 +1,4 @@
-"""`penstock bench`: measure queue, pipeline and cluster, each server in its own process."""
+"""`penstock bench`: measure queue, pipeline, cluster and live path, servers in their processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.cli.command import Answer, Invocation, command, group
 from penstock.cli.output import say, to_json
 from penstock.errors import InvalidArgument
 
-app = group("Measure the queue, the pipeline and a cluster on this machine.")
+app = group("Measure the queue, the pipeline, a cluster and the live path on this machine.")
 
 
 Runs = Annotated[int, typer.Option(help="Runs of each stage; medians count.", min=1)]
@@ -82,6 +82,26 @@ def cluster(
     chosen = _chosen(only, CLUSTER_STAGES)
     document = uvloop.run(measure_cluster(chosen, runs=runs, quick=quick, folder=folder))
     return _answer(document, what="cluster", save=save)
+
+
+@command(app, "live", connects=False)
+def live(
+    cli: Invocation,
+    runs: Runs = 3,
+    quick: Quick = False,
+    only: Only = None,
+    folder: Folder = None,
+    save: Save = None,
+) -> Answer:
+    """From a commit to sinks and subscribers, stage by stage; batches; a stalled subscriber."""
+    import uvloop
+
+    from penstock.cli.bench.live_runner import measure_live
+    from penstock.cli.bench.targets import LIVE_STAGES
+
+    chosen = _chosen(only, LIVE_STAGES)
+    document = uvloop.run(measure_live(chosen, runs=runs, quick=quick, folder=folder))
+    return _answer(document, what="live", save=save)
 
 
 def _chosen(only: list[str] | None, stages: tuple[str, ...]) -> list[str]:

@@ -43,6 +43,10 @@ class Session:
             "targets": {
                 metric.name: {"target": metric.target, "aim": metric.aim, "unit": metric.unit}
                 for metric in known
+                if metric.target is not None
+            },
+            "references": {
+                metric.name: metric.reference for metric in known if metric.reference is not None
             },
             "runs": results,
             "settings": settings,

@@ -69,10 +69,10 @@ async def _fill(url: str, *, vectors: int, deltas: int) -> None:
 async def _change(topic: Deltas, ids: list[str], count: int, rng: np.random.Generator) -> None:
     chosen = rng.integers(0, len(ids), count)
     values = rng.standard_normal((count, COMPONENTS), dtype=np.float32)
-    await topic.put_columns([ids[i] for i in chosen], values, indices=_indices(rng, count))
+    await topic.put_columns([ids[i] for i in chosen], values, indices=components(rng, count))
 
 
-def _indices(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
+def components(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
     """Ten different components per row, ascending: one out of each of ten equal stretches."""
     stretch = DIMENSIONS // COMPONENTS
     inside = rng.integers(0, stretch, (count, COMPONENTS))

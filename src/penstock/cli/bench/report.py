@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.cli.bench.targets import CLUSTER_METRICS, METRICS, PIPELINE_METRICS
+from penstock.cli.bench.targets import (
+    CLUSTER_METRICS,
+    LIVE_METRICS,
+    METRICS,
+    PIPELINE_METRICS,
+    Metric,
+)
 from penstock.cli.output import cell
 
-OF = {"queue": METRICS, "pipeline": PIPELINE_METRICS, "cluster": CLUSTER_METRICS}
+OF = {
+    "queue": METRICS,
+    "pipeline": PIPELINE_METRICS,
+    "cluster": CLUSTER_METRICS,
+    "live": LIVE_METRICS,
+}
 
 
 def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
@@ -24,19 +35,29 @@ def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
         title_justify="left",
         caption_justify="left",
     )
-    for name in ("metric", "value", "unit", "target", "aim", ""):
-        made.add_column(name, justify="right" if name in ("value", "target", "aim") else "left")
-    for metric in OF[what]:
-        if metric.name not in document:
-            continue
+    metrics = [metric for metric in OF[what] if metric.name in document]
+    # Another language's hopes stand beside, where there are any.
+    further = "seed" if any(metric.reference for metric in metrics) else "aim"
+    for name in ("metric", "value", "unit", "target", further, ""):
+        made.add_column(name, justify="right" if name in ("value", "target", further) else "left")
+    for metric in metrics:
+        beside = metric.reference if further == "seed" else metric.aim
         value = document[metric.name]
-        sign = "≥" if metric.more_is_better else "≤"
-        met = "[green]met[/green]" if metric.met(value) else "[red]missed[/red]"
-        aim = f"{sign} {number(metric.aim)}" if metric.aim else "–"
         made.add_row(
-            metric.name, number(value), metric.unit, f"{sign} {number(metric.target)}", aim, met
-        )
+            metric.name, number(value), metric.unit, _bound(metric, metric.target),
+            _bound(metric, beside), _verdict(metric, value),
+        )  # fmt: skip
     return made
+
+
+def _bound(metric: Metric, value: float | None) -> str:
+    return "–" if value is None else f"{'≥' if metric.more_is_better else '≤'} {number(value)}"
+
+
+def _verdict(metric: Metric, value: float) -> str:
+    if metric.target is None:
+        return ""
+    return "[green]met[/green]" if metric.met(value) else "[red]missed[/red]"
 
 
 def number(value: float) -> str:

@@ -8,16 +8,20 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Metric:
-    """`target` must be met; `aim` is what the design should allow."""
+    """`target` must be met; `aim` is what the design should allow. Without a target it is only
+    told, beside a `reference`: what the design document for a compiled language hopes for."""
 
     name: str
     stage: str
     unit: str
-    target: float
+    target: float | None
     aim: float | None = None
     more_is_better: bool = True
+    reference: float | None = None
 
     def met(self, value: float) -> bool:
+        if self.target is None:
+            return True
         return value >= self.target if self.more_is_better else value <= self.target
 
 
@@ -62,3 +66,44 @@ CLUSTER_METRICS: Final = (
     Metric("slow_follower_ratio", "slow", "", 0.9),
 )
 CLUSTER_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in CLUSTER_METRICS))
+
+
+def _live(name: str, stage: str, reference: float, target: float | None = None) -> Metric:
+    return Metric(name, stage, "µs", target, more_is_better=False, reference=reference)
+
+
+def _handed(size: int, reference: float, target: float | None = None) -> Metric:
+    return Metric(f"sink_batch{size}_per_s", "batches", "deltas/s", target, reference=reference)
+
+
+LIVE_METRICS: Final = (
+    _live("commit_to_sink_us_p50", "sink", 175, 175),
+    _live("commit_to_sink_us_p95", "sink", 780),
+    _live("commit_to_sink_us_p99", "sink", 3300, 3300),
+    _live("ingest_us_p50", "kernels", 5),
+    _live("ingest_us_p95", "kernels", 15),
+    _live("ingest_us_p99", "kernels", 50),
+    _live("order_us_p50", "sink", 10),
+    _live("order_us_p95", "sink", 30),
+    _live("order_us_p99", "sink", 100),
+    _live("route_us_p50", "sink", 8),
+    _live("route_us_p95", "sink", 25),
+    _live("route_us_p99", "sink", 80),
+    _live("cache_us_p50", "kernels", 2),
+    _live("cache_us_p95", "kernels", 10),
+    _live("cache_us_p99", "kernels", 30),
+    _live("index_us_p50", "kernels", 50),
+    _live("index_us_p95", "kernels", 200),
+    _live("index_us_p99", "kernels", 1000),
+    _at_most("put_to_subscriber_ms_p50", "subscriber", "ms", 1.5),
+    Metric("put_to_subscriber_ms_p95", "subscriber", "ms", None, more_is_better=False),
+    Metric("put_to_subscriber_ms_p99", "subscriber", "ms", None, more_is_better=False),
+    _handed(1, 50_000),
+    _handed(10, 200_000),
+    _handed(100, 500_000),
+    _handed(1000, 800_000, 500_000),
+    Metric("stalled_subscriber_ratio", "stalled", "", 0.9),
+    _at_most("stalled_growth_mb", "stalled", "MB", 64),
+    Metric("fan_out_per_s", "stalled", "deltas/s", None),
+)
+LIVE_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in LIVE_METRICS))

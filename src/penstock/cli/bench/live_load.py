@@ -1,0 +1,114 @@
+"""What the stages of the live path share: a node with a delta topic, sinks in it, and changes.
+
+The changes are those of the pipeline's benchmark: ten components of vectors with 128 dimensions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from penstock.cli.bench.pipeline_load import CHUNK, COMPONENTS, DIMENSIONS, components, vector_ids
+from penstock.errors import Unavailable
+from penstock.testing.process import ServerProcess
+
+if TYPE_CHECKING:
+    from penstock.client.client import Client
+    from penstock.client.deltas import Deltas
+
+TOPIC: Final = "bench-live"
+VECTORS: Final = 10_000
+WAIT_S: Final = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveBench:
+    """A node that serves, a client of it, and its delta topic."""
+
+    server: ServerProcess
+    client: Client
+    deltas: Deltas
+    ids: list[str]
+    rng: np.random.Generator
+
+    async def change(self, count: int) -> None:
+        """Changes of random vectors, by one writer."""
+        chosen = self.rng.integers(0, len(self.ids), count)
+        values = self.rng.standard_normal((count, COMPONENTS), dtype=np.float32)
+        await self.deltas.put_columns(
+            [self.ids[i] for i in chosen], values, indices=components(self.rng, count)
+        )
+
+    async def fill(self, count: int) -> None:
+        for first in range(0, count, CHUNK):
+            await self.change(min(CHUNK, count - first))
+
+    async def status(self) -> dict[str, Any]:
+        """The topic's part of `live_status`."""
+        found = await self.client.call("live_status", topic=TOPIC)
+        status: dict[str, Any] = found["topics"][0]
+        return status
+
+    async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> None:
+        """Changes on schedule whatever the node does, some at each tick."""
+        handful, start = max(1, round(per_s * tick_s)), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for tick in range(round(seconds / tick_s)):
+                due = start + tick * tick_s
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(self.change(handful))
+
+
+@asynccontextmanager
+async def live_bench(
+    folder: Path, *, sinks: tuple[dict[str, Any], ...] = (), vectors: int = VECTORS
+) -> AsyncIterator[LiveBench]:
+    """A node with one partition of vectors that all exist, and with these sinks."""
+    import penstock
+
+    config = _written(folder, sinks)
+    server = ServerProcess(data=folder / "data", arguments=["--config", str(config)])
+    try:
+        await server.start()
+        async with penstock.connect(server.url) as client:
+            deltas = client.deltas(TOPIC, dimensions=DIMENSIONS, create=True, partitions=1)
+            ids, rng = vector_ids(vectors), np.random.default_rng(13)
+            for first in range(0, vectors, CHUNK):
+                chunk = ids[first : first + CHUNK]
+                values = rng.standard_normal((len(chunk), DIMENSIONS), dtype=np.float32)
+                await deltas.put_columns(chunk, values)
+            yield LiveBench(server=server, client=client, deltas=deltas, ids=ids, rng=rng)
+    finally:
+        await server.kill()
+
+
+def _written(folder: Path, sinks: tuple[dict[str, Any], ...]) -> Path:
+    """The node's configuration, in a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "penstock.toml"
+    config.write_text("\n".join(_table({"topic": TOPIC, **sink}) for sink in sinks))
+    return config
+
+
+def _table(sink: dict[str, Any]) -> str:
+    """A sink as the configuration has it; texts and numbers look alike in JSON and TOML."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in sink.items()]
+    return "\n".join(["[[live.sink]]", *lines, ""])
+
+
+async def until(condition: Any, what: str) -> Any:
+    """The first true answer of `condition`, which is asked again and again."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if found := await condition():
+            return found
+        await asyncio.sleep(0.02)
+    raise Unavailable(f"{what} did not happen within {WAIT_S:.0f} s")
