@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 from penstock.client.connection import Connection
 from penstock.client.memory import memory_pair
 from penstock.config import Config
-from penstock.errors import InvalidArgument
-from penstock.model.batch import Codec
+from penstock.errors import Backpressure, InvalidArgument
+from penstock.model.batch import Codec, compress
 from penstock.model.delta import Delta, Op, encode
-from penstock.node.session import INFLIGHT_BYTES_MAX, Session
+from penstock.node.session import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX, Session
 from penstock.propagation.live_options import LiveOptions
 from penstock.wire.compression import compressed
 from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
@@ -136,6 +137,35 @@ async def test_a_bomb_is_refused_before_it_grows(node: Node, payload: bytes, why
         assert refused["code"] == "invalid_argument" and why in refused["message"]
         peer.send(FrameType.HEARTBEAT, 8)
         assert (await peer.frame()) is not None  # it serves on
+
+
+async def test_parts_that_are_bombs_together_are_refused(node: Node) -> None:
+    topic = await node.topic()
+    raw = body([{"payload": bytes(1 << 20)}] * 30)
+    packed = compress(Codec.ZSTD, raw)
+    parts, lengths = [(0, 30, packed)] * 3, [len(raw)] * 3
+    with pytest.raises(InvalidArgument) as refused:
+        await node.connection.enqueue(topic, parts, codec=Codec.ZSTD, raw_lengths=lengths)
+    assert (refused.value.field, refused.value.limit) == ("raw_lengths", 64 << 20)
+    answer = await node.connection.enqueue(
+        topic, parts[:2], codec=Codec.ZSTD, raw_lengths=lengths[:2]
+    )
+    assert sum(placed.count for placed in answer.placed) == 60
+
+
+async def test_what_is_kept_decompressed_counts_as_that(node: Node) -> None:
+    topic = await node.topic()
+    raw = body([{"payload": bytes(1 << 20)}] * 8)
+    part, lengths = (0, 8, compress(Codec.ZSTD, raw)), [len(raw)]
+    others = NODE_INFLIGHT_BYTES_MAX - 12 * (1 << 20)  # as if that much were under way
+    node.engine.inflight_bytes += others
+
+    async def put() -> Any:
+        return await node.connection.enqueue(topic, [part], codec=Codec.ZSTD, raw_lengths=lengths)
+
+    answers = await asyncio.gather(put(), put(), return_exceptions=True)
+    assert [isinstance(answer, Backpressure) for answer in answers] == [False, True]
+    assert node.engine.inflight_bytes == others
 
 
 async def test_what_was_not_agreed_on_is_not_decompressed(node: Node) -> None:

@@ -127,35 +127,46 @@ def _bodies(engine: Engine, topic: Topic, control: Enqueue, data: memoryview) ->
             field="entries",
             limit=BATCH_ENTRIES_MAX,
         )
+    if control.codec:
+        _check_raw_lengths(control, engine.config.limits.raw_bytes_max)
     found: list[Checked] = []
     at = index = 0
     for i, part in enumerate(control.parts):
         if part.length < 0:
             raise InvalidArgument("a part's length is negative", field="parts")
         body = bytes(data[at : at + part.length])
-        raw = body if not control.codec else _decompressed(engine, control, i, body)
+        raw = body if not control.codec else _decompressed(control, i, body)
         found.append((check_body(raw, part.count, topic.config), body, index))
         at += part.length
         index += part.count
     return found
 
 
-def _decompressed(engine: Engine, control: Enqueue, index: int, body: bytes) -> bytes:
-    limit = engine.config.limits.raw_bytes_max
-    lengths = control.raw_lengths or []
+def _check_raw_lengths(control: Enqueue, limit: int) -> None:
+    """Of all parts together, and before any is decompressed: small frames may claim a lot."""
     if control.codec not in (Codec.ZSTD, Codec.LZ4):
         raise InvalidArgument(f"codec {control.codec} is unknown", field="codec")
-    if len(lengths) != len(control.parts) or not 0 < lengths[index] <= limit:
+    lengths = control.raw_lengths or []
+    if (
+        len(lengths) != len(control.parts)
+        or any(length < 1 for length in lengths)
+        or sum(lengths) > limit
+    ):
         raise InvalidArgument(
-            f"raw_lengths must give each part's length, at most {limit}",
+            f"raw_lengths must give each part's length, together at most {limit}",
             field="raw_lengths",
             limit=limit,
         )
+
+
+def _decompressed(control: Enqueue, index: int, body: bytes) -> bytes:
+    assert control.raw_lengths is not None, "checked with all of them"
+    length = control.raw_lengths[index]
     try:
-        raw = decompress(Codec(control.codec), body, lengths[index])
+        raw = decompress(Codec(control.codec), body, length + 1)
     except Corruption as error:
         raise InvalidArgument(error.message, field="body") from error
-    if len(raw) != lengths[index]:
+    if len(raw) != length:
         raise InvalidArgument("a body is not of its stated length", field="raw_lengths")
     return raw
 

@@ -234,8 +234,11 @@ class Session(asyncio.Protocol):
         self._enqueue(frame, request, memoryview(body))
 
     def _enqueue(self, frame: Frame, control: Enqueue, data: memoryview) -> None:
-        self._check_room(len(data))
-        reply = self._reply(frame, len(data))
+        size = len(data)
+        if control.codec and control.raw_lengths:  # it is kept decompressed until it is written
+            size += min(sum(control.raw_lengths), self._engine.config.limits.raw_bytes_max)
+        self._check_room(size)
+        reply = self._reply(frame, max(0, size))
         try:
             enqueue(self._engine, control, data, reply)
         except Corruption as error:
