@@ -50,7 +50,7 @@ def taken_of(waiting: list[tuple[float, int, int, int]], count_max: int) -> list
     return found
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(lucks, st.integers(2, 40))
 def test_items_with_a_key_in_common_stay_in_order(luck: Luck, size: int) -> None:
     queue: Ingest[int] = Ingest(1000, ageing_ms=10)

@@ -35,7 +35,7 @@ def taken(outbox: Outbox, count: int, now_ms: float = 0) -> list[int]:
     return [] if rows is None else rows.ordinals.tolist()
 
 
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(lucks, st.integers(1, 60), st.booleans())
 def test_nothing_is_lost_nor_overtakes_within_a_vector(luck: Luck, size: int, few: bool) -> None:
     names = "vw" if few else "abcdefghijklmnop"

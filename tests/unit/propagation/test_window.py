@@ -47,7 +47,7 @@ def applied(deltas: list[Delta]) -> dict[str, tuple[Any, ...]]:
     return {vector: row[:3] for vector, row in reference(ordered).items()}
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(lucks, sizes)
 def test_applied_in_order_the_merged_give_what_all_give(luck: Luck, size: int) -> None:
     rows = rows_of(luck.history(size), headers=luck.maybe())
