@@ -176,12 +176,16 @@ class Keys:
             at = place[waiting]
             self._places[at] = waiting
             won = self._places[at] == waiting
-            winners = waiting[won]
-            rows = self.table.extend(len(winners)) + np.arange(len(winners))
-            self.table["low"][rows], self.table["high"][rows] = low[winners], high[winners]
-            self._places[at[won]] = rows
+            winners, losers = waiting, waiting[~won]
+            if len(losers):
+                winners, at = waiting[won], at[won]
+            first = self.table.extend(len(winners))
+            rows = np.arange(first, first + len(winners))
+            self.table["low"][first : self.table.count] = low[winners]
+            self.table["high"][first : self.table.count] = high[winners]
+            self._places[at] = rows
             found[winners] = rows
-            waiting = waiting[~won]
+            waiting = losers
             if len(waiting):
                 rest = self._probe(low[waiting], high[waiting])
                 found[waiting], place[waiting] = rest
