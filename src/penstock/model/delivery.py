@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from penstock.model.columns import Column, Schema
+import numpy as np
+
+from penstock.model.columns import Buffer, Column, Schema
 
 DELIVERY: Final = Schema(
     1,
@@ -30,3 +32,19 @@ CHANGES: Final = Schema(
         Column("payload", "binary"),  # the delta
     ),
 )
+
+_PRIORITY_AT: Final = 2  # the byte of a delta that has its class
+_FEW: Final = 32  # rows that are looked at one by one sooner than as an array
+
+
+def most_urgent(body: Buffer, count: int) -> int | None:
+    """The most urgent class among CHANGES; None if there are none."""
+    if not count:
+        return None
+    columns = CHANGES.decode(body, count)
+    starts, blob = columns.view("payload"), columns.blob("payload")
+    assert starts is not None
+    if count <= _FEW:
+        return min([blob[starts[row] + _PRIORITY_AT] for row in range(count)])
+    offsets = np.frombuffer(starts, np.int32)[:-1]
+    return int(np.frombuffer(blob, np.uint8)[offsets + _PRIORITY_AT].min())

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from penstock.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.model.columns import Buffer
-from penstock.model.delivery import CHANGES
+from penstock.model.delivery import most_urgent
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
 from penstock.node.live.subscription import Subscription
 from penstock.node.streams import WINDOW_BYTES_MAX, WINDOW_ENTRIES_MAX
@@ -25,8 +23,6 @@ from penstock.wire.messages import Changes, Grant, OpenSubscription, pack
 
 STARTS: Final = ("now", "sequence", "time", "cursor")
 _AT_MAX: Final = (1 << 63) - 1
-_PRIORITY_AT: Final = 2  # the byte of a delta that has its class
-_FEW: Final = 32  # rows that are looked at one by one sooner than as an array
 
 
 class LiveStream:
@@ -102,19 +98,6 @@ class LiveStream:
     def _reject(self, error: PenstockError) -> None:
         if self.open:
             self._refuse(error)
-
-
-def most_urgent(body: Buffer, count: int) -> int | None:
-    """The most urgent class among changes; None if there are none."""
-    if not count:
-        return None
-    columns = CHANGES.decode(body, count)
-    starts, blob = columns.view("payload"), columns.blob("payload")
-    assert starts is not None
-    if count <= _FEW:
-        return min([blob[starts[row] + _PRIORITY_AT] for row in range(count)])
-    offsets = np.frombuffer(starts, np.int32)[:-1]
-    return int(np.frombuffer(blob, np.uint8)[offsets + _PRIORITY_AT].min())
 
 
 def check_subscription(control: OpenSubscription, topic: Topic) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
+from penstock.model.delivery import most_urgent
 from penstock.node.routing.ports import PeerConnection
-from penstock.wire.frame import FrameFlag, FrameType
-from penstock.wire.messages import Grant, OpenLog, OpenSubscription, pack
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.messages import Changes, Grant, OpenLog, OpenSubscription, pack, unpack
 
 
 class LogRelay:
@@ -29,6 +30,7 @@ class LogRelay:
         self._peer, self._send = peer, send
         self._end, self._refuse = end, refuse
         self._opened = False
+        self._changes = isinstance(control, OpenSubscription)
         self.open = True
         self._number = peer.open(control, self)
 
@@ -49,7 +51,11 @@ class LogRelay:
 
     def on_batch(self, payload: memoryview) -> None:
         if self.open:
-            self._send(FrameType.BATCH, payload, flags=FrameFlag.BATCHED)
+            flags = int(FrameFlag.BATCHED)
+            if self._changes:
+                changes, body = unpack(payload, Changes)
+                flags |= flags_of_class(most_urgent(body, changes.count))
+            self._send(FrameType.BATCH, payload, flags=flags)
 
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:
