@@ -19,15 +19,16 @@ from penstock.client.memory import memory_pair
 from penstock.config import Config
 from penstock.errors import Backpressure, InvalidArgument
 from penstock.model.batch import Codec, compress
-from penstock.model.delta import Delta, Op, encode
+from penstock.model.delta import Delta, Op, PriorityClass, encode
 from penstock.node.session import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX, Session
 from penstock.propagation.live_options import LiveOptions
 from penstock.wire.compression import compressed
-from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.frame import FrameFlag, FrameType, class_of_flags, flags_of_class
 from penstock.wire.messages import (
     Call,
     Enqueue,
     Enqueued,
+    Grant,
     Hello,
     OpenSubscription,
     Part,
@@ -40,10 +41,11 @@ from penstock.wire.messages import (
 ZIPPED = FrameFlag.COMPRESSED
 
 
-def delta(number: int = 1) -> bytes:
+def delta(number: int = 1, priority: PriorityClass = PriorityClass.NORMAL) -> bytes:
     made = Delta(
         delta_id=bytes([number]) * 16, namespace="default", vector_id="a", op=Op.DENSE,
         origin="x", time=START_MS << 16, clock={"x": number}, values=np.ones(4, np.float32),
+        priority=priority,
     )  # fmt: skip
     return encode(made, dimensions=4)
 
@@ -214,6 +216,39 @@ async def test_a_delta_that_wants_no_answer_gets_none(node: Node) -> None:
         peer.send(FrameType.HEARTBEAT, 3)
         found = await peer.frame()
         assert found is not None and found.type is FrameType.HEARTBEAT
+
+
+# --- a subscription ---
+
+
+async def test_changes_say_how_urgent_they_are(node: Node) -> None:
+    await node.topic("vectors", kind="delta", dimensions=4)
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.send(FrameType.SUBSCRIBE, 1, pack(OpenSubscription("vectors", 0)), flags=WANTED)
+        assert (await peer.answer(1))["ordinal"] == 0
+        for number, priority in enumerate((PriorityClass.CRITICAL, PriorityClass.LOW), 1):
+            payload = delta(number, priority)
+            peer.send(FrameType.DELTA, 9, pack(PutDelta("vectors")), payload)
+            found = await peer.frame()
+            assert found is not None and found.type is FrameType.BATCH and found.sequence == 1
+            assert class_of_flags(found.flags) == priority and found.flags & FrameFlag.BATCHED
+            assert bool(found.flags & FrameFlag.HIGH) == (priority is PriorityClass.CRITICAL)
+            assert bytes(found.payload).rstrip(b"\0").endswith(payload.rstrip(b"\0"))
+
+
+@pytest.mark.parametrize("grant", [Grant(1), Grant(0, 1), Grant(0, 0, 99), Grant(-1)])
+async def test_credit_that_was_never_out_ends_a_subscription(node: Node, grant: Grant) -> None:
+    await node.topic("vectors", kind="delta", dimensions=4)
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.send(FrameType.SUBSCRIBE, 1, pack(OpenSubscription("vectors", 0)), flags=WANTED)
+        await peer.answer(1)
+        peer.send(FrameType.ACK, 1, pack(grant))
+        found = await peer.frame()
+        assert found is not None and (found.type, found.sequence) == (FrameType.UNSUBSCRIBE, 1)
+        assert unpack(found.payload, dict)[0]["code"] == "invalid_argument"
+        assert node.engine.topic("vectors").live.subscribers == 0  # type: ignore[union-attr]
 
 
 # --- slowing down ---
