@@ -193,6 +193,7 @@ class Engine:
             connection.drop_topic(topic)
         topic.close()
         self.cursors.forget(topic.config.id)
+        await self.live_quiet([topic])
         await self.close_hosts(key for key in self.hosts if key[0] == topic.config.id)
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
@@ -377,6 +378,10 @@ class Engine:
 
     async def stop_sinks(self, topics: Iterable[Topic]) -> None:
         await asyncio.gather(*(t.live.stop_sinks() for t in topics if t.live is not None))
+
+    async def live_quiet(self, topics: Iterable[Topic]) -> None:
+        """Wait until no thread of the live path reads the logs of topics that are closed."""
+        await asyncio.gather(*(t.live.quiet() for t in topics if t.live is not None))
 
     async def drain(self, topics: Iterable[Topic]) -> None:
         """Let everything under way be answered, within the configured time."""

@@ -154,6 +154,7 @@ async def _stop(engine: Engine) -> None:
         task.cancel()
     for topic in engine.topics.values():
         topic.close()
+    await engine.live_quiet(engine.topics.values())
     if engine.fatal_error is None:
         await engine.close_hosts(engine.hosts)
     await engine.writers.close()

@@ -79,6 +79,11 @@ class CatchingUp:
         return self.next - 1 if self.held is None else int(self.held.positions[0]) - 1
 
     @property
+    def busy(self) -> bool:
+        """Whether a thread reads."""
+        return self._reading
+
+    @property
     def done(self) -> bool:
         """Whether all that the partition has released so far was taken."""
         return self.held is None and not self._reading and self.next > self._source.sequence

@@ -70,14 +70,13 @@ class Feed:
 
     async def activate(self) -> None:
         """Fold what the log holds, then follow it. Raises what the log raises."""
-        self._busy = True
-        try:
-            while not self.closed:
-                through = self._partition.sequence_readable
-                if not await asyncio.to_thread(self._fold_slice, through):
-                    break
-        finally:
-            self._busy = False
+        more = True
+        while more and not self.closed:
+            through = self._partition.sequence_readable
+            self._busy = True
+            # Who is cancelled does not stop the thread, which has the fold until it is through.
+            work = self._loop.run_in_executor(None, self._fold_slice, through)
+            more = await asyncio.shield(work)
         if self.closed:
             raise Unavailable("the partition moved while its log was folded")
         self.following = True
@@ -87,6 +86,12 @@ class Feed:
 
     def _fold_slice(self, through: int) -> bool:
         """Fold the next piece of the log; False at its end. Nobody else has the fold yet."""
+        try:
+            return self._fold_next(through)
+        finally:
+            self._busy = False
+
+    def _fold_next(self, through: int) -> bool:
         first = max(self.fold.sequence + 1, self._log.sequence_first)
         if first > through or self.closed:
             return False

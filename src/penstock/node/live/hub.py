@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.node.topic import Topic
 
 TICK_MS: Final = 100
+QUIET_S: Final = 10.0  # that a thread may need to end what it reads
 CURSOR_TICKS: Final = 2  # between two writings of cursors
 _numbers: Final = itertools.count(1)
 Send = Callable[[Changes, Buffer], None]
@@ -57,6 +59,7 @@ class Hub:
         self._clock, self._metrics, self._spawn = clock, metrics, spawn
         self.partitions: dict[int, LivePartition] = {}
         self.sinks: list[HostedSink] = []
+        self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
         self._noted: dict[Place, int] = {}  # positions of cursors as they were noted last
         self._holders: dict[Place, Subscription] = {}  # who moves a cursor
         self._timer: Timer | None = None
@@ -134,16 +137,14 @@ class Hub:
         committed = self.topic.here(index).sequence_readable
         live = await self.activated(index)
         place = Place(self.topic.config.id, terms.cursor, index)
-        if terms.cursor and (holder := self._holders.get(place)) is not None:
-            holder.fail(
-                FailedPrecondition(f"cursor {terms.cursor} was taken over by another subscriber")
-            )
+        self._take_over(place)
         stored = await self.cursors.get(place) if terms.cursor else None
         if held is not None and stored is not None and held < stored.position:
             stored = Cursor(held, stored.time_ms)
         first = await position_of(live.log, start=start, at=at, stored=stored, committed=committed)
         if live.closed or self.closed:
             raise Unavailable(f"partition {index} of {self.topic.config.name} moved")
+        self._take_over(place)  # from who came at the same time
         subscription = Subscription(
             live, terms, first=first, emit=emit(live), fail=fail, clock=self._clock,
             forget=lambda gone: self._forget(live, place, gone),
@@ -155,6 +156,14 @@ class Hub:
             self._noted[place] = subscription.acknowledged
         self._tick_soon()
         return subscription
+
+    def _take_over(self, place: Place) -> None:
+        """A cursor has one user: the newest."""
+        holder = self._holders.get(place) if place.name else None
+        if holder is not None:
+            holder.fail(
+                FailedPrecondition(f"cursor {place.name} was taken over by another subscriber")
+            )
 
     async def activated(self, index: int) -> LivePartition:
         """The partition, once its log is folded."""
@@ -198,6 +207,8 @@ class Hub:
         if live is not None:
             name = self.topic.config.name
             live.fail(Unavailable(f"partition {index} of {name} moved", partition=index))
+            if not live.quiet:
+                self._ending.append(live)
 
     def close(self) -> None:
         """The topic is closed, for good or until the node starts again."""
@@ -252,6 +263,14 @@ class Hub:
 
     async def stop_sinks(self) -> None:
         await asyncio.gather(*(sink.stop() for sink in self.sinks))
+
+    async def quiet(self) -> None:
+        """Wait, once it is closed, until no thread reads the logs any more."""
+        deadline = time.monotonic() + QUIET_S
+        while time.monotonic() < deadline:
+            if all(live.quiet for live in self._ending):
+                return
+            await asyncio.sleep(0.002)
 
     def _on_released(self, rows: int, seconds: float) -> None:
         self._metrics.live_released(self.topic.config.name, rows, seconds)

@@ -33,6 +33,7 @@ class LivePartition:
         self.partition, self._clock, self._released = partition, clock, released
         self.feed = Feed(partition, dimensions=dimensions, deliver=self._deliver, fail=self.fail)
         self.subscriptions: list[Subscription] = []
+        self._readers: list[Subscription] = []  # that have left while a thread read for them
         self.active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.used_ms = clock.now_ms()  # somebody wanted it last
         self.released = 0  # since it was activated
@@ -74,6 +75,12 @@ class LivePartition:
         return self.feed.idle
 
     @property
+    def quiet(self) -> bool:
+        """Whether no thread reads the log for it."""
+        self._readers = [s for s in self._readers if s.reading]
+        return self.feed.idle and not self._readers
+
+    @property
     def closed(self) -> bool:
         return self.feed.closed
 
@@ -83,6 +90,8 @@ class LivePartition:
     def remove(self, subscription: Subscription) -> None:
         if subscription in self.subscriptions:
             self.subscriptions.remove(subscription)
+            if subscription.reading:
+                self._readers.append(subscription)
             self.used_ms = self._clock.now_ms()
 
     # --- from the feed ---

@@ -85,6 +85,7 @@ class Subscription:
         self._timer_ms = 0
         self._told = first - 1  # the last position that was sent
         self._told_ms = clock.now_ms()
+        self._log_ms = self._told_ms  # of the log, when it took what was sent last
         self.acknowledged = first - 1
         self.delivered = 0
         self.switches = 0  # times it fell behind
@@ -100,6 +101,11 @@ class Subscription:
         if self._reading is not None:
             return self._reading.settled
         return self._waiting.settled(self._through)
+
+    @property
+    def reading(self) -> bool:
+        """Whether a thread reads the log for it."""
+        return self._reading is not None and self._reading.busy
 
     @property
     def blocked(self) -> bool:
@@ -143,7 +149,7 @@ class Subscription:
             "position": self.settled,
             "acknowledged": self.acknowledged,
             "lag_entries": lag,
-            "lag_ms": 0 if not lag or oldest is None else max(0, now_ms - round(oldest)),
+            "lag_ms": 0 if not lag else max(0, now_ms - round(oldest or self._log_ms)),
             "outbox_entries": self.waiting,
             "outbox_bytes": outbox.bytes,
             "rate": round(self.rate.rate),
@@ -337,6 +343,7 @@ class Subscription:
 
     def _send(self, rows: Rows, position: int, *, shared: Outgoing | None, now_ms: int) -> None:
         self._told, self._told_ms = position, now_ms
+        self._log_ms = int(rows.batch.log_times_ms[-1])
         self.delivered += len(rows)
         self._pace.used()
         self._credit.use(len(rows), self._emit(rows, position, shared))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,15 @@ async def test_partitions_are_followed_apart(tmp_path: Path) -> None:
         wanted = expected(node, index)
         await until(lambda reader=reader, wanted=wanted: reader.rows == wanted)  # type: ignore[misc]
     await node.stop()
+
+
+async def test_a_node_stops_while_a_log_is_folded(node: Node) -> None:
+    await put(node, payloads_of(corpus(3000)), size=500)
+    asking = asyncio.create_task(subscribe(node, start="sequence", at=1))
+    await asyncio.sleep(0)
+    await node.stop()
+    with pytest.raises((Unavailable, asyncio.CancelledError)):
+        await asking
+    await node.start()
+    reader = await subscribe(node, start="sequence", at=1)
+    await until(lambda: reader.rows == expected(node))
