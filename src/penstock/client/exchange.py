@@ -19,6 +19,7 @@ from penstock.wire.compression import compressed, expanded
 from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
 from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
 from penstock.wire.negotiation import CODECS, VERSIONS
+from penstock.wire.outbox import Transport
 
 GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
@@ -40,7 +41,7 @@ class Exchange(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._hello = Hello(list(VERSIONS), api_key, client, list(codecs))
         self._codec = Codec.NONE  # that the server has chosen of these
-        self._transport: asyncio.Transport | None = None
+        self._transport: Transport | None = None
         self._decoder = FrameDecoder()
         self._number = 0
         self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from penstock.model.batch import Batch
 from penstock.replication.messages import Append, Follow, Followed
 from penstock.wire.frame import Buffer, FrameFlag, FrameType
 from penstock.wire.messages import OpenFollow, Tell, Told, pack, unpack
+from penstock.wire.outbox import Outbox
 
 HEARTBEAT_S: Final = 0.5  # six of these without a byte, and the connection is given up
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -81,6 +82,10 @@ class Relay(Protocol):
 
 class PeerConnection(Connection):
     """What one node may ask of another."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        outbox = Outbox(cast(asyncio.Transport, transport), self._loop.call_soon)
+        super().connection_made(cast(asyncio.Transport, outbox))
 
     @property
     def node(self) -> str:

@@ -68,6 +68,7 @@ from penstock.wire.messages import (
     unpack,
 )
 from penstock.wire.negotiation import CODECS
+from penstock.wire.outbox import Outbox, Transport
 from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
@@ -87,7 +88,7 @@ class Session(asyncio.Protocol):
         self._number = next(_numbers)
         self._decoder = FrameDecoder(GREETING_BYTES_MAX)
         self._codec = Codec.NONE  # by which frames may be compressed
-        self._transport: asyncio.Transport | None = None
+        self._transport: Transport | None = None
         self._greeted = False
         self._key_id: str | None = None
         self._peer = False  # another node of the cluster, as far as we can tell
@@ -105,6 +106,8 @@ class Session(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        if self._engine.config.cluster_name:
+            self._transport = Outbox(self._transport, asyncio.get_running_loop().call_soon)
         if len(self._engine.connections) >= self._engine.config.limits.connections_max:
             self._refuse(LimitExceeded("too many connections", retry_after_s=1.0))
             return
