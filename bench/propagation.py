@@ -55,6 +55,22 @@ def feeding(corpus: Corpus, size: int) -> tuple[float, float]:
     return spent / len(corpus) * 1e6, statistics.median(each)
 
 
+def feeding_few(corpus: Corpus) -> None:
+    """CPU µs of feeds as a node makes them, of what was just committed, after a first large one."""
+    print(f"\n{'feed a few, without states':<42} {'µs/feed':>9} {'µs/delta':>9}")
+    for size in (1, 5, 20):
+        fold, first = Propagator(DIMENSIONS), len(corpus) // 2 + 1
+        fold.feed(batch(corpus.chunk(0, first - 1).payloads, 1), through=first - 1, states=False)
+        each = []
+        for at in range(first, min(first + 2000 * size, len(corpus) - size), size):
+            some = batch(corpus.chunk(at - 1, at - 1 + size).payloads, at)
+            started = time.process_time()
+            fold.feed(some, through=at + size - 1, states=False)
+            each.append((time.process_time() - started) * 1e6)
+        median = statistics.median(each)
+        print(f"{size:<42} {median:>9.1f} {median / size:>9.2f}")
+
+
 def validating(corpus: Corpus) -> None:
     print(f"\n{'validate a batch of':<42} {'µs/batch':>9} {'µs/delta':>9}")
     for size in (1, 10, 100, 1000):
@@ -79,6 +95,8 @@ def main() -> None:
         for size in (5_000, 50_000):
             total, median = feeding(corpus, size)
             print(f"{name:<42} {size:>6} {total:>6.2f} {median:>7.2f}")
+        if not shape.get("disorder"):
+            feeding_few(corpus)
     validating(corpus)
 
 
