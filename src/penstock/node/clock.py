@@ -53,6 +53,33 @@ class TenureClock:
         return self._clock.now_ms() + self.ahead_ms
 
 
+class Alarm:
+    """Calls back at the earliest of the times that it was set to, then no more until it is set."""
+
+    __slots__ = ("_callback", "_clock", "_timer", "when_ms")
+
+    def __init__(self, clock: Clock, callback: Callable[[], object]) -> None:
+        self._clock, self._callback = clock, callback
+        self._timer: Timer | None = None
+        self.when_ms: int | None = None  # None: it is not set
+
+    def set(self, when_ms: int) -> None:
+        if self.when_ms is not None and self.when_ms <= when_ms:
+            return
+        self.cancel()
+        self.when_ms = when_ms
+        self._timer = self._clock.call_at(when_ms, self._ring)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.when_ms = None
+
+    def _ring(self) -> None:
+        self._timer = self.when_ms = None
+        self._callback()
+
+
 class _ManualTimer:
     def __init__(self, callback: Callable[[], object]) -> None:
         self.callback: Callable[[], object] | None = callback

@@ -23,7 +23,7 @@ from penstock.heap import Applied
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.atomic import resolve_in_doubt
-from penstock.node.clock import Clock, Timer
+from penstock.node.clock import Alarm, Clock, Timer
 from penstock.node.delivering import Deliveries
 from penstock.node.dispatching import Dispatch
 from penstock.node.logs import get_logger
@@ -74,9 +74,8 @@ class Topic:
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
-        self._timer: Timer | None = None
+        self._alarm = Alarm(clock, self._on_timer)
         self._doubt: Timer | None = None  # set until what was prepared too long ago has asked
-        self._timer_ms = 0
         self._armed_for: list[int] = []  # where the logs ended when the timers were set
         self.rotation = 0  # the partition that keyless messages go to next
         self.live: Hub | None = None  # of a delta topic, once somebody subscribed
@@ -349,19 +348,11 @@ class Topic:
         due = [w for p in self.local if (w := p.next_wakeup()) is not None]
         if not due:
             return
-        earliest_ms = min(due)
-        if self._timer is not None and self._timer_ms <= earliest_ms:
-            return
-        when_ms = max(earliest_ms, self._clock.now_ms() + 1)
-        if self._timer is not None:
-            if self._timer_ms <= when_ms:
-                return
-            self._timer.cancel()
-        self._timer_ms = when_ms
-        self._timer = self._clock.call_at(when_ms, self._on_timer)
+        earliest_ms, set_ms = min(due), self._alarm.when_ms
+        if set_ms is None or set_ms > earliest_ms:
+            self._alarm.set(max(earliest_ms, self._clock.now_ms() + 1))
 
     def _on_timer(self) -> None:
-        self._timer = None
         self._armed_for = []
         for partition in self.local:
             partition.expire()
@@ -399,9 +390,7 @@ class Topic:
         if self._doubt is not None:
             self._doubt.cancel()
         self.router.remove(self, self.config.id)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._alarm.cancel()
         for waiter in self._dispatch_waiters:
             if not waiter.done():
                 waiter.set_exception(topic_not_found(self.config.name))

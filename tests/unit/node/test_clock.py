@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.node.clock import ManualClock, SystemClock, TenureClock
+from penstock.node.clock import Alarm, ManualClock, SystemClock, TenureClock
 
 
 def test_timers_fire_in_order_and_at_their_own_moment() -> None:
@@ -47,3 +47,17 @@ def test_the_time_of_a_tenure_is_never_behind_its_log() -> None:
     assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (5000, 1000, 1000)
     clock.advance(2)
     assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (7000, 3000, 3000)
+
+
+def test_an_alarm_rings_once_at_the_earliest_time_it_was_set_to() -> None:
+    clock = ManualClock(0)
+    rung: list[int] = []
+    alarm = Alarm(clock, lambda: rung.append(clock.now_ms()))
+    for when_ms in (50, 20, 30):
+        alarm.set(when_ms)
+    clock.advance(0.1)
+    assert (rung, alarm.when_ms) == ([20], None)
+    alarm.set(120)
+    alarm.cancel()
+    clock.advance(0.1)
+    assert rung == [20]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
-from penstock.node.clock import Clock, Timer
+from penstock.node.clock import Alarm, Clock
 from penstock.node.live.catching_up import CatchingUp, Source
 from penstock.node.live.credit import Credit
 from penstock.node.live.outgoing import Outgoing
@@ -81,8 +81,7 @@ class Subscription:
         self._credit = Credit(terms.credit_entries, terms.credit_bytes)
         self._blocked = False
         self._due = False
-        self._timer: Timer | None = None
-        self._timer_ms = 0
+        self._alarm = Alarm(clock, self._pump)
         self._told = first - 1  # the last position that was sent
         self._told_ms = clock.now_ms()
         self._log_ms = self._told_ms  # of the log, when it took what was sent last
@@ -185,8 +184,7 @@ class Subscription:
         self.state = State.CLOSED
         if self._reading is not None:
             self._reading.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.cancel()
         self._waiting.drop()
         self._forget(self)
 
@@ -364,17 +362,7 @@ class Subscription:
         )  # fmt: skip
 
     def _wake_in(self, delay_ms: float, now_ms: int) -> None:
-        when_ms = now_ms + max(1, round(delay_ms))
-        if self._timer is not None:
-            if self._timer_ms <= when_ms:
-                return
-            self._timer.cancel()
-        self._timer_ms = when_ms
-        self._timer = self._clock.call_at(when_ms, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
+        self._alarm.set(now_ms + max(1, round(delay_ms)))
 
 
 def _fitting(ends: NDArray[np.int64], at: int, entries: int) -> int:
