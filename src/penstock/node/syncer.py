@@ -25,6 +25,8 @@ class Syncer:
     def __init__(self) -> None:
         from caio import linux_aio
 
+        if linux_aio is None:  # how caio says that the kernel lets it have none
+            raise ImportError("no asynchronous I/O of the kernel")
         self._make: Callable[[int], Any] = linux_aio.Operation.fdsync
         self._context = linux_aio.Context(max_requests=REQUESTS_MAX)
         self._under_way = 0

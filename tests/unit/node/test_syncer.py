@@ -4,6 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
 from tests.unit.log.mounts import cut_power, ext4, make_ext4
 
 from penstock.node.syncer import Syncer, open_syncer
@@ -51,3 +52,10 @@ async def test_a_sync_that_is_not_even_begun_is_told_too() -> None:
     syncer.close()
     assert isinstance(error, OSError)
     assert not syncer.full
+
+
+async def test_where_the_kernel_has_none_left_threads_do_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("caio.linux_aio", None)
+    assert open_syncer() is None
