@@ -22,6 +22,7 @@ from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_log import deltas_of
 from penstock.model.ragged import sixteens
 from penstock.node.live.outgoing import Routes, wanted
+from penstock.node.streams import gone
 from penstock.propagation.releases import Releases
 from penstock.propagation.rows import Rows
 
@@ -95,6 +96,8 @@ class CatchingUp:
         """
         if self._reading:
             return False
+        if self.next < self._source.log.sequence_first:
+            raise gone(self.next, sequence_first=oldest_position(self._source))
         if self._batches is None:
             batches = self._read(nowait=True)
             if batches is None:
@@ -123,6 +126,8 @@ class CatchingUp:
         if not len(late):
             self._hold(batches, last, DeltaBatch.empty())
             return True
+        if int(late[0]) < self._source.log.sequence_first:
+            raise gone(first, sequence_first=oldest_position(self._source))
         found = None
         if len(late) <= LATE_MAX:
             found = deltas_at(self._source.log, late, nowait=True)
@@ -170,6 +175,24 @@ class CatchingUp:
                 then(future.result())
 
         future.add_done_callback(done)
+
+
+def oldest_position(source: Source) -> int:
+    """From where on the log has all that was released. That may be a little behind its first
+    sequence: what was released there had perhaps waited since before."""
+    log, releases = source.log, source.releases
+    first = log.sequence_first
+    if first == 1:
+        return first  # nothing was ever dropped
+    low, high = first, max(source.sequence, first - 1) + 1
+    while low < high:
+        middle = (low + high) // 2
+        late = releases.late_sequences(middle, source.sequence)
+        if len(late) and int(late[0]) < first:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def deltas_at(log: PartitionLog, sequences: Sequences, *, nowait: bool) -> DeltaBatch | None:

@@ -141,7 +141,7 @@ class Hub:
         stored = await self.cursors.get(place) if terms.cursor else None
         if held is not None and stored is not None and held < stored.position:
             stored = Cursor(held, stored.time_ms)
-        first = await position_of(live.log, start=start, at=at, stored=stored, committed=committed)
+        first = await position_of(live, start=start, at=at, stored=stored, committed=committed)
         if live.closed or self.closed:
             raise Unavailable(f"partition {index} of {self.topic.config.name} moved")
         self._take_over(place)  # from who came at the same time

@@ -113,6 +113,9 @@ class LivePartition:
         self._released(rows, now - feed.committed_at)
 
     def tick(self, now_ms: int) -> None:
+        first = self.log.sequence_first
+        if self.feed.following and first > self.releases.trimmed + 1:
+            self.releases.trim(first)  # what retention has dropped nobody can read any more
         for subscription in self.subscriptions.copy():
             subscription.tick(now_ms)
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import InvalidArgument
-from penstock.log.partition import PartitionLog
+from penstock.node.live.catching_up import oldest_position
 from penstock.node.live.cursors import Cursor
 from penstock.node.streams import gone
 
@@ -18,13 +18,14 @@ OLDEST: Final = -1  # as `at`: what the log has of old
 
 
 async def position_of(
-    log: PartitionLog, *, start: str, at: int, stored: Cursor | None, committed: int
+    live: LivePartition, *, start: str, at: int, stored: Cursor | None, committed: int
 ) -> int:
     """The first position that is wanted. `committed` is from when the request came."""
     if start == "now":
         return committed + 1
     if start == "time":
-        return await asyncio.to_thread(log.find_time, at, through=committed)
+        found = await asyncio.to_thread(live.log.find_time, at, through=committed)
+        return max(found, oldest_position(live))
     if start == "cursor":
         if stored is not None:
             at = stored.position + 1
@@ -32,10 +33,11 @@ async def position_of(
             return committed + 1
     elif start != "sequence":
         raise InvalidArgument("start must be one of now, sequence, time, cursor", field="start")
+    oldest = oldest_position(live)
     if at <= 0:
-        return log.sequence_first
-    if at < log.sequence_first:
-        raise gone(at, sequence_first=log.sequence_first)
+        return oldest
+    if at < oldest:
+        raise gone(at, sequence_first=oldest)
     return at
 
 

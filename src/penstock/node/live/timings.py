@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-KEPT: Final = 4096  # feeds
+KEPT: Final = 1024  # feeds
 QUANTILES: Final = {"p50_us": 0.50, "p95_us": 0.95, "p99_us": 0.99}
 
 

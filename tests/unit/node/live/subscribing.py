@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from tests.integration.harness import START_MS, Node
 
@@ -88,6 +89,12 @@ async def subscribe(
         partition, asked, send=reader.send, fail=reader.fail, key_id=None
     )
     return reader
+
+
+def small_outbox(node: Node, entries: int = 50, **options: object) -> None:
+    """Let subscribers from now on have a small outbox."""
+    live = msgspec.structs.replace(node.engine.config.live, outbox_entries=entries, **options)
+    node.engine.config = msgspec.structs.replace(node.engine.config, live=live)
 
 
 async def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:

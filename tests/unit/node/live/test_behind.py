@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
@@ -11,6 +10,7 @@ from tests.unit.node.live.subscribing import (
     expected,
     payloads_of,
     put,
+    small_outbox,
     subscribe,
     until,
 )
@@ -30,12 +30,6 @@ def in_vectors_order(reader: Reader) -> bool:
             return False
         last[vector.tobytes()] = row.ordinal
     return True
-
-
-def small_outbox(node: Node, entries: int = 50, **options: object) -> None:
-    """Let subscribers from now on have a small outbox."""
-    live = msgspec.structs.replace(node.engine.config.live, outbox_entries=entries, **options)
-    node.engine.config = msgspec.structs.replace(node.engine.config, live=live)
 
 
 async def test_stalled_then_behind_then_live_with_nothing_lost(node: Node) -> None:

@@ -11,6 +11,7 @@ from tests.unit.node.live.subscribing import (
     expected,
     payloads_of,
     put,
+    small_outbox,
     subscribe,
     until,
 )
@@ -108,7 +109,10 @@ async def test_an_unknown_cursor_begins_now(node: Node) -> None:
 async def test_what_retention_has_dropped_is_refused(small_node: Node) -> None:
     node = small_node
     await delta_topic(node, retention_ms=1000)
+    small_outbox(node)
+    stalled = await subscribe(node, credit_entries=5, stalled=True)
     await put(node, payloads_of(corpus(1500)))
+    wanted = expected(node)
     await node.advance(10)
     for _ in range(2):
         await node.call("snapshot", topic=TOPIC)
@@ -118,7 +122,15 @@ async def test_what_retention_has_dropped_is_refused(small_node: Node) -> None:
     assert first > 5
     with pytest.raises(NotFound, match="is gone") as refused:
         await subscribe(node, start="sequence", at=5)
-    assert refused.value.details["sequence_first"] == first
+    assert refused.value.details["sequence_first"] >= first
+    stalled.resume()
+    await until(lambda: stalled.failed)
+    assert isinstance(stalled.failed, NotFound)
+    assert stalled.failed.details["sequence_first"] >= first
     reader = await subscribe(node, start="sequence", at=0)
-    assert reader.opened.opened["position"] == first - 1
+    oldest = reader.opened.opened["position"] + 1
+    assert first <= oldest < first + 60, "what had waited since before is gone with it"
     await until(lambda: reader.opened.settled == topic.here(0).sequence_readable)
+    await node.advance(0.2)
+    assert topic.hub().partitions[0].releases.trimmed == first - 1
+    assert reader.rows == [row for row in wanted if row.position >= oldest]
