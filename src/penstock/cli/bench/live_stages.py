@@ -31,7 +31,7 @@ async def to_sink(run: Run) -> Values:
     async with live_bench(run.folder / "sink", sinks=({**SINK, "start": "now"},)) as bench:
         await until(lambda: _following(bench), "a sink's following")
         await bench.steady(
-            per_s=SINK_PER_S, tick_s=SINK_TICK_S, seconds=SINK_S * max(run.scale, 0.25)
+            per_s=SINK_PER_S, tick_s=SINK_TICK_S, seconds=SINK_S * max(run.scale, 0.5)
         )
         timings = (await bench.status())["partitions"][0]["timings"]
     return {
@@ -109,8 +109,8 @@ async def _subscribed(bench: LiveBench) -> bool:
 async def to_sink_in_batches(run: Run) -> Values:
     """How many changes a sink within the node can be handed per second, so many at a time.
 
-    The changes are in the log and folded; the sink begins when all is ready. It gets the next batch
-    when it has written the last.
+    The changes are in the log and folded; the sink begins when all is ready, and reads from the
+    beginning.
     """
     values: Values = {}
     for size in BATCHES:
@@ -118,7 +118,7 @@ async def to_sink_in_batches(run: Run) -> Values:
         folder = run.folder / f"batches-{size}"
         gate = folder / "open"
         sink = {
-            **SINK, "gate": str(gate), "batch_rows": size, "window_rows": size,
+            **SINK, "gate": str(gate), "read_rows": size,
             "backoff_s_base": 0.02, "backoff_s_cap": 0.02, "breaker_failures": 1_000_000,
         }  # fmt: skip
         async with live_bench(folder, sinks=(sink,)) as bench:

@@ -50,6 +50,7 @@ class HostedOptions(Patience, frozen=True, kw_only=True):
     start: Literal["beginning", "now"] = "beginning"  # of a sink without a cursor
     batch_rows: int = 100  # so many are written at once, …
     batch_ms: int = 10  # … or those that have gathered in so long; 0: at once
+    read_rows: int = 10_000  # handed over at a time while it reads on from the log, at most
     window_rows: int = 10_000  # handed to the sink and not written yet
     window_bytes: int = 32 << 20
 
@@ -175,6 +176,7 @@ class HostedSink:
             credit_bytes=options.window_bytes,
             batch_max=options.window_rows,
             batch_rows=options.batch_rows,
+            read_rows=options.read_rows,
             batch_ms=options.batch_ms,
             in_order=self.sink.ordered,
             needs_fold=bool(self.sink.feed & Feed.STATES),

@@ -58,7 +58,7 @@ def _plan(table: dict[str, Any]) -> SinkPlan:
         options = msgspec.convert(own, HostedOptions)
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"sink {name}: {error}", field="live.sink") from error
-    for field in ("batch_rows", "window_rows", "window_bytes", "breaker_failures"):
+    for field in ("batch_rows", "read_rows", "window_rows", "window_bytes", "breaker_failures"):
         if getattr(options, field) < 1:
             raise InvalidArgument(f"sink {name}: {field} must be at least 1", field=field, limit=1)
     routes = tuple(Route.parse(text) for text in texts)

@@ -103,6 +103,7 @@ class Hub:
             credit_bytes=request.credit_bytes,
             batch_max=request.batch_max,
             batch_rows=request.batch_max,
+            read_rows=request.batch_max,
             batch_ms=request.batch_ms,
             coalesce_ms=request.coalesce_ms,
             outbox_entries=options.outbox_entries,

@@ -331,7 +331,8 @@ class Subscription:
                     self._schedule()  # others have their turn between two slices
                 return
             now_ms = self._clock.now_ms()
-            allowed = self._pace.take(min(entries, len(reading.held)), now_ms)
+            entries = min(entries, self.terms.read_rows, len(reading.held))
+            allowed = self._pace.take(entries, now_ms)
             if not allowed:
                 self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return

@@ -16,6 +16,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     batch_max: int = 1000  # rows of one sending
     batch_ms: int = 0  # how long the first of a batch may wait for others
     batch_rows: int = 1000  # … unless there are so many
+    read_rows: int = 1000  # rows of one sending while it reads on from the log
     coalesce_ms: int = 0
     hosted: bool = False  # a sink of this node
     needs_fold: bool = False  # it looks at states: not while a thread has the fold
