@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PARTITIONS = 4
 CREDIT_ENTRIES = 20
 OPTIONS = {
-    "cluster.lease_s": 2,
+    "cluster.lease_s": 60,  # who is stopped for a while stays a member, and is seen to lag
     "replication.credit_entries": CREDIT_ENTRIES,
     "replication.lagging_ms": 1000,
 }
@@ -80,7 +80,7 @@ async def test_a_fourth_node_is_given_its_share_and_gives_it_back(cluster: Askin
     await cluster.destroy("topic_delete", "lagging")  # in two replicas, of which no share is even
     for index in range(PARTITIONS):
         for number in range(50):
-            await cluster.put("watched", b"%d" % number, at="n1", partition=index)
+            await cluster.until(lambda at=index, n=number: _put(cluster, at, n))
     fourth = cluster.processes.add()
     await cluster.processes.start(fourth)
     await cluster.processes.wait_ready()
@@ -104,6 +104,10 @@ async def test_a_fourth_node_is_given_its_share_and_gives_it_back(cluster: Askin
         held = await cluster.payloads("watched", partition=index)
         assert {b"%d" % number for number in range(50)} <= set(held)
     assert {payload for payload, _ in acknowledged} <= set(await cluster.payloads("watched"))
+
+
+async def _put(cluster: Asking, partition: int, number: int) -> int:
+    return await cluster.put("watched", b"%d" % number, at="n1", partition=partition)
 
 
 async def _settled(cluster: Asking, topic: str, voters: list[str], at: str) -> bool:
