@@ -70,6 +70,7 @@ class CatchingUp:
         self._wake, self._fail = wake, fail
         self.next = first
         self.held: Rows | None = None
+        self._at = 0  # rows of `held` that were taken
         self._batches: list[Batch] | None = None  # read, and waiting for what was late
         self._reading = False
         self.closed = False
@@ -77,7 +78,12 @@ class CatchingUp:
     @property
     def settled(self) -> int:
         """Everything up to here has been taken out of `held`."""
-        return self.next - 1 if self.held is None else int(self.held.positions[0]) - 1
+        return self.next - 1 if self.held is None else int(self.held.positions[self._at]) - 1
+
+    @property
+    def left(self) -> int:
+        """Rows of `held` that are not taken."""
+        return 0 if self.held is None else len(self.held) - self._at
 
     @property
     def busy(self) -> bool:
@@ -88,6 +94,17 @@ class CatchingUp:
     def done(self) -> bool:
         """Whether all that the partition has released so far was taken."""
         return self.held is None and not self._reading and self.next > self._source.sequence
+
+    def take(self, entries: int, size: int) -> Rows:
+        """The next rows of `held` that fit so many bytes, one at least."""
+        held, at = self.held, self._at
+        assert held is not None
+        ends = np.cumsum(held.batch.sizes[at : at + entries])
+        end = at + max(1, int(np.searchsorted(ends, size, side="right")))
+        self._at = end
+        if end == len(held):
+            self.held = None
+        return held.cut(at, end)
 
     def fill(self) -> bool:
         """Read the next slice; False if a thread reads it, which will wake whoever waits.
@@ -153,7 +170,7 @@ class CatchingUp:
             if releases.ordinal_at(last) >= self._sent_last:
                 self._sent = {}
         self._batches, self.next = None, last + 1
-        self.held = rows if len(rows) else None
+        self.held, self._at = rows if len(rows) else None, 0
 
     def _unsent(self, rows: Rows) -> Rows:
         vectors, ordinals = sixteens(rows.batch.vector), rows.ordinals.tolist()

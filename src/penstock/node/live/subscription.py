@@ -331,12 +331,12 @@ class Subscription:
                     self._schedule()  # others have their turn between two slices
                 return
             now_ms = self._clock.now_ms()
-            entries = min(entries, self.terms.read_rows, len(reading.held))
+            entries = min(entries, self.terms.read_rows, reading.left)
             allowed = self._pace.take(entries, now_ms)
             if not allowed:
                 self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return
-            rows = _cut(reading, allowed, size)
+            rows = reading.take(allowed, size)
             self._pace.give_back(allowed - len(rows))
             self._send(rows, reading.settled, shared=None, now_ms=now_ms)
 
@@ -371,13 +371,3 @@ def _fitting(ends: NDArray[np.int64], at: int, entries: int) -> int:
     before = int(ends[at - 1]) if at else 0
     fit = int(np.searchsorted(ends, before + FRAME_BYTES, side="right"))
     return min(max(fit, at + 1), at + entries, len(ends))
-
-
-def _cut(reading: CatchingUp, entries: int, size: int) -> Rows:
-    """Take the first rows that fit out of what was read, one at least."""
-    held = reading.held
-    assert held is not None
-    ends = np.cumsum(held.batch.sizes[:entries])
-    count = max(1, int(np.searchsorted(ends, size, side="right")))
-    reading.held = held.cut(count, len(held)) if count < len(held) else None
-    return held.cut(0, count)
