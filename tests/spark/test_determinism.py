@@ -11,15 +11,15 @@ from penstock.testing.corpus import CorpusOptions
 from penstock.testing.determinism import Ways
 
 SHORT = CorpusOptions(
-    deltas=30_000, vectors=3_000, duplicates=0.05, disorder=0.2, concurrent=0.1, origins=4, seed=11
+    deltas=60_000, vectors=6_000, duplicates=0.05, disorder=0.2, concurrent=0.1, origins=4, seed=11
 )
 
 
 def test_the_lake_is_the_same_by_every_way(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
-    found = Ways(spark, node.url, tmp_path, SHORT).compare(trigger_rows=2_500)
-    assert found["vectors"] == 3_000
-    assert found["released"] == 28_500
+    found = Ways(spark, node.url, tmp_path, SHORT).compare(trigger_rows=5_000)
+    assert found["vectors"] == 6_000
+    assert found["released"] == 57_000
     assert found["triggers"]["small"] >= 10 > found["triggers"]["one"]
     assert found["different"] == {}, found
