@@ -109,6 +109,7 @@ async def test_a_member_that_was_cut_off_comes_back(
     await far.join(info("far"))
     spawn(far.run())
     age = far.ages["far"]
+    await until(here, lambda: "far" in here.alive)
     await line.cut()
     await until(here, lambda: "far" not in here.alive)
     assert sorted(far.alive) == ["far", "here"]  # it goes by what it knew
