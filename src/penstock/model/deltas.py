@@ -171,7 +171,7 @@ def _clocks_fit(batch: DeltaBatch) -> bool:
         return False
     if not 1 <= int(counters.min()) <= int(counters.max()) <= COUNTER_MAX:
         return False
-    return all(map(_origin_fits, set(sixteens(origins))))
+    return all(map(origin_fits, set(sixteens(origins))))
 
 
 def _repeats(offsets: Rows, origins: NDArray[np.uint64]) -> bool:
@@ -184,7 +184,7 @@ def _repeats(offsets: Rows, origins: NDArray[np.uint64]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _origin_fits(origin: bytes) -> bool:
+def origin_fits(origin: bytes) -> bool:
     try:
         check_origin(origin, "origin")
     except InvalidArgument:

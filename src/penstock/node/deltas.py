@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary, Columns
 from penstock.model.delta_batch import explain
-from penstock.model.deltas import SMALL, DeltaBatch, validate
+from penstock.model.deltas import DeltaBatch, validate
 from penstock.model.partitioning import partitions_of_deltas, partitions_of_digests
+from penstock.model.plain_delta import plain_deltas
 from penstock.model.topic import TopicConfig
 
+FEW: Final = 64  # deltas that are looked at one by one
 _MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
 
 
@@ -29,7 +31,7 @@ def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> ND
     for name in _MEANINGLESS:
         if name in columns and (columns.fixed(name) > 0).any():
             raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
-    if len(payloads) <= SMALL:
+    if len(payloads) <= FEW:
         return _homes_of_few(payloads, config, now_ms)
     deltas = DeltaBatch.of(payloads)
     validate(deltas, dimensions=config.dimensions, now_ms=now_ms)
@@ -38,9 +40,10 @@ def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> ND
 
 def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray[np.int64]:
     """The same without columns, which take longer to set up than a few deltas to check."""
-    rows = payloads.tolist()
+    rows, plain = payloads.tolist(), plain_deltas(config.dimensions)
     for row, payload in enumerate(rows):
-        explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
+        if not plain.sure(payload, now_ms=now_ms):
+            explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
     if config.partitions == 1:
         return np.zeros(len(rows), np.int64)
     return partitions_of_deltas(rows, config.partitions)
