@@ -17,18 +17,11 @@ DIMENSIONS = 48
 
 
 def payloads(**options: object) -> list[bytes]:
-    corpus = generate(
-        CorpusOptions(
-            deltas=400,
-            vectors=40,
-            dimensions=DIMENSIONS,
-            components=5,
-            duplicates=0.0,
-            disorder=0.0,
-            seed=3,
-            **options,  # type: ignore[arg-type]
-        )  # fmt: skip
-    )
+    chosen = CorpusOptions(
+        deltas=400, vectors=40, dimensions=DIMENSIONS, components=5, duplicates=0.0, disorder=0.0,
+        seed=3, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    corpus = generate(chosen)
     return [bytes(p) for p in corpus.chunk(0, 400).payloads.tolist()]
 
 
