@@ -272,9 +272,11 @@ def _few(payloads: Binary) -> tuple[Rows, NDArray[Any], dict[str, Any]]:
     blob, width, unpack = payloads.blob, FIXED.itemsize, _SIZES.unpack_from
     if ends[0] < 0 or ends[-1] > len(blob):
         return _many(payloads)
+    sizes = []
     for start, end in pairwise(ends):
         if end - start < width:
             return _many(payloads)
+        sizes.append(end - start)
         version, n, clocks, flags, namespace, vector_id, metadata = unpack(blob, start)
         size = HEADER.size + CLOCK.size * clocks + n * (4 + (flags & HAS_INDICES))
         size += namespace + vector_id + metadata
@@ -282,7 +284,8 @@ def _few(payloads: Binary) -> tuple[Rows, NDArray[Any], dict[str, Any]]:
             return _many(payloads)
     starts = ends[:-1]
     heads = b"".join([blob[start : start + width] for start in starts])
-    return np.array(starts, np.int64), np.frombuffer(heads, FIXED), {}
+    known = {"sizes": np.array(sizes, np.int64)}
+    return np.array(starts, np.int64), np.frombuffer(heads, FIXED), known
 
 
 def _sizes(fixed: NDArray[Any]) -> Rows:

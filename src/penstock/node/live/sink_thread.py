@@ -85,6 +85,9 @@ class SinkThread:
     ) -> None:
         self.sink, self._topic, self._pipeline, self._box = sink, topic, pipeline, box
         self._on_opened, self._on_done = opened, done
+        self._wants_deltas = bool(sink.feed & (Feed.DELTAS | Feed.PAYLOADS))
+        self._wants_payloads = bool(sink.feed & Feed.PAYLOADS)
+        self._wants_rows = bool(sink.feed & Feed.ROWS)
         self.meter, self.retry = SinkMeter(), Retry(patience)
         self._waiting: deque[Parcel] = deque()
         self._news = threading.Condition()
@@ -232,10 +235,9 @@ class SinkThread:
         rows = Rows.concat([parcel.rows for parcel in parcels])
         if not len(rows):
             return _Write(partition=partition, work=None, rows=rows)
-        feed = self.sink.feed
         deltas = states = None
-        if feed & (Feed.DELTAS | Feed.PAYLOADS):
-            deltas = self._deltas(partition, rows, payloads=bool(feed & Feed.PAYLOADS))
+        if self._wants_deltas:
+            deltas = self._deltas(partition, rows, payloads=self._wants_payloads)
         tables = [
             states_table(parcel.states, topic=self._topic, partition=partition)
             for parcel in parcels
@@ -243,13 +245,17 @@ class SinkThread:
         ]
         if tables:
             states = tables[0] if len(tables) == 1 else newest_of(pa.concat_tables(tables))
+        positions = rows.positions
+        ends = (positions[0], positions[-1])
+        if not self.sink.ordered:
+            ends = (positions.min(), positions.max())
         work = Work(
             pipeline=self._pipeline(partition),
-            first=int(rows.positions.min()),
-            last=int(rows.positions.max()),
+            first=int(ends[0]),
+            last=int(ends[1]),
             states=states,
             deltas=deltas,
-            rows=rows if feed & Feed.ROWS else None,
+            rows=rows if self._wants_rows else None,
         )
         return _Write(partition=partition, work=work, rows=rows)
 
