@@ -368,6 +368,9 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield path
 
 
+TABLES: Final = tuple[dict[str, Any], ...]
+
+
 def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     paths = {Option.env(path): path for path in OPTIONS}
     for name in sorted(environ):
@@ -379,9 +382,20 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _from_text(path: str, text: str) -> Any:
-    if typing.get_origin(OPTIONS[path].type) is tuple:
+    kind = OPTIONS[path].type
+    if kind == TABLES:
+        return _from_json(path, text)
+    if typing.get_origin(kind) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return _convert(text, OPTIONS[path].type, field=path, strict=False)
+    return _convert(text, kind, field=path, strict=False)
+
+
+def _from_json(path: str, text: str) -> Any:
+    """Tables do not fit a line of text otherwise."""
+    try:
+        return msgspec.json.decode(text, type=TABLES)
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"{path}: {error}", field=path) from error
 
 
 def _convert(value: Any, type: Any, *, field: str, strict: bool = True) -> Any:

@@ -233,3 +233,12 @@ def test_the_documentation_lists_every_option() -> None:
     for path in OPTIONS:
         assert f"`{path}`" in text, path
         assert f"`{Option.env(path)}`" in text, path
+
+
+def test_sinks_of_the_node_are_json_in_the_environment() -> None:
+    text = '[{"topic": "v", "kind": "memory", "batch_ms": 0}]'
+    found = Config.load(environ={"PENSTOCK_LIVE_SINK": text}).live.sink
+    assert found == ({"topic": "v", "kind": "memory", "batch_ms": 0},)
+    with pytest.raises(InvalidArgument) as refused:
+        Config.load(environ={"PENSTOCK_LIVE_SINK": "memory"})
+    assert refused.value.field == "live.sink"
