@@ -27,7 +27,7 @@ DIMENSIONS: Final = 128
 COMPONENTS: Final = 10
 PARTITIONS: Final = 4
 CHUNK: Final = 10_000  # deltas in one request of the filling
-PROBE: Final = "probe"  # a vector that only the freshness stage touches
+PROBE: Final = "probe"  # vectors that only the freshness stage touches begin so
 TICK_S: Final = 0.1
 
 

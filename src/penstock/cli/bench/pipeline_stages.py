@@ -205,15 +205,17 @@ async def _probe(load: Load, index: Path) -> list[float]:
 
     async with penstock.connect(load.url) as client:
         topic = client.deltas(TOPIC)
-        await topic.replace(PROBE, np.zeros(DIMENSIONS, np.float32))
-        await asyncio.to_thread(_await_visible, index, 0.0)  # what was there before has been read
+        # A vector of its own: the log still has what an earlier run did to its probe.
+        probe = f"{PROBE}-{time.time_ns()}"
+        await topic.replace(probe, np.zeros(DIMENSIONS, np.float32))
+        await asyncio.to_thread(_await_visible, index, probe)  # all that was there has been read
         puts: dict[int, float] = {}
         took: list[float] = []
-        watcher = asyncio.create_task(asyncio.to_thread(_watch_probe, index, puts, took))
+        watcher = asyncio.create_task(asyncio.to_thread(_watch, index, probe, puts, took))
         start = time.perf_counter()
         for number in range(1, round((FRESHNESS_WARM_S + FRESHNESS_S) / PROBE_EVERY_S) + 1):
             puts[number] = time.perf_counter()
-            await topic.set(PROBE, {0: float(number)})
+            await topic.set(probe, {0: float(number)})
             due = start + number * PROBE_EVERY_S
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         puts[-1] = 0.0  # no more to come
@@ -221,30 +223,30 @@ async def _probe(load: Load, index: Path) -> list[float]:
     return took[round(FRESHNESS_WARM_S / PROBE_EVERY_S) :]
 
 
-def _value(index: Any) -> float | None:
-    found = index.get(PROBE)
+def _value(index: Any, probe: str) -> float | None:
+    found = index.get(probe)
     return None if found is None else float(found.values[0])
 
 
-def _await_visible(path: Path, value: float) -> None:
+def _await_visible(path: Path, probe: str) -> None:
     from penstock.sinks.index import Index
 
     deadline = time.monotonic() + VISIBLE_S_MAX
     while time.monotonic() < deadline:
-        if path.exists() and _value(Index(str(path))) == value:
+        if path.exists() and _value(Index(str(path)), probe) is not None:
             return
         time.sleep(0.2)
     raise Unavailable(f"a change was not in the index after {VISIBLE_S_MAX:.0f} s")
 
 
-def _watch_probe(path: Path, puts: dict[int, float], took: list[float]) -> None:
+def _watch(path: Path, probe: str, puts: dict[int, float], took: list[float]) -> None:
     """Note for every change when it, or a later one, is in the index."""
     from penstock.sinks.index import Index
 
     index, seen = Index(str(path)), 0
     deadline = time.monotonic() + VISIBLE_S_MAX
     while -1 not in puts or seen < max(puts):
-        now_at = int(_value(index) or 0)
+        now_at = int(_value(index, probe) or 0)
         found = time.perf_counter()
         took += [found - puts[number] for number in range(seen + 1, now_at + 1)]
         seen = now_at
