@@ -19,7 +19,8 @@ from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.columns import RUNS_MAX, Binary, Buffer
 from penstock.model.deltas import gather
 from penstock.model.partitioning import VECTOR_AT, partitions_of_deltas, partitions_of_digests
-from penstock.model.topic import BATCH_ENTRIES_MAX
+from penstock.model.topic import BATCH_ENTRIES_MAX, TopicConfig, TopicKind
+from penstock.sinks.protocol import Items
 
 REQUEST_BYTES: Final = 4 << 20  # small enough that several are under way, large enough to be few
 _ENQ: Final = SCHEMAS[Kind.ENQ]
@@ -128,6 +129,23 @@ def binary(array: pa.Array) -> Binary:
     low, high = int(ends[0]), int(ends[-1])
     data = memoryview(b"") if blob is None else memoryview(blob)[low:high]
     return Binary(ends - np.int32(low), data)
+
+
+def item_requests(
+    items: Items, config: TopicConfig, *, producer: str, epoch: int, partition: int
+) -> Iterator[list[Part]]:
+    """What a sink appends to a topic, as `TopicWriter` says where it goes, in requests."""
+    if config.kind is TopicKind.DELTA:
+        targets = delta_targets(items.payloads, config.partitions)
+    else:
+        targets = np.full(len(items), partition % config.partitions, np.int64)
+    rows = Rows(
+        sequences=items.sequences,
+        payloads=items.payloads,
+        priorities=items.priorities,
+        headers=items.headers,
+    )
+    return requests(rows, targets, producer=producer, epoch=epoch)
 
 
 def delta_targets(payloads: pa.BinaryArray, partitions: int) -> NDArray[np.int64]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.errors import PenstockError
-from penstock.model.topic import TopicKind
 from penstock.sinks.letters import letters_config
 from penstock.sinks.protocol import Items
-from penstock.sinks.requests import Part, Rows, delta_targets, requests
+from penstock.sinks.requests import Part, item_requests
 from penstock.wire.messages import Enqueue, Enqueued
 from penstock.wire.messages import Part as WirePart
 
@@ -33,17 +30,8 @@ class EngineTopicWriter:
         if not len(items):
             return
         config = self._engine.topic(topic).config
-        if config.kind is TopicKind.DELTA:
-            targets = delta_targets(items.payloads, config.partitions)
-        else:
-            targets = np.full(len(items), partition % config.partitions, np.int64)
-        rows = Rows(
-            sequences=items.sequences,
-            payloads=items.payloads,
-            priorities=items.priorities,
-            headers=items.headers,
-        )
-        for parts in requests(rows, targets, producer=producer, epoch=epoch):
+        appended = item_requests(items, config, producer=producer, epoch=epoch, partition=partition)
+        for parts in appended:
             asyncio.run_coroutine_threadsafe(self._enqueue(topic, parts), self._loop).result()
 
     async def _enqueue(self, topic: str, parts: list[Part]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from penstock.model.topic import TopicKind
-from penstock.sinks.requests import Rows, delta_targets, requests
+from penstock.sinks.requests import item_requests
 
 if TYPE_CHECKING:
     from penstock.sinks.protocol import Items
@@ -27,17 +24,8 @@ class NodeTopicWriter:
         if not len(items):
             return
         config = self._access.config(topic)
-        if config.kind is TopicKind.DELTA:
-            targets = delta_targets(items.payloads, config.partitions)
-        else:
-            targets = np.full(len(items), partition % config.partitions, np.int64)
-        rows = Rows(
-            sequences=items.sequences,
-            payloads=items.payloads,
-            priorities=items.priorities,
-            headers=items.headers,
-        )
-        self._access.enqueue_all(topic, requests(rows, targets, producer=producer, epoch=epoch))
+        appended = item_requests(items, config, producer=producer, epoch=epoch, partition=partition)
+        self._access.enqueue_all(topic, appended)
 
     def close(self) -> None:
         """The access is shared; it is closed by whoever opened it."""
