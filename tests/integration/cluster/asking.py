@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from penstock.client.connection import Connection, open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.testing.cluster import ClusterProcesses
+from penstock.testing.cluster import ClusterProcesses, cluster_processes
 
 WITHIN_S = 90.0
 SOON_S = 20.0  # for what takes a second or two on a quiet machine
@@ -167,3 +168,14 @@ async def until(look: Callable[[], Awaitable[Any]], within_s: float = WITHIN_S) 
         if time.monotonic() > deadline:
             raise AssertionError(f"not so within {within_s:.0f} s: {look.__qualname__}") from failed
         await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def asking(folder: Path, options: dict[str, Any]) -> AsyncIterator[Asking]:
+    """Three nodes with these options, for the tests of a module."""
+    async with cluster_processes(folder, nodes=3, options=options) as processes:
+        made = Asking(processes)
+        try:
+            yield made
+        finally:
+            await made.close()

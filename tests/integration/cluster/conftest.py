@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.integration.cluster.asking import Asking
-
-from penstock.testing.cluster import cluster_processes
+from tests.integration.cluster.asking import Asking, asking
 
 # Small segments and quick upkeep, so that a little traffic makes a log begin after its start.
 OPTIONS = {
@@ -24,12 +22,8 @@ OPTIONS = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
     folder = tmp_path_factory.mktemp("cluster")
-    async with cluster_processes(folder, nodes=3, options=OPTIONS) as processes:
-        asking = Asking(processes)
-        try:
-            yield asking
-        finally:
-            await asking.close()
+    async with asking(folder, OPTIONS) as made:
+        yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.integration.cluster.asking import Asking
+from tests.integration.cluster.asking import Asking, asking
 
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.testing.cluster import ClusterProcesses, cluster_processes
+from penstock.testing.cluster import ClusterProcesses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CREDIT_BYTES = 2 << 20
@@ -32,12 +32,8 @@ OPTIONS = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
     folder = tmp_path_factory.mktemp("memory")
-    async with cluster_processes(folder, nodes=3, options=OPTIONS) as processes:
-        asking = Asking(processes)
-        try:
-            yield asking
-        finally:
-            await asking.close()
+    async with asking(folder, OPTIONS) as made:
+        yield made
     await asyncio.to_thread(shutil.rmtree, folder)  # nobody wants to keep a gigabyte
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.integration.cluster.asking import Asking
+from tests.integration.cluster.asking import Asking, asking
 from tests.integration.cluster.commands import penstock
-
-from penstock.testing.cluster import cluster_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PARTITIONS = 4
@@ -25,12 +23,8 @@ OPTIONS = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
     folder = tmp_path_factory.mktemp("operating")
-    async with cluster_processes(folder, nodes=3, options=OPTIONS) as processes:
-        asking = Asking(processes)
-        try:
-            yield asking
-        finally:
-            await asking.close()
+    async with asking(folder, OPTIONS) as made:
+        yield made
 
 
 async def test_a_watched_status_is_drawn_again_and_again(cluster: Asking) -> None:
