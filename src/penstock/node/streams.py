@@ -107,7 +107,7 @@ class LogStream:
 
     def __init__(
         self,
-        log: PartitionLog,
+        source: LogSource,
         *,
         partition: int,
         from_sequence: int,
@@ -126,7 +126,7 @@ class LogStream:
                 raise InvalidArgument(
                     f"{field} must be from 1 to {limit}", field=field, limit=limit
                 )
-        self._log, self._partition = log, partition
+        self.source, self._log, self._partition = source, source.log, partition
         self.cursor = from_sequence
         self._window_entries, self._window_bytes = window_entries, window_bytes
         self._entries_out = self._bytes_out = 0
@@ -143,9 +143,9 @@ class LogStream:
         self._entries_out -= entries
         self._bytes_out -= bytes_
 
-    def pump(self, sequence_committed: int) -> None:
+    def pump(self) -> None:
         """Send what is committed and fits the credit."""
-        while self._may_send(sequence_committed):
+        while self._may_send(sequence_committed := self.source.sequence_readable):
             room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
             try:
                 batches = self._log.read_slice(
@@ -212,6 +212,6 @@ class LogStream:
                 self.fail(error)
                 return
             self._send_slice(future.result() or [], sequence_committed)
-            self.pump(sequence_committed)
+            self.pump()  # more may be committed by now
 
         future.add_done_callback(done)

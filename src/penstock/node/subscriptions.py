@@ -187,9 +187,8 @@ class Subscriptions:
             self._relay(number, control, topic)
             return
         start = control.from_sequence or source.sequence_readable + 1
-        stored = source.log
-        if start < stored.sequence_first:
-            raise gone(start, sequence_first=stored.sequence_first)
+        if start < source.log.sequence_first:
+            raise gone(start, sequence_first=source.log.sequence_first)
 
         def send(piece: LogSlice, batches: list[Buffer]) -> None:
             self._send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
@@ -199,7 +198,7 @@ class Subscriptions:
             self.end(number, known)
 
         stream = LogStream(
-            stored,
+            source,
             partition=control.partition,
             from_sequence=start,
             window_entries=control.credit_entries,
@@ -211,7 +210,7 @@ class Subscriptions:
         )
         self._streams[number] = (topic, stream)
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))
-        topic.add_log_stream(stream, source)
+        topic.add_log_stream(stream)
 
     def open_subscription(self, number: int, control: OpenSubscription, key_id: str | None) -> None:
         """From this node's hub if it coordinates the partition, else from the one that does."""

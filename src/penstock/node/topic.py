@@ -32,7 +32,7 @@ from penstock.node.partition import Partition
 from penstock.node.routing.demands import Demand
 from penstock.node.routing.ports import Key, PartitionPort
 from penstock.node.routing.router import Router
-from penstock.node.streams import LeaseStream, LogSource, LogStream
+from penstock.node.streams import LeaseStream, LogStream
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Topic:
         )
         self._dispatching = Dispatch(self, self._deliveries, clock=clock, router=router)
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
-        self._log_streams: dict[LogStream, LogSource] = {}
+        self._log_streams: list[LogStream] = []
         self._loop = asyncio.get_running_loop()
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
@@ -122,8 +122,8 @@ class Topic:
             self.ingesting.fail(index, moved)
         gone.enqueueing.fail(moved)
         gone.settling.fail(moved)
-        for stream, source in list(self._log_streams.items()):
-            if source is gone:
+        for stream in tuple(self._log_streams):
+            if stream.source is gone:
                 stream.fail(moved)
         if self.live is not None:
             self.live.unserve(index)
@@ -232,18 +232,19 @@ class Topic:
     def unused_credit(self) -> int:
         return self._dispatching.unused_credit
 
-    def add_log_stream(self, stream: LogStream, source: LogSource) -> None:
-        self._log_streams[stream] = source
+    def add_log_stream(self, stream: LogStream) -> None:
+        self._log_streams.append(stream)
         self.wake()
 
-    def on_replica_commit(self) -> None:
-        """A replica of this node that does not serve its partition has got further."""
+    def on_readable(self) -> None:
+        """A replica of this node that does not serve its partition may show more of its log."""
         if self._log_streams:
             self.wake()
 
     def remove_log_stream(self, stream: LogStream) -> None:
         stream.open = False
-        self._log_streams.pop(stream, None)
+        if stream in self._log_streams:
+            self._log_streams.remove(stream)
 
     def wake(self) -> None:
         if not self._turn_due and not self.closed:
@@ -313,8 +314,8 @@ class Topic:
             if partition.settling.gathered:
                 partition.take_settlements()
                 partition.journal.flush()
-        for stream, source in list(self._log_streams.items()):
-            stream.pump(source.sequence_readable)
+        for stream in tuple(self._log_streams):
+            stream.pump()
         for demand in self._demands:
             demand.after_turn()
         self._arm()

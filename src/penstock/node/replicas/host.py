@@ -311,6 +311,8 @@ class Host:
         effects = self.replica.on_durable(sequence, self._now)
         if not effects or self.partition is None:  # no commit takes a turn
             self._write_on()
+        if self.partition is None:
+            self.topic.on_readable()  # it may have heard of the commit before its disk was done
         self._perform(effects)
 
     def _write_on(self) -> None:
@@ -326,7 +328,7 @@ class Host:
         self.log.advance_commit(sequence)
         if not self.tenure.on_commit(sequence):
             self.applying.advance(sequence)
-            self.topic.on_replica_commit()
+            self.topic.on_readable()
 
     def _on_rebuilt(self, replayed: Replayed) -> None:
         self.tenure.snapshot = replayed.snapshot

@@ -300,6 +300,24 @@ class SlowDisk:
             tell()
 
 
+class StuckDisk:
+    """Nothing is written until it is let go."""
+
+    def __init__(self, host: Host) -> None:
+        host.flusher._syncer = None  # the thread does it all
+        self._submit = host.flusher._submit
+        self._held: list[Callable[[], None]] = []
+        self._flusher, host.flusher._submit = host.flusher, self._hold
+
+    def _hold(self, work: Callable[[], Any], done: Callable[[Any, Any], None]) -> None:
+        self._held.append(lambda: self._submit(work, done))
+
+    def let_go(self) -> None:
+        self._flusher._submit = self._submit
+        for write in self._held:
+            write()
+
+
 # --- what a client would do, at the host that serves ---
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.log.mounts import fill, tmpfs
-from tests.unit.node.replicas.hosting import Cluster, SlowDisk, payloads, put
+from tests.unit.node.replicas.hosting import Cluster, SlowDisk, StuckDisk, payloads, put
 
 from penstock.model.columns import Buffer
 from penstock.node.replicas.host import Host
@@ -50,10 +50,10 @@ class Reader:
         self.last = 0
         self.failed: list[BaseException] = []
         stream = LogStream(
-            host.log, partition=0, from_sequence=1, window_entries=1000, window_bytes=1 << 20,
+            host, partition=0, from_sequence=1, window_entries=1000, window_bytes=1 << 20,
             send=self._take, fail=self.failed.append, end=lambda: None,
         )  # fmt: skip
-        host.topic.add_log_stream(stream, host)
+        host.topic.add_log_stream(stream)
 
     def _take(self, piece: LogSlice, batches: list[Buffer]) -> None:
         assert piece.first == self.last + 1
@@ -107,6 +107,23 @@ async def test_a_follower_shows_readers_what_is_committed_and_goes_on_when_it_ta
     await put(taker, [b"after"])
     await cluster.until(lambda: reader.last == taker.log.sequence_last)
     assert reader.failed == []
+
+
+async def test_a_follower_that_hears_of_a_commit_before_its_disk_is_done_shows_it_then(
+    cluster: Cluster,
+) -> None:
+    leader = await cluster.serving()
+    await cluster.at_rest()
+    follower = cluster.hosts["b"]
+    reader, before = Reader(follower), leader.committed
+    await cluster.until(lambda: reader.last == before)
+    disk = StuckDisk(follower)
+    await put(leader, [b"committed by the others"])
+    await cluster.until(lambda: follower.log.sequence_committed > before)
+    follower.topic.turn()
+    assert reader.last == before
+    disk.let_go()
+    await cluster.until(lambda: reader.last == leader.log.sequence_last)
 
 
 async def test_a_follower_without_space_slows_nobody_and_catches_up_when_there_is_some(
