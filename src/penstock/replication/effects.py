@@ -108,7 +108,8 @@ class Warn(msgspec.Struct, frozen=True):
 
 
 class Retire(msgspec.Struct, frozen=True):
-    """We hold this partition no longer: its folder may be removed."""
+    """We hold this partition no longer: its folder may be removed. Said again with every record
+    that comes meanwhile, and void once one of them names us."""
 
 
 class Halt(msgspec.Struct, frozen=True):

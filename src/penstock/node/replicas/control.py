@@ -88,6 +88,7 @@ class ClusterControl:
         self._local, self._ages, self._spawn = local, ages, spawn
         self._deleted = deleted  # whether a topic that is not there was deleted, by its id
         self._opening: set[Key] = set()
+        self._retiring: set[Key] = set()  # their files are being removed
         self._openings = asyncio.Semaphore(OPENING_MAX)
         self._waiters: dict[Key, list[asyncio.Future[None]]] = {}
         self._read = {"topics": asyncio.Event(), "records": asyncio.Event()}
@@ -101,6 +102,9 @@ class ClusterControl:
         self._spawn(self._change_record(key, record, revision), name=f"record-{key[0]}-{key[1]}")
 
     def retire(self, key: Key) -> None:
+        if key in self._retiring:
+            return  # it has heard of two records that do not name it
+        self._retiring.add(key)
         self._spawn(self._retire(key), name=f"retire-{key[0]}-{key[1]}")
 
     async def _take_epoch(self, key: Key) -> None:
@@ -145,11 +149,15 @@ class ClusterControl:
         self.on_record(key, Held(record, swapped))
 
     async def _retire(self, key: Key) -> None:
-        held = self.records.get(key)
-        if held is not None and self.node in held.record.members:
-            return  # it was given back to us meanwhile
-        log.info("replica retired", topic=key[0], partition=key[1])
-        await self._local.drop_replica(key)
+        try:
+            held = self.records.get(key)
+            if held is not None and self.node in held.record.members:
+                return  # it was given back to us meanwhile
+            log.info("replica retired", topic=key[0], partition=key[1])
+            await self._local.drop_replica(key)
+        finally:
+            self._retiring.discard(key)
+        self._open_if_ours(key)  # given back while its files were removed
 
     # --- the picture ---
 
@@ -208,7 +216,7 @@ class ClusterControl:
 
     def _open_if_ours(self, key: Key) -> None:
         held, config = self.records.get(key), self.topics.get(key[0])
-        if held is None or config is None or key in self._opening:
+        if held is None or config is None or key in self._opening or key in self._retiring:
             return
         if self.node in held.record.members and key not in self._local.hosts:
             self._opening.add(key)

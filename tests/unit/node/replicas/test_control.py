@@ -37,6 +37,7 @@ class FakeLocal:
         self.topics: list[str] = []
         self.dropped: list[object] = []
         self.promise = 0
+        self.removing: asyncio.Event | None = None  # what removing files waits for
 
     async def add_topic(self, config: TopicConfig) -> None:
         self.topics.append(config.name)
@@ -54,8 +55,10 @@ class FakeLocal:
         return self.promise
 
     async def drop_replica(self, key: Key) -> None:
-        self.dropped.append(key)
         self.hosts.pop(key, None)
+        if self.removing is not None:
+            await self.removing.wait()
+        self.dropped.append(key)
 
 
 class Scene:
@@ -191,6 +194,34 @@ async def test_a_replica_that_was_moved_away_is_dropped(scene: Scene) -> None:
     scene.control.retire(KEY)
     await scene.spawn.done()
     assert scene.local.dropped == [KEY]
+
+
+async def test_a_replica_that_hears_twice_that_it_is_moved_away_is_dropped_once(
+    scene: Scene,
+) -> None:
+    await scene.start(OURS)
+    scene.control.on_record(KEY, Held(THEIRS, scene.control.records[KEY].revision + 1))
+    scene.control.retire(KEY)
+    scene.control.retire(KEY)
+    await scene.spawn.done()
+    assert scene.local.dropped == [KEY]
+
+
+async def test_a_replica_that_comes_back_is_opened_when_its_old_files_are_gone(
+    scene: Scene,
+) -> None:
+    await scene.start(OURS)
+    scene.local.removing = asyncio.Event()
+    revision = scene.control.records[KEY].revision
+    scene.control.on_record(KEY, Held(THEIRS, revision + 1))
+    scene.control.retire(KEY)
+    await asyncio.sleep(0)
+    scene.control.on_record(KEY, Held(OURS, revision + 2))
+    await asyncio.sleep(0)
+    assert (scene.local.hosts, scene.local.dropped) == ({}, [])
+    scene.local.removing.set()
+    await scene.spawn.done()
+    assert (list(scene.local.hosts), scene.local.dropped) == ([KEY], [KEY])
 
 
 async def test_topics_are_followed(scene: Scene) -> None:
