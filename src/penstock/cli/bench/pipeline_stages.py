@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.cli.bench.pipeline_load import (
+    CHUNK,
     DIMENSIONS,
     PROBE,
     TOPIC,
@@ -50,7 +51,9 @@ class Bench:
 
     @property
     def rows_per_trigger(self) -> int:
-        return (self.load.vectors + self.load.deltas) // TRIGGERS
+        """A few more than a share: triggers end between log batches, and what is left over would
+        be one of its own."""
+        return (self.load.vectors + self.load.deltas) // TRIGGERS + CHUNK
 
 
 # --- reading ---

@@ -21,6 +21,7 @@ from penstock.model.batch import Batch
 from penstock.model.columns import Binary, Columns
 
 _HEADERS_CACHED: Final = 4096
+_TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ def log_times(source: Source) -> NDArray[np.int64]:
 
 def header_maps(source: Source) -> pa.Array:
     """Headers as map<string, string>; values that are no text stand as JSON."""
+    if not any("headers" in piece.columns for piece in source.pieces):
+        return pa.nulls(source.count, _TEXT_MAP)
     offsets: list[int | None] = []
     names: list[str] = []
     values: list[str] = []
