@@ -46,6 +46,7 @@ from penstock.testing.simulation.copies import Copies
 from penstock.testing.simulation.disk import Disk, Platter, Snapshot
 from penstock.testing.simulation.network import Stream
 from penstock.testing.simulation.schedule import MS
+from penstock.testing.simulation.sending import Sending
 from penstock.testing.simulation.tenure import Tenure
 
 if TYPE_CHECKING:
@@ -69,9 +70,11 @@ class Host:
         self.committed = platter.floor
         self.heap: Heap = self.rebuilt()
         self.tenure: Tenure | None = None
-        self.followers: dict[str, Stream] = {}  # who opened a stream here
+        self._sending = Sending(self)
+        self.pump = self._sending.pump
         self._queue: deque[Effect] = deque()  # effects that wait for a slow one
         self._slow = False
+        self._closed = False  # the partition has gone elsewhere
         self.copies = Copies(self)
         self.replica = Replica(
             node.name,
@@ -152,16 +155,14 @@ class Host:
     def on_slice(self, append: Append, batches: list[Batch]) -> None:
         self.perform(self.replica.on_append(append, batches, self.now))
 
-    def on_follow(self, follow: Follow, stream: Stream) -> None:
-        self.followers[follow.node] = stream
+    def on_follow(self, follow: Follow) -> None:
         self.perform(self.replica.on_follow(follow, self.now))
 
     def on_stream_lost(self, stream: Stream, gone: bool) -> None:
         self.perform(self.replica.on_stream_lost(stream.number, self.now, gone=gone))
 
     def on_follower_lost(self, stream: Stream) -> None:
-        if self.followers.get(stream.follower) is stream:
-            del self.followers[stream.follower]
+        self._sending.closed(stream)
         self.perform(
             self.replica.on_follower_lost(stream.follower, stream.number, self.now)
         )  # fmt: skip
@@ -178,6 +179,8 @@ class Host:
     def perform(self, effects: Effects) -> None:
         """A driver may let effects of later events pass one that is slow, or make all wait for it;
         both are tried. What stands after a promise in one list always waits for it."""
+        if self._closed:
+            return
         if self.simulation.serial:
             for effect in effects:
                 if isinstance(effect, SteppedDown):
@@ -190,9 +193,9 @@ class Host:
                 if isinstance(effect, Persist):
                     self._persist(effect.promised, effects[at + 1 :])
                     break
-                self._do(effect)
+                self.do(effect)
         self.replica.validate()
-        if self.followers:
+        if self._sending.streams and not self._closed:
             self.pump()
 
     def _perform_queued(self) -> None:
@@ -202,7 +205,7 @@ class Host:
             if isinstance(effect, Persist):
                 self._persist(effect.promised, [])
             else:
-                self._do(effect)
+                self.do(effect)
 
     def _persist(self, promised: int, rest: Effects) -> None:
         self.log("persist", promised)
@@ -216,7 +219,7 @@ class Host:
 
         self.disk.persist(promised, done)
 
-    def _do(self, effect: Effect) -> None:
+    def do(self, effect: Effect) -> None:
         match effect:
             case Send():
                 self._send(effect.to, effect.message)
@@ -244,7 +247,7 @@ class Host:
             case SteppedDown():
                 self._step_down(effect.epoch)
             case Retire():
-                self.node.retire(self.partition)
+                self._retire()
             case Warn():
                 self.log("warn", effect.node, effect.what)
             case Halt():
@@ -261,7 +264,9 @@ class Host:
         network.send(
             self.node.name, to, "on_message", self.partition, message, stream=stream
         )  # fmt: skip
-        if isinstance(message, Fenced):
+        if isinstance(message, Followed):
+            self._sending.opened(to, stream, message)
+        elif isinstance(message, Fenced):
             self.node.point("fence.answered")
 
     def _open_stream(self, to: str, follow: Follow) -> None:
@@ -363,36 +368,10 @@ class Host:
             self.tenure.end()
             self.tenure = None
 
-    def pump(self) -> None:
-        """Send each reader what it may be sent."""
-        may_send = self.replica.may_send
-        for follower, stream in list(self.followers.items()):
-            while (window := may_send(follower)) is not None:
-                if window.first <= self.disk.base.sequence:
-                    self.simulation.network.break_stream(stream)  # it is not here any more
-                    del self.followers[follower]
-                    self.perform(self.replica.on_follower_lost(follower, stream.number, self.now))
-                    break
-                batches = self.disk.read_some(window)
-                if not batches:
-                    break
-                self._send_slice(follower, batches)
-
-    def _send_slice(self, follower: str, batches: list[Batch]) -> None:
-        append = self.replica.append_to(follower)
-        network, last = self.simulation.network, batches[-1].last
-        stream = network.stream_to(follower, self.partition, append.stream)
-        self.log("slice", follower, batches[0].first, last, append)
-        network.send(
-            self.node.name, follower, "on_slice", self.partition, append, batches, stream=stream
-        )
-        sent = self.replica.on_sent(
-            follower,
-            last,
-            entries=last - batches[0].first + 1,
-            bytes=sum([b.size for b in batches]),
-            now=self.now,
-        )
-        self.node.point("slice.sent")
-        for effect in sent:
-            self._do(effect)
+    def _retire(self) -> None:
+        record = self.replica.record
+        if record is not None and self.node.name in record.members:
+            return  # it was given back while this waited for something slow
+        self._closed = True
+        self._queue.clear()
+        self.node.retire(self.partition)

@@ -287,7 +287,7 @@ class Node:
     def on_follow(self, partition: int, follow: Follow, stream: Stream) -> None:
         host = self.hosts.get(partition)
         if host is not None:
-            host.on_follow(follow, stream)
+            host.on_follow(follow)
         else:
             self.simulation.network.break_stream(stream)
 

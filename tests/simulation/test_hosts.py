@@ -1,0 +1,67 @@
+"""The simulator's drivers: a mistake of theirs looks like one of the cores."""
+
+from dataclasses import replace
+
+import msgspec
+
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.effects import Persist
+from penstock.replication.messages import Follow
+from penstock.replication.replica import Role
+from penstock.testing.simulation.network import Stream
+from penstock.testing.simulation.node import Node
+from penstock.testing.simulation.profiles import PROFILES
+from penstock.testing.simulation.schedule import SECOND
+from penstock.testing.simulation.simulation import Simulation
+
+QUIET = replace(PROFILES["calm"], name="quiet", partitions=1, atomics=0, consumers=0, faults={})
+
+
+def running() -> Simulation:
+    simulation = Simulation(0, QUIET)
+    simulation.serial = True
+    simulation.start()
+    simulation.schedule.run_until(2 * SECOND)
+    return simulation
+
+
+def follower_of(simulation: Simulation) -> tuple[Node, PartitionRecord, int]:
+    record, revision = simulation.store.records[0]
+    name = next(name for name in record.voters if name != record.coordinator)
+    return simulation.nodes[name], record, revision
+
+
+def test_a_late_copy_of_a_follow_does_not_take_the_place_of_the_open_stream() -> None:
+    simulation = running()
+    follower, record, _ = follower_of(simulation)
+    coordinator = simulation.nodes[record.coordinator]
+    old = Stream(follower, coordinator, 0, number=1)
+    uuid = follower.platters[0].uuid
+    late = Follow(follower.name, uuid, record.epoch - 1, old.number, 0, [], 1000, 1 << 20)
+    coordinator.on_follow(0, late, old)  # refused: the epoch is over
+    coordinator.on_follower_lost(old)
+    simulation.heal()
+    assert simulation.verdict().problems == []
+
+
+def test_two_records_without_a_node_retire_it_once() -> None:
+    simulation = running()
+    node, record, revision = follower_of(simulation)
+    host = node.hosts[0]
+    gone = msgspec.structs.replace(record, voters=(record.coordinator,))
+    host.perform([Persist(record.epoch)])  # what follows waits for it
+    host.on_record(gone, revision + 1)
+    host.on_record(gone, revision + 2)
+    simulation.schedule.run_until(3 * SECOND)
+    assert 0 not in node.hosts and 0 not in node.platters
+
+
+def test_a_copy_that_is_given_back_in_time_is_kept() -> None:
+    simulation = running()
+    node, record, revision = follower_of(simulation)
+    host = node.hosts[0]
+    host.perform([Persist(record.epoch)])
+    host.on_record(msgspec.structs.replace(record, voters=(record.coordinator,)), revision + 1)
+    host.on_record(record, revision + 2)
+    simulation.schedule.run_until(3 * SECOND)
+    assert node.hosts[0] is host and host.replica.role is Role.FOLLOWING
