@@ -4,8 +4,13 @@ The fold is the pipeline's own (`penstock.propagation.partition`), so what it re
 which order is a function of the log. A feed first folds what the log holds already, in a thread;
 then it *follows*: the journal hands it every batch when it is staged, and tells of the commit.
 
-    idle ──commit──► fold on the loop ──► deliver ──► idle
-      └──► much, cold, or a parent is to be looked up: in a thread ──► deliver ──┘
+    staged ──► fold ahead, while the disk syncs ──► commit ──► deliver
+       └──► commit ──► fold on the loop ──► deliver
+               └──► much, cold, or a parent is to be looked up: in a thread ──► deliver
+
+What is folded ahead is told to nobody before it is committed. If that never happens the tenure is
+over, and the fold with it; so the fold may run ahead as the heap does. Only states may not be
+looked at meanwhile: whoever needs them says so by `ahead`, and waits until the fold is `idle`.
 
 Whoever is delivered to hears of whole feeds only: `sequence` is how far everything that the log has
 released is told. A feed that fails is over; its owner makes another, which folds the log anew.
@@ -17,7 +22,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock.errors import PenstockError, Unavailable
 from penstock.log.partition import PartitionLog
@@ -31,14 +36,24 @@ from penstock.propagation.partition import Outcome, Propagator
 from penstock.propagation.releases import Releases
 from penstock.propagation.rows import Rows
 
-INLINE_ROWS: Final = 256  # folded in the very step of the loop that commits them
+INLINE_ROWS: Final = 256  # folded in the very step of the loop that commits them, or before it
 LOOP_ROWS: Final = 2048  # … in a step of their own; more than these by a thread
 SLICE_BYTES: Final = 1 << 20  # of log read at once where it was not handed over
 COLD_BYTES: Final = 4 << 20  # … by a thread
 STAGED_BYTES_MAX: Final = 16 << 20  # kept until they are committed; beyond, the log is read
+AHEAD_FEEDS_MAX: Final = 64  # folded and not committed yet
 log = get_logger(__name__)
 
 Deliver = Callable[[Rows, int], None]
+
+
+class Folded(NamedTuple):
+    """A stretch of the log that is through the fold, up to `last`."""
+
+    deltas: DeltaBatch
+    last: int
+    outcomes: list[Outcome]
+    seconds: float  # that it took
 
 
 class Feed:
@@ -57,10 +72,15 @@ class Feed:
         self.releases = Releases()
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
-        self.committed_at = 0.0  # when that was heard last, by the performance counter
-        self.ordered_at = 0.0  # when the last feed was through the fold
+        self.committed_at = 0.0  # since when at most, by the performance counter
+        self.ready_at = 0.0  # when what is delivered was committed, and through the fold
+        self.fold_s = 0.0  # how long it took there
         self._staged: deque[tuple[Batch, Columns]] = deque()
         self._staged_rows = self._staged_bytes = 0
+        self.ahead = True  # whether it may be folded before it is committed
+        self._folded: deque[Folded] = deque()  # ahead, behind `sequence`; the last may have paused
+        self._folding_at = 0.0  # when that began, if the loop has not looked at the disk since
+        self._ahead_due = False
         self._busy = False  # a thread has the fold
         self._due = False  # a step of its own is scheduled
         self.following = False
@@ -99,13 +119,14 @@ class Feed:
         if not batches:
             return False
         deltas, last = _clipped(deltas_of(batches), first), batches[-1].last
-        self.releases.on_feed(deltas.sequences, *self._fold_whole(deltas, last))
+        self.releases.on_feed(deltas.sequences, *self._fold_whole(deltas, last).outcomes)
         self.sequence = last
         return True
 
     def close(self) -> None:
         self.closed = True
         self._staged.clear()
+        self._folded.clear()
         if self._partition.journal.live is self:
             self._partition.journal.live = None
 
@@ -117,10 +138,14 @@ class Feed:
             self._staged.append((batch, columns))
             self._staged_rows += batch.entries
             self._staged_bytes += batch.size
+            if self.ahead and not self._ahead_due and self._staged_rows <= INLINE_ROWS:
+                self._ahead_due = True  # the step that staged it goes on to have it written
+                self._loop.call_soon(self._run_ahead)
 
     def on_commit(self, sequence: int) -> None:
         self._target = sequence
-        self.committed_at = time.perf_counter()
+        # What is heard of right behind a fold may have been durable since that began.
+        self.committed_at = self._folding_at or time.perf_counter()
         if self._busy or self._due:
             return
         if self._staged_rows > INLINE_ROWS:
@@ -133,26 +158,75 @@ class Feed:
 
     @property
     def idle(self) -> bool:
-        """Whether the fold may be looked at: no thread has it."""
+        """Whether the fold may be looked at: it holds what is committed, and no thread has it."""
+        return not (self._busy or self._folded)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no thread has the fold."""
         return not self._busy
 
     def _run(self) -> None:
-        """Fold what is committed. The log and its writers go on whatever becomes of it."""
+        """Fold what is committed."""
         self._due = False
+        self._attempt(self._advance)
+
+    def _run_ahead(self) -> None:
+        """Fold what is being written."""
+        self._ahead_due = False
+        if self.ahead and not self._due:
+            self._attempt(self._fold_ahead)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """The log and its writers go on whatever becomes of it."""
         if self._busy or self.closed:
             return
         try:
-            self._advance()
+            step()
         except PenstockError as error:
             self._give_up(error)
         except Exception:
             log.exception("the live fold failed", partition=self._partition.index)
             self._give_up(Unavailable("the live fold failed"))
 
-    def _advance(self) -> None:
-        if self.sequence >= self._target:
+    def _fold_ahead(self) -> None:
+        """Fold a little that is staged, for its commit; as one, for it is written so."""
+        if self.fold.paused or self._staged_rows > INLINE_ROWS:
             return
-        batches = self._take_staged()
+        if len(self._folded) >= AHEAD_FEEDS_MAX:
+            return
+        behind = self._folded[-1].last if self._folded else self.sequence
+        batches = self._take_staged(behind + 1, through=self._log.sequence_last)
+        if not batches:
+            return
+        self._folding_at = began = time.perf_counter()
+        deltas, last = self._deltas(batches, behind + 1), batches[-1][0].last
+        outcome = self.fold.feed(deltas, through=last, states=False)
+        self._folded.append(Folded(deltas, last, [outcome], time.perf_counter() - began))
+        self._loop.call_soon(self._loop.call_soon, self._looked)
+
+    def _looked(self) -> None:
+        """The loop has looked for completed writes since the fold ahead ended."""
+        self._folding_at = 0.0
+
+    def _deliver_folded(self) -> None:
+        """Tell of what was folded ahead and is committed by now."""
+        folded = self._folded
+        ready: list[Folded] = []
+        while folded and folded[0].last <= self._target:
+            ready.append(folded.popleft())
+        if ready and self.fold.paused and not folded:
+            paused = ready.pop()
+            self._in_thread(lambda: self._resolved(paused))
+        if ready:
+            self._finish(*ready)
+
+    def _advance(self) -> None:
+        if self._folded:
+            self._deliver_folded()
+        if self.sequence >= self._target or self._busy or self._folded:
+            return
+        batches = self._take_staged(self.sequence + 1, through=self._target)
         if batches is None:
             found = _read(self._log, self.sequence + 1, through=self._target, nowait=True)
             if found is None:
@@ -161,30 +235,32 @@ class Feed:
             batches = [(batch, batch.columns()) for batch in found]
         if not batches:
             return
-        deltas = self._deltas(batches)
+        began = time.perf_counter()
+        deltas = self._deltas(batches, self.sequence + 1)
         last = batches[-1][0].last
         if len(deltas) > LOOP_ROWS:
-            self._in_thread(lambda: (deltas, last, self._fold_whole(deltas, last)))
+            self._in_thread(lambda: self._fold_whole(deltas, last))
             return
         outcome = self.fold.feed(deltas, through=last, states=False)
+        folded = Folded(deltas, last, [outcome], time.perf_counter() - began)
         if self.fold.paused:
-            self._in_thread(lambda: (deltas, last, self._resolved(outcome)))
+            self._in_thread(lambda: self._resolved(folded))
             return
-        self._finish(deltas, last, [outcome])
+        self._finish(folded)
         if self.sequence < self._target and not self._due:
             self._due = True
             self._loop.call_soon(self._run)
 
-    def _take_staged(self) -> list[tuple[Batch, Columns]] | None:
-        """Committed batches that were handed over and come next; None: the log has to be read."""
-        staged, following = self._staged, self.sequence + 1
+    def _take_staged(self, following: int, *, through: int) -> list[tuple[Batch, Columns]] | None:
+        """Batches that were handed over and come next; None: the log has to be read."""
+        staged = self._staged
         while staged and staged[0][0].last < following:
             self._drop_staged()
         if not staged or staged[0][0].first != following:
             return None
         found: list[tuple[Batch, Columns]] = []
         rows = 0
-        while staged and staged[0][0].last <= self._target and staged[0][0].first == following:
+        while staged and staged[0][0].last <= through and staged[0][0].first == following:
             rows += staged[0][0].entries
             if found and rows > LOOP_ROWS:
                 break
@@ -198,29 +274,33 @@ class Feed:
         self._staged_bytes -= found[0].size
         return found
 
-    def _deltas(self, batches: list[tuple[Batch, Columns]]) -> DeltaBatch:
+    def _deltas(self, batches: list[tuple[Batch, Columns]], first: int) -> DeltaBatch:
         if len(batches) == 1:
             batch, columns = batches[0]
             if batch.kind is not Kind.ENQ:
                 return DeltaBatch.empty()
-            return _clipped(deltas_in(batch, columns), self.sequence + 1)
+            return _clipped(deltas_in(batch, columns), first)
         found = [deltas_in(*pair) for pair in batches if pair[0].kind is Kind.ENQ]
-        return _clipped(DeltaBatch.concat(found), self.sequence + 1)
+        return _clipped(DeltaBatch.concat(found), first)
 
-    def _finish(self, deltas: DeltaBatch, last: int, outcomes: list[Outcome]) -> None:
-        self.releases.on_feed(deltas.sequences, *outcomes)
-        self.sequence = last
-        self.ordered_at = time.perf_counter()
-        self._deliver(Rows.concat([Rows.of(outcome) for outcome in outcomes]), last)
+    def _finish(self, *ready: Folded) -> None:
+        """Tell of what is folded and committed."""
+        self.ready_at = time.perf_counter()
+        self.fold_s = sum(folded.seconds for folded in ready)
+        for folded in ready:
+            self.releases.on_feed(folded.deltas.sequences, *folded.outcomes)
+        self.sequence = ready[-1].last
+        rows = [Rows.of(outcome) for folded in ready for outcome in folded.outcomes]
+        self._deliver(rows[0] if len(rows) == 1 else Rows.concat(rows), self.sequence)
 
     # --- in a thread ---
 
-    def _in_thread(self, work: Callable[[], tuple[DeltaBatch, int, list[Outcome]]]) -> None:
+    def _in_thread(self, work: Callable[[], Folded]) -> None:
         self._busy = True
         future = self._loop.run_in_executor(None, work)
         future.add_done_callback(self._done)
 
-    def _done(self, future: asyncio.Future[tuple[DeltaBatch, int, list[Outcome]]]) -> None:
+    def _done(self, future: asyncio.Future[Folded]) -> None:
         self._busy = False
         if self.closed or future.cancelled():
             return
@@ -231,27 +311,28 @@ class Feed:
                 log.error("the live fold failed", partition=self._partition.index, exc_info=error)
             self._give_up(known or Unavailable("the live fold failed"))
             return
-        deltas, last, outcomes = future.result()
-        self._finish(deltas, last, outcomes)
+        self._finish(future.result())
         self._run()
 
-    def _fold_cold(self) -> tuple[DeltaBatch, int, list[Outcome]]:
+    def _fold_cold(self) -> Folded:
         first = self.sequence + 1
         batches = _read(self._log, first, through=self._target, nowait=False)
         if not batches:
             raise Unavailable(f"sequence {first} is committed and cannot be read")
-        deltas, last = _clipped(deltas_of(batches), first), batches[-1].last
-        return deltas, last, self._fold_whole(deltas, last)
+        return self._fold_whole(_clipped(deltas_of(batches), first), batches[-1].last)
 
-    def _fold_whole(self, deltas: DeltaBatch, last: int) -> list[Outcome]:
-        return self._resolved(self.fold.feed(deltas, through=last, states=False))
+    def _fold_whole(self, deltas: DeltaBatch, last: int) -> Folded:
+        began = time.perf_counter()
+        outcome = self.fold.feed(deltas, through=last, states=False)
+        return self._resolved(Folded(deltas, last, [outcome], time.perf_counter() - began))
 
-    def _resolved(self, outcome: Outcome) -> list[Outcome]:
+    def _resolved(self, folded: Folded) -> Folded:
         """The rest of a feed that may have paused, as every reader of the log resolves it."""
-        outcomes = [outcome]
+        outcomes, began = list(folded.outcomes), time.perf_counter()
         while ids := self.fold.missing():
             outcomes.append(self.fold.resolve(self._find(set(ids))))
-        return outcomes
+        seconds = folded.seconds + time.perf_counter() - began
+        return folded._replace(outcomes=outcomes, seconds=seconds)
 
     def _find(self, wanted: set[bytes]) -> set[bytes]:
         """Those of the wanted deltas that the log has from before the fold's memory of ids."""

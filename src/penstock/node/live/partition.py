@@ -37,7 +37,7 @@ class LivePartition:
         self.active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.used_ms = clock.now_ms()  # somebody wanted it last
         self.released = 0  # since it was activated
-        # From the commit to the fold's end, from there until all were offered it, and both.
+        # The fold, from its end and the commit until all were offered it, and all from the commit.
         self.timings = {stage: Timings() for stage in ("order", "route", "sent")}
 
     async def activate(self) -> None:
@@ -78,7 +78,7 @@ class LivePartition:
     def quiet(self) -> bool:
         """Whether no thread reads the log for it."""
         self._readers = [s for s in self._readers if s.reading]
-        return self.feed.idle and not self._readers
+        return self.feed.quiet and not self._readers
 
     @property
     def closed(self) -> bool:
@@ -86,6 +86,7 @@ class LivePartition:
 
     def add(self, subscription: Subscription) -> None:
         self.subscriptions.append(subscription)
+        self._look_for_states()
 
     def remove(self, subscription: Subscription) -> None:
         if subscription in self.subscriptions:
@@ -93,6 +94,11 @@ class LivePartition:
             if subscription.reading:
                 self._readers.append(subscription)
             self.used_ms = self._clock.now_ms()
+            self._look_for_states()
+
+    def _look_for_states(self) -> None:
+        """Who looks at states must not see any that are not committed."""
+        self.feed.ahead = not any(s.terms.needs_fold for s in self.subscriptions)
 
     # --- from the feed ---
 
@@ -107,8 +113,8 @@ class LivePartition:
 
     def _time(self, rows: int) -> None:
         feed, now = self.feed, time.perf_counter()
-        self.timings["order"].record(feed.ordered_at - feed.committed_at, rows)
-        self.timings["route"].record(now - feed.ordered_at, rows)
+        self.timings["order"].record(feed.fold_s, rows)
+        self.timings["route"].record(now - feed.ready_at, rows)
         self.timings["sent"].record(now - feed.committed_at, rows)
         self._released(rows, now - feed.committed_at)
 
@@ -134,10 +140,10 @@ class LivePartition:
             "partition": self.partition.index,
             "state": "live" if self.feed.following else "activating",
             "position": self.sequence,
-            "ordinal": self.releases.ordinal if self.feed.idle else None,
+            "ordinal": self.releases.ordinal if self.feed.quiet else None,
             "sequence_committed": committed,
             "lag_entries": committed - self.sequence,
             "released": self.released,
             "timings": {stage: timings.summary() for stage, timings in self.timings.items()},
-            "pending": len(self.feed.fold.pending) if self.feed.idle else None,
+            "pending": len(self.feed.fold.pending) if self.feed.quiet else None,
         }

@@ -230,6 +230,8 @@ class Subscription:
         count, credit, waiting = len(rows), self._credit, self._waiting
         if self._blocked or not waiting.direct or waiting.outbox.entries or count > credit.entries:
             return False
+        if self.terms.needs_fold and not self.source.fold_idle:
+            return False
         room = credit.bytes
         if len(rows.batch.blob) + ENTRY_BYTES * count > room and bytes_of(rows) > room:
             return False

@@ -1,0 +1,93 @@
+"""What is being written is folded meanwhile, and told to nobody before it is committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.integration.harness import Node
+from tests.unit.node.live.subscribing import (
+    TOPIC,
+    corpus,
+    expected,
+    payloads_of,
+    put,
+    subscribe,
+    until,
+)
+
+from penstock.node.live import feed as feeding
+from penstock.node.live.feed import Feed
+
+
+def feed_of(node: Node) -> Feed:
+    live = node.engine.topic(TOPIC).live
+    assert live is not None
+    return live.partitions[0].feed
+
+
+@asynccontextmanager
+async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIterator[None]:
+    """Requests that are staged while nothing reaches the disk; afterwards it all does."""
+    topic = node.engine.topic(TOPIC)
+    journal, log = topic.here(0).journal, topic.here(0).log
+    flush, journal.flush = journal.flush, lambda: None
+    end = log.sequence_last + len(payloads)
+    async with asyncio.TaskGroup() as group:
+        for at in range(0, len(payloads), size):
+            before = log.sequence_last
+            group.create_task(put(node, payloads[at : at + size], size=size))
+            await until(lambda before=before: log.sequence_last > before)  # type: ignore[misc]
+        await until(lambda: log.sequence_last >= end)
+        await asyncio.sleep(0.01)
+        yield
+        journal.flush = flush
+        topic.wake()
+
+
+async def test_it_is_folded_before_it_is_committed(node: Node) -> None:
+    reader = await subscribe(node)
+    feed = feed_of(node)
+    before = feed.sequence
+    async with unwritten(node, payloads_of(corpus(60)), size=20):
+        assert feed.fold.sequence == before + 60
+        assert not feed.idle
+        assert (feed.sequence, reader.rows) == (before, [])
+    await until(lambda: len(reader.rows) >= len(expected(node)))
+    assert reader.rows == expected(node)
+    assert feed.idle
+
+
+async def test_who_needs_states_has_none_folded_ahead(node: Node) -> None:
+    reader = await subscribe(node)
+    feed = feed_of(node)
+    before, feed.ahead = feed.sequence, False
+    async with unwritten(node, payloads_of(corpus(60)), size=20):
+        assert feed.fold.sequence == before
+        assert feed.idle
+    await until(lambda: reader.rows == expected(node))
+
+
+async def test_only_so_much_is_folded_ahead(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "AHEAD_FEEDS_MAX", 2)
+    reader = await subscribe(node)
+    feed = feed_of(node)
+    before = feed.sequence
+    async with unwritten(node, payloads_of(corpus(100)), size=10):
+        assert feed.fold.sequence == before + 20
+    await until(lambda: len(reader.rows) >= len(expected(node)))
+    assert reader.rows == expected(node)
+
+
+async def test_what_was_never_committed_is_told_to_nobody(node: Node) -> None:
+    reader = await subscribe(node)
+    feed = feed_of(node)
+    some = corpus(80)
+    await put(node, payloads_of(some, 0, 40))
+    told, before = list(reader.rows), feed.sequence
+    async with unwritten(node, payloads_of(some, 40), size=40):
+        assert feed.fold.sequence == before + 40
+        feed.close()
+    assert reader.rows == told
