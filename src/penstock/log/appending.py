@@ -88,6 +88,11 @@ class AppendLog:
         return self._writer.committed
 
     @property
+    def floor_due(self) -> bool:
+        """Whether `persist_floor` was not called for a while."""
+        return self._writer.floor_due
+
+    @property
     def bytes_total(self) -> int:
         return self._table.bytes
 
@@ -188,7 +193,7 @@ class AppendLog:
         piece = flush.pieces[0]
         if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
             return None
-        if self._writer.floor_due or not self._is_grown_ahead():
+        if not self._is_grown_ahead():
             return None
         try:
             return self._writer.begin(piece)
@@ -232,7 +237,7 @@ class AppendLog:
             self._fail(error)
 
     def persist_floor(self) -> None:
-        """Persist what is committed now: for a log that fell idle right after a write."""
+        """Persist what is committed now, when that is due, or the log fell idle after a write."""
         self._check_health()
         try:
             self._writer.raise_floor()

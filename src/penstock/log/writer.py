@@ -72,7 +72,6 @@ class Writer:
         """Persist the floor when it is due; it may lag, for it only sharpens the search for rot."""
         if self.floor_due:
             self.raise_floor()
-            self._floor_due = time.monotonic() + self.floor_s
 
     def raise_floor(self) -> None:
         """Persist what must never be missing: durable here, and committed.
@@ -80,6 +79,7 @@ class Writer:
         What is durable here alone may still have to be cut off, for another coordinator's sake.
         """
         self.floor.raise_to(sequence=min(self.durable, self.committed))
+        self._floor_due = time.monotonic() + self.floor_s
 
     def _roll(self, piece: Piece) -> None:
         assert piece.spare is not None

@@ -50,6 +50,7 @@ class Flusher:
         self._ahead_bytes = min(GROW_AHEAD_BYTES, log.options.segment_bytes // 4)
         self.writing = False
         self.writes = 0  # finished
+        self._keeping = False  # the floor is being persisted
         self._growing = False
         self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
@@ -100,6 +101,7 @@ class Flusher:
                 done(None, failure)
             else:
                 done(sequence, None)
+                self._keep_floor()
 
         syncer.sync(descriptor, synced)
 
@@ -113,9 +115,22 @@ class Flusher:
     def persist_floor(self) -> None:
         """The log fell idle: remember on disk how far it was acknowledged."""
         if self.failed is None and not self.writing and not self._alone:
-            self._submit(
-                self.log.persist_floor, lambda _, error: self.fail(error) if error else None
-            )
+            self._persist_floor()
+
+    def _keep_floor(self) -> None:
+        """The same of a log that is busy, now and then. No write waits for it."""
+        if self.log.floor_due and not self._keeping and self.failed is None:
+            self._persist_floor()
+
+    def _persist_floor(self) -> None:
+        self._keeping = True
+
+        def done(_: Any, error: BaseException | None) -> None:
+            self._keeping = False
+            if error is not None:
+                self.fail(error)
+
+        self._submit(self.log.persist_floor, done)
 
     # --- work that no write may run beside ---
 

@@ -186,7 +186,8 @@ class Host:
         """Remember on disk how far an idle log was acknowledged."""
         reached = min(self.log.sequence_durable, self.log.sequence_committed)
         idle = not self.flusher.writing if self.partition is None else self.partition.idle
-        if idle and self._floor_persisted < reached and not self.log.seeding:
+        lately = not self.log.floor_due
+        if idle and self._floor_persisted < reached and not (lately or self.log.seeding):
             self._floor_persisted = reached
             self.flusher.persist_floor()
 
