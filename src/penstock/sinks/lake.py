@@ -123,7 +123,11 @@ class LakeSink:
         if held is not None and work.last <= held:
             return
         spans = _spans(rows) if part == "history" else {}
-        if any(low <= self._positions.get(place, -1) for place, (low, _) in spans.items()):
+        # Another process may have written some of it: of that only the table itself knows.
+        overlaps = bool(spans) and held is not None and work.first <= held
+        if overlaps or any(
+            low <= self._positions.get(place, -1) for place, (low, _) in spans.items()
+        ):
             rows = self._unwritten(rows)
         if len(rows):
             table.append(rows, application=application, trigger=work.last)
@@ -134,7 +138,8 @@ class LakeSink:
         """Without the deltas that the history has. A delta is known by its place in the log.
 
         Positions only grow, so this is asked only after a crash between the commits of the two
-        tables, or when a new pipeline writes into an old lake.
+        tables, when a new pipeline writes into an old lake, or when a partition of a hosted sink
+        has moved to another node.
         """
         spans = pc.min_max(rows["position"])
         where = (pc.field("position") >= spans["min"]) & (pc.field("position") <= spans["max"])

@@ -63,6 +63,16 @@ def test_a_new_pipeline_finds_the_deltas_of_the_old_one(lake: LakeSink) -> None:
     assert anew.cursor() == 2
 
 
+def test_two_writers_that_take_turns_write_each_delta_once(lake: LakeSink) -> None:
+    """As two nodes that host the sink, when a partition moves and its cursor is a little behind."""
+    triggers, other = Triggers.of(4), again(lake)
+    lake.write(triggers.work(0, 1))
+    other.write(triggers.work(1, 3))
+    lake.write(triggers.work(2))  # what was under way there
+    assert rows(lake, "history") == 12
+    assert held(lake) == held(other)
+
+
 def test_the_history_is_readable_by_anybody(lake: LakeSink) -> None:
     lake.write(work(0, deltas(1, delta(1), delta(2, vector_id="b", metadata=None))))
     table = pa.table(DeltaTable(f"{lake.path}/history").scan())
