@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from functools import partial
 from typing import Any
 
-from penstock.errors import FailedPrecondition
+from penstock.errors import FailedPrecondition, NotFound
 from penstock.node.calls import Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.live_calls import delta_topic
@@ -30,13 +31,16 @@ async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[s
         engine, topic, vector_search_share,
         vector=a.vector, limit=a.limit, namespace=a.namespace, sink=a.sink,
     )  # fmt: skip
-    found = heapq.merge(*(r["neighbours"] for r in results), key=lambda one: one["distance"])
+    if all(result["neighbours"] is None for result in results):
+        raise NotFound(f"no index of {a.topic} has vectors of {len(a.vector)} dimensions")
+    known = [result["neighbours"] or [] for result in results]
+    found = heapq.merge(*known, key=lambda one: one["distance"])
     return {"neighbours": list(found)[: a.limit]}
 
 
 @shared
 async def vector_search_share(
-    engine: Engine, topic: Topic, _: list[Partition], asked: dict[str, Any]
+    engine: Engine, topic: Topic, partitions: list[Partition], asked: dict[str, Any]
 ) -> dict[str, Any]:
     wanted = asked["sink"]
     indexes = [
@@ -49,7 +53,12 @@ async def vector_search_share(
         raise FailedPrecondition(f"no node hosts {what} of {topic.config.name}")
     index: Any = indexes[0]
     # An index may be busy with a write for a while.
-    found = await asyncio.to_thread(
-        index.search, asked["vector"], asked["limit"], namespace=asked["namespace"]
-    )
+    search = partial(
+        index.search, asked["vector"], asked["limit"], namespace=asked["namespace"],
+        partitions={partition.index for partition in partitions},
+    )  # fmt: skip
+    try:
+        found = await asyncio.to_thread(search)
+    except NotFound:  # nothing is in these partitions yet; others may have something
+        return {"neighbours": None}
     return {"neighbours": [vars(one) for one in found]}

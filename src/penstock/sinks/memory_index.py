@@ -11,7 +11,7 @@ as well: usearch lets readers beside a writer, but not beside a removal and the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -58,6 +58,7 @@ class MemoryIndexSink:
             self._revisions: list[int] = []
             self._metadata: list[bytes | None] = []
             self._dimensions: list[int] = []  # 0: deleted
+            self._partitions: list[int] = []  # of the log
 
     def write(self, work: Work) -> None:
         states = work.states
@@ -73,6 +74,15 @@ class MemoryIndexSink:
                 "a component is not finite: no distance to it can be told",
                 rows=np.flatnonzero(~finite).tolist(),
             )
+
+    def forget(self, partition: int) -> None:
+        """Another node indexes this partition now. Searches go on between two handfuls."""
+        keys = [key for key, home in enumerate(self._partitions) if home == partition]
+        for at in range(0, len(keys), _SCAN_ROWS):
+            with self._lock:
+                for key in keys[at : at + _SCAN_ROWS]:
+                    self._forget(key)
+                    self._revisions[key], self._metadata[key] = -1, None
 
     def cursor(self) -> int | None:
         return None
@@ -96,8 +106,10 @@ class MemoryIndexSink:
         k: int = 10,
         *,
         namespace: str | None = None,
+        partitions: Collection[int] | None = None,
     ) -> list[Neighbour]:
-        """The `k` nearest vectors by the sink's metric; approximate, as HNSW is."""
+        """The `k` nearest vectors by the sink's metric; approximate, as HNSW is. Those of other
+        partitions than these, which it may be about to forget, are left out."""
         query = checked_query(vector, k, self.metric)
         with self._lock:
             graphs = [
@@ -112,6 +124,8 @@ class MemoryIndexSink:
             for graph in graphs:
                 matches = graph.search(query, k)
                 found += zip(matches.distances.tolist(), matches.keys.tolist(), strict=True)
+            if partitions is not None:
+                found = [one for one in found if self._partitions[one[1]] in partitions]
             return [self._neighbour(key, distance) for distance, key in sorted(found)[:k]]
 
     def __len__(self) -> int:
@@ -124,12 +138,14 @@ class MemoryIndexSink:
         added: dict[str, tuple[list[int], list[int]]] = {}  # namespace: keys, rows
         columns = (states[name].to_pylist() for name in ("namespace", "vector_id", "revision"))
         deleted, metadata = states["deleted"].to_pylist(), states["metadata"].to_pylist()
+        partitions = states["partition"].to_pylist()
         for row, (namespace, vector_id, revision) in enumerate(zip(*columns, strict=True)):
             key = self._key((namespace, vector_id))
             if revision <= self._revisions[key]:
                 continue
             self._forget(key)
             self._revisions[key], self._metadata[key] = revision, metadata[row]
+            self._partitions[key] = partitions[row]
             if not deleted[row]:
                 self._dimensions[key] = dimensions
                 keys, rows = added.setdefault(namespace, ([], []))
@@ -145,6 +161,7 @@ class MemoryIndexSink:
             self._revisions.append(-1)
             self._metadata.append(None)
             self._dimensions.append(0)
+            self._partitions.append(-1)
         return key
 
     def _forget(self, key: int) -> None:

@@ -62,6 +62,7 @@ class Sink(Protocol):
 
     A sink that only a node hosts may say two things more, by attributes that are True. `volatile`:
     it loses what it holds with its process, and is filled from the beginning of the log each time.
+    It may have a method `forget`, called with each partition that has moved to another node.
     `inline`: its `write` never blocks and takes no longer than the rest of a commit, so it is
     called in the step of the node's loop that released the rows."""
 

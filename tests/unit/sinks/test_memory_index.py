@@ -66,6 +66,18 @@ def test_many_changes_of_many_vectors_are_all_found() -> None:
     assert sum(name == f"v{n}" for n, name in enumerate(found)) >= 295  # it is approximate
 
 
+def test_a_partition_that_moved_is_forgotten_and_may_come_back() -> None:
+    sink = filled("l2")
+    other = states(State(vector_id="west", revision=3, values=(-1, 0, 0, 0)), partition=1)
+    sink.write(work(1, other))
+    origin = (0, 0, 0, 0)
+    assert ids(sink.search(origin, 5, partitions={1})) == ["west"]
+    sink.forget(0)
+    assert ids(sink.search(origin, 5)) == ["west"] and len(sink) == 1
+    sink.write(work(2, states(State(vector_id="north", revision=2, values=(0, 1, 0, 0)))))
+    assert set(ids(sink.search(origin, 5))) == {"west", "north"}
+
+
 def test_what_cannot_be_asked_is_refused() -> None:
     sink = filled()
     with pytest.raises(NotFound, match="3 dimensions"):

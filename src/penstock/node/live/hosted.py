@@ -159,6 +159,9 @@ class HostedSink:
         if self._attached.get(attached.index) is attached:
             del self._attached[attached.index]
             log.info("sink detached", sink=self.name, partition=attached.index, why=error.message)
+            here = isinstance(self.hub.topic.partitions[attached.index], Partition)
+            if not here and hasattr(self.sink, "forget"):
+                self.thread.forget(attached.index)
             self._loop.call_later(AGAIN_S, self._again, attached.index)
 
     def _again(self, index: int) -> None:
@@ -208,6 +211,8 @@ class HostedSink:
     def _done(self, parcels: list[Parcel]) -> None:
         """Parcels of one partition are written."""
         for parcel in parcels:
+            if parcel.moved:
+                continue
             subscription: Subscription | None = parcel.sender.subscription
             if subscription is not None and subscription.state is not State.CLOSED:
                 subscription.acknowledge(parcel.position)

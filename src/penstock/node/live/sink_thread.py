@@ -48,6 +48,7 @@ class Parcel(NamedTuple):
     states: VectorStates | None
     position: int
     bytes: int
+    moved: bool = False  # no rows come any more: the partition is to be forgotten
 
 
 class Released(NamedTuple):
@@ -67,6 +68,7 @@ class _Write:
     rows: Rows
     written: bool = False
     refused: SinkRejected | None = None
+    moved: bool = False
 
 
 class SinkThread:
@@ -107,6 +109,10 @@ class SinkThread:
         with self._news:
             self._waiting.append(parcel)
             self._news.notify()
+
+    def forget(self, partition: int) -> None:
+        """Have the sink forget a partition, once what was handed over of it before is written."""
+        self.put(Parcel(None, partition, Rows.empty(), None, 0, 0, moved=True))
 
     def write_now(self, parcel: Parcel) -> bool:
         """Write in the caller's thread, if this one has nothing to do. False: it has, or that
@@ -232,6 +238,8 @@ class SinkThread:
 
     def _write_of(self, parcels: list[Parcel]) -> _Write:
         partition = parcels[0].partition
+        if parcels[0].moved:
+            return _Write(partition=partition, work=None, rows=parcels[0].rows, moved=True)
         rows = Rows.concat([parcel.rows for parcel in parcels])
         if not len(rows):
             return _Write(partition=partition, work=None, rows=rows)
@@ -262,6 +270,8 @@ class SinkThread:
     def _carry_out(self, write: _Write) -> None:
         """Write, then the letters of what was refused; it goes on where it failed."""
         self._connect()
+        if write.moved:
+            self._call(lambda: self.sink.forget(write.partition))  # type: ignore[attr-defined]
         self._write(write)
         if write.work is not None and write.refused is not None and write.refused.rows:
             self._post(write.work, write, write.refused)
@@ -311,8 +321,15 @@ class SinkThread:
 
 
 def _by_partition(parcels: list[Parcel]) -> list[list[Parcel]]:
-    """Those of each partition together, in their order."""
-    found: dict[int, list[Parcel]] = {}
+    """Those of each partition together, in their order; a move is by itself."""
+    found: list[list[Parcel]] = []
+    open_: dict[int, list[Parcel]] = {}
     for parcel in parcels:
-        found.setdefault(parcel.partition, []).append(parcel)
-    return list(found.values())
+        some = open_.get(parcel.partition)
+        if some is None or parcel.moved:
+            some = open_[parcel.partition] = []
+            found.append(some)
+        some.append(parcel)
+        if parcel.moved:
+            del open_[parcel.partition]
+    return found
