@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,24 +36,35 @@ from penstock.node.routing.ports import AlwaysHere
 from penstock.node.syncer import open_syncer
 from penstock.node.writer import WriterPool
 
+if TYPE_CHECKING:
+    from penstock.sinks.registry import OpenWriter
+
 log = get_logger(__name__)
 
 
 @asynccontextmanager
 async def running_engine(
-    config: Config, *, clock: Clock | None = None, connect: Connect | None = None
+    config: Config,
+    *,
+    clock: Clock | None = None,
+    connect: Connect | None = None,
+    open_writer: OpenWriter | None = None,
 ) -> AsyncIterator[Engine]:
     """Open the data folder, recover, serve inside the block, and stop cleanly after it.
 
     A node of a cluster needs `connect`, its way to the others. It holds nothing before it has
-    joined (`joining.join_cluster`), which it does once others can connect to it.
+    joined (`joining.join_cluster`), which it does once others can connect to it. `open_writer` is
+    the way of its sinks to nodes outside.
     """
     folder = await asyncio.to_thread(DataFolder.open, config.data)
     try:
         store = await _open_store(config, folder)
         try:
             async with asyncio.TaskGroup() as tasks:
-                engine = await _start(config, folder, store, tasks, clock or SystemClock())
+                engine = await _start(
+                    config, folder, store, tasks,
+                    clock=clock or SystemClock(), open_writer=open_writer,
+                )  # fmt: skip
                 if isinstance(store, EtcdStore):
                     await _prepare(engine, store, connect)
                 try:
@@ -97,7 +109,9 @@ async def _start(
     folder: DataFolder,
     store: EmbeddedStore | EtcdStore,
     tasks: asyncio.TaskGroup,
+    *,
     clock: Clock,
+    open_writer: OpenWriter | None,
 ) -> Engine:
     identity = await asyncio.to_thread(_identify, config, folder)
     engine = Engine(
@@ -119,6 +133,7 @@ async def _start(
         tasks=tasks,
         cluster=AlwaysHere(identity.node),
         started_ms=clock.now_ms(),
+        open_writer=open_writer,
     )
     if config.live.sink:
         from penstock.node.live.hosting import check_sinks  # and Arrow with it

@@ -12,6 +12,7 @@ from penstock.node.clock import Clock
 from penstock.node.engine import Engine
 from penstock.node.lifecycle import running_engine
 from penstock.node.session import Session
+from penstock.server.sink_writer import open_writer
 
 
 class EmbeddedNode:
@@ -34,7 +35,7 @@ class EmbeddedNode:
 
     async def _run(self, config: Config, clock: Clock | None) -> None:
         try:
-            async with running_engine(config, clock=clock) as engine:
+            async with running_engine(config, clock=clock, open_writer=open_writer) as engine:
                 self._started.set_result(engine)
                 await self._stop.wait()
         except BaseException as error:

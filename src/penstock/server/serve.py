@@ -28,6 +28,7 @@ from penstock.node.replicas.joining import join_cluster
 from penstock.node.replicas.peers import Connect
 from penstock.node.session import Session
 from penstock.node.tls import client_context, server_context
+from penstock.server.sink_writer import open_writer
 
 if TYPE_CHECKING:
     from penstock.server.gateway import Gateway
@@ -43,7 +44,9 @@ async def serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running_engine(config, connect=connect_to_peers(config)) as engine:
+    async with running_engine(
+        config, connect=connect_to_peers(config), open_writer=open_writer
+    ) as engine:
         tls = server_context(config.tls) if config.tls_enabled else None
         async with AsyncExitStack() as stack:
             ports = await _listen(engine, config, tls, stack)
