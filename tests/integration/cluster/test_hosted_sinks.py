@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import pytest_asyncio
 from tests.integration.cluster.asking import Asking, asking
@@ -13,17 +16,20 @@ from tests.integration.cluster.asking import Asking, asking
 import penstock
 from penstock.client.deltas import Deltas
 from penstock.errors import InvalidArgument
+from penstock.sinks.lake import LakeSink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NODES = ("n1", "n2", "n3")
 INDEX = {"kind": "memory", "metric": "l2", "batch_ms": 0}
-SINKS = [{"topic": topic, **INDEX} for topic in ("vectors", "moving", "few")]
-OPTIONS = {"cluster.lease_s": 2, "live.sink": json.dumps(SINKS)}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
-    async with asking(tmp_path_factory.mktemp("cluster"), OPTIONS) as made:
+    folder = tmp_path_factory.mktemp("cluster")
+    sinks = [{"topic": topic, **INDEX} for topic in ("vectors", "moving", "few")]
+    sinks.append({"topic": "kept", "kind": "lake", "path": str(folder / "lake"), "batch_ms": 100})
+    options = {"cluster.lease_s": 2, "live.sink": json.dumps(sinks)}
+    async with asking(folder, options) as made:
         yield made
 
 
@@ -104,6 +110,30 @@ async def test_a_partition_that_moved_is_indexed_at_one_node(
     for number in range(30):
         await deltas.replace(f"v{number}", [number + 1, 0])
     await all_find(cluster, "moving", [(f"v{n}", (n + 1) ** 2) for n in range(30)])
+
+
+async def test_a_sink_gets_every_delta_once_when_its_node_dies(
+    cluster: Asking, client: penstock.Client
+) -> None:
+    deltas = await made(client, "kept", partitions=3, vectors=30)
+    dead = await cluster.coordinator("kept", 0)
+    await deltas.put_columns([f"v{n % 30}" for n in range(3000)], np.ones((3000, 2)))
+    await cluster.processes.kill(dead)
+    for number in range(30):
+        await deltas.delete(f"v{number}")
+    lake = LakeSink("lake", path=str(cluster.processes.folder / "lake"))
+
+    async def held() -> bool:
+        return await asyncio.to_thread(_rows, lake) >= 3060
+
+    await cluster.until(held)
+    rows = pa.Table.from_batches(lake.history.batches(["partition", "ordinal"])).to_pylist()
+    assert len(rows) == len({(row["partition"], row["ordinal"]) for row in rows}) == 3060
+
+
+def _rows(lake: LakeSink) -> int:
+    lake.open()
+    return int(lake.history.table.count())
 
 
 async def test_partitions_without_a_vector_do_not_fail_a_search(
