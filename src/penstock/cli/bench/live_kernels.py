@@ -16,7 +16,7 @@ import numpy as np
 from penstock.cli.bench.stages import Run, Values
 from penstock.testing.redis import redis_process
 
-BATCH: Final = 10  # changes that are put together at 5000 per second
+BATCH: Final = 10  # changes that are put together
 BATCHES: Final = 2_000
 WARM: Final = 200
 VECTORS: Final = 2_000

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from penstock.cli.bench.live_ticks import ticks
 from penstock.cli.bench.pipeline_load import CHUNK, COMPONENTS, DIMENSIONS, components, vector_ids
 from penstock.errors import Unavailable
 from penstock.testing.process import ServerProcess
@@ -59,11 +60,9 @@ class LiveBench:
 
     async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> None:
         """Changes on schedule whatever the node does, some at each tick."""
-        handful, start = max(1, round(per_s * tick_s)), time.perf_counter()
+        handful = max(1, round(per_s * tick_s))
         async with asyncio.TaskGroup() as group:
-            for tick in range(round(seconds / tick_s)):
-                due = start + tick * tick_s
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            async for _ in ticks(tick_s, round(seconds / tick_s)):
                 group.create_task(self.change(handful))
 
 

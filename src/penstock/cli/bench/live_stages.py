@@ -10,12 +10,13 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.cli.bench.live_load import TOPIC, WAIT_S, LiveBench, live_bench, until
+from penstock.cli.bench.live_ticks import ticks
 from penstock.cli.bench.pipeline_load import COMPONENTS
 from penstock.cli.bench.stages import Run, Values
 
 SINK: Final = {"kind": "penstock.testing.live_sink:NullSink", "name": "null", "batch_ms": 0}
 SINK_PER_S: Final = 5_000
-SINK_TICK_S: Final = 0.002  # so ten changes are put together
+SINK_TICK_S: Final = 0.001  # so five changes are put together
 SINK_S: Final = 8.0
 SUBSCRIBER_PER_S: Final = 1_000
 SUBSCRIBER_S: Final = 8.0
@@ -66,18 +67,17 @@ async def to_subscriber(run: Run) -> Values:
 async def _put_on_schedule(bench: LiveBench, count: int) -> dict[bytes, float]:
     """One change each millisecond; when each was due."""
     due_of: dict[bytes, float] = {}
-    start = time.perf_counter()
-    chosen = bench.rng.integers(0, len(bench.ids), count).tolist()
+    chosen = iter(bench.rng.integers(0, len(bench.ids), count).tolist())
 
     async def put(vector_id: str, number: int, due: float) -> None:
         delta = await bench.deltas.set(vector_id, {number % COMPONENTS: float(number)})
         due_of[delta.delta_id] = due
 
     async with asyncio.TaskGroup() as group:
-        for number, at in enumerate(chosen):
-            due = start + number / SUBSCRIBER_PER_S
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            group.create_task(put(bench.ids[at], number, due))
+        number = 0
+        async for due in ticks(1 / SUBSCRIBER_PER_S, count):
+            group.create_task(put(bench.ids[next(chosen)], number, due))
+            number += 1
     return due_of
 
 
