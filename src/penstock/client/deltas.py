@@ -31,6 +31,7 @@ from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass, Source, encode, vector_hash
 from penstock.model.partitioning import partitions_of_digests
+from penstock.model.plain_delta import plain_deltas
 from penstock.model.topic import BATCH_ENTRIES_MAX
 
 Components = Mapping[int, float] | tuple[ArrayLike, ArrayLike]
@@ -176,7 +177,9 @@ class Deltas(DeltaReading):
         that ends, by raising `Backpressure`, after so long; 0: at once.
         """
         await self.opened()
-        payload = encode(delta, dimensions=self.dimensions)
+        payload = plain_deltas(self.dimensions).encode(delta)
+        if payload is None:
+            payload = encode(delta, dimensions=self.dimensions)
         vector = self._advance(delta)
         try:
             if timeout is None:

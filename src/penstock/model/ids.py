@@ -18,6 +18,8 @@ TOPICS_MAX: Final = 1 << 16
 PARTITIONS_MAX: Final = 1024
 SEQUENCE_MAX: Final = (1 << 48) - 1
 _TAILS: Final = [a + b for a in ENCODING for b in ENCODING]  # an id's last two characters
+_PAIR: Final = len(_TAILS) - 1  # the bits that two characters stand for
+_SHIFTS: Final = range(120, -1, -10)
 
 
 class MessageId(NamedTuple):
@@ -28,7 +30,7 @@ class MessageId(NamedTuple):
 
     def __str__(self) -> str:
         value = self.time_ms << 80 | self.topic << 64 | self.partition << 48 | self.sequence
-        return str(ULID(value.to_bytes(16, "big")))
+        return "".join([_TAILS[value >> shift & _PAIR] for shift in _SHIFTS])
 
     @staticmethod
     def parse(text: str) -> MessageId:

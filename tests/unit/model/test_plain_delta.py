@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument
+from penstock.model.delta import Delta, Op, decode, encode
 from penstock.model.delta_format import check
 from penstock.model.plain_delta import plain_deltas
 from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
@@ -71,3 +74,45 @@ def test_numbers_that_are_not_are_seen() -> None:
 def test_a_clock_that_is_ahead_is_seen() -> None:
     (payload, *_) = payloads(origins=1)
     assert not plain_deltas(DIMENSIONS).sure(payload, now_ms=0)
+
+
+def test_common_deltas_are_laid_out_as_all_are() -> None:
+    plain = plain_deltas(DIMENSIONS)
+    for payload in payloads(origins=1):
+        delta = decode(payload)
+        found = plain.encode(delta)
+        wide = delta.values is not None and len(delta.values) > 32
+        assert found == (None if wide else encode(delta, dimensions=DIMENSIONS))
+    for payload in payloads(concurrent=0.3, ops=ALL_OPS):
+        delta = decode(payload)
+        assert plain.encode(delta) in (None, encode(delta, dimensions=DIMENSIONS))
+
+
+PLAIN = Delta(
+    delta_id=b"d" * 16, namespace="a", vector_id="v", op=Op.SPARSE, origin="me", time=1 << 20,
+    parent=b"p" * 16, clock={"me": 3}, indices=np.array([1, 5]), values=np.array([0.5, 2.0]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"values": np.array([1e300, 1.0])}, {"values": np.array([np.nan, 1.0])},
+        {"values": np.array([np.inf, -np.inf])}, {"values": np.array([1.0])},
+        {"values": np.array(["a", "b"])}, {"values": None}, {"indices": np.array([5, 1])},
+        {"indices": np.array([-1, 5])}, {"indices": np.array([1, DIMENSIONS])},
+        {"indices": np.array([1.0, 5.0])}, {"indices": None}, {"op": Op.SCALE}, {"time": 0},
+        {"delta_id": bytes(16)}, {"delta_id": b"short"}, {"parent": bytes(16)},
+        {"parent": b"d" * 16}, {"clock": {"me": 0}}, {"clock": {"you": 1}}, {"priority": 9},
+        {"source": 99}, {"namespace": ""}, {"vector_id": "a\0b"}, {"vector_id": "x" * 2000},
+        {"origin": "much too long a name", "clock": {"much too long a name": 1}},
+        {"metadata": {"a": 1}}, {"namespace": None},
+    ],
+)  # fmt: skip
+def test_what_would_be_refused_is_left_to_who_says_why(wrong: dict[str, Any]) -> None:
+    plain = plain_deltas(DIMENSIONS)
+    assert plain.encode(PLAIN) == encode(PLAIN, dimensions=DIMENSIONS)
+    delta = msgspec.structs.replace(PLAIN, **wrong)
+    assert plain.encode(delta) is None
+    with pytest.raises(InvalidArgument):
+        encode(delta, dimensions=DIMENSIONS)
