@@ -44,7 +44,9 @@ def most_urgent(body: Buffer, count: int) -> int | None:
     columns = CHANGES.decode(body, count)
     starts, blob = columns.view("payload"), columns.blob("payload")
     assert starts is not None
+    if count == 1:
+        return blob[_PRIORITY_AT]
     if count <= _FEW:
-        return min([blob[starts[row] + _PRIORITY_AT] for row in range(count)])
+        return min([blob[start + _PRIORITY_AT] for start in starts.tolist()[:-1]])
     offsets = np.frombuffer(starts, np.int32)[:-1]
     return int(np.frombuffer(blob, np.uint8)[offsets + _PRIORITY_AT].min())

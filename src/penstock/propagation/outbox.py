@@ -28,6 +28,7 @@ from penstock.propagation.rows import Rows
 from penstock.propagation.table import Numbers
 
 TAKEN: Final = LANES  # the lane of a row that has gone
+FEW: Final = 32  # sizes that are summed up one by one
 LOOK_AHEAD: Final = 64  # rows of a piece that are looked at in any case
 _NUMBERS: Final = np.arange(1024)
 HELD_SLACK: Final = 64 << 10  # bytes that may be held on to without need
@@ -346,7 +347,7 @@ def _first(count: int) -> Numbers:
 
 
 def _total(sizes: Numbers) -> int:
-    return int(sizes[0]) if len(sizes) == 1 else int(sizes.sum())
+    return sum(sizes.tolist()) if len(sizes) <= FEW else int(sizes.sum())
 
 
 def _fitting(sizes: Numbers, entries_max: int, bytes_max: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ anything is kept. `sequence` is the sender's request or stream number; an answer
 from __future__ import annotations
 
 import struct
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from crc32c import crc32c
@@ -41,14 +41,17 @@ class FrameType(IntEnum):
     UNSUBSCRIBE = 7  # close a stream
 
 
-class FrameFlag(IntFlag):
-    NONE = 0
-    ACK_WANTED = 1
-    HIGH = 2
-    COMPRESSED = 4
-    BATCHED = 8
+class FrameFlag:
+    """Plain numbers: every frame's flags are looked at, and an enum's operators are slow."""
+
+    NONE: Final = 0
+    ACK_WANTED: Final = 1
+    HIGH: Final = 2
+    COMPRESSED: Final = 4
+    BATCHED: Final = 8
 
 
+_TYPES: Final = tuple(FrameType)
 CLASS_SHIFT: Final = 4  # bits 4–5 of the flags: the priority class of the most urgent delta within
 
 
@@ -147,4 +150,4 @@ class FrameDecoder:
         (crc,) = TRAILER.unpack_from(view, at + whole - TRAILER.size)
         if crc32c(payload) != crc:
             raise Corruption("a frame's payload does not match its CRC")
-        return Frame(FrameType(type), flags, sequence, payload)
+        return Frame(_TYPES[type], flags, sequence, payload)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import NotFound, PenstockError
 from penstock.model.ragged import halves
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.node.live.hub import Hub
 
 AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
+FEW: Final = 32  # rows that are counted one by one
 JOIN_S: Final = 10.0  # for the write under way when the node stops
 log = get_logger(__name__)
 
@@ -219,9 +221,20 @@ class HostedSink:
                 subscription.grant(len(parcel.rows), parcel.bytes)
         times = [parcel.rows.batch.log_times_ms for parcel in parcels if len(parcel.rows)]
         if times:
-            ages = (time.time_ns() // 1_000_000 - np.concatenate(times)) / 1000
-            self.thread.meter.freshness.record(ages, now=time.monotonic())
-            self.hub.on_written(self.name, len(ages), max(0.0, float(ages.max())))
+            self._note_age(times[0] if len(times) == 1 else np.concatenate(times))
+
+    def _note_age(self, times_ms: NDArray[np.int64]) -> None:
+        """Rows that the log took at these times are in the sink."""
+        now_ms, freshness = time.time_ns() // 1_000_000, self.thread.meter.freshness
+        if len(times_ms) <= FEW:
+            few = [(now_ms - time_ms) / 1000 for time_ms in times_ms.tolist()]
+            freshness.record_few(few, now=time.monotonic())
+            oldest = max(few)
+        else:
+            ages = (now_ms - times_ms) / 1000
+            freshness.record(ages, now=time.monotonic())
+            oldest = float(ages.max())
+        self.hub.on_written(self.name, len(times_ms), max(0.0, oldest))
 
     # --- how things are ---
 

@@ -70,12 +70,12 @@ class Hub:
     def room(self) -> int:
         """How many more deltas may be written before a fold lags behind its log too much. One that
         is being activated has all of the log before it: nobody waits for that."""
-        lags = [
-            live.sequence_committed - live.sequence
-            for live in self.partitions.values()
-            if live.feed.following and not live.closed
-        ]
-        return self.options.ingest_max - max(lags, default=0)
+        lag = 0
+        for live in self.partitions.values():
+            feed = live.feed
+            if feed.following and not feed.closed:
+                lag = max(lag, live.partition.coordinator.sequence_committed - feed.sequence)
+        return self.options.ingest_max - lag
 
     # --- subscribing ---
 
