@@ -36,3 +36,13 @@ def test_what_takes_for_ever_is_counted_too() -> None:
     freshness.record(np.array([1e9]), now=0.0)
     assert freshness.counts[len(BOUNDS_S)] == 1
     assert freshness.recent(now=0.0)["p99"] == 1e9
+
+
+def test_a_few_are_counted_as_many_are() -> None:
+    ages = [-0.5, 0.0, 0.001, 0.0011, 0.3, 7.0, 1e7]
+    few, many = Freshness(), Freshness()
+    few.record_few(ages, now=1.0)
+    many.record(np.array(ages), now=1.0)
+    assert few.counts.tolist() == many.counts.tolist()
+    assert few.seconds_sum == many.seconds_sum
+    assert few.recent(now=2.0) == many.recent(now=2.0)
