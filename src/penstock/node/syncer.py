@@ -2,7 +2,8 @@
 
 A writer thread needs the GIL to begin and again to report, and gets it when the loop has nothing
 left to do: on two cores a third to a half of the time from a write to its answer was that wait.
-Linux' asynchronous I/O takes the request in one call that returns at once.
+Linux' asynchronous I/O takes the request in one call that returns at once; syncs of one turn of the
+loop share it, for each call wakes a thread of the kernel that may take the core from us.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 from penstock.node.logs import get_logger
 
 REQUESTS_MAX: Final = 1024  # syncs under way at once; a log has one at most
+Done = Callable[[OSError | None], None]
 log = get_logger(__name__)
 
 
@@ -30,6 +32,7 @@ class Syncer:
         self._make: Callable[[int], Any] = linux_aio.Operation.fdsync
         self._context = linux_aio.Context(max_requests=REQUESTS_MAX)
         self._under_way = 0
+        self._gathered: list[tuple[Any, Done]] = []  # in this turn of the loop
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._context.fileno, self._on_ready)
 
@@ -37,7 +40,7 @@ class Syncer:
     def full(self) -> bool:
         return self._under_way >= REQUESTS_MAX
 
-    def sync(self, descriptor: int, done: Callable[[OSError | None], None]) -> None:
+    def sync(self, descriptor: int, done: Done) -> None:
         """Call `done` once everything written to the file is durable, or why it is not."""
 
         def completed(result: int) -> None:
@@ -46,16 +49,26 @@ class Syncer:
 
         operation = self._make(descriptor)
         operation.set_callback(completed)
-        try:
-            self._context.submit(operation)
-        except (OSError, SystemError, ValueError) as error:  # the kernel did not take it
-            number = next((a for a in error.args if isinstance(a, int)), errno.EIO)
-            self._loop.call_soon(done, OSError(number, os.strerror(number)))
-        else:
-            self._under_way += 1
+        self._under_way += 1
+        if not self._gathered:
+            self._loop.call_soon(self._submit)
+        self._gathered.append((operation, done))
 
     def close(self) -> None:
         self._loop.remove_reader(self._context.fileno)
+
+    def _submit(self) -> None:
+        """Hand over what has gathered. The kernel takes all before the first that it refuses."""
+        left, self._gathered = self._gathered, []
+        while left:
+            try:
+                taken = self._context.submit(*[operation for operation, _ in left])
+            except (OSError, SystemError, ValueError) as error:
+                number = next((a for a in error.args if isinstance(a, int)), errno.EIO)
+                self._under_way -= 1
+                self._loop.call_soon(left[0][1], OSError(number, os.strerror(number)))
+                taken = 1
+            left = left[taken:]
 
     def _on_ready(self) -> None:
         try:

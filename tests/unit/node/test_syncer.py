@@ -54,6 +54,19 @@ async def test_a_sync_that_is_not_even_begun_is_told_too() -> None:
     assert not syncer.full
 
 
+async def test_a_sync_that_is_not_begun_takes_none_of_its_turn_with_it(tmp_path: Path) -> None:
+    syncer = open_syncer()
+    assert syncer is not None
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.write(file, b"x" * 5000)
+    wrong = 12345
+    results = await asyncio.gather(*(synced(syncer, fd) for fd in (file, wrong, file, wrong, file)))
+    os.close(file)
+    syncer.close()
+    assert [isinstance(result, OSError) for result in results] == [False, True, False, True, False]
+    assert not syncer.full
+
+
 async def test_where_the_kernel_has_none_left_threads_do_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

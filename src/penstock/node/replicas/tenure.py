@@ -153,10 +153,10 @@ class Tenure:
     # --- meanwhile ---
 
     def flush(self) -> None:
-        """Write what is staged, and send it: the disk and the followers work at the same time."""
-        self._flusher.flush()
+        """Send what is staged, and write it: the disk and the followers work at the same time."""
         if self._journal is not None and self._sending is not None:
             self._sending.pump_all()
+        self._flusher.flush()
 
     def on_commit(self, sequence: int) -> bool:
         """Answer who waited; False if there is no tenure."""
