@@ -127,7 +127,7 @@ async def _start(
         clock=clock,
         metrics=Metrics(node=identity.node),
         writers=WriterPool(config.writer_threads),
-        syncer=open_syncer(),
+        syncer=open_syncer(gather=config.cluster.enabled),
         cache=ReadCache(config.cache_bytes),
         reserve=Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes),
         tasks=tasks,

@@ -2,8 +2,10 @@
 
 A writer thread needs the GIL to begin and again to report, and gets it when the loop has nothing
 left to do: on two cores a third to a half of the time from a write to its answer was that wait.
-Linux' asynchronous I/O takes the request in one call that returns at once; syncs of one turn of the
-loop share it, for each call wakes a thread of the kernel that may take the core from us.
+Linux' asynchronous I/O takes the request in one call that returns at once. Each such call wakes a
+thread of the kernel, though, that may take the core from us. Among several nodes the syncs of one
+turn of the loop share a call, behind what is sent in that turn; a node alone begins each at once,
+and has the rest of its turn done when the disk is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ log = get_logger(__name__)
 class Syncer:
     """Syncs of the loop that made it. Use `open_syncer`: not every system has what it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gather: bool = False) -> None:
         from caio import linux_aio
 
         if linux_aio is None:  # how caio says that the kernel lets it have none
@@ -32,6 +34,7 @@ class Syncer:
         self._make: Callable[[int], Any] = linux_aio.Operation.fdsync
         self._context = linux_aio.Context(max_requests=REQUESTS_MAX)
         self._under_way = 0
+        self._gather = gather
         self._gathered: list[tuple[Any, Done]] = []  # in this turn of the loop
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._context.fileno, self._on_ready)
@@ -50,9 +53,11 @@ class Syncer:
         operation = self._make(descriptor)
         operation.set_callback(completed)
         self._under_way += 1
-        if not self._gathered:
-            self._loop.call_soon(self._submit)
         self._gathered.append((operation, done))
+        if not self._gather:
+            self._submit()
+        elif len(self._gathered) == 1:
+            self._loop.call_soon(self._submit)
 
     def close(self) -> None:
         self._loop.remove_reader(self._context.fileno)
@@ -87,10 +92,10 @@ def _error_of(result: int) -> OSError | None:
     return OSError(number, os.strerror(number))
 
 
-def open_syncer() -> Syncer | None:
+def open_syncer(*, gather: bool = False) -> Syncer | None:
     """A syncer, or None where there is none to be had: writer threads do it then."""
     try:
-        return Syncer()
+        return Syncer(gather=gather)
     except (ImportError, OSError, SystemError, NotImplementedError) as error:
         log.info("no asynchronous sync here, threads do it", error=str(error))
         return None

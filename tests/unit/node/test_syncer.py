@@ -16,8 +16,9 @@ async def synced(syncer: Syncer, descriptor: int) -> OSError | None:
     return await asyncio.wait_for(done, 60)
 
 
-async def test_many_syncs_all_report(tmp_path: Path) -> None:
-    syncer = open_syncer()
+@pytest.mark.parametrize("gather", [False, True])
+async def test_many_syncs_all_report(tmp_path: Path, gather: bool) -> None:
+    syncer = open_syncer(gather=gather)
     assert syncer is not None
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.write(file, b"x" * 5000)
@@ -55,7 +56,7 @@ async def test_a_sync_that_is_not_even_begun_is_told_too() -> None:
 
 
 async def test_a_sync_that_is_not_begun_takes_none_of_its_turn_with_it(tmp_path: Path) -> None:
-    syncer = open_syncer()
+    syncer = open_syncer(gather=True)
     assert syncer is not None
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.write(file, b"x" * 5000)
