@@ -78,7 +78,7 @@ async def dispatch_call(
         if found is None:
             raise InvalidArgument(f"no such method: {name}", field="method")
         with logs.request(str(arguments.pop("request_id", "") or "")) as request_id:
-            parsed = _parse(found.arguments, arguments)
+            parsed = parse(found.arguments, arguments)
             if not found.audited:
                 return await found.run(engine, caller, parsed)
             async with engine.audit.act(
@@ -93,7 +93,8 @@ async def dispatch_call(
         engine.metrics.requested(known, status, time.perf_counter() - started)
 
 
-def _parse(type_: type[Any], arguments: dict[str, Any]) -> Any:
+def parse(type_: type[Any], arguments: dict[str, Any]) -> Any:
+    """The arguments as their type says that they are, or a refusal that names the wrong one."""
     try:
         return msgspec.convert(arguments, type_)
     except msgspec.ValidationError as error:

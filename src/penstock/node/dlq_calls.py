@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +14,7 @@ from penstock.errors import InvalidArgument, NotFound
 from penstock.heap import DeadLetter, State
 from penstock.model.batch import DeadReason, Kind
 from penstock.node.atomic import committed
-from penstock.node.calls import Caller, DestructiveArguments, TopicArguments, method
+from penstock.node.calls import Arguments, Caller, DestructiveArguments, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
 from penstock.node.shares import fan_out, shared
@@ -39,6 +40,22 @@ class DlqDeleteArguments(DestructiveArguments, frozen=True):
     message_ids: list[str] | None = None
 
 
+class ListShare(Arguments, frozen=True):
+    """A page that begins in partition `start`, behind the sequence `after` there."""
+
+    start: int
+    after: Annotated[int, msgspec.Meta(ge=0)]
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
+
+
+class ChosenShare(Arguments, frozen=True):
+    message_ids: list[str] | None
+
+
+class ReplayShare(ChosenShare, frozen=True):
+    limit: Annotated[int, msgspec.Meta(ge=0)] | None
+
+
 @method(DlqListArguments)
 async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, Any]:
     """Dead letters by partition and sequence, a page at a time."""
@@ -58,7 +75,7 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, 
     }
 
 
-@shared
+@shared(ListShare, of_queues=True)
 async def dlq_list_share(
     _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
@@ -140,7 +157,7 @@ def _by_node(topic: Topic, indices: list[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-@shared
+@shared(ChosenShare, of_queues=True)
 async def dlq_check_share(
     _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
@@ -151,7 +168,7 @@ async def dlq_check_share(
     return {}
 
 
-@shared
+@shared(ReplayShare, of_queues=True)
 async def dlq_replay_share(
     _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
@@ -163,7 +180,7 @@ async def dlq_replay_share(
     return {"moved": replayed}
 
 
-@shared
+@shared(ChosenShare, of_queues=True)
 async def dlq_delete_share(
     _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def _enqueue_forwarded(
     engine: Engine, topic: Topic, control: Enqueue, bodies: list[Checked], reply: Reply
 ) -> None:
     """Parts that another node has sent on: each is one request, with an outcome of its own."""
+    if control.transaction:
+        topic.partition(control.home)  # which there must be
     outcomes = Outcomes(len(bodies), reply)
     for i, (part, (columns, body, _)) in enumerate(zip(control.parts, bodies, strict=True)):
         if topic.config.kind is TopicKind.DELTA:

@@ -51,7 +51,7 @@ async def _topic_status(engine: Engine, topic: Topic) -> dict[str, Any]:
     }
 
 
-@shared
+@shared()
 async def live_status_share(
     engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from penstock.node.atomic import committed
 from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
-from penstock.node.shares import fan_out, merged, shared
+from penstock.node.shares import fan_out, merged, shared, the_only
 from penstock.node.streams import gone
 from penstock.node.topic import Topic
 
@@ -35,6 +35,18 @@ class LogExtentArguments(TopicArguments, frozen=True):
     extents: list[Extent]
 
 
+class FindShare(Arguments, frozen=True):
+    time_ms: int
+
+
+class PlacedExtent(Extent, frozen=True, kw_only=True):
+    place: int  # in the request
+
+
+class ExtentShare(Arguments, frozen=True):
+    extents: list[PlacedExtent]
+
+
 @method(TopicArguments)
 async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
@@ -42,7 +54,7 @@ async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, 
     return {"partitions": merged(results, "partitions")}
 
 
-@shared
+@shared()
 async def log_status_share(
     _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
 ) -> dict[str, Any]:
@@ -88,11 +100,11 @@ async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, 
     return result
 
 
-@shared
+@shared(FindShare)
 async def log_find_share(
     _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
-    (partition,) = partitions
+    partition = the_only(partitions)
     through = partition.coordinator.sequence_committed
     sequence = await asyncio.to_thread(partition.log.find_time, a["time_ms"], through=through)
     return {"sequence": sequence}
@@ -109,7 +121,7 @@ async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[s
     return {"extents": [extent for _, extent in found]}
 
 
-@shared
+@shared(ExtentShare)
 async def log_extent_share(
     _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:

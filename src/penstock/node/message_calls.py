@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 
 from penstock.errors import NotFound, PenstockError
@@ -16,10 +17,10 @@ from penstock.model.batch import DeadReason, Kind
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import LeaseToken
 from penstock.node.atomic import committed
-from penstock.node.calls import Caller, DestructiveArguments, TopicArguments, method
+from penstock.node.calls import Arguments, Caller, DestructiveArguments, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
-from penstock.node.shares import fan_out, shared
+from penstock.node.shares import fan_out, shared, the_only
 from penstock.node.showing import all_committed, bounded, locate, messages_in, read_messages
 from penstock.node.streams import LeaseStream
 from penstock.node.topic import Topic
@@ -47,6 +48,15 @@ class MoveArguments(TopicArguments, frozen=True):
     reason: str = ""
 
 
+class PeekShare(Arguments, frozen=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
+
+
+class MoveShare(Arguments, frozen=True):
+    message_id: str
+    reason: str
+
+
 # --- looking ---
 
 
@@ -65,7 +75,7 @@ def _keyed(result: dict[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
     return zip(result["keys"], result["messages"], strict=True)
 
 
-@shared
+@shared(PeekShare, of_queues=True)
 async def peek_share(
     engine: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
@@ -178,7 +188,7 @@ async def purge(engine: Engine, _: Caller, a: DestructiveArguments) -> dict[str,
     return {"purged": sum(result["purged"] for result in results)}
 
 
-@shared
+@shared(of_queues=True)
 async def purge_share(
     _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
 ) -> dict[str, Any]:
@@ -205,13 +215,15 @@ async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> dict[str, 
     return {}
 
 
-@shared
+@shared(MoveShare, of_queues=True)
 async def move_share(
     _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
 ) -> dict[str, Any]:
-    (partition,) = partitions
-    message_id = str(a["message_id"])
-    sequences = np.array([locate(topic, message_id)[1]], np.uint64)
+    partition, message_id = the_only(partitions), str(a["message_id"])
+    index, sequence = locate(topic, message_id)
+    if index != partition.index:
+        raise NotFound(f"no living message {message_id}", message_id=message_id)
+    sequences = np.array([sequence], np.uint64)
     state = State(int(partition.heap.states(sequences)[0]))
     if state not in (State.READY, State.DELAYED, State.LEASED):
         raise NotFound(f"no living message {message_id}", message_id=message_id)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import FailedPrecondition, NotFound
-from penstock.node.calls import Caller, TopicArguments, method
+from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.live_calls import delta_topic
 from penstock.node.partition import Partition
@@ -21,6 +21,13 @@ class SearchArguments(TopicArguments, frozen=True):
     limit: int = 10
     namespace: str | None = None
     sink: str | None = None  # of several indexes, the one of this name
+
+
+class SearchShare(Arguments, frozen=True):
+    vector: list[float]
+    limit: int
+    namespace: str | None
+    sink: str | None
 
 
 @method(SearchArguments)
@@ -38,7 +45,7 @@ async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[s
     return {"neighbours": list(found)[: a.limit]}
 
 
-@shared
+@shared(SearchShare)
 async def vector_search_share(
     engine: Engine, topic: Topic, partitions: list[Partition], asked: dict[str, Any]
 ) -> dict[str, Any]:

@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
-from penstock.node.calls import Caller, TopicArguments, check_peer, method
+from penstock.node.calls import (
+    Arguments,
+    Caller,
+    TopicArguments,
+    check_peer,
+    method,
+    parse,
+)
 from penstock.node.engine import Engine
 from penstock.node.partition import Partition
 from penstock.node.routing.forwarding import WAIT_S, not_there
@@ -24,13 +31,34 @@ from penstock.wire.messages import Call, pack
 
 Result = dict[str, Any]
 Share = Callable[[Engine, Topic, list[Partition], dict[str, Any]], Awaitable[Result]]
-SHARES: Final[dict[str, Share]] = {}
 
 
-def shared(run: Share) -> Share:
+class Registered(NamedTuple):
+    run: Share
+    arguments: type[Arguments]  # what another node may say
+    of_queues: bool  # its topic must be one of messages that are leased
+
+
+SHARES: Final[dict[str, Registered]] = {}
+
+
+def shared(
+    arguments: type[Arguments] = Arguments, *, of_queues: bool = False
+) -> Callable[[Share], Share]:
     """Register a share under its function's name."""
-    SHARES[run.__name__] = run
-    return run
+
+    def register(run: Share) -> Share:
+        SHARES[run.__name__] = Registered(run, arguments, of_queues)
+        return run
+
+    return register
+
+
+def the_only(partitions: list[Partition]) -> Partition:
+    """The partition of a share that is about one."""
+    if len(partitions) != 1:
+        raise InvalidArgument("this is about one partition", field="partitions", limit=1)
+    return partitions[0]
 
 
 class ShareArguments(TopicArguments, frozen=True):
@@ -43,11 +71,13 @@ class ShareArguments(TopicArguments, frozen=True):
 async def share(engine: Engine, caller: Caller, a: ShareArguments) -> dict[str, Any]:
     """Another node asks for our share of a call."""
     check_peer(caller)
-    run = SHARES.get(a.of)
-    if run is None:
+    found = SHARES.get(a.of)
+    if found is None:
         raise InvalidArgument(f"nobody has a share in {a.of}", field="of")
-    topic = engine.topic(a.topic)
-    return await run(engine, topic, [topic.here(i) for i in a.partitions], a.arguments)
+    parse(found.arguments, a.arguments)
+    topic = engine.queue(a.topic) if found.of_queues else engine.topic(a.topic)
+    here = [topic.here(index) for index in sorted(set(a.partitions))]
+    return await found.run(engine, topic, here, a.arguments)
 
 
 async def fan_out(

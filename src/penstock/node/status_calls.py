@@ -64,7 +64,7 @@ def _is_served(topic: Topic, index: int) -> bool:
     return here or bool(topic.router.coordinator(topic.key(index)))
 
 
-@shared
+@shared()
 async def stats_share(
     engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
 ) -> dict[str, Any]:
@@ -121,7 +121,7 @@ async def snapshot(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, An
     return {"snapshots": taken}
 
 
-@shared
+@shared()
 async def snapshot_share(
     engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
 ) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _other_nodes(engine: Engine) -> dict[str, Topic]:
     }
 
 
-@shared
+@shared()
 async def verify_share(
     engine: Engine, _: Topic, __: list[Partition], ___: dict[str, Any]
 ) -> dict[str, Any]:
