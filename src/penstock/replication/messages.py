@@ -1,10 +1,21 @@
-"""What replicas of one partition say to each other. Fields are only ever appended."""
+"""What replicas of one partition say to each other. Fields are only ever appended.
+
+Numbers have bounds: a promise or an epoch beyond them could never be written to a log, and whoever
+took it for true would be stuck with it.
+"""
 
 from __future__ import annotations
+
+from typing import Annotated, Final
 
 import msgspec
 
 from penstock.replication.rules import End
+
+EPOCH_MAX: Final = (1 << 31) - 1  # half of what a log has room for
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Window = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -16,17 +27,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class Fence(Message, frozen=True):
     """Promise to listen to no epoch below this one, and tell where your log ends."""
 
-    epoch: int
+    epoch: Epoch
 
 
 class Fenced(Message, frozen=True):
     """The answer: promised (`promised` is the fence's epoch), or refused for a greater promise."""
 
     uuid: str
-    promised: int
-    end_epoch: int
-    end_sequence: int
-    committed: int
+    promised: Epoch
+    end_epoch: Epoch
+    end_sequence: Count
+    committed: Count
 
     @property
     def end(self) -> End:
@@ -36,11 +47,11 @@ class Fenced(Message, frozen=True):
 class Probe(Message, frozen=True):
     """Has the coordinator of this epoch gone silent for you too?"""
 
-    epoch: int
+    epoch: Epoch
 
 
 class Probed(Message, frozen=True):
-    epoch: int
+    epoch: Epoch
     silent: bool
 
 
@@ -50,12 +61,12 @@ class Follow(Message, frozen=True):
     next. `adopt`: I hold `epoch` and copy your log before I enter it."""
 
     uuid: str
-    epoch: int
-    stream: int
-    committed: int
-    tail: list[tuple[int, int]]
-    entries: int
-    bytes: int
+    epoch: Epoch
+    stream: Count
+    committed: Count
+    tail: list[tuple[Epoch, Count]]
+    entries: Window
+    bytes: Window
     adopt: bool = False
 
 
@@ -65,10 +76,10 @@ class Followed(Message, frozen=True):
     follow somebody who is not the coordinator (`refused`), or not yet (`waiting`: it is alive and
     about to enter the epoch, ask again)."""
 
-    epoch: int
-    stream: int
-    matched: int
-    committed: int
+    epoch: Epoch
+    stream: Count
+    matched: Count
+    committed: Count
     reseed: bool = False
     refused: bool = False
     waiting: bool = False
@@ -79,20 +90,20 @@ class Append(Message, frozen=True):
     the last one, I give up the epoch. `sent`: the last sequence that went over this stream before;
     who does not have it at a sign of life has lost a slice."""
 
-    epoch: int
-    stream: int
-    committed: int
+    epoch: Epoch
+    stream: Count
+    committed: Count
     resigned: bool = False
-    sent: int = 0
+    sent: Count = 0
 
 
 class Ack(Message, frozen=True):
     """*Received* gives credit back, *durable* counts for the quorum. Both are totals."""
 
     uuid: str
-    epoch: int
-    stream: int
-    entries: int
-    bytes: int
-    durable: int
-    promised: int
+    epoch: Epoch
+    stream: Count
+    entries: Count
+    bytes: Count
+    durable: Count
+    promised: Epoch

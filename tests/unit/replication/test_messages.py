@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.replication import messages
-from penstock.replication.messages import Fenced, Followed, Message
+from penstock.replication.messages import EPOCH_MAX, Count, Epoch, Fenced, Followed, Message, Window
 from penstock.replication.rules import End
 
 KINDS = [
@@ -15,20 +15,31 @@ KINDS = [
     if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 ]
 
-NUMBER = st.integers(0, 2**63 - 1)
+EPOCH, NUMBER = st.integers(0, EPOCH_MAX), st.integers(0, 2**63 - 1)
 VALUES = {
     str: st.text(max_size=40),
-    int: NUMBER,
+    Epoch: EPOCH,
+    Count: NUMBER,
+    Window: st.integers(1, 2**63 - 1),
     bool: st.booleans(),
-    list[tuple[int, int]]: st.lists(st.tuples(NUMBER, NUMBER), max_size=3),
+    list[tuple[Epoch, Count]]: st.lists(st.tuples(EPOCH, NUMBER), max_size=3),
 }
 
 
 @given(st.data(), st.sampled_from(KINDS))
 def test_what_is_sent_is_what_arrives(data: st.DataObject, kind: type[Message]) -> None:
-    fields = {name: VALUES[hint] for name, hint in get_type_hints(kind).items()}
+    fields = {
+        name: VALUES[hint] for name, hint in get_type_hints(kind, include_extras=True).items()
+    }
     message = data.draw(st.builds(kind, **fields))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
+
+
+@pytest.mark.parametrize("epoch", [-1, EPOCH_MAX + 1, 2**64 - 1])
+def test_an_epoch_that_no_log_could_hold_does_not_arrive(epoch: int) -> None:
+    packed = msgspec.msgpack.encode(messages.Fence("a", epoch))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(packed, type=messages.Fence)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -190,18 +190,11 @@ class PeerTransport:
             host = self._hosts.get((each.topic, each.partition))
             if decoder is None or host is None:
                 continue  # of a later version, or of a partition that is not here any more
-            try:
-                message = decoder.decode(each.message)
-            except msgspec.DecodeError as error:
-                raise InvalidArgument(f"malformed {each.kind}: {error}", field="told") from error
-            host.on_message(message)
+            host.on_message(_decoded(decoder, each.message, field="told"))
 
     def on_open(self, output: Output, number: int, control: OpenFollow) -> Sending:
         """Another node asks for a log; the answer is a `Followed`, at once or later."""
-        try:
-            follow = _FOLLOW.decode(control.follow)
-        except msgspec.DecodeError as error:
-            raise InvalidArgument(f"malformed follow: {error}", field="follow") from error
+        follow: Follow = _decoded(_FOLLOW, control.follow, field="follow")
         key = (control.topic, control.partition)
         sending = Sending(output, number, key=key, follow=follow)
         before = self._sendings.get((follow.node, key))
@@ -236,3 +229,11 @@ class PeerTransport:
         sending = self._sendings.get((to, key))
         if sending is not None and sending.stream == reply.stream:
             sending.output.send(FrameType.ACK, sending.number, pack(reply))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes, *, field: str) -> Any:
+    """A message between replicas; raises `InvalidArgument` if it is none."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"malformed {field}: {error}", field=field) from error
