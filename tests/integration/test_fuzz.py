@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from penstock.replication.assignment import PartitionRecord
 from penstock.testing.fuzz import corpus
-from penstock.testing.fuzz.command import fuzz
+from penstock.testing.fuzz.command import fuzz, fuzz_cluster
 from penstock.testing.fuzz.driving import Case
 from penstock.testing.fuzz.mutation import MUTATIONS, frame_bytes
+from penstock.testing.fuzz.peer_corpus import PeerCorpus
 from penstock.wire.frame import FrameDecoder
 
 CASES = range(600)
+RECORD = PartitionRecord(voters=("n1", "n2", "n3"), uuids={"n1": "u1", "n2": "u2"})
+PEERS = PeerCorpus({(1, 0): RECORD, (2, 0): RECORD})
 
 
 async def test_hostile_bytes_cost_nobody_but_their_sender(tmp_path: Path) -> None:
@@ -22,12 +26,20 @@ async def test_hostile_bytes_cost_nobody_but_their_sender(tmp_path: Path) -> Non
     assert findings.cases == len(CASES) and findings.frames > 2 * len(CASES)
 
 
+async def test_what_no_node_would_say_ends_no_node(tmp_path: Path) -> None:
+    findings = await fuzz_cluster(tmp_path, seed=4, cases=CASES[:400], seconds=None)
+    assert findings.problems == []
+    assert findings.cases == 400
+
+
 def test_a_case_follows_from_its_seed_and_number() -> None:
     assert Case(1, 7).pieces == Case(1, 7).pieces
     assert Case(1, 7).pieces != Case(2, 7).pieces
 
 
-@pytest.mark.parametrize("kind", corpus.KINDS, ids=lambda kind: kind.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "kind", corpus.KINDS + PEERS.kinds, ids=lambda kind: kind.__qualname__.strip("_")
+)
 def test_what_mutations_start_from_is_a_frame(kind: corpus.Make) -> None:
     dice = random.Random(1)
     for number in range(1, 20):

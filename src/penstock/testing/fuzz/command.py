@@ -1,4 +1,4 @@
-"""Fuzz a node for a while: `python -m penstock.testing.fuzz.command --minutes 10`."""
+"""Fuzz a node or a cluster for a while: `python -m penstock.testing.fuzz.command --minutes 9`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.testing.fuzz.driving import Driver, Findings
+from penstock.testing.cluster import cluster_processes
+from penstock.testing.fuzz.driving import Driver, Findings, Target
+from penstock.testing.fuzz.targets import ClusterTarget, NodeTarget
 from penstock.testing.process import server_process
 
 
 async def fuzz(folder: Path, *, seed: int, cases: range, seconds: float | None) -> Findings:
     """Run cases against a node of its own in `folder`."""
     async with server_process(folder / "data") as server:
-        driver = Driver(server, seed)
-        try:
-            await driver.prepare()
-            until = None if seconds is None else time.monotonic() + seconds
-            await driver.run(cases, until=until)
-        finally:
-            await driver.close()
-        return driver.findings
+        return await _run(NodeTarget(server), seed=seed, cases=cases, seconds=seconds)
+
+
+async def fuzz_cluster(folder: Path, *, seed: int, cases: range, seconds: float | None) -> Findings:
+    """Run cases against the three nodes of a cluster of its own in `folder`."""
+    async with cluster_processes(folder, nodes=3) as cluster:
+        return await _run(ClusterTarget(cluster), seed=seed, cases=cases, seconds=seconds)
+
+
+async def _run(target: Target, *, seed: int, cases: range, seconds: float | None) -> Findings:
+    driver = Driver(target, seed)
+    try:
+        await target.prepare()
+        until = None if seconds is None else time.monotonic() + seconds
+        await driver.run(cases, until=until)
+    finally:
+        await target.close()
+    return driver.findings
 
 
 def main() -> int:
@@ -34,13 +46,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--case", type=int, default=None, help="this one alone")
+    parser.add_argument("--cluster", action="store_true", help="what nodes say to each other")
     given = parser.parse_args()
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     one = given.case is not None
     cases = range(given.case, given.case + 1) if one else range(1 << 40)
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
         seconds = None if one else given.minutes * 60
-        findings = asyncio.run(fuzz(Path(folder), seed=seed, cases=cases, seconds=seconds))
+        run = fuzz_cluster if given.cluster else fuzz
+        findings = asyncio.run(run(Path(folder), seed=seed, cases=cases, seconds=seconds))
     print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return 1 if findings.problems else 0
 

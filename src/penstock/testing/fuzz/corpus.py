@@ -72,6 +72,7 @@ class Sent(NamedTuple):
 
 
 Make = Callable[[random.Random, int], Sent]
+Valid = Callable[[random.Random, int, Codec], Sent]
 
 
 def _enqueue(dice: random.Random, number: int) -> Sent:
