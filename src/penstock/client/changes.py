@@ -64,11 +64,12 @@ class Place:
         """Take note of a frame; the rows in it that are new, None: all of them."""
         fresh = None
         if columns is not None:
-            sequences = columns.fixed("sequence").tolist()
             positions = columns.fixed("position").tolist()
+            ahead = max(positions) > changes.position
+            sequences = columns.fixed("sequence").tolist() if ahead or self._again else []
             if self._again:
                 fresh = self._fresh(columns, sequences, positions)
-            if positions and max(positions) > changes.position:
+            if ahead:
                 self._ahead.update(zip(sequences, positions, strict=True))
                 if self.request.coalesce_ms:
                     self._vectors.update(zip(_vectors(columns), positions, strict=True))

@@ -22,6 +22,7 @@ from penstock.wire.messages import OpenSubscription
 Start = int | Mapping[int, int] | Literal["now"]
 CREDIT_ENTRIES: Final = 10_000
 CREDIT_BYTES: Final = 8 << 20
+_NUMBERS: Final = ("sequence", "position", "ordinal", "time_ms")  # the columns of `Released`
 
 
 class What(TypedDict, total=False):
@@ -138,10 +139,14 @@ class ReleasedBatch:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Released]:
-        return map(self._released, self._rows)
+        columns = self._columns
+        numbers = [columns.fixed(name).tolist() for name in _NUMBERS]
+        for row in self._rows:
+            yield self._released(row, [column[row] for column in numbers])
 
     def __getitem__(self, index: int) -> Released:
-        return self._released(self._rows[index])
+        row, columns = self._rows[index], self._columns
+        return self._released(row, [int(columns.fixed(name)[row]) for name in _NUMBERS])
 
     def __repr__(self) -> str:
         return f"<{len(self)} deltas of partition {self.partition} up to {self.position}>"
@@ -173,16 +178,16 @@ class ReleasedBatch:
         found = self._columns.fixed(name)
         return found if self._whole else found[np.asarray(self._rows, np.int64)]
 
-    def _released(self, row: int) -> Released:
-        columns = self._columns
+    def _released(self, row: int, numbers: list[int]) -> Released:
         packed = b"" if self._headers is None else self._headers[row]
+        sequence, position, ordinal, time_ms = numbers
         return Released(
             delta=decode(self._payloads[row], checked=True),
             partition=self.partition,
-            sequence=int(columns.fixed("sequence")[row]),
-            position=int(columns.fixed("position")[row]),
-            ordinal=int(columns.fixed("ordinal")[row]),
-            time_ms=int(columns.fixed("time_ms")[row]),
+            sequence=sequence,
+            position=position,
+            ordinal=ordinal,
+            time_ms=time_ms,
             headers=msgspec.msgpack.decode(packed) if packed else {},
         )
 

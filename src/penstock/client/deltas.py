@@ -329,5 +329,7 @@ def _components(components: Components) -> tuple[NDArray[Any], NDArray[Any]]:
         indices, values = (np.asarray(part) for part in components)
     if indices.ndim != 1 or indices.shape != values.shape:
         raise InvalidArgument("indices and values differ in shape", field="indices")
+    if len(indices) == 1:
+        return indices, values
     order = np.argsort(indices, kind="stable")
     return indices[order], values[order]

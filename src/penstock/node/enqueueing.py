@@ -56,7 +56,7 @@ class Enqueueing:
         producers: set[bytes] = set()
         for at, part in enumerate(parts):
             own = len(part.columns.body) + MERGE_BYTES * part.count
-            names = part.columns.binary("run_producer")
+            names = part.columns.binary("run_producer") if len(parts) > 1 else None
             mine = set() if names is None else set(names)
             alone = part.expected_sequence is not None or not producers.isdisjoint(mine)
             if group and (alone or size + own > COALESCE_BYTES):
