@@ -6,6 +6,11 @@ numpy array: a batch of lookups costs a few gathers, not a Python call per key.
 
 For a few rows the gathers cost more than they save. Those are read and set through memoryviews of
 the very same columns, whose items are plain numbers, and keys are looked up one at a time.
+
+Twice as many places for millions of keys take a second to fill, which a caller who adds a handful
+should not wait for. So they are filled in the course of the additions before they are needed: from
+three eighths of the places on, every new key has a few old ones placed in the next set, and that
+takes over when it has them all. Rows only ever come at the end, so nothing has to be done twice.
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 ROWS_MIN: Final = 1024
+FEW_KEYS: Final = 1024  # who adds more at once may as well wait
+STEP_KEYS: Final = 64  # new ones after which the next set of places is looked after
+FILLED_PER_KEY: Final = 64  # empty places made, or …
+PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before half the places are taken
 LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
 _A: Final = np.uint64(0x9E3779B97F4A7C15)
 _B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -109,12 +118,58 @@ class Table:
         self.count = len(rows)
 
 
+def _hashed(low: Words, high: Words, bits: int) -> Numbers:
+    mixed = low * _A ^ high * _B
+    mixed ^= mixed >> _HALF
+    mixed *= _A
+    mixed >>= np.uint64(64 - bits)
+    return mixed.view(np.int64)
+
+
+def _place(table: Table, places: NDArray[np.int32], *, bits: int, first: int, end: int) -> None:
+    """Put rows whose keys are not there yet into places; all keys differ."""
+    last = len(places) - 1
+    place = _hashed(table["low"][first:end], table["high"][first:end], bits)
+    waiting = np.arange(end - first)
+    while len(waiting):
+        at, rows = place[waiting], waiting + first
+        free = places[at] < 0
+        places[at[free]] = rows[free]
+        settled = free & (places[at] == rows)
+        waiting = waiting[~settled]
+        place[waiting] = (place[waiting] + 1) & last
+
+
+class Next:
+    """The set of places that comes next, on its way."""
+
+    __slots__ = ("_filled", "bits", "placed", "places")
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.places = np.empty(1 << bits, np.int32)
+        self._filled = 0  # so many places are known to be empty, or taken by a row
+        self.placed = 0  # rows
+
+    def advance(self, table: Table, keys: int) -> bool:
+        """Do the work that so many new keys call for; True: it has every row."""
+        if self._filled < len(self.places):
+            end = self._filled + FILLED_PER_KEY * keys
+            self.places[self._filled : end] = -1
+            self._filled = end
+            return False
+        end = min(table.count, self.placed + PLACED_PER_KEY * keys)
+        _place(table, self.places, bits=self.bits, first=self.placed, end=end)
+        self.placed = end
+        return end == table.count
+
+
 class Keys:
     """Row numbers of pairs of numbers. At most half of the places are taken."""
 
     __slots__ = (
-        "_bits", "_ended", "_highs", "_last", "_lows", "_places", "_spots", "_version", "room",
-        "table",
+        "_bits", "_ended", "_highs", "_last", "_lows", "_next", "_places", "_spots", "_version",
+        "room", "table",
     )  # fmt: skip
 
     def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
@@ -122,8 +177,11 @@ class Keys:
         self._clear(11)
 
     def _clear(self, bits: int) -> None:
-        self._bits = bits
-        self._places = np.full(1 << bits, -1, np.int32)
+        self._use(np.full(1 << bits, -1, np.int32), bits)
+
+    def _use(self, places: NDArray[np.int32], bits: int) -> None:
+        self._places, self._bits = places, bits
+        self._next: Next | None = None
         self.table.version += 1
         self._look()
 
@@ -132,8 +190,18 @@ class Keys:
         self._spots, self._last = self._places.data, len(self._places) - 1
         self._lows, self._highs = self.table.view("low"), self.table.view("high")
         self._version = self.table.version
-        self.room = min(self.table.capacity, len(self._places) // 2)  # keys before anything moves
+        self._make_room()
         self._ended = 0  # the place where the latest search of a single key ended
+
+    def _make_room(self) -> None:
+        """Say how many keys there may be before `reserve` is to be asked again."""
+        calm = self._crowded_at if self._next is None else self.table.count + STEP_KEYS
+        self.room = min(self.table.capacity, len(self._places) // 2, calm)
+
+    @property
+    def _crowded_at(self) -> int:
+        """From so many keys on the next set of places is prepared."""
+        return len(self._places) // 8 * 3
 
     def __len__(self) -> int:
         return self.table.count
@@ -142,18 +210,11 @@ class Keys:
         """Rows of keys, -1 where a key is unknown."""
         return self._probe(low, high)[0]
 
-    def _hash(self, low: Words, high: Words) -> Numbers:
-        mixed = low * _A ^ high * _B
-        mixed ^= mixed >> _HALF
-        mixed *= _A
-        mixed >>= np.uint64(64 - self._bits)
-        return mixed.view(np.int64)
-
     def _probe(self, low: Words, high: Words) -> tuple[Numbers, Numbers]:
         """Rows, and the places where the search of each key ended."""
         lows, highs = self.table["low"], self.table["high"]
         places, last = self._places, len(self._places) - 1
-        place = self._hash(low, high)
+        place = _hashed(low, high, self._bits)
         found = places[place].astype(np.int64)
         # A row of -1 reads the last row of the columns: harmless, as it is masked.
         other = (found >= 0) & ((lows[found] != low) | (highs[found] != high))
@@ -224,33 +285,27 @@ class Keys:
         self.table.reserve(count)
         if self._version != self.table.version:
             self._look()
+        self._make_room()
 
     def _reserve(self, count: int) -> None:
-        need = 2 * (self.table.count + count)
-        if need > len(self._places):
-            self._clear(need.bit_length())
-            self._place_all()
-
-    def _place_all(self) -> None:
-        """Put every row into an empty set of places; all keys differ."""
-        count, last = self.table.count, len(self._places) - 1
-        place = self._hash(self.table.rows("low"), self.table.rows("high"))
-        waiting = np.arange(count)
-        while len(waiting):
-            at = place[waiting]
-            free = self._places[at] < 0
-            self._places[at[free]] = waiting[free]
-            settled = free & (self._places[at] == waiting)
-            waiting = waiting[~settled]
-            place[waiting] = (place[waiting] + 1) & last
+        after = self.table.count + count
+        if 2 * after > len(self._places):  # many at once
+            self._clear((2 * after).bit_length())
+            _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
+        elif after > self._crowded_at and (count <= FEW_KEYS or self._next is not None):
+            if self._next is None:
+                self._next = Next(self._bits + 1)
+            if self._next.advance(self.table, max(count, STEP_KEYS)):
+                self._use(self._next.places, self._next.bits)
 
     def keep(self, rows: Numbers) -> None:
         self.table.keep(rows)
         self._clear(max(11, (2 * len(rows)).bit_length()))
-        self._place_all()
+        _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
 
     def validate(self) -> None:
         known = self.find(self.table.rows("low"), self.table.rows("high"))
         assert np.array_equal(known, np.arange(self.table.count)), "a key is not found"
         assert (self._places >= 0).sum() == self.table.count
         assert 2 * self.table.count <= len(self._places)
+        assert self._next is None or self._next.placed <= self.table.count

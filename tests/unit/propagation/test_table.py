@@ -1,7 +1,12 @@
+import random
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.propagation import table
 from penstock.propagation.table import Keys, Table, stable_order
 
 few = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=40)
@@ -36,14 +41,51 @@ def test_keys_survive_growth_and_sweeping() -> None:
     assert (keys.table["x"][found[::7]] == np.arange(0, 50_000, 7)).all()
 
 
+def test_a_handful_of_keys_never_waits_for_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed, place = [], table._place
+
+    def counting(*args: Any, first: int, end: int, **how: Any) -> None:
+        placed.append(end - first)
+        place(*args, first=first, end=end, **how)
+
+    monkeypatch.setattr(table, "_place", counting)
+    keys = Keys({})
+    for first in range(0, 50_000, 10):
+        keys.reserve(10)
+        for number in range(first, first + 10):
+            assert keys.add_one(number, number << 40) == number
+    assert len(placed) > 100 and max(placed) <= table.PLACED_PER_KEY * table.STEP_KEYS
+    keys.validate()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_are_found_at_every_stage_of_growth(seed: int) -> None:
+    dice, keys, known = random.Random(seed), Keys({}), dict[tuple[int, int], int]()
+    for turn in range(60):
+        pairs = [(dice.randrange(1 << 64), dice.randrange(9)) for _ in range(dice.choice((5, 300)))]
+        pairs += dice.sample(list(known), min(len(known), 20))
+        if dice.randrange(2):
+            rows = keys.add(*halves(pairs)).tolist()
+        else:
+            keys.reserve(len(pairs))
+            rows = [keys.add_one(*pair) for pair in pairs]
+        for pair, row in zip(pairs, rows, strict=True):
+            assert known.setdefault(pair, row) == row
+        if turn == 40:
+            keys.keep(np.arange(0, len(keys), 2))
+            known = {pair: row // 2 for pair, row in known.items() if row % 2 == 0}
+        keys.validate()
+    assert keys.find(*halves(list(known))).tolist() == list(known.values())
+
+
 def test_a_table_keeps_its_rows_when_it_grows() -> None:
-    table = Table({"a": np.int32, "b": (np.float32, 3)})
+    rows = Table({"a": np.int32, "b": (np.float32, 3)})
     for number in range(5):
-        first = table.extend(700)
-        table["a"][first : table.count] = number
-        table["b"][first : table.count, 1] = number
-    assert table.rows("a").tolist() == [n for n in range(5) for _ in range(700)]
-    assert table.rows("b")[:, 1].sum() == 7000 and not table.rows("b")[:, 2].any()
+        first = rows.extend(700)
+        rows["a"][first : rows.count] = number
+        rows["b"][first : rows.count, 1] = number
+    assert rows.rows("a").tolist() == [n for n in range(5) for _ in range(700)]
+    assert rows.rows("b")[:, 1].sum() == 7000 and not rows.rows("b")[:, 2].any()
 
 
 @given(st.lists(st.integers(0, 5) | st.integers(1 << 61, 1 << 62)))
