@@ -211,7 +211,12 @@ class Exchange(asyncio.Protocol):
             if stream is not None:
                 stream.on_answer(item.payload)
         elif not found[0].done():
-            found[0].set_result(unpack(item.payload, found[1])[0])
+            try:
+                answer = unpack(item.payload, found[1])[0]
+            except PenstockError as error:  # it is the last answer that comes, and has to be told
+                found[0].set_exception(_copy(error))
+                raise
+            found[0].set_result(answer)
 
     def _on_refusal(self, item: Frame) -> None:
         error = _error(item.payload)

@@ -8,6 +8,8 @@ from penstock.client.connection import Connection, open_connection
 from penstock.errors import Corruption, InvalidArgument, NotFound, Unauthenticated, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import LeaseToken
+from penstock.wire import frame
+from penstock.wire.frame import FrameType
 
 
 def body(*payloads: bytes, producer: bytes = b"p", sequence: int = 1) -> bytes:
@@ -162,6 +164,21 @@ async def test_garbage_from_the_peer_ends_the_connection(
     broker.sessions[0].transport.write(b"\x00" * 32)
     with pytest.raises(Corruption):
         await waiting
+    assert not connection.alive
+
+
+async def test_an_answer_that_is_none_fails_who_waits_for_it(
+    connection: Connection, broker: Any
+) -> None:
+    broker.sessions[0].data_received = lambda data: None  # it does not answer by itself
+    waiting = asyncio.ensure_future(connection.call("echo"))
+    await asyncio.sleep(0)
+    [number] = connection._waiting
+    garbage = frame.encode(FrameType.ACK, number, b"\x00\x00\x00\x01\xc1")
+    broker.sessions[0].transport.writelines(garbage)
+    async with asyncio.timeout(60):
+        with pytest.raises(Corruption):
+            await waiting
     assert not connection.alive
 
 
