@@ -181,9 +181,11 @@ class Forwarder:
             error = Unavailable("the request was given up")
         else:
             error = done.exception()
+        if error is None and len(done.result().outcomes) != len(errands):
+            error = _unfit(node)
         if error is None:
             for errand, outcome in zip(errands, done.result().outcomes, strict=True):
-                self._on_outcome(errand, outcome)
+                self._on_outcome(node, errand, outcome)
         elif not_there(error):
             for errand in errands:
                 self._wait(errand)
@@ -195,9 +197,12 @@ class Forwarder:
             for errand in errands:
                 errand.fail(from_wire(known.to_wire()))
 
-    def _on_outcome(self, errand: Errand, outcome: Outcome) -> None:
+    def _on_outcome(self, node: str, errand: Errand, outcome: Outcome) -> None:
         if outcome.error is None:
-            errand.succeed(outcome)
+            try:
+                errand.succeed(outcome)
+            except (IndexError, ValueError, OverflowError):  # of entries that it does not have
+                errand.fail(_unfit(node))
             return
         error = from_wire(outcome.error)
         if isinstance(error, WrongEpoch):
@@ -246,3 +251,8 @@ def not_there(error: BaseException) -> bool:
     """The node does not serve that partition, or does not even know the topic yet."""
     unknown = isinstance(error, NotFound) and "topic" in error.details
     return unknown or isinstance(error, WrongEpoch)
+
+
+def _unfit(node: str) -> Unavailable:
+    """What happened is not known: the answer is about something else."""
+    return Unavailable(f"an answer of node {node} does not fit its request")

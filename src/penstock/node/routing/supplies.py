@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import PenstockError
+from penstock.errors import Corruption, PenstockError
 from penstock.model.columns import Buffer
 from penstock.node.routing.ports import PeerConnection
 from penstock.wire.frame import FrameType
@@ -137,7 +137,20 @@ class Supply:
             return
         message: Any
         message, data = unpack(payload, Told)  # type: ignore[arg-type]
+        if not self._is_sound(message, data):
+            raise Corruption(f"node {self.node} tells of messages what cannot be")
         self._HANDLERS[type(message)](self, message, data)
+
+    def _is_sound(self, message: Any, data: memoryview) -> bool:
+        """Whether lists that belong together fit, and an answer its question."""
+        if isinstance(message, Heads):
+            counts = [head.count for head in message.heads]
+            return min(counts, default=0) >= 0 and 8 * sum(counts) == len(data)
+        if isinstance(message, Taken):
+            return bool(self._asked) and len(message.held) == len(self._asked[0])
+        if isinstance(message, Held):
+            return len(message.consumers) == len(message.counts)
+        return True
 
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:

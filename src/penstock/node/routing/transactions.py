@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.errors import from_wire
+from penstock.errors import Unavailable, from_wire
 from penstock.node.partition import Partition
 from penstock.node.preparing import Prepared, apply_here, stage_here
 from penstock.node.requests import EnqueuePart
@@ -44,7 +44,9 @@ async def prepare_at(
             home=home,
         )  # fmt: skip
         answer: Forwarded = await peer.ask(FrameType.BATCH, Forwarded, pack(request), part.body)
-        (outcome,) = answer.outcomes
+        if len(answer.outcomes) != 1:
+            raise Unavailable("an answer does not fit its request")
+        outcome = answer.outcomes[0]
         if outcome.error is not None:
             raise from_wire(outcome.error)
         return Prepared(index, *in_request(part, outcome))
@@ -81,6 +83,8 @@ async def _ask_home(
 ) -> bool:
     async def away(peer: PeerConnection) -> bool:
         answer = await _call(peer, method, topic, home, transaction, **arguments)
+        if not isinstance(answer.get("commit"), bool):
+            raise Unavailable("an answer does not say how it was decided")
         return bool(answer["commit"])
 
     return await topic.router.at(

@@ -12,7 +12,7 @@ from penstock.errors import SequenceConflict, Unavailable, WrongEpoch
 from penstock.model.batch import Codec, compress
 from penstock.node.routing import forwarding
 from penstock.wire.frame import FrameType
-from penstock.wire.messages import Enqueue, Forwarded, Part, pack
+from penstock.wire.messages import Duplicate, Enqueue, Forwarded, Outcome, Part, pack
 
 
 async def test_an_enqueue_reaches_the_node_that_serves_the_partition(cluster: Cluster) -> None:
@@ -125,6 +125,25 @@ async def test_a_stale_view_is_looked_up_again(cluster: Cluster) -> None:
         await asyncio.sleep(0)
     cluster.coordinators[key] = "b"
     assert len(await put) == 1
+
+
+@pytest.mark.parametrize(
+    "outcomes", [[], [Outcome(), Outcome()], [Outcome(duplicates=[Duplicate(9, 0, 1, 1)])]]
+)
+async def test_an_answer_that_does_not_fit_leaves_the_outcome_open(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]
+) -> None:
+    await cluster.topic("jobs", "b")
+
+    def ask(*_: object) -> asyncio.Future[Forwarded]:
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(Forwarded(outcomes))
+        return answer
+
+    monkeypatch.setattr(cluster.views["a"].peers["b"], "ask", ask)
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match="does not fit"):
+            await cluster["a"].put("jobs", b"x")
 
 
 async def test_a_lost_connection_leaves_the_outcome_open(cluster: Cluster) -> None:
