@@ -138,9 +138,15 @@ class Feed:
             self._staged.append((batch, columns))
             self._staged_rows += batch.entries
             self._staged_bytes += batch.size
-            if self.ahead and not self._ahead_due and self._staged_rows <= INLINE_ROWS:
-                self._ahead_due = True  # the step that staged it goes on to have it written
-                self._loop.call_soon(self._run_ahead)
+            if not self._partition.journal.writing:
+                self._plan_ahead()
+
+    def _plan_ahead(self) -> None:
+        """Fold what is staged in a step of its own: this one goes on to have it written. What is
+        staged during a write is folded with all that goes into the next one."""
+        if self.ahead and not self._ahead_due and self._staged_rows <= INLINE_ROWS:
+            self._ahead_due = True
+            self._loop.call_soon(self._run_ahead)
 
     def on_commit(self, sequence: int) -> None:
         self._target = sequence
@@ -151,8 +157,10 @@ class Feed:
         if self._staged_rows > INLINE_ROWS:
             self._due = True
             self._loop.call_soon(self._run)
-        else:
-            self._run()
+            return
+        self._run()
+        if self._staged:
+            self._plan_ahead()
 
     # --- folding ---
 
