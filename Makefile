@@ -71,7 +71,7 @@ soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 -
 simulate: setup ## Run clusters from seeds, with faults and checkers (ARGS="--seeds 10000 --jobs 2")
 	$(BIN)/python -m penstock.testing.simulation.command $(ARGS)
 
-fuzz: setup ## Send hostile bytes to a node for a while (ARGS="--minutes 10 --seed 1 --cluster")
+fuzz: setup ## Send hostile bytes to a node for a while (ARGS="--minutes 10 --cluster")
 	$(BIN)/python -m penstock.testing.fuzz.command $(ARGS)
 
 format: setup ## Rewrite the code to the house format

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.testing.cluster import cluster_processes
 from penstock.testing.fuzz.driving import Driver, Findings, Target
+from penstock.testing.fuzz.garbled import garble
 from penstock.testing.fuzz.targets import ClusterTarget, NodeTarget
 from penstock.testing.process import server_process
 
@@ -47,14 +48,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--case", type=int, default=None, help="this one alone")
     parser.add_argument("--cluster", action="store_true", help="what nodes say to each other")
+    parser.add_argument("--garble", action="store_true", help="change what nodes say on its way")
     given = parser.parse_args()
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     one = given.case is not None
     cases = range(given.case, given.case + 1) if one else range(1 << 40)
-    with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
-        seconds = None if one else given.minutes * 60
-        run = fuzz_cluster if given.cluster else fuzz
-        findings = asyncio.run(run(Path(folder), seed=seed, cases=cases, seconds=seconds))
+    with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as name:
+        folder, seconds = Path(name), None if one else given.minutes * 60
+        if given.garble:
+            work = garble(folder, seed=seed, seconds=given.minutes * 60)
+        else:
+            run = fuzz_cluster if given.cluster else fuzz
+            work = run(folder, seed=seed, cases=cases, seconds=seconds)
+        findings = asyncio.run(work)
     print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return 1 if findings.problems else 0
 

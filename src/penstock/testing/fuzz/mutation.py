@@ -126,3 +126,5 @@ def _scrambled(dice: random.Random, plain: bytes) -> bytes:
 MUTATIONS: Final[tuple[Callable[[random.Random, Sent], bytes], ...]] = (
     control, control, control, data, data, payload, control_length, header, raw, cut, noise, nested,
 )  # fmt: skip
+# Those of a payload alone: the frame itself is sound.
+PAYLOADS: Final = (control, control, control, data, payload, control_length)
