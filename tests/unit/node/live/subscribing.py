@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ from penstock.model.columns import Buffer
 from penstock.model.delivery import CHANGES
 from penstock.model.delta_log import deltas_of
 from penstock.model.partitioning import partitions_of_digests
+from penstock.node.live.feed import Feed
 from penstock.node.live.subscription import Subscription
 from penstock.propagation.partition import Propagator
 from penstock.propagation.route import Route, routed
@@ -147,3 +149,28 @@ def home_of(payload: bytes, partitions: int) -> int:
 
     digest = np.ascontiguousarray(DeltaBatch.of([payload]).vector[:, 0])
     return int(partitions_of_digests(digest, partitions)[0])
+
+
+def feed_of(node: Node) -> Feed:
+    live = node.engine.topic(TOPIC).live
+    assert live is not None
+    return live.partitions[0].feed
+
+
+@asynccontextmanager
+async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIterator[None]:
+    """Requests that are staged while nothing reaches the disk; afterwards it all does."""
+    topic = node.engine.topic(TOPIC)
+    journal, log = topic.here(0).journal, topic.here(0).log
+    flush, journal.flush = journal.flush, lambda: None
+    end = log.sequence_last + len(payloads)
+    async with asyncio.TaskGroup() as group:
+        for at in range(0, len(payloads), size):
+            before = log.sequence_last
+            group.create_task(put(node, payloads[at : at + size], size=size))
+            await until(lambda before=before: log.sequence_last > before)  # type: ignore[misc]
+        await until(lambda: log.sequence_last >= end)
+        await asyncio.sleep(0.01)
+        yield
+        journal.flush = flush
+        topic.wake()

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
-    TOPIC,
     corpus,
     expected,
+    feed_of,
     payloads_of,
     put,
     subscribe,
     until,
+    unwritten,
 )
 
 from penstock.node.live import feed as feeding
-from penstock.node.live.feed import Feed
-
-
-def feed_of(node: Node) -> Feed:
-    live = node.engine.topic(TOPIC).live
-    assert live is not None
-    return live.partitions[0].feed
-
-
-@asynccontextmanager
-async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIterator[None]:
-    """Requests that are staged while nothing reaches the disk; afterwards it all does."""
-    topic = node.engine.topic(TOPIC)
-    journal, log = topic.here(0).journal, topic.here(0).log
-    flush, journal.flush = journal.flush, lambda: None
-    end = log.sequence_last + len(payloads)
-    async with asyncio.TaskGroup() as group:
-        for at in range(0, len(payloads), size):
-            before = log.sequence_last
-            group.create_task(put(node, payloads[at : at + size], size=size))
-            await until(lambda before=before: log.sequence_last > before)  # type: ignore[misc]
-        await until(lambda: log.sequence_last >= end)
-        await asyncio.sleep(0.01)
-        yield
-        journal.flush = flush
-        topic.wake()
 
 
 async def test_it_is_folded_before_it_is_committed(node: Node) -> None:

@@ -16,10 +16,12 @@ from tests.unit.node.live.subscribing import (
     corpus,
     delta_topic,
     expected,
+    feed_of,
     payloads_of,
     put,
     subscribe,
     until,
+    unwritten,
 )
 
 from penstock.config import Config
@@ -218,3 +220,18 @@ async def test_a_table_that_will_not_do_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument) as refused:
             await hosting(tmp_path / field, **wrong)
         assert refused.value.field == field
+
+
+async def test_states_are_never_ahead_of_the_commit(tmp_path: Path) -> None:
+    node = await hosting(tmp_path / "data", "RecordingStates")
+    some = corpus(80)
+    await put(node, payloads_of(some, 0, 40))
+    await until(lambda: node.sink.works)
+    feed = feed_of(node)
+    async with unwritten(node, payloads_of(some, 40), size=20):
+        assert feed.fold.sequence == feed.sequence
+    await until(lambda: feed.sequence == feed.fold.sequence and feed.idle)
+    node.hosted.readings()[0][1].close()
+    async with unwritten(node, payloads_of(corpus(20, seed=9)), size=20):
+        assert feed.fold.sequence == feed.sequence + 20
+    await node.stop()
