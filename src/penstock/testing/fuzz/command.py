@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -53,14 +54,17 @@ def main() -> int:
     seed = random.randrange(1 << 32) if given.seed is None else given.seed
     one = given.case is not None
     cases = range(given.case, given.case + 1) if one else range(1 << 40)
-    with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as name:
-        folder, seconds = Path(name), None if one else given.minutes * 60
-        if given.garble:
-            work = garble(folder, seed=seed, seconds=given.minutes * 60)
-        else:
-            run = fuzz_cluster if given.cluster else fuzz
-            work = run(folder, seed=seed, cases=cases, seconds=seconds)
-        findings = asyncio.run(work)
+    folder, seconds = Path(tempfile.mkdtemp(prefix="penstock-fuzz-")), given.minutes * 60
+    if given.garble:
+        work = garble(folder, seed=seed, seconds=seconds)
+    else:
+        run = fuzz_cluster if given.cluster else fuzz
+        work = run(folder, seed=seed, cases=cases, seconds=None if one else seconds)
+    findings = asyncio.run(work)
+    if findings.problems:
+        print(f"data and logs are kept in {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
     print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     return 1 if findings.problems else 0
 
