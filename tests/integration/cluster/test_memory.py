@@ -39,9 +39,9 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Aski
 
 async def test_a_stopped_follower_costs_its_window(cluster: Asking) -> None:
     await cluster.create("large")
+    await write(cluster, await cluster.coordinator("large"), REQUESTS_WARM)
     coordinator = await cluster.coordinator("large")
     _, stopped = await cluster.followers("large")
-    await write(cluster, coordinator, REQUESTS_WARM)
     await cluster.has_all("large", stopped)
     before = forget_peaks(cluster.processes)
     cluster.processes.pause(stopped)
@@ -53,12 +53,15 @@ async def test_a_stopped_follower_costs_its_window(cluster: Asking) -> None:
 
 
 async def write(cluster: Asking, node: str, requests: int) -> None:
-    connection = await cluster.connection(node)
     left = iter(range(requests))
+
+    async def put() -> bool:
+        connection = await cluster.connection(node)
+        return bool((await connection.enqueue("large", [(0, ENTRIES, BODY)])).placed)
 
     async def writer() -> None:
         for _ in left:
-            await connection.enqueue("large", [(0, ENTRIES, BODY)])
+            await cluster.until(put)  # again, if the partition moves meanwhile
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(WRITERS):
