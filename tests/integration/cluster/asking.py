@@ -47,7 +47,15 @@ class Asking:
         return await self.call(method, at=at, topic=topic, force=True, confirm=given["confirm"])
 
     async def create(self, name: str, **config: Any) -> None:
+        """Make a topic; if all nodes are there, its partitions have gone where they belong."""
         await self.call("topic_create", config={"name": name, "replication_factor": 3, **config})
+        if len(self.processes.running) == len(self.processes.nodes):
+            await self.until(lambda: self._at_home(name))
+
+    async def _at_home(self, topic: str) -> bool:
+        status = await self.call("cluster_status")
+        found = [p for p in status["partitions"] if p["topic"] == topic]
+        return bool(found) and all(p["coordinator"] == p["voters"][0] for p in found)
 
     # --- writing and reading ---
 
