@@ -3,7 +3,7 @@
 PYTHON     ?= python3
 UV_VERSION := 0.13.7
 ARGS       ?=
-JOBS       ?= 2
+JOBS       ?= 3
 
 BIN   := .venv/bin
 UV    := .uv/bin/uv
