@@ -60,6 +60,16 @@ class Reader:
         self.last = piece.last
 
 
+async def reading(cluster: Cluster) -> tuple[Host, Host, Reader]:
+    """The leader, a follower, and who has read all of the log there."""
+    leader = await cluster.serving()
+    await cluster.at_rest()
+    follower = cluster.hosts["b"]
+    reader = Reader(follower)
+    await cluster.until(lambda: reader.last == leader.committed)
+    return leader, follower, reader
+
+
 async def test_credit_of_a_lease_whose_outcome_is_unknown_comes_back(cluster: Cluster) -> None:
     leader = await cluster.serving()
     await cluster.at_rest()
@@ -85,11 +95,8 @@ async def test_credit_of_a_lease_whose_outcome_is_unknown_comes_back(cluster: Cl
 async def test_a_follower_shows_readers_what_is_committed_and_goes_on_when_it_takes_over(
     cluster: Cluster,
 ) -> None:
-    leader = await cluster.serving()
-    await cluster.at_rest()
-    follower = cluster.hosts["b"]
-    reader, before = Reader(follower), leader.committed
-    await cluster.until(lambda: reader.last == before)
+    leader, follower, reader = await reading(cluster)
+    before = reader.last
     cluster.isolate("c")
     disk = SlowDisk(leader)
     answer = put(leader, [b"on b alone"])
@@ -112,11 +119,8 @@ async def test_a_follower_shows_readers_what_is_committed_and_goes_on_when_it_ta
 async def test_a_follower_that_hears_of_a_commit_before_its_disk_is_done_shows_it_then(
     cluster: Cluster,
 ) -> None:
-    leader = await cluster.serving()
-    await cluster.at_rest()
-    follower = cluster.hosts["b"]
-    reader, before = Reader(follower), leader.committed
-    await cluster.until(lambda: reader.last == before)
+    leader, follower, reader = await reading(cluster)
+    before = reader.last
     disk = StuckDisk(follower)
     await put(leader, [b"committed by the others"])
     await cluster.until(lambda: follower.log.sequence_committed > before)
