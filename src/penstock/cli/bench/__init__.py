@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,86 +23,70 @@ Folder = Annotated[
 ]
 Save = Annotated[Path | None, typer.Option(help="Also write the JSON document into this folder.")]
 
+Document = dict[str, Any]
+Subject = tuple[Callable[..., Coroutine[Any, Any, Document]], tuple[str, ...]]  # and its stages
 
-@command(app, "queue", connects=False)
-def queue(
-    cli: Invocation,
-    runs: Runs = 3,
-    quick: Quick = False,
-    only: Only = None,
-    folder: Folder = None,
-    save: Save = None,
-) -> Answer:
+
+def benchmark(name: str) -> Callable[[Callable[[], Subject]], None]:
+    """Register the command `name`. Its subject is imported when it is asked for, not before."""
+
+    def register(load: Callable[[], Subject]) -> None:
+        def bench(
+            cli: Invocation,
+            runs: Runs = 3,
+            quick: Quick = False,
+            only: Only = None,
+            folder: Folder = None,
+            save: Save = None,
+        ) -> Answer:
+            import uvloop
+
+            measure, stages = load()
+            chosen = _chosen(only, stages)
+            document = uvloop.run(measure(chosen, runs=runs, quick=quick, folder=folder))
+            return _answer(document, what=name, save=save)
+
+        bench.__doc__ = load.__doc__
+        command(app, name, connects=False)(bench)
+
+    return register
+
+
+@benchmark("queue")
+def _queue() -> Subject:
     """Throughput, latency, CPU, recovery and memory; fsync before every acknowledgement."""
-    import uvloop
-
     from penstock.cli.bench.runner import measure
     from penstock.cli.bench.targets import STAGES
 
-    chosen = _chosen(only, STAGES)
-    document = uvloop.run(measure(chosen, runs=runs, quick=quick, folder=folder))
-    return _answer(document, what="queue", save=save)
+    return measure, STAGES
 
 
-@command(app, "pipeline", connects=False)
-def pipeline(
-    cli: Invocation,
-    runs: Runs = 3,
-    quick: Quick = False,
-    only: Only = None,
-    folder: Folder = None,
-    save: Save = None,
-) -> Answer:
+@benchmark("pipeline")
+def _pipeline() -> Subject:
     """Reading, ordering, the whole way into lake, index and cache, and freshness; on two cores."""
-    import asyncio
-
     from penstock.cli.bench.pipeline_runner import measure_pipeline
     from penstock.cli.bench.targets import PIPELINE_STAGES
 
-    chosen = _chosen(only, PIPELINE_STAGES)
-    document = asyncio.run(measure_pipeline(chosen, runs=runs, quick=quick, folder=folder))
-    return _answer(document, what="pipeline", save=save)
+    return measure_pipeline, PIPELINE_STAGES
 
 
-@command(app, "cluster", connects=False)
-def cluster(
-    cli: Invocation,
-    runs: Runs = 3,
-    quick: Quick = False,
-    only: Only = None,
-    folder: Folder = None,
-    save: Save = None,
-) -> Answer:
+@benchmark("cluster")
+def _cluster() -> Subject:
     """Three nodes and etcd: throughput, latency, failover, a stopped follower; fsync on a quorum
     before every acknowledgement."""
-    import uvloop
-
     from penstock.cli.bench.cluster_runner import measure_cluster
     from penstock.cli.bench.targets import CLUSTER_STAGES
 
-    chosen = _chosen(only, CLUSTER_STAGES)
-    document = uvloop.run(measure_cluster(chosen, runs=runs, quick=quick, folder=folder))
-    return _answer(document, what="cluster", save=save)
+    return measure_cluster, CLUSTER_STAGES
 
 
-@command(app, "live", connects=False)
-def live(
-    cli: Invocation,
-    runs: Runs = 3,
-    quick: Quick = False,
-    only: Only = None,
-    folder: Folder = None,
-    save: Save = None,
-) -> Answer:
+@benchmark("live")
+def _live() -> Subject:
     """From a commit to sinks and subscribers, stage by stage; batches; a stalled subscriber."""
-    import uvloop
-
     from penstock.cli.bench.live_runner import measure_live
     from penstock.cli.bench.targets import LIVE_STAGES
 
-    chosen = _chosen(only, LIVE_STAGES)
-    document = uvloop.run(measure_live(chosen, runs=runs, quick=quick, folder=folder))
-    return _answer(document, what="live", save=save)
+    return measure_live, LIVE_STAGES
 
 
 def _chosen(only: list[str] | None, stages: tuple[str, ...]) -> list[str]:
@@ -116,7 +101,7 @@ def _chosen(only: list[str] | None, stages: tuple[str, ...]) -> list[str]:
     return [stage for stage in stages if not only or stage in only]
 
 
-def _answer(document: dict[str, Any], *, what: str, save: Path | None) -> Answer:
+def _answer(document: Document, *, what: str, save: Path | None) -> Answer:
     from penstock.cli.bench.report import view_of
 
     if save is not None:
