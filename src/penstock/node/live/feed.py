@@ -30,6 +30,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_log import deltas_in, deltas_of
+from penstock.node.live.staged import Staged
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
 from penstock.propagation.partition import Outcome, Propagator
@@ -40,7 +41,6 @@ INLINE_ROWS: Final = 256  # folded in the very step of the loop that commits the
 LOOP_ROWS: Final = 2048  # … in a step of their own; more than these by a thread
 SLICE_BYTES: Final = 1 << 20  # of log read at once where it was not handed over
 COLD_BYTES: Final = 4 << 20  # … by a thread
-STAGED_BYTES_MAX: Final = 16 << 20  # kept until they are committed; beyond, the log is read
 AHEAD_FEEDS_MAX: Final = 64  # folded and not committed yet
 log = get_logger(__name__)
 
@@ -75,8 +75,7 @@ class Feed:
         self.committed_at = 0.0  # since when at most, by the performance counter
         self.ready_at = 0.0  # when what is delivered was committed, and through the fold
         self.fold_s = 0.0  # how long it took there
-        self._staged: deque[tuple[Batch, Columns]] = deque()
-        self._staged_rows = self._staged_bytes = 0
+        self._staged = Staged()
         self.ahead = True  # whether it may be folded before it is committed
         self._folded: deque[Folded] = deque()  # ahead, behind `sequence`; the last may have paused
         self._folding_at = 0.0  # when that began, if the loop has not looked at the disk since
@@ -134,17 +133,13 @@ class Feed:
 
     def on_staged(self, batch: Batch, columns: Columns) -> None:
         """A batch is on its way to disk. What is not kept is read back once it is committed."""
-        if self._staged_bytes < STAGED_BYTES_MAX:
-            self._staged.append((batch, columns))
-            self._staged_rows += batch.entries
-            self._staged_bytes += batch.size
-            if not self._partition.journal.writing:
-                self._plan_ahead()
+        if self._staged.add(batch, columns) and not self._partition.journal.writing:
+            self._plan_ahead()
 
     def _plan_ahead(self) -> None:
         """Fold what is staged in a step of its own: this one goes on to have it written. What is
         staged during a write is folded with all that goes into the next one."""
-        if self.ahead and not self._ahead_due and self._staged_rows <= INLINE_ROWS:
+        if self.ahead and not self._ahead_due and self._staged.rows <= INLINE_ROWS:
             self._ahead_due = True
             self._loop.call_soon(self._run_ahead)
 
@@ -154,7 +149,7 @@ class Feed:
         self.committed_at = self._folding_at or time.perf_counter()
         if self._busy or self._due:
             return
-        if self._staged_rows > INLINE_ROWS:
+        if self._staged.rows > INLINE_ROWS:
             self._due = True
             self._loop.call_soon(self._run)
             return
@@ -199,12 +194,14 @@ class Feed:
 
     def _fold_ahead(self) -> None:
         """Fold a little that is staged, for its commit; as one, for it is written so."""
-        if self.fold.paused or self._staged_rows > INLINE_ROWS:
+        if self.fold.paused or self._staged.rows > INLINE_ROWS:
             return
         if len(self._folded) >= AHEAD_FEEDS_MAX:
             return
         behind = self._folded[-1].last if self._folded else self.sequence
-        batches = self._take_staged(behind + 1, through=self._log.sequence_last)
+        batches = self._staged.take(
+            behind + 1, through=self._log.sequence_last, rows_max=INLINE_ROWS
+        )
         if not batches:
             return
         self._folding_at = began = time.perf_counter()
@@ -234,7 +231,7 @@ class Feed:
             self._deliver_folded()
         if self.sequence >= self._target or self._busy or self._folded:
             return
-        batches = self._take_staged(self.sequence + 1, through=self._target)
+        batches = self._staged.take(self.sequence + 1, through=self._target, rows_max=LOOP_ROWS)
         if batches is None:
             found = _read(self._log, self.sequence + 1, through=self._target, nowait=True)
             if found is None:
@@ -258,29 +255,6 @@ class Feed:
         if self.sequence < self._target and not self._due:
             self._due = True
             self._loop.call_soon(self._run)
-
-    def _take_staged(self, following: int, *, through: int) -> list[tuple[Batch, Columns]] | None:
-        """Batches that were handed over and come next; None: the log has to be read."""
-        staged = self._staged
-        while staged and staged[0][0].last < following:
-            self._drop_staged()
-        if not staged or staged[0][0].first != following:
-            return None
-        found: list[tuple[Batch, Columns]] = []
-        rows = 0
-        while staged and staged[0][0].last <= through and staged[0][0].first == following:
-            rows += staged[0][0].entries
-            if found and rows > LOOP_ROWS:
-                break
-            following = staged[0][0].last + 1
-            found.append(self._drop_staged())
-        return found
-
-    def _drop_staged(self) -> tuple[Batch, Columns]:
-        found = self._staged.popleft()
-        self._staged_rows -= found[0].entries
-        self._staged_bytes -= found[0].size
-        return found
 
     def _deltas(self, batches: list[tuple[Batch, Columns]], first: int) -> DeltaBatch:
         if len(batches) == 1:
