@@ -13,10 +13,24 @@ import pytest
 import penstock
 from penstock.client.deltas import Deltas
 from penstock.config import Config
-from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock.propagation.live_options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
+from penstock.sinks.memory_index import MemoryIndexSink
+
+
+class GatedIndex(MemoryIndexSink):
+    """An index that opens when its gate is there."""
+
+    def __init__(self, name: str, *, gate: str, metric: str) -> None:
+        super().__init__(name, metric=metric)
+        self._gate = Path(gate)
+
+    def open(self) -> None:
+        if not self._gate.exists():
+            raise Unavailable("the gate is shut")
+
 
 INDEX: dict[str, Any] = {"topic": "vectors", "kind": "memory", "metric": "l2", "batch_ms": 0}
 
@@ -65,7 +79,25 @@ async def test_an_index_is_filled_again_when_the_node_starts(tmp_path: Path) -> 
             await deltas.create(f"v{number}", [number, 0])
         await found(deltas, ["v7"], 7, 0)
     async with running(tmp_path, INDEX) as deltas:
-        await found(deltas, ["v19", "v18"], 19.2, 0)
+        neighbours = await deltas.search([19.2, 0], 2)  # the first answer: it waited
+        assert [one["vector_id"] for one in neighbours] == ["v19", "v18"]
+
+
+async def test_a_search_of_an_index_that_is_being_filled_says_so(tmp_path: Path) -> None:
+    async with running(tmp_path) as deltas:
+        await deltas.create("a", [1, 0])
+    gate = tmp_path / "open"
+    gated = {**INDEX, "kind": f"{__name__}:GatedIndex", "name": "gated", "gate": str(gate)}
+    async with running(tmp_path, gated) as deltas:
+        await deltas.opened()
+        ask = (await deltas.topic.link.connection()).call
+        asked = {"topic": "vectors", "vector": [1.0, 0.0]}
+        with pytest.raises(Unavailable, match="being filled: partitions 0, 1"):
+            await ask("vector_search", **asked)
+        with pytest.raises(NotFound):  # it is empty
+            await ask("vector_search", **asked, partial=True)
+        gate.touch()
+        assert [one["vector_id"] for one in await deltas.search([1, 0])] == ["a"]
 
 
 async def test_a_search_without_an_index_says_so(tmp_path: Path) -> None:

@@ -227,12 +227,17 @@ async def search(
     limit: Annotated[int, typer.Option("--limit", "-k", help="How many neighbours.")] = 10,
     namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
     sink: Annotated[str | None, typer.Option(help="Of several indexes, this one.")] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Do not wait for a full index.")
+    ] = False,
 ) -> Answer:
     """Find the nearest vectors by the index that the node itself hosts."""
     from penstock.cli.search import parsed
 
     async with _deltas(cli, topic) as deltas:
-        found = await deltas.search(parsed(vector), limit, namespace=namespace, sink=sink)
+        found = await deltas.search(
+            parsed(vector), limit, namespace=namespace, sink=sink, partial=partial
+        )
     names = ("namespace", "vector_id", "distance", "revision", "metadata")
     rows = [[one[name] for name in names] for one in found]
     return Answer(document={"neighbours": found}, view=lambda: table(*names, rows=rows))

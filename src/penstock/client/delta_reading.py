@@ -105,12 +105,17 @@ class DeltaReading:
         *,
         namespace: str | None = None,
         sink: str | None = None,
+        partial: bool = False,
     ) -> list[dict[str, Any]]:
         """The nearest vectors, by the index that the topic's nodes host themselves; each has
-        namespace, vector_id, distance, revision and metadata. It needs no pipeline."""
+        namespace, vector_id, distance, revision and metadata. It needs no pipeline.
+
+        While an index is filled, after a start or a takeover, this waits; with `partial` it
+        answers from what is in it.
+        """
         found = await self.topic.ask(
             "vector_search", vector=np.asarray(vector, np.float32).tolist(), limit=k,
-            namespace=namespace, sink=sink,
+            namespace=namespace, sink=sink, partial=partial,
         )  # fmt: skip
         neighbours: list[dict[str, Any]] = found["neighbours"]
         return neighbours

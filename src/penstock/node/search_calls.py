@@ -7,7 +7,7 @@ import heapq
 from functools import partial
 from typing import Any
 
-from penstock.errors import FailedPrecondition, NotFound
+from penstock.errors import FailedPrecondition, NotFound, Unavailable
 from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.live_calls import delta_topic
@@ -21,6 +21,7 @@ class SearchArguments(TopicArguments, frozen=True):
     limit: int = 10
     namespace: str | None = None
     sink: str | None = None  # of several indexes, the one of this name
+    partial: bool = False  # also by an index that does not hold everything yet
 
 
 class SearchShare(Arguments, frozen=True):
@@ -38,11 +39,17 @@ async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[s
         engine, topic, vector_search_share,
         vector=a.vector, limit=a.limit, namespace=a.namespace, sink=a.sink,
     )  # fmt: skip
+    filling = sorted(index for result in results for index in result["filling"])
+    if filling and not a.partial:
+        raise Unavailable(
+            f"the index of {a.topic} is being filled: partitions {', '.join(map(str, filling))}",
+            partitions=filling,
+        )
     if all(result["neighbours"] is None for result in results):
         raise NotFound(f"no index of {a.topic} has vectors of {len(a.vector)} dimensions")
     known = [result["neighbours"] or [] for result in results]
     found = heapq.merge(*known, key=lambda one: one["distance"])
-    return {"neighbours": list(found)[: a.limit]}
+    return {"neighbours": list(found)[: a.limit], "filling": filling}
 
 
 @shared(SearchShare)
@@ -51,21 +58,23 @@ async def vector_search_share(
 ) -> dict[str, Any]:
     wanted = asked["sink"]
     indexes = [
-        hosted.sink
+        hosted
         for hosted in (topic.live.sinks if topic.live is not None else ())
         if hasattr(hosted.sink, "search") and wanted in (None, hosted.name)
     ]
     if not indexes:
         what = "an index" if wanted is None else f"an index called {wanted}"
         raise FailedPrecondition(f"no node hosts {what} of {topic.config.name}")
-    index: Any = indexes[0]
+    index: Any = indexes[0].sink
+    chosen = {partition.index for partition in partitions}
+    filling = indexes[0].filling(chosen)
     # An index may be busy with a write for a while.
     search = partial(
         index.search, asked["vector"], asked["limit"], namespace=asked["namespace"],
-        partitions={partition.index for partition in partitions},
+        partitions=chosen,
     )  # fmt: skip
     try:
         found = await asyncio.to_thread(search)
     except NotFound:  # nothing is in these partitions yet; others may have something
-        return {"neighbours": None}
-    return {"neighbours": [vars(one) for one in found]}
+        return {"neighbours": None, "filling": filling}
+    return {"neighbours": [vars(one) for one in found], "filling": filling}

@@ -122,10 +122,7 @@ class MemoryIndexSink:
                 raise NotFound(f"the index has no vectors of {len(query)} dimensions, but {have}")
             found: list[tuple[float, int]] = []
             for graph in graphs:
-                matches = graph.search(query, k)
-                found += zip(matches.distances.tolist(), matches.keys.tolist(), strict=True)
-            if partitions is not None:
-                found = [one for one in found if self._partitions[one[1]] in partitions]
+                found += self._nearest(graph, query, k, partitions)
             return [self._neighbour(key, distance) for distance, key in sorted(found)[:k]]
 
     def __len__(self) -> int:
@@ -153,6 +150,25 @@ class MemoryIndexSink:
                 rows.append(row)
         for namespace, (keys, rows) in added.items():
             self._graph(namespace, dimensions).add(np.array(keys, np.uint64), values[rows])
+
+    def _nearest(
+        self,
+        graph: Graph,
+        query: NDArray[np.float32],
+        k: int,
+        partitions: Collection[int] | None,
+    ) -> list[tuple[float, int]]:
+        """Distances and keys. Others than those of the partitions may stand nearer: then it looks
+        farther."""
+        wanted = k
+        while True:
+            matches = graph.search(query, wanted)
+            found = list(zip(matches.distances.tolist(), matches.keys.tolist(), strict=True))
+            if partitions is not None:
+                found = [one for one in found if self._partitions[one[1]] in partitions]
+            if len(found) >= k or wanted >= len(graph):
+                return found
+            wanted = min(2 * wanted, len(graph))
 
     def _key(self, name: Name) -> int:
         key = self._keys.setdefault(name, len(self._names))

@@ -81,8 +81,10 @@ async def test_a_coordinator_dies_and_its_vectors_are_found_again(
 ) -> None:
     deltas = await made(client, "vectors", partitions=6, vectors=40)
     dead = await cluster.coordinator("vectors", 0)
-    await cluster.processes.kill(dead)
     await all_find(cluster, "vectors", [(f"v{n}", n * n) for n in range(40)])
+    await cluster.processes.kill(dead)
+    answer = await deltas.search([0, 0], 100)  # the first one: it waited for all to be found
+    assert [one["vector_id"] for one in answer] == [f"v{n}" for n in range(40)]
     for number in range(40):
         await deltas.replace(f"v{number}", [number + 1, 0])
     wanted = [(f"v{n}", (n + 1) ** 2) for n in range(40)]

@@ -78,6 +78,19 @@ def test_a_partition_that_moved_is_forgotten_and_may_come_back() -> None:
     assert set(ids(sink.search(origin, 5))) == {"west", "north"}
 
 
+def test_nearer_vectors_of_other_partitions_take_nobodys_place() -> None:
+    sink = MemoryIndexSink("memory", metric="l2")
+    for partition, far in ((0, 0), (1, 100)):
+        rows = [
+            State(vector_id=f"{partition}-{n}", revision=1, values=(n + far, 0, 0, 0))
+            for n in range(50)
+        ]
+        sink.write(work(partition, states(*rows, partition=partition)))
+    found = sink.search((0, 0, 0, 0), 3, partitions={1})
+    assert ids(found) == ["1-0", "1-1", "1-2"]
+    assert len(sink.search((0, 0, 0, 0), 60, partitions={1})) == 50
+
+
 def test_what_cannot_be_asked_is_refused() -> None:
     sink = filled()
     with pytest.raises(NotFound, match="3 dimensions"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -63,6 +63,15 @@ class Attached:
     def __init__(self, index: int) -> None:
         self.index = index
         self.subscription: Subscription | None = None
+        self._found = 0  # committed when the subscription began
+
+    def follow(self, subscription: Subscription) -> None:
+        self.subscription, self._found = subscription, subscription.source.sequence_committed
+
+    @property
+    def filled(self) -> bool:
+        """Whether the sink holds what it found when it began."""
+        return self.subscription is not None and self.subscription.handled(self._found)
 
 
 class HostedSink:
@@ -130,7 +139,7 @@ class HostedSink:
         index = attached.index
         while self._wants(attached):
             try:
-                attached.subscription = await self.hub.open(
+                subscription = await self.hub.open(
                     index,
                     self._terms(),
                     start="cursor",
@@ -147,6 +156,7 @@ class HostedSink:
                 log.warning("sink waits", sink=self.name, partition=index, error=error.message)
                 await asyncio.sleep(AGAIN_S)
             else:
+                attached.follow(subscription)
                 return
         if self._attached.get(index) is attached:
             del self._attached[index]
@@ -237,6 +247,11 @@ class HostedSink:
         self.hub.on_written(self.name, len(times_ms), max(0.0, oldest))
 
     # --- how things are ---
+
+    def filling(self, partitions: Iterable[int]) -> list[int]:
+        """Those of the partitions of which it does not hold yet what it found in their logs."""
+        attached = self._attached
+        return [i for i in partitions if i not in attached or not attached[i].filled]
 
     def readings(self) -> list[tuple[int, Subscription]]:
         found = sorted(self._attached.items())

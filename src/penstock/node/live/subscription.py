@@ -128,6 +128,12 @@ class Subscription:
         """Sequences that are committed and not yet accounted for."""
         return max(0, self.source.sequence_committed - self.settled)
 
+    def handled(self, position: int) -> bool:
+        """Whether it has handled all that is wanted up to this position."""
+        if self.acknowledged >= position:
+            return True
+        return self.settled >= position and not self._credit.entries_out
+
     @property
     def waiting(self) -> int:
         """Deltas that are kept for it."""

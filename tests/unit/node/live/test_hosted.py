@@ -102,6 +102,22 @@ async def test_it_goes_on_from_its_cursor_after_a_restart(node: Hosting) -> None
     assert [c["name"] for c in listed["cursors"]] == ["sink-memory"]
 
 
+async def test_it_is_filled_once_it_holds_what_it_found(node: Hosting) -> None:
+    await put(node, payloads_of(corpus(300)))
+    await node.caught_up()
+    assert node.hosted.filling([0]) == []
+    await node.stop()
+    node.sink.state["failing"] = True
+    await node.start()
+    await put(node, payloads_of(corpus(20, seed=2)))
+    assert node.hosted.filling([0]) == [0]
+    node.sink.state["failing"] = False
+    await until(lambda: not node.hosted.filling([0]))
+    node.sink.state["failing"] = True  # what comes later may be on its way
+    await put(node, payloads_of(corpus(20, seed=3)))
+    assert node.hosted.filling([0]) == []
+
+
 async def test_failures_open_the_breaker_and_a_probe_closes_it(tmp_path: Path) -> None:
     node = await hosting(tmp_path / "data", breaker_failures=3, breaker_open_s=0.05)
     some = corpus(400)
