@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,7 +16,7 @@ from penstock.cluster.keys import KeyRing
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.config import Config
-from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
+from penstock.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.log.folder import FORMAT_DELTAS, DataFolder
 from penstock.model.batch import Kind
 from penstock.model.topic import TopicConfig, TopicKind, topic_config
@@ -28,10 +28,8 @@ from penstock.node.ingesting import Ingesting
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
 from penstock.node.logs import get_logger
-from penstock.node.metrics import Metrics, NodeReading, PartitionReading
-from penstock.node.partition import Partition, SnapshotFacts
+from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
-from penstock.node.replica_metrics import FollowerReading, ReplicaReading
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.local import LocalControl
 from penstock.node.replicas.opening import Opened, open_replica
@@ -41,23 +39,12 @@ from penstock.node.routing.ports import AlwaysHere, ClusterView
 from penstock.node.routing.router import Router
 from penstock.node.syncer import Syncer
 from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
-from penstock.node.upkeep import (
-    Pacer,
-    retain,
-    retain_replica,
-    scrub,
-    snapshot_replica,
-    take_snapshot,
-)
 from penstock.node.writer import WriterPool
 
 if TYPE_CHECKING:
     from penstock.node.replicas.cluster import Cluster
     from penstock.sinks.registry import OpenWriter
 
-UPKEEP_TICK_S: Final = 0.5
-SCRUB_DELAY_S: Final = 60.0  # after the start
-SCRUB_BYTES_PER_S: Final = 16 << 20  # at least
 log = get_logger(__name__)
 
 
@@ -291,78 +278,6 @@ class Engine:
         task.add_done_callback(self.spawned.discard)
         return task
 
-    async def run_upkeep(self) -> None:
-        """Snapshots and retention, until cancelled."""
-        retention = Pacer(self.config.upkeep.retention_s)
-        while True:
-            await asyncio.sleep(UPKEEP_TICK_S)
-            retention_due = retention.due()
-            for host in list(self.hosts.values()):
-                if not (host.closed or host.halted):
-                    await self._look_after(host, retention_due)
-
-    async def _look_after(self, host: Host, retention_due: bool) -> None:
-        topic, partition = host.topic, host.partition
-        try:
-            host.persist_floor()
-            if self._snapshot_due(host):
-                if partition is not None:
-                    await self.snapshot(topic, partition)
-                else:
-                    await snapshot_replica(host, self.clock.now_ms(), reserve=self.reserve)
-            if retention_due:
-                now_ms = self.clock.now_ms()
-                retaining = (
-                    retain_replica(host, now_ms)
-                    if partition is None
-                    else retain(topic, partition, now_ms)
-                )
-                if await retaining:
-                    await host.on_shrunk()
-                await asyncio.to_thread(self.reserve.hold)
-        except Corruption as error:
-            self.on_damage(error)
-        except PenstockError as error:  # a full disk, mostly: the next round tries again
-            log.warning("upkeep failed", topic=topic.config.name, error=error.message)
-
-    async def run_scrub(self) -> None:
-        """Read and verify everything once in the configured time, until cancelled."""
-        every_s = self.config.upkeep.scrub_s
-        while True:
-            await asyncio.sleep(min(every_s, SCRUB_DELAY_S))
-            started = time.monotonic()
-            await self.verify(every_s)
-            await asyncio.sleep(max(0, every_s - (time.monotonic() - started)))
-
-    async def verify(self, within_s: float = 0.0) -> int:
-        """Verify all sealed segments; damage is reported, not raised. Returns bytes read."""
-        total = sum(host.log.bytes_total for host in self.hosts.values())
-        bytes_per_s = max(SCRUB_BYTES_PER_S, total / within_s) if within_s else float("inf")
-        done = 0
-        for host in list(self.hosts.values()):
-            try:
-                done += await scrub(host.log, bytes_per_s)
-            except Corruption as error:
-                self.on_damage(error)
-        return done
-
-    async def snapshot(self, topic: Topic, partition: Partition) -> SnapshotFacts:
-        started = time.perf_counter()
-        facts = await take_snapshot(topic, partition, self.clock.now_ms(), reserve=self.reserve)
-        self.metrics.snapshot_written(time.perf_counter() - started)
-        return facts
-
-    def _snapshot_due(self, host: Host) -> bool:
-        options, facts = self.config.upkeep, host.snapshot
-        if host.log.sequence_last <= facts.sequence + 1:  # nothing but the snapshot's mark
-            return False
-        now_ms = self.clock.now_ms()
-        # One from the future was written before the wall clock was set back, or by another node.
-        taken_ms = facts.time_ms if facts.time_ms <= now_ms else 0
-        age_s = (now_ms - max(taken_ms, self.started_ms)) / 1000
-        grown = host.log.bytes_total - facts.log_bytes
-        return age_s >= options.snapshot_s or grown >= options.snapshot_bytes
-
     def on_damage(self, error: PenstockError) -> None:
         """Stored bytes are not what was written. The rest of the node goes on; health says so."""
         self.damage = error.message
@@ -392,33 +307,6 @@ class Engine:
                 return
             await asyncio.sleep(0.002)
 
-    def reading(self) -> NodeReading:
-        """What the node holds now, for the metrics."""
-        now_ms = self.clock.now_ms()
-        return NodeReading(
-            partitions=[
-                partition_reading(host.topic, host.partition, now_ms)
-                for host in self.hosts.values()
-                if host.partition is not None
-            ],
-            replicas=[replica_reading(host) for host in self.hosts.values()],
-            live=[t.live.reading() for t in self.topics.values() if t.live is not None],
-            connections=len(self.connections),
-            streams={
-                "lease": sum(t.lease_streams for t in self.topics.values()),
-                "log": sum(t.log_streams for t in self.topics.values()),
-            },
-            credits={"lease": sum(t.unused_credit for t in self.topics.values())},
-            rank_error_max={t.config.name: t.rank_error_max for t in self.topics.values()},
-            ingest={
-                name: list(topic.ingesting.queue.depth_by_class)
-                for name, topic in self.topics.items()
-                if topic.ingesting is not None
-            },
-            requests_pending=sum(c.pending for c in self.connections),
-            metadata_available=self.nodes is None or self.nodes.available,
-        )
-
     def revoke(self, key_id: str) -> None:
         """Whoever came in with this key is out, on whichever node it was revoked."""
         for connection in list(self.connections):
@@ -431,48 +319,3 @@ class Engine:
             raise Unavailable("the node is starting", elsewhere=True)
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")
-
-
-def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> PartitionReading:
-    heap, facts = partition.heap, partition.snapshot
-    log_ms = now_ms + partition.ahead_ms
-    oldest_ms = heap.oldest_ready_ms(log_ms)
-    return PartitionReading(
-        topic=topic.config.name,
-        partition=partition.index,
-        ready=heap.ready,
-        delayed=heap.delayed,
-        inflight=heap.leased,
-        dead=heap.dead,
-        oldest_age_s=None if oldest_ms is None else max(0, log_ms - oldest_ms) / 1000,
-        log_bytes=partition.log.bytes_total,
-        log_segments=len(partition.log.segments()),
-        sequence_committed=partition.coordinator.sequence_committed,
-        epoch=partition.coordinator.epoch,
-        snapshot_bytes=facts.bytes if facts.sequence else None,
-        snapshot_age_s=max(0, now_ms - facts.time_ms) / 1000 if facts.sequence else None,
-    )
-
-
-def replica_reading(host: Host) -> ReplicaReading:
-    replica = host.replica
-    return ReplicaReading(
-        topic=host.topic.config.name,
-        partition=host.index,
-        role=host.role.value,
-        epoch=replica.epoch,
-        sequence_committed=host.committed,
-        sequence_last=host.log.sequence_last,
-        sequence_applied=host.heap.sequence_applied,
-        followers=()
-        if replica.coordinator is None
-        else tuple(
-            FollowerReading(
-                node=sender.node,
-                lag=sender.lag(replica.log),
-                credit=sender.credit.share,
-                lagging=sender.lagging,
-            )
-            for sender in replica.coordinator.senders.values()
-        ),
-    )

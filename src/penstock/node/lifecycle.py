@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +24,7 @@ from penstock.log.files import write_whole
 from penstock.log.folder import FORMAT_CLUSTER, DataFolder
 from penstock.model.version import __version__
 from penstock.node.audit import AuditLog
+from penstock.node.caretaking import run_scrub, run_upkeep
 from penstock.node.clock import Clock, SystemClock
 from penstock.node.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
@@ -30,6 +32,7 @@ from penstock.node.live.cursors import Cursors
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
+from penstock.node.readings import node_reading
 from penstock.node.replicas.joining import prepare_cluster
 from penstock.node.replicas.peers import Connect
 from penstock.node.routing.ports import AlwaysHere
@@ -140,7 +143,7 @@ async def _start(
 
         check_sinks(engine)
     await asyncio.to_thread(engine.reserve.hold)
-    engine.metrics.read_with(engine.reading)
+    engine.metrics.read_with(partial(node_reading, engine))
     engine.keys.on_revoked(engine.revoke)
     try:
         if not config.cluster.enabled:
@@ -151,8 +154,8 @@ async def _start(
         await engine.writers.close()
         raise
     engine.background = [
-        tasks.create_task(engine.run_upkeep(), name="upkeep"),
-        tasks.create_task(engine.run_scrub(), name="scrub"),
+        tasks.create_task(run_upkeep(engine), name="upkeep"),
+        tasks.create_task(run_scrub(engine), name="scrub"),
         tasks.create_task(engine.keys.run(), name="keys"),
     ]
     log.info("engine started", version=__version__, node=identity.node, data=str(config.data))

@@ -7,9 +7,11 @@ from typing import Any, Final
 
 from penstock.errors import Unavailable
 from penstock.model.version import __version__
+from penstock.node import caretaking
 from penstock.node.calls import Arguments, Caller, method
-from penstock.node.engine import Engine, partition_reading
+from penstock.node.engine import Engine
 from penstock.node.partition import Partition
+from penstock.node.readings import partition_reading
 from penstock.node.shares import ask_share, fan_out, merged, shared
 from penstock.node.topic import Topic
 
@@ -127,7 +129,7 @@ async def snapshot_share(
 ) -> dict[str, Any]:
     taken = []
     for partition in partitions:
-        facts = await engine.snapshot(topic, partition)
+        facts = await caretaking.snapshot(engine, topic, partition)
         taken.append(
             {
                 "topic": topic.config.name,
@@ -169,7 +171,7 @@ async def verify_share(
 
 
 async def _verified(engine: Engine) -> dict[str, Any]:
-    found = await engine.verify()
+    found = await caretaking.verify(engine)
     return {"node": engine.identity.node, "bytes": found, "damage": engine.damage}
 
 

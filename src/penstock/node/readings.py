@@ -1,0 +1,83 @@
+"""What a node, its partitions and its replicas hold at a moment, as the metrics tell it."""
+
+from __future__ import annotations
+
+from penstock.node.engine import Engine
+from penstock.node.metrics import NodeReading, PartitionReading
+from penstock.node.partition import Partition
+from penstock.node.replica_metrics import FollowerReading, ReplicaReading
+from penstock.node.replicas.host import Host
+from penstock.node.topic import Topic
+
+
+def node_reading(engine: Engine) -> NodeReading:
+    """What the node holds now, for the metrics."""
+    now_ms = engine.clock.now_ms()
+    return NodeReading(
+        partitions=[
+            partition_reading(host.topic, host.partition, now_ms)
+            for host in engine.hosts.values()
+            if host.partition is not None
+        ],
+        replicas=[replica_reading(host) for host in engine.hosts.values()],
+        live=[t.live.reading() for t in engine.topics.values() if t.live is not None],
+        connections=len(engine.connections),
+        streams={
+            "lease": sum(t.lease_streams for t in engine.topics.values()),
+            "log": sum(t.log_streams for t in engine.topics.values()),
+        },
+        credits={"lease": sum(t.unused_credit for t in engine.topics.values())},
+        rank_error_max={t.config.name: t.rank_error_max for t in engine.topics.values()},
+        ingest={
+            name: list(topic.ingesting.queue.depth_by_class)
+            for name, topic in engine.topics.items()
+            if topic.ingesting is not None
+        },
+        requests_pending=sum(c.pending for c in engine.connections),
+        metadata_available=engine.nodes is None or engine.nodes.available,
+    )
+
+
+def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> PartitionReading:
+    heap, facts = partition.heap, partition.snapshot
+    log_ms = now_ms + partition.ahead_ms
+    oldest_ms = heap.oldest_ready_ms(log_ms)
+    return PartitionReading(
+        topic=topic.config.name,
+        partition=partition.index,
+        ready=heap.ready,
+        delayed=heap.delayed,
+        inflight=heap.leased,
+        dead=heap.dead,
+        oldest_age_s=None if oldest_ms is None else max(0, log_ms - oldest_ms) / 1000,
+        log_bytes=partition.log.bytes_total,
+        log_segments=len(partition.log.segments()),
+        sequence_committed=partition.coordinator.sequence_committed,
+        epoch=partition.coordinator.epoch,
+        snapshot_bytes=facts.bytes if facts.sequence else None,
+        snapshot_age_s=max(0, now_ms - facts.time_ms) / 1000 if facts.sequence else None,
+    )
+
+
+def replica_reading(host: Host) -> ReplicaReading:
+    replica = host.replica
+    return ReplicaReading(
+        topic=host.topic.config.name,
+        partition=host.index,
+        role=host.role.value,
+        epoch=replica.epoch,
+        sequence_committed=host.committed,
+        sequence_last=host.log.sequence_last,
+        sequence_applied=host.heap.sequence_applied,
+        followers=()
+        if replica.coordinator is None
+        else tuple(
+            FollowerReading(
+                node=sender.node,
+                lag=sender.lag(replica.log),
+                credit=sender.credit.share,
+                lagging=sender.lagging,
+            )
+            for sender in replica.coordinator.senders.values()
+        ),
+    )
