@@ -50,6 +50,7 @@ def test_two_records_without_a_node_retire_it_once() -> None:
     host = node.hosts[0]
     gone = msgspec.structs.replace(record, voters=(record.coordinator,))
     host.perform([Persist(record.epoch)])  # what follows waits for it
+    simulation.store.records[0] = (gone, revision + 2)
     host.on_record(gone, revision + 1)
     host.on_record(gone, revision + 2)
     simulation.schedule.run_until(3 * SECOND)
@@ -65,3 +66,13 @@ def test_a_copy_that_is_given_back_in_time_is_kept() -> None:
     host.on_record(record, revision + 2)
     simulation.schedule.run_until(3 * SECOND)
     assert node.hosts[0] is host and host.replica.role is Role.FOLLOWING
+
+
+def test_a_copy_stays_when_a_watch_tells_of_what_was_long_ago() -> None:
+    simulation = running()
+    node, record, revision = follower_of(simulation)
+    simulation.store.records[0] = (record, revision + 2)  # it has come back since
+    gone = msgspec.structs.replace(record, voters=(record.coordinator,))
+    node.hosts[0].on_record(gone, revision + 1)
+    simulation.schedule.run_until(3 * SECOND)
+    assert node.hosts[0].replica.role is Role.FOLLOWING and 0 in node.platters

@@ -150,14 +150,28 @@ class ClusterControl:
 
     async def _retire(self, key: Key) -> None:
         try:
-            held = self.records.get(key)
-            if held is not None and self.node in held.record.members:
-                return  # it was given back to us meanwhile
+            if await self._is_ours(key):
+                return
             log.info("replica retired", topic=key[0], partition=key[1])
             await self._local.drop_replica(key)
         finally:
             self._retiring.discard(key)
         self._open_if_ours(key)  # given back while its files were removed
+
+    async def _is_ours(self, key: Key) -> bool:
+        """Whether the partition counts on this node. A watch may tell of a record from long before
+        it came back to us, and we may hold the only copy: the store itself is asked."""
+        while True:
+            try:
+                entry = await self._store.get(record_key(key))
+            except RetryableError as error:
+                log.warning("a replica stays", partition=key[1], error=error.message)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if entry is None:
+                return True  # its topic is deleted, and takes the files along
+            self.on_record(key, Held(decode_record(entry.value), entry.revision))
+            return self.node in self.records[key].record.members
 
     # --- the picture ---
 

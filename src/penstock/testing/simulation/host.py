@@ -74,7 +74,7 @@ class Host:
         self.pump = self._sending.pump
         self._queue: deque[Effect] = deque()  # effects that wait for a slow one
         self._slow = False
-        self._closed = False  # the partition has gone elsewhere
+        self._closed = False
         self.copies = Copies(self)
         self.replica = Replica(
             node.name,
@@ -247,7 +247,7 @@ class Host:
             case SteppedDown():
                 self._step_down(effect.epoch)
             case Retire():
-                self._retire()
+                self.node.retire(self.partition)
             case Warn():
                 self.log("warn", effect.node, effect.what)
             case Halt():
@@ -368,10 +368,12 @@ class Host:
             self.tenure.end()
             self.tenure = None
 
-    def _retire(self) -> None:
+    def named(self) -> bool:
+        """Whether the newest record that we know counts on this node."""
         record = self.replica.record
-        if record is not None and self.node.name in record.members:
-            return  # it was given back while this waited for something slow
+        return record is not None and self.node.name in record.members
+
+    def close(self) -> None:
+        """The partition has gone elsewhere."""
         self._closed = True
         self._queue.clear()
-        self.node.retire(self.partition)

@@ -223,10 +223,28 @@ class Node:
         host.on_record(record, revision)
 
     def retire(self, partition: int) -> None:
-        """The partition has gone elsewhere."""
-        self.simulation.log(self.name, partition, "retired")
-        del self.hosts[partition]
-        del self.platters[partition]
+        """The partition has gone elsewhere, if the store itself says so: a watch may tell of a
+        record from before it came back."""
+        store = self.simulation.store
+        host = self.hosts[partition]
+
+        def read(found: tuple[PartitionRecord, int] | None) -> None:
+            if self.hosts.get(partition) is not host or host.named():
+                return  # it is gone, or was given back meanwhile
+            if found is None:
+                self.after(LIST_RETRY_US, ask)
+            elif self.name in found[0].members:
+                self._on_record(partition, *found)
+            else:
+                self.simulation.log(self.name, partition, "retired")
+                host.close()
+                del self.hosts[partition]
+                del self.platters[partition]
+
+        def ask() -> None:
+            store.request(self.name, lambda: store.records[partition], read, lossy=False)
+
+        ask()
 
     def take_epoch(self, partition: int) -> None:
         store = self.simulation.store

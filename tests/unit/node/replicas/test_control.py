@@ -9,11 +9,13 @@ from tests.unit.node.replicas.fakes import FakeHost, Spawning
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.records import Records
+from penstock.cluster.store import Versioned
 from penstock.errors import Unavailable
 from penstock.model.topic import TopicConfig
+from penstock.node.replicas import control
 from penstock.node.replicas.control import ClusterControl, Held
 from penstock.node.replicas.ports import Key
-from penstock.replication.assignment import PartitionRecord
+from penstock.replication.assignment import PartitionRecord, encode_record
 
 OURS = PartitionRecord(voters=("a", "b", "c"))
 THEIRS = PartitionRecord(voters=("b", "c"))
@@ -25,10 +27,17 @@ class Away(EmbeddedStore):
 
     away = False
 
+    async def get(self, key: str) -> Versioned | None:
+        self._check()
+        return await super().get(key)
+
     async def put(self, *args: object, **how: object) -> int:
+        self._check()
+        return await super().put(*args, **how)  # type: ignore[arg-type]
+
+    def _check(self) -> None:
         if self.away:
             raise Unavailable("away")
-        return await super().put(*args, **how)  # type: ignore[arg-type]
 
 
 class FakeLocal:
@@ -89,6 +98,15 @@ class Scene:
         await asyncio.gather(self._running, return_exceptions=True)
         await self.spawn.close()
         await self.store.close()
+
+    async def moved(self, record: PartitionRecord) -> None:
+        """The record is another one now, and the control has heard of it."""
+        entry = await self.store.get(control.record_key(KEY))
+        assert entry is not None
+        revision = await self.store.put(
+            entry.key, encode_record(record), expected_revision=entry.revision
+        )
+        self.control.on_record(KEY, Held(record, revision))
 
     def told(self, kind: str) -> list[tuple[object, ...]]:
         return [each for each in self.local.hosts[KEY].told if each[0] == kind]
@@ -190,17 +208,55 @@ async def test_a_replica_that_was_moved_away_is_dropped(scene: Scene) -> None:
     scene.control.retire(KEY)
     await scene.spawn.done()
     assert scene.local.dropped == []  # the record still names us
-    scene.control.on_record(KEY, Held(THEIRS, scene.control.records[KEY].revision + 1))
+    await scene.moved(THEIRS)
     scene.control.retire(KEY)
     await scene.spawn.done()
     assert scene.local.dropped == [KEY]
+
+
+async def test_a_replica_that_has_come_back_since_is_kept(scene: Scene) -> None:
+    await scene.start(OURS)
+    back = msgspec.structs.replace(OURS, epoch=7)
+    old = scene.control.records[KEY].revision + 1
+    await scene.moved(THEIRS)
+    await scene.moved(back)
+    scene.control.records[KEY] = Held(THEIRS, old)  # a watch that lags
+    told = len(scene.told("record"))
+    scene.control.retire(KEY)
+    await scene.spawn.done()
+    assert scene.local.dropped == []
+    assert [epoch for _, epoch, _ in scene.told("record")[told:]] == [back.epoch]
+
+
+async def test_a_replica_stays_until_the_store_can_be_asked(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    await scene.start(OURS)
+    await scene.moved(THEIRS)
+    scene.store.away = True
+    scene.control.retire(KEY)
+    await asyncio.sleep(0.1)
+    assert scene.local.dropped == []
+    scene.store.away = False
+    await scene.spawn.done()
+    assert scene.local.dropped == [KEY]
+
+
+async def test_the_files_of_a_deleted_topic_are_left_to_its_deletion(scene: Scene) -> None:
+    await scene.start(OURS)
+    scene.control.records[KEY] = Held(THEIRS, scene.control.records[KEY].revision + 1)
+    await scene.store.delete(control.record_key(KEY))
+    scene.control.retire(KEY)
+    await scene.spawn.done()
+    assert scene.local.dropped == []
 
 
 async def test_a_replica_that_hears_twice_that_it_is_moved_away_is_dropped_once(
     scene: Scene,
 ) -> None:
     await scene.start(OURS)
-    scene.control.on_record(KEY, Held(THEIRS, scene.control.records[KEY].revision + 1))
+    await scene.moved(THEIRS)
     scene.control.retire(KEY)
     scene.control.retire(KEY)
     await scene.spawn.done()
@@ -212,12 +268,12 @@ async def test_a_replica_that_comes_back_is_opened_when_its_old_files_are_gone(
 ) -> None:
     await scene.start(OURS)
     scene.local.removing = asyncio.Event()
-    revision = scene.control.records[KEY].revision
-    scene.control.on_record(KEY, Held(THEIRS, revision + 1))
+    await scene.moved(THEIRS)
     scene.control.retire(KEY)
-    await asyncio.sleep(0)
-    scene.control.on_record(KEY, Held(OURS, revision + 2))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while scene.local.hosts:
+            await asyncio.sleep(0)
+    await scene.moved(OURS)
     assert (scene.local.hosts, scene.local.dropped) == ({}, [])
     scene.local.removing.set()
     await scene.spawn.done()
