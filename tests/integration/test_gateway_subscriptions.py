@@ -181,9 +181,10 @@ async def test_grpc_keeps_a_cursor(site: Site) -> None:
     again.cancel()
 
 
-async def test_grpc_refuses_by_name(site: Site) -> None:
+@pytest.mark.parametrize("wrong", [{"op": "turn"}, {"cursor": "sink-memory"}])
+async def test_grpc_refuses_by_name(site: Site, wrong: dict[str, str]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", op="turn")).read()
+        await site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", **wrong)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     trailing = dict(refused.value.trailing_metadata() or ())
-    assert trailing["penstock-field"] == "op"
+    assert [trailing["penstock-field"]] == list(wrong)

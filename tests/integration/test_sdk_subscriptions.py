@@ -196,6 +196,9 @@ async def test_what_is_not_possible_is_said(vectors: penstock.Deltas) -> None:
         await anext(vectors.subscribe(credits=0))
     with pytest.raises(penstock.InvalidArgument, match="negative"):
         await anext(vectors.subscribe(from_sequence=-1))
+    with pytest.raises(penstock.InvalidArgument, match="sinks") as refused:
+        await anext(vectors.subscribe(cursor="sink-memory"))
+    assert refused.value.field == "cursor"
 
 
 def test_the_same_without_async(tmp_path: Path) -> None:

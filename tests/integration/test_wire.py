@@ -284,6 +284,7 @@ async def test_producers_of_a_topic_whose_queue_is_high_are_told(tmp_path: Path)
         ("routes", 64, {"routes": ["*"] * 65}),
         ("routes", 1024, {"routes": ["x" * 1025]}),
         ("cursor", 128, {"cursor": "c" * 129}),
+        ("cursor", None, {"cursor": "sink-memory"}),
         ("credit_entries", 1_000_000, {"credit_entries": 0}),
         ("credit_bytes", 256 << 20, {"credit_bytes": 1 << 40}),
         ("batch_max", 10_000, {"batch_max": 10_001}),

@@ -14,6 +14,7 @@ from penstock.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.delivery import most_urgent
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
+from penstock.node.live.cursors import SINK_PREFIX
 from penstock.node.live.subscription import Subscription
 from penstock.node.streams import WINDOW_BYTES_MAX, WINDOW_ENTRIES_MAX
 from penstock.node.topic import Topic
@@ -109,6 +110,10 @@ def check_subscription(control: OpenSubscription, topic: Topic) -> None:
         raise InvalidArgument(f"start must be one of {', '.join(STARTS)}", field="start")
     if control.start == "cursor" and not control.cursor:
         raise InvalidArgument("start from a cursor needs its name", field="cursor")
+    if control.cursor.startswith(SINK_PREFIX):  # a client that moved it would make the sink skip
+        raise InvalidArgument(
+            f"cursors whose names begin with {SINK_PREFIX} are those of sinks", field="cursor"
+        )
     if len(control.routes) > ROUTES_MAX:
         raise InvalidArgument(f"at most {ROUTES_MAX} routes", field="routes", limit=ROUTES_MAX)
     sizes: list[tuple[str, Any, int]] = [("cursor", control.cursor, CURSOR_BYTES_MAX)]

@@ -2,6 +2,8 @@
 
     cursors/<topic id>/<name>/<partition>    {"position": …, "time_ms": …}
 
+Both are in one list, so that one call shows them all; names that begin with `sink-` are the sinks'.
+
 A cursor that is behind the truth only means that something comes again, so it is noted in memory
 and written a few times a second. Writes name the revision that this node knows: when another node
 has taken the partition over and moved the cursor on, what is noted here is dropped.
@@ -20,6 +22,7 @@ from penstock.node.clock import Clock
 from penstock.node.logs import get_logger
 
 PREFIX: Final = "cursors/"
+SINK_PREFIX: Final = "sink-"
 log = get_logger(__name__)
 
 

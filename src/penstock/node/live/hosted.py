@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import NotFound, PenstockError
 from penstock.model.ragged import halves
+from penstock.node.live.cursors import SINK_PREFIX
 from penstock.node.live.outgoing import Outgoing, Routes
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.sink_thread import Parcel, SinkThread
@@ -186,7 +187,7 @@ class HostedSink:
             name=self.name,
             hosted=True,
             routes=self.routes,
-            cursor="" if getattr(self.sink, "volatile", False) else f"sink-{self.name}",
+            cursor="" if getattr(self.sink, "volatile", False) else SINK_PREFIX + self.name,
             credit_entries=options.window_rows,
             credit_bytes=options.window_bytes,
             batch_max=options.window_rows,

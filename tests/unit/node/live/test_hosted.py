@@ -30,6 +30,7 @@ from penstock.model.delta_log import deltas_of
 from penstock.node.live.hosted import HostedSink
 from penstock.propagation.live_options import LiveOptions
 from penstock.propagation.partition import Propagator
+from penstock.wire.messages import OpenSubscription
 
 KIND = "tests.unit.node.live.recording:"
 
@@ -100,6 +101,16 @@ async def test_it_goes_on_from_its_cursor_after_a_restart(node: Hosting) -> None
     await node.caught_up()
     listed = await node.call("cursor_list", topic=TOPIC)
     assert [c["name"] for c in listed["cursors"]] == ["sink-memory"]
+
+
+async def test_a_client_cannot_move_its_cursor(node: Hosting) -> None:
+    node.sink.state["failing"] = True
+    await put(node, payloads_of(corpus(100)))
+    request = OpenSubscription(TOPIC, 0, start="cursor", cursor="sink-memory", at=1)
+    with pytest.raises(InvalidArgument, match="those of sinks"):
+        await node.connection.subscribe(request, lambda *_: None)
+    node.sink.state["failing"] = False
+    await node.caught_up()
 
 
 async def test_it_is_filled_once_it_holds_what_it_found(node: Hosting) -> None:
