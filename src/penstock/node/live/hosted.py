@@ -6,7 +6,9 @@ writes them; what is written returns its credit and moves the cursor. So a sink 
 broken costs its bounds and delays nobody.
 
 Sinks that are fed states get the vectors that their rows have touched as they are at the time: at
-least as new as the rows. Of two states a sink keeps the newer, so nothing is lost by that.
+least as new as the rows. Of two states a sink keeps the newer, so nothing is lost by that. States
+are copied in the loop, and a change of a few bytes may need a vector of many: so they count as the
+deltas do, and a parcel has few enough of them to be made in a moment.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
 FEW: Final = 32  # rows that are counted one by one
 JOIN_S: Final = 10.0  # for the write under way when the node stops
+STATES_BYTES: Final = 1 << 20  # copied in one step of the loop, or a single state
+COMPONENT_BYTES: Final = 4
 log = get_logger(__name__)
 
 
@@ -55,7 +59,7 @@ class HostedOptions(Patience, frozen=True, kw_only=True):
     batch_ms: int = 10  # … or those that have gathered in so long; 0: at once
     read_rows: int = 10_000  # handed over at a time while it reads on from the log, at most
     window_rows: int = 10_000  # handed to the sink and not written yet
-    window_bytes: int = 32 << 20
+    window_bytes: int = 32 << 20  # … states included
 
 
 class Attached:
@@ -183,6 +187,8 @@ class HostedSink:
 
     def _terms(self) -> Terms:
         options, live = self.options, self.hub.options
+        in_order, rows = self.sink.ordered, self._parcel_rows()
+        waiting = rows if in_order else options.window_rows  # in order, all that waits is a parcel
         return Terms(
             name=self.name,
             hosted=True,
@@ -190,28 +196,41 @@ class HostedSink:
             cursor="" if getattr(self.sink, "volatile", False) else SINK_PREFIX + self.name,
             credit_entries=options.window_rows,
             credit_bytes=options.window_bytes,
-            batch_max=options.window_rows,
+            batch_max=rows,
             batch_rows=options.batch_rows,
             read_rows=options.read_rows,
             batch_ms=options.batch_ms,
-            in_order=self.sink.ordered,
-            needs_fold=bool(self.sink.feed & Feed.STATES),
-            outbox_entries=min(live.outbox_entries, options.window_rows),
+            in_order=in_order,
+            needs_fold=self._with_states,
+            outbox_entries=min(live.outbox_entries, waiting),
             outbox_bytes=min(live.outbox_bytes, options.window_bytes),
             ageing_ms=live.ageing_ms,
             rate_min=live.rate_min,
             rate_max=live.rate_max,
         )
 
+    @property
+    def _with_states(self) -> bool:
+        return bool(self.sink.feed & Feed.STATES)
+
+    def _parcel_rows(self) -> int:
+        """Rows of one parcel: no more than there may be states, should each be of a vector."""
+        options = self.options
+        if not self._with_states:
+            return options.window_rows
+        size = COMPONENT_BYTES * self.hub.topic.config.dimensions
+        fitting = min(STATES_BYTES, options.window_bytes) // size
+        return min(max(fitting, 1), options.window_rows)
+
     # --- parcels ---
 
     def _emitter(self, live: LivePartition, attached: Attached) -> Emit:
-        with_states = bool(self.sink.feed & Feed.STATES)
+        with_states = self._with_states
         inline = getattr(self.sink, "inline", False)
 
         def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
             states = _states(live, rows) if with_states and len(rows) else None
-            size = bytes_of(rows)
+            size = bytes_of(rows) + (0 if states is None else _bytes_of_states(states))
             parcel = Parcel(attached, attached.index, rows, states, position, size)
             if inline and self.thread.write_now(parcel):
                 self._loop.call_soon(self._done, [parcel])
@@ -223,16 +242,20 @@ class HostedSink:
 
     def _done(self, parcels: list[Parcel]) -> None:
         """Parcels of one partition are written."""
-        for parcel in parcels:
-            if parcel.moved:
-                continue
-            subscription: Subscription | None = parcel.sender.subscription
-            if subscription is not None and subscription.state is not State.CLOSED:
-                subscription.acknowledge(parcel.position)
-                subscription.grant(len(parcel.rows), parcel.bytes)
+        senders = {id(parcel.sender): parcel.sender for parcel in parcels if not parcel.moved}
+        for sender in senders.values():
+            self._settle(sender, [parcel for parcel in parcels if parcel.sender is sender])
         times = [parcel.rows.batch.log_times_ms for parcel in parcels if len(parcel.rows)]
         if times:
             self._note_age(times[0] if len(times) == 1 else np.concatenate(times))
+
+    def _settle(self, sender: Attached, parcels: list[Parcel]) -> None:
+        """Return the credit of all of them at once: each return may have the next parcel made."""
+        subscription = sender.subscription
+        if subscription is not None and subscription.state is not State.CLOSED:
+            subscription.acknowledge(max(parcel.position for parcel in parcels))
+            entries = sum(len(parcel.rows) for parcel in parcels)
+            subscription.grant(entries, sum(parcel.bytes for parcel in parcels))
 
     def _note_age(self, times_ms: NDArray[np.int64]) -> None:
         """Rows that the log took at these times are in the sink."""
@@ -310,3 +333,7 @@ def _states(live: LivePartition, rows: Rows) -> VectorStates:
     vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
     numbers = fold.ledger.vectors.find(*halves(vectors))
     return fold.states(numbers[numbers >= 0])
+
+
+def _bytes_of_states(states: VectorStates) -> int:
+    return states.values.nbytes + len(states.metadata.blob)

@@ -236,7 +236,7 @@ class Subscription:
         count, credit, waiting = len(rows), self._credit, self._waiting
         if self._blocked or not waiting.direct or waiting.outbox.entries or count > credit.entries:
             return False
-        if self.terms.needs_fold and not self.source.fold_idle:
+        if self.terms.needs_fold and not (self.source.fold_idle and count <= self.terms.batch_max):
             return False
         room = credit.bytes
         if len(rows.batch.blob) + ENTRY_BYTES * count > room and bytes_of(rows) > room:
@@ -281,8 +281,8 @@ class Subscription:
         self._pump()
 
     def _pump(self) -> None:
-        """Send what may be sent."""
-        if self.state is State.CLOSED:
+        """Send what may be sent. Where states are to be copied, a step that is due is enough."""
+        if self.state is State.CLOSED or (self._due and self.terms.needs_fold):
             return
         try:
             if self._reading is None:
@@ -322,6 +322,9 @@ class Subscription:
                 return
             self._pace.give_back(allowed - len(rows))
             self._send(rows, self.settled, shared=None, now_ms=now_ms)
+            if self.terms.needs_fold and outbox.entries:
+                self._schedule()  # others have their turn while states are copied
+                return
         if waiting.full:
             self._fall_behind()
 
@@ -347,6 +350,9 @@ class Subscription:
             rows = reading.take(allowed, size)
             self._pace.give_back(allowed - len(rows))
             self._send(rows, reading.settled, shared=None, now_ms=now_ms)
+            if self.terms.needs_fold and reading.left:
+                self._schedule()
+                return
 
     def _send(self, rows: Rows, position: int, *, shared: Outgoing | None, now_ms: int) -> None:
         self._told, self._told_ms = position, now_ms

@@ -90,6 +90,13 @@ class RecordingStates(Recording):
         return found
 
 
+class RecordingBoth(RecordingStates):
+    """As a lake is fed."""
+
+    feed = Feed.STATES | Feed.DELTAS
+    ordered = True
+
+
 class Forgetful(RecordingStates):
     """It holds nothing when it is opened for the first time."""
 

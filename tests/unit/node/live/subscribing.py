@@ -117,7 +117,7 @@ def corpus(deltas: int = 600, **options: Any) -> Corpus:
 
 
 async def delta_topic(node: Node, **config: Any) -> None:
-    await node.topic(TOPIC, kind="delta", dimensions=DIMENSIONS, **config)
+    await node.topic(TOPIC, **({"kind": "delta", "dimensions": DIMENSIONS} | config))
 
 
 async def put(node: Node, payloads: list[bytes], *, size: int = 50, **row: Any) -> None:
