@@ -31,6 +31,7 @@ from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_log import deltas_in, deltas_of
 from penstock.node.live.staged import Staged
+from penstock.node.live.timings import Commits, Stretch
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
 from penstock.propagation.partition import Outcome, Propagator
@@ -72,7 +73,8 @@ class Feed:
         self.releases = Releases()
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
-        self.committed_at = 0.0  # since when at most, by the performance counter
+        self._commits = Commits()  # behind `sequence`
+        self.delivered: list[Stretch] = []  # by the last delivery
         self.ready_at = 0.0  # when what is delivered was committed, and through the fold
         self.fold_s = 0.0  # how long it took there
         self._staged = Staged()
@@ -91,7 +93,7 @@ class Feed:
         """Fold what the log holds, then follow it. Raises what the log raises."""
         more = True
         while more and not self.closed:
-            through = self._partition.sequence_readable
+            looked_at, through = time.perf_counter(), self._partition.sequence_readable
             self._busy = True
             # Who is cancelled does not stop the thread, which has the fold until it is through.
             work = self._loop.run_in_executor(None, self._fold_slice, through)
@@ -101,6 +103,7 @@ class Feed:
         self.following = True
         self._partition.journal.live = self
         self._target = self._partition.sequence_readable
+        self._commits.add(self._target, looked_at)
         self._run()
 
     def _fold_slice(self, through: int) -> bool:
@@ -146,7 +149,7 @@ class Feed:
     def on_commit(self, sequence: int) -> None:
         self._target = sequence
         # What is heard of right behind a fold may have been durable since that began.
-        self.committed_at = self._folding_at or time.perf_counter()
+        self._commits.add(sequence, self._folding_at or time.perf_counter())
         if self._busy or self._due:
             return
         if self._staged.rows > INLINE_ROWS:
@@ -272,6 +275,7 @@ class Feed:
         for folded in ready:
             self.releases.on_feed(folded.deltas.sequences, *folded.outcomes)
         self.sequence = ready[-1].last
+        self.delivered = self._commits.take(self.sequence)
         rows = [Rows.of(outcome) for folded in ready for outcome in folded.outcomes]
         self._deliver(rows[0] if len(rows) == 1 else Rows.concat(rows), self.sequence)
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import PenstockError, Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.node.clock import Clock
@@ -109,14 +111,22 @@ class LivePartition:
             subscription.offer(outgoing, now_ms)
         if len(rows):
             self.released += len(rows)
-            self._time(len(rows))
+            self._time(rows)
 
-    def _time(self, rows: int) -> None:
+    def _time(self, rows: Rows) -> None:
         feed, now = self.feed, time.perf_counter()
-        self.timings["order"].record(feed.fold_s, rows)
-        self.timings["route"].record(now - feed.ready_at, rows)
-        self.timings["sent"].record(now - feed.committed_at, rows)
-        self._released(rows, now - feed.committed_at)
+        self.timings["order"].record(feed.fold_s, len(rows))
+        self.timings["route"].record(now - feed.ready_at, len(rows))
+        stretches, ends = feed.delivered, [len(rows)]
+        if len(stretches) > 1:  # the fold lagged: each counts from its own commit
+            last = np.array([sequence for sequence, _ in stretches], np.uint64)
+            ends = np.searchsorted(rows.positions, last, side="right").tolist()
+        before = 0
+        for (_, since), end in zip(stretches, ends, strict=False):
+            if end > before:
+                self.timings["sent"].record(now - since, end - before)
+                self._released(end - before, now - since)
+            before = end
 
     def tick(self, now_ms: int) -> None:
         first = self.log.sequence_first

@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from typing import Any, Final
 
 import numpy as np
 
 KEPT: Final = 8192  # feeds: some seconds of a steady load
+COMMITS_MAX: Final = 256  # told apart while a fold lags; even
 QUANTILES: Final = {"p50_us": 0.50, "p95_us": 0.95, "p99_us": 0.99}
+
+
+Stretch = tuple[int, float]  # of the log, up to a sequence, and since when it is committed
+
+
+class Commits:
+    """Stretches of the log that are committed and not delivered, times by the performance counter.
+
+    Where there are too many, two become one that counts since the older: a fold that lags may seem
+    a little slower than it is, never faster.
+    """
+
+    __slots__ = ("_ends", "_since")
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._since: list[float] = []
+
+    def add(self, sequence: int, at: float) -> None:
+        if len(self._ends) >= COMMITS_MAX:
+            self._ends, self._since = self._ends[1::2], self._since[::2]
+        self._ends.append(sequence)
+        self._since.append(at)
+
+    def take(self, sequence: int) -> list[Stretch]:
+        """What is delivered up to a sequence; the last stretch may have a rest that is not."""
+        ends, since = self._ends, self._since
+        whole = bisect_right(ends, sequence)
+        found = list(zip(ends[:whole], since[:whole], strict=True))
+        if whole < len(ends) and not (whole and ends[whole - 1] == sequence):
+            found.append((sequence, since[whole]))
+        del ends[:whole], since[:whole]
+        return found
 
 
 class Timings:
