@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.errors import InvalidArgument
-from penstock.propagation.rate import CROWDED, IDLE, AdaptiveRate
+from penstock.propagation.rate import CROWDED, AdaptiveRate, idle_below
 
 BURST_MS: Final = 100.0
 ADJUST_MS: Final = 100.0
@@ -32,8 +32,8 @@ class Bucket:
     """In any stretch of time at most burst + rate × time is given out."""
 
     __slots__ = (
-        "_adjusted_ms", "_count", "_direction", "_filled_ms", "_steps", "_sum", "adjust_ms",
-        "burst_ms", "gain", "rate", "tokens", "utilisation",
+        "_adjusted_ms", "_count", "_direction", "_filled_ms", "_held", "_steps", "_sum",
+        "adjust_ms", "burst_ms", "gain", "rate", "tokens", "utilisation",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Bucket:
         self._filled_ms: float | None = None
         self._adjusted_ms: float | None = None
         self._sum, self._count = 0.0, 0  # of the observations since the last adjustment
+        self._held = False  # something that could have gone was kept back since then
         self._direction, self._steps = 0, 0  # of the last adjustments, and how many in a row
 
     @property
@@ -86,27 +87,30 @@ class Bucket:
 
     # --- the rate ---
 
-    def observe(self, utilisation: float, now_ms: float) -> float:
-        """Learn how much of what the receiver can bear is used (1: all); the rate after that."""
+    def observe(self, utilisation: float, now_ms: float, *, held: bool = False) -> float:
+        """Learn how much of what the receiver can bear is used (1: all), and whether the rate held
+        back what could have gone; the rate after that."""
         if not utilisation >= 0:
             raise InvalidArgument("utilisation must not be negative", field="utilisation", limit=0)
         self._sum += min(utilisation, 1.0)
         self._count += 1
+        self._held |= held
         if self._adjusted_ms is None:
             self._adjusted_ms = now_ms
         if now_ms - self._adjusted_ms >= self.adjust_ms:
             mean = self._sum / self._count
+            held, self._held = self._held, False
             self._sum, self._count, self._adjusted_ms = 0.0, 0, now_ms
             before = mean if self.utilisation is None else self.utilisation
             self.utilisation = after = MEMORY * before + (1 - MEMORY) * mean
-            if not (CROWDED < after < before or before < after < IDLE):
+            if not (CROWDED < after < before or before < after < idle_below(held=held)):
                 self._fill(now_ms)
-                self._adjust(after)
+                self._adjust(after, held=held)
         return self.rate.rate
 
-    def _adjust(self, utilisation: float) -> None:
+    def _adjust(self, utilisation: float, *, held: bool) -> None:
         old = self.rate.rate
-        new = self.rate.adjust(utilisation, gain=self.gain)
+        new = self.rate.adjust(utilisation, gain=self.gain, held=held)
         direction = (new > old) - (new < old)
         if direction and direction == -self._direction:
             self.gain, self._steps = max(self.gain * CALMER, GAIN_MIN), 0

@@ -18,17 +18,27 @@ def bucket(initial: float = 1000.0, **options: float) -> Bucket:
 
 
 def rates_with(
-    capacity: Callable[[float], float], *, seconds: int = 60, room: int = 2000, initial: float = 1e3
+    capacity: Callable[[float], float],
+    *,
+    seconds: int = 60,
+    room: int = 2000,
+    initial: float = 1e3,
+    tells: bool = False,
 ) -> tuple[list[float], float]:
-    """A sink with a queue, and capacity that changes: rates by tick, and the throughput per s."""
+    """A sink with a queue, and capacity that changes: rates by tick, and the throughput per s.
+
+    There is always more to send. With `tells` the bucket hears that it held that back.
+    """
     found, now_ms, queue, done = bucket(initial), 0.0, 0.0, 0.0
     rates = []
     for _ in range(seconds * 1000 // TICK_MS):
         now_ms += TICK_MS
-        queue += found.take(int(room - queue), now_ms)
+        wanted = int(room - queue)
+        given = found.take(wanted, now_ms)
+        queue += given
         served = min(queue, capacity(now_ms) * TICK_MS / 1000)
         queue, done = queue - served, done + served
-        rates.append(found.observe(queue / room, now_ms))
+        rates.append(found.observe(queue / room, now_ms, held=tells and given < wanted))
         found.validate()
     return rates, done / seconds
 
@@ -41,20 +51,22 @@ def spread(rates: list[float]) -> float:
     return (max(rates) - min(rates)) / mean(rates)
 
 
+@pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("room", [500, 2000, 20_000])
 @pytest.mark.parametrize("initial", [100.0, 1e6])
-def test_the_rate_settles_on_what_the_sink_bears(room: int, initial: float) -> None:
-    rates, _ = rates_with(lambda _: 1e4, room=room, initial=initial, seconds=120)
+def test_the_rate_settles_on_what_the_sink_bears(room: int, initial: float, tells: bool) -> None:
+    rates, _ = rates_with(lambda _: 1e4, room=room, initial=initial, seconds=120, tells=tells)
     last = rates[-2000:]
     assert spread(last) < 0.1
     assert mean(last) == pytest.approx(1e4, rel=0.05)
 
 
+@pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize(("period_ms", "swing"), [(40, 0.9), (200, 0.5), (200, 0.9), (400, 0.3)])
-def test_a_swinging_sink_starts_no_storm(period_ms: float, swing: float) -> None:
-    rates, throughput = rates_with(swinging(period_ms, swing), seconds=90)
+def test_a_swinging_sink_starts_no_storm(period_ms: float, swing: float, tells: bool) -> None:
+    rates, throughput = rates_with(swinging(period_ms, swing), seconds=90, tells=tells)
     warm, last = rates[1000:3000], rates[-2000:]
-    assert spread(last) < swing / 2
+    assert spread(last) < swing * (0.6 if tells else 0.5)
     assert spread(last) <= spread(warm) + 0.05
     assert min(rates[1000:]) > 0.5 * 1e4
     assert throughput > 0.85 * 1e4
@@ -102,6 +114,19 @@ def test_several_observations_make_one_adjustment() -> None:
     rates = {found.observe(1.0, now_ms) for now_ms in range(0, 100, 5)}
     assert rates == {1000.0}
     assert found.observe(1.0, 100) == pytest.approx(750)
+
+
+@pytest.mark.parametrize(
+    ("utilisation", "held", "expected"),
+    [(0.4, False, 1000), (0.4, True, 1050), (0.6, True, 1000), (0.8, True, 950)],
+)
+def test_it_goes_on_as_long_as_it_alone_holds_things_back(
+    utilisation: float, held: bool, expected: float
+) -> None:
+    found = bucket(adjust_ms=100)
+    found.observe(utilisation, 0, held=held)
+    assert found.observe(utilisation, 100) == pytest.approx(expected)
+    assert found.observe(0.4, 200) == pytest.approx(expected), "that was said of one stretch"
 
 
 def test_settings_have_bounds() -> None:

@@ -12,6 +12,14 @@ def test_the_rate_follows_utilisation(utilisation: float, expected: float) -> No
     assert rate.adjust(utilisation) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("utilisation", "expected"), [(0.95, 500), (0.8, 900), (0.6, 1000), (0.4, 1100)]
+)
+def test_what_it_alone_holds_back_raises_it_earlier(utilisation: float, expected: float) -> None:
+    rate = AdaptiveRate(initial=1000, minimum=1, maximum=9999, alpha=1.0)
+    assert rate.adjust(utilisation, held=True) == pytest.approx(expected)
+
+
 def test_alpha_takes_a_part_of_the_step() -> None:
     rate = AdaptiveRate(initial=1000, minimum=1, maximum=9999, alpha=0.25)
     assert rate.adjust(1.0) == pytest.approx(875)

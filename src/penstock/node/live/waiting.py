@@ -123,6 +123,7 @@ class Pace:
         self._bucket = Bucket(self.rate)
         self._saved = 0
         self._active = False  # something was sent or returned since it was adjusted last
+        self._held = False  # … was kept back by the rate since then
 
     def used(self) -> None:
         self._active = True
@@ -130,19 +131,21 @@ class Pace:
     def adjust(self, utilisation: float, now_ms: int) -> None:
         """Who stands still tells nothing of what it could bear."""
         if self._active:
-            self._bucket.observe(utilisation, now_ms)
-            self._active = False
+            self._bucket.observe(utilisation, now_ms, held=self._held)
+            self._active = self._held = False
 
     def take_all(self, rows: int, now_ms: int) -> bool:
         """Whether so many may go at once; takes them if so."""
         found = self._bucket.take(rows, now_ms)
         if found < rows:
             self._bucket.give_back(found)
+            self._held = True
         return found == rows
 
     def take(self, rows: int, now_ms: int) -> int:
         """How many of so many rows may go."""
         found = self._bucket.take(rows, now_ms)
+        self._held |= found < rows
         if self._whole and found < rows:
             self._saved += found
             found = 0
