@@ -91,7 +91,7 @@ class Feed:
 
     async def activate(self) -> None:
         """Fold what the log holds, then follow it. Raises what the log raises."""
-        more = True
+        more, looked_at = True, time.perf_counter()
         while more and not self.closed:
             looked_at, through = time.perf_counter(), self._partition.sequence_readable
             self._busy = True
