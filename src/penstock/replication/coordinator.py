@@ -281,9 +281,11 @@ class Coordinator:
         return msgspec.structs.replace(record, joint=record.target, learners=learners, uuids=uuids)
 
     def _left_joint(self) -> PartitionRecord | None:
-        """The new set alone, once a majority of it holds all that is committed."""
+        """The new set alone, once a majority of it holds all that is committed. A wish that
+        came meanwhile is left for the steps to come."""
         record = self.record
-        alone = msgspec.structs.replace(record, voters=record.joint, joint=(), target=())
+        target = () if record.target == record.joint else record.target
+        alone = msgspec.structs.replace(record, voters=record.joint, joint=(), target=target)
         if alone.committed(self._durable()) < self.sequence_committed:
             return None
         uuids = {n: u for n, u in record.uuids.items() if n in alone.voters}

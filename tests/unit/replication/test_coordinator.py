@@ -120,6 +120,14 @@ def test_the_joint_record_stays_until_the_new_set_holds_what_is_committed() -> N
     assert change(hold(machine, "d", 1)).voters == ("c", "d", "e")
 
 
+def test_a_wish_that_comes_while_the_set_is_joint_is_the_next_step() -> None:
+    machine = serving(of=record(2))
+    joint = record(2, "a", "abc", joint="abd", target="abd")
+    left = change(machine.on_record(msgspec.structs.replace(joint, target=("a", "b")), 2))
+    assert (left.voters, left.joint, left.target) == (("a", "b", "d"), (), ("a", "b"))
+    assert change(machine.on_record(left, 3)).joint == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("target", "joint", "kept"),
     [("", "", ""), ("abc", "", ""), ("abe", "", "e"), ("abe", "abe", "e")],
