@@ -162,6 +162,11 @@ class Metrics(Collector):
             "Times that a subscriber or sink fell behind and read on from the log.",
             ["topic"],
         )
+        self._live_quarantined = Counter(
+            "penstock_live_quarantined_deltas",
+            "Deltas that the fold of a partition could not place, by reason.",
+            ["topic", "reason"],
+        )
 
         self._live_sink = Histogram(
             "penstock_live_sink_seconds",
@@ -274,6 +279,10 @@ class Metrics(Collector):
             self._live_delivered.add((topic,), delivered)
         if switches:
             self._live_switches.add((topic,), switches)
+
+    def live_quarantined(self, topic: str, count: int, *, reason: str) -> None:
+        """`reason` is one of `propagation.pending`."""
+        self._live_quarantined.add((topic, reason), count)
 
     def live_written(self, topic: str, sink: str, count: int, seconds: float) -> None:
         self._live_sink.observe((topic, sink), seconds, count)

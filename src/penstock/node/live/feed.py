@@ -30,6 +30,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_log import deltas_in, deltas_of
+from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.staged import Staged
 from penstock.node.live.timings import Commits, Stretch
 from penstock.node.logs import get_logger
@@ -63,11 +64,12 @@ class Feed:
         partition: Partition,
         *,
         dimensions: int,
+        quarantine: Quarantine,
         deliver: Deliver,
         fail: Callable[[PenstockError], None],
     ) -> None:
         self._partition, self._log = partition, partition.log
-        self._deliver, self._fail = deliver, fail
+        self._deliver, self._fail, self._quarantine = deliver, fail, quarantine
         self._loop = asyncio.get_running_loop()
         self.fold = Propagator(dimensions)
         self.releases = Releases()
@@ -121,7 +123,10 @@ class Feed:
         if not batches:
             return False
         deltas, last = _clipped(deltas_of(batches), first), batches[-1].last
-        self.releases.on_feed(deltas.sequences, *self._fold_whole(deltas, last).outcomes)
+        outcomes = self._fold_whole(deltas, last).outcomes
+        self.releases.on_feed(deltas.sequences, *outcomes)
+        for outcome in outcomes:
+            self._quarantine.count(outcome)
         self.sequence = last
         return True
 
@@ -274,6 +279,8 @@ class Feed:
         self.fold_s = sum(folded.seconds for folded in ready)
         for folded in ready:
             self.releases.on_feed(folded.deltas.sequences, *folded.outcomes)
+            for outcome in folded.outcomes:
+                self._quarantine.add(outcome)
         self.sequence = ready[-1].last
         self.delivered = self._commits.take(self.sequence)
         rows = [Rows.of(outcome) for folded in ready for outcome in folded.outcomes]

@@ -21,6 +21,7 @@ from penstock.node.clock import Clock, Timer
 from penstock.node.live.cursors import Cursor, Cursors, Place, check_name
 from penstock.node.live.outgoing import Outgoing, encode
 from penstock.node.live.partition import LivePartition
+from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.starting import opened_at, position_of
 from penstock.node.live.subscription import Emit, State, Subscription
 from penstock.node.live.terms import Terms
@@ -174,6 +175,7 @@ class Hub:
                 self.topic.here(index),
                 dimensions=self.topic.config.dimensions,
                 clock=self._clock,
+                quarantine=Quarantine(self.topic.config.name, index, self._metrics),
                 released=self._on_released,
             )
             self._spawn(live.activate(), name=f"activate-{self.topic.config.name}-{index}")

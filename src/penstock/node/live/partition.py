@@ -14,6 +14,7 @@ from penstock.log.partition import PartitionLog
 from penstock.node.clock import Clock
 from penstock.node.live.feed import Feed
 from penstock.node.live.outgoing import Outgoing
+from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.subscription import Subscription
 from penstock.node.live.timings import Timings
 from penstock.node.partition import Partition
@@ -30,10 +31,15 @@ class LivePartition:
         *,
         dimensions: int,
         clock: Clock,
+        quarantine: Quarantine,
         released: Callable[[int, float], None],
     ) -> None:
         self.partition, self._clock, self._released = partition, clock, released
-        self.feed = Feed(partition, dimensions=dimensions, deliver=self._deliver, fail=self.fail)
+        self.quarantine = quarantine
+        self.feed = Feed(
+            partition, dimensions=dimensions, quarantine=quarantine, deliver=self._deliver,
+            fail=self.fail,
+        )  # fmt: skip
         self.subscriptions: list[Subscription] = []
         self._readers: list[Subscription] = []  # that have left while a thread read for them
         self.active: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,5 +161,6 @@ class LivePartition:
             "lag_entries": committed - self.sequence,
             "released": self.released,
             "timings": {stage: timings.summary() for stage, timings in self.timings.items()},
+            "quarantined": dict(self.quarantine.counts),
             "pending": len(self.feed.fold.pending) if self.feed.quiet else None,
         }
