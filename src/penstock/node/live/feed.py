@@ -30,6 +30,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_log import deltas_in, deltas_of
+from penstock.node.live.parents import Parents
 from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.staged import Staged
 from penstock.node.live.timings import Commits, Stretch
@@ -73,6 +74,7 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self.fold = Propagator(dimensions)
         self.releases = Releases()
+        self._parents = Parents(self._log)
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
         self._commits = Commits()  # behind `sequence`
@@ -329,17 +331,11 @@ class Feed:
 
     def _find(self, wanted: set[bytes]) -> set[bytes]:
         """Those of the wanted deltas that the log has from before the fold's memory of ids."""
-        fold, found = self.fold, set[bytes]()
+        fold = self.fold
         forgotten_ms = fold.ledger.time_ms - fold.options.dedup_ms
-        first = self._log.sequence_first
         horizon = self._log.find_time(forgotten_ms, through=self._partition.sequence_readable)
-        while first < horizon and found != wanted:
-            batches = _read(self._log, first, through=horizon - 1, nowait=False)
-            if not batches:
-                break
-            found |= wanted.intersection(deltas_of(batches).delta_ids())
-            first = batches[-1].last + 1
-        return found
+        waiting = {delta.parent for delta in fold.pending.by_id.values() if delta.parent}
+        return self._parents.find(wanted, waiting=waiting, horizon=horizon)
 
     def _give_up(self, error: PenstockError) -> None:
         self.close()
