@@ -20,7 +20,8 @@ from penstock.config import Config
 from penstock.errors import Backpressure, InvalidArgument
 from penstock.model.batch import Codec, compress
 from penstock.model.delta import Delta, Op, PriorityClass, encode
-from penstock.node.session import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX, Session
+from penstock.node.flow import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX
+from penstock.node.session import Session
 from penstock.propagation.live_options import LiveOptions
 from penstock.wire.compression import compressed
 from penstock.wire.frame import FrameFlag, FrameType, class_of_flags, flags_of_class

@@ -1,8 +1,8 @@
 """One native connection, the node's end: frames in, engine calls, frames out.
 
 A session greets, then serves requests and streams until either side closes. Whatever a caller may
-make it hold is bounded: frame size, streams, bytes in flight (past it, reading pauses and TCP holds
-the sender back), and time without a sign of life.
+make it hold is bounded: frame size, streams, calls, bytes either way (`flow`), and time without a
+sign of life.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import (
-    Backpressure,
     Corruption,
     InvalidArgument,
     LimitExceeded,
@@ -38,6 +39,7 @@ from penstock.node import (  # noqa: F401 - they register their methods
 )
 from penstock.node.calls import Caller, dispatch_call
 from penstock.node.engine import Engine
+from penstock.node.flow import Flow
 from penstock.node.greeting import read_greeting
 from penstock.node.intake import enqueue, enqueue_of_delta
 from penstock.node.logs import get_logger
@@ -72,10 +74,10 @@ from penstock.wire.outbox import Outbox, Transport
 from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
-INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests; past it, reading pauses
-NODE_INFLIGHT_BYTES_MAX: Final = 512 << 20  # of all; past it, enqueues are refused for a while
 SLOW_DOWN_S_MAX: Final = 0.25  # then a producer tries again, and may be told again
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
+READS_MAX: Final = 4  # of them, that are answered with messages: together they may be large
+READS: Final = frozenset({"peek", "dlq_list", "vector_search"})
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
@@ -95,11 +97,11 @@ class Session(asyncio.Protocol):
         self._subscriptions = Subscriptions(
             engine, self._send, name=f"{engine.identity.node}/{engine.run_id}/{self._number}"
         )
-        self._inflight_bytes = 0
+        self._flow = Flow(engine)
         self._slowed: dict[str, float] = {}  # by topic: until when its producers know to hold back
         self._calls = 0
+        self._reads = asyncio.Semaphore(READS_MAX)
         self.pending = 0  # requests without an answer yet
-        self._heard = time.monotonic()
         self._watchdog: asyncio.TimerHandle | None = None
 
     # --- transport ---
@@ -108,21 +110,23 @@ class Session(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         if self._engine.config.cluster_name:
             self._transport = Outbox(self._transport, asyncio.get_running_loop().call_soon)
+        self._flow.start(self._transport)
         if len(self._engine.connections) >= self._engine.config.limits.connections_max:
             self._refuse(LimitExceeded("too many connections", retry_after_s=1.0))
             return
         self._engine.connections.add(self)
-        self._watch(GREETING_S)
+        self._watch(GREETING_S, self._check_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._flow.end()
         self._engine.connections.discard(self)
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._subscriptions.close_all()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = time.monotonic()
+        self._flow.heard = time.monotonic()
         try:
             for frame in self._decoder.feed(data):
                 if self._transport is not None:
@@ -134,25 +138,34 @@ class Session(asyncio.Protocol):
         self._subscriptions.block(True)
 
     def resume_writing(self) -> None:
+        self._flow.on_drained()
         self._subscriptions.block(False)
 
-    def _watch(self, after_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._watchdog = loop.call_later(after_s, self._check_alive)
+    def _watch(self, after_s: float, then: Callable[[], None]) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = asyncio.get_running_loop().call_later(after_s, then)
 
     def _check_alive(self) -> None:
         idle_s = self._engine.config.limits.idle_s
-        silent_s = time.monotonic() - self._heard
-        if not self._greeted or silent_s > idle_s:
-            self.shut("no sign of life")
+        silent_s = self._flow.silent_s()
+        if self._greeted and silent_s <= idle_s:
+            self._watch(max(0.05, idle_s - silent_s + 0.01), self._check_alive)
+        elif self._flow.unread and self._transport is not None:
+            self._transport.abort()  # it would not read a farewell either
         else:
-            self._watch(max(0.05, idle_s - silent_s + 0.01))
+            self.shut("no sign of life")
 
     def shut(self, reason: str) -> None:
         """End the connection; the client may reconnect."""
         if self._transport is not None:
             self._send(FrameType.NACK, 0, pack(Unavailable(reason).to_wire()))
-            self._transport.close()
+            self._close(self._transport)
+
+    def _close(self, transport: Transport) -> None:
+        """End it when what was sent is read, or after a while."""
+        transport.close()
+        self._watch(self._engine.config.limits.idle_s, transport.abort)
 
     def drop_topic(self, topic: Topic) -> None:
         self._subscriptions.drop_topic(topic)
@@ -165,7 +178,7 @@ class Session(asyncio.Protocol):
     def _refuse(self, error: PenstockError) -> None:
         if self._transport is not None:
             self._send(FrameType.NACK, 0, pack(error.to_wire()))
-            self._transport.close()
+            self._close(self._transport)
             self._transport = None
 
     def _send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
@@ -174,6 +187,8 @@ class Session(asyncio.Protocol):
         if self._codec and (packed := compressed(self._codec, payload)) is not None:
             payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
         self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
+        if self._subscriptions.blocked:
+            self._flow.on_unsent()
 
     # --- frames ---
 
@@ -204,20 +219,18 @@ class Session(asyncio.Protocol):
             return
         self._greeted = True
         self._key_id, self._peer = greeting.key_id, greeting.peer
-        self._decoder.payload_bytes_max = self._engine.config.limits.frame_bytes_max
+        limits = self._engine.config.limits
+        self._decoder.payload_bytes_max = limits.frame_bytes_max
+        self._watch(limits.idle_s, self._check_alive)
         self._send(FrameType.HEARTBEAT, frame.sequence, pack(greeting.welcome))
         self._codec = CODECS.get(greeting.welcome.codec, Codec.NONE)
 
     def _expanded(self, frame: Frame) -> Frame:
         """A compressed frame as it was. What it needs counts before it is there."""
-        self._check_room(raw_length(frame))
+        self._flow.check_room(raw_length(frame))
         limits = self._engine.config.limits
         bytes_max = min(limits.frame_bytes_max, limits.raw_bytes_max)
         return expanded(frame, self._codec, bytes_max=bytes_max)
-
-    def _check_room(self, size: int) -> None:
-        if self._engine.inflight_bytes + size > NODE_INFLIGHT_BYTES_MAX:
-            raise Backpressure("too many enqueues are under way", retry_after_s=0.1)
 
     def _check_peer(self) -> None:
         if not self._peer:
@@ -240,7 +253,7 @@ class Session(asyncio.Protocol):
         size = len(data)
         if control.codec and control.raw_lengths:  # it is kept decompressed until it is written
             size += min(sum(control.raw_lengths), self._engine.config.limits.raw_bytes_max)
-        self._check_room(size)
+        self._flow.check_room(size)
         reply = self._reply(frame, max(0, size))
         try:
             enqueue(self._engine, control, data, reply)
@@ -370,20 +383,13 @@ class Session(asyncio.Protocol):
         number = frame.sequence
         quiet = frame.type is FrameType.DELTA and not frame.flags & FrameFlag.ACK_WANTED
         self.pending += 1
-        self._inflight_bytes += size
-        self._engine.inflight_bytes += size
-        if self._inflight_bytes > INFLIGHT_BYTES_MAX and self._transport is not None:
-            self._transport.pause_reading()
+        self._flow.take(size)
 
         def answer(result: object) -> None:
             self.pending -= 1
-            paused = self._inflight_bytes > INFLIGHT_BYTES_MAX
-            self._inflight_bytes -= size
-            self._engine.inflight_bytes -= size
+            self._flow.give_back(size)
             if self._transport is None:
                 return
-            if paused and self._inflight_bytes <= INFLIGHT_BYTES_MAX:
-                self._transport.resume_reading()
             if isinstance(result, PenstockError):
                 self._answer_error(number, result)
             elif not quiet:
@@ -419,8 +425,13 @@ class Session(asyncio.Protocol):
         self._engine.spawn(self._call(call, caller, reply), name=f"call-{call.method}")
 
     async def _call(self, call: Call, caller: Caller, reply: Reply) -> None:
+        turn: AbstractAsyncContextManager[None] = (
+            self._reads if call.method in READS else nullcontext()
+        )
         try:
-            reply(await dispatch_call(self._engine, caller, call.method, call.arguments))
+            async with turn:
+                await self._flow.room()
+                reply(await dispatch_call(self._engine, caller, call.method, call.arguments))
         except PenstockError as error:
             reply(error)
         except Exception:

@@ -29,6 +29,8 @@ class Transport(Protocol):
 
     def resume_reading(self) -> None: ...
 
+    def get_write_buffer_size(self) -> int: ...
+
 
 class Outbox:
     """A transport before a transport; `soon` calls back at the end of the turn."""
@@ -54,6 +56,9 @@ class Outbox:
             gathered, self._gathered, self._bytes = self._gathered, [], 0
             if not self._transport.is_closing():
                 self._transport.writelines(gathered)
+
+    def get_write_buffer_size(self) -> int:
+        return self._bytes + self._transport.get_write_buffer_size()
 
     def close(self) -> None:
         """As a transport does: after what was sent before."""

@@ -37,6 +37,9 @@ class Recorder:
     def resume_reading(self) -> None:
         self.done.append("resume")
 
+    def get_write_buffer_size(self) -> int:
+        return 100
+
 
 class Turn:
     def __init__(self) -> None:
@@ -94,3 +97,10 @@ def test_reading_is_the_transport_s_own(turn: Turn) -> None:
     turn.outbox.pause_reading()
     turn.outbox.resume_reading()
     assert turn.transport.done == ["pause", "resume"]
+
+
+def test_what_is_gathered_is_not_sent_yet(turn: Turn) -> None:
+    turn.outbox.writelines([b"abc"])
+    assert turn.outbox.get_write_buffer_size() == 103
+    turn.end()
+    assert turn.outbox.get_write_buffer_size() == 100
