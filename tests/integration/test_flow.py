@@ -1,4 +1,4 @@
-"""What a connection may make a node hold: answers that it does not read."""
+"""What a connection may make a node hold: answers that it does not read, frames it does not end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import uvloop
-from tests.integration.harness import Node
+from tests.integration.harness import Node, body
 from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
 from penstock.config import Config, Limits
 from penstock.node.flow import (
     INFLIGHT_BYTES_MAX,
+    NODE_INFLIGHT_BYTES_MAX,
     UNREAD_BYTES_MAX,
     Flow,
 )
 from penstock.node.session import READS_MAX, Session
-from penstock.wire.frame import FrameType
-from penstock.wire.messages import Call, Hello, pack
+from penstock.wire.frame import FrameType, encode
+from penstock.wire.messages import Call, Enqueue, Enqueued, Hello, Part, pack
 
 MIB = 1 << 20
 
@@ -182,3 +183,54 @@ def test_who_waits_for_the_node_is_alive(flow: Flow, transport: Sluggish) -> Non
     assert not silent(flow) and not silent(flow)
     flow.give_back(INFLIGHT_BYTES_MAX + 1)
     assert flow.silent_s() < 60 and silent(flow)
+
+
+# --- frames that are not whole ---
+
+
+def enqueue(number: int, size: int) -> bytes:
+    columns = body([{"payload": bytes(size)}])
+    control = pack(Enqueue("jobs", [Part(0, 1, len(columns))]))
+    return b"".join(encode(FrameType.BATCH, number, control, columns, flags=WANTED))
+
+
+async def test_the_part_of_a_frame_that_is_here_counts(node: Node) -> None:
+    await node.topic()
+    whole, engine = enqueue(1, 900_000), node.engine
+    async with connected(node) as (peer, _):
+        peer.write(whole[:500_000])
+        await until(lambda: engine.inflight_bytes == 500_000)
+        peer.write(whole[500_000:] + whole[:300_000])
+        assert (await peer.answer(1, Enqueued)).placed[0].count == 1
+        await until(lambda: engine.inflight_bytes == 300_000)
+    await until(lambda: engine.inflight_bytes == 0)  # it went with the connection
+
+
+@pytest.mark.parametrize("sent", [20, 500_000])
+async def test_a_frame_that_the_node_has_no_room_for_is_passed_over(node: Node, sent: int) -> None:
+    await node.topic()
+    whole, engine = enqueue(7, 900_000), node.engine
+    others = NODE_INFLIGHT_BYTES_MAX - 600_000  # as if that much were under way
+    engine.inflight_bytes += others
+    async with connected(node) as (peer, _):
+        peer.write(whole[:sent])
+        assert (await peer.answer(7))["code"] == "backpressure"
+        peer.write(whole[sent:-1])
+        peer.write(whole[-1:] + enqueue(8, 100_000))  # the next one fits
+        assert (await peer.answer(8, Enqueued)).placed[0].count == 1
+        assert engine.inflight_bytes == others
+
+
+async def test_a_frame_is_given_up_when_others_have_filled_the_node(node: Node) -> None:
+    await node.topic()
+    whole, engine = enqueue(7, 900_000), node.engine
+    async with connected(node) as (peer, _):
+        peer.write(whole[:500_000])
+        await until(lambda: engine.inflight_bytes == 500_000)
+        engine.inflight_bytes += NODE_INFLIGHT_BYTES_MAX - 700_000
+        peer.write(whole[500_000:600_000])
+        assert (await peer.answer(7))["code"] == "backpressure"
+        assert engine.inflight_bytes == NODE_INFLIGHT_BYTES_MAX - 700_000
+        engine.inflight_bytes = 0
+        peer.write(whole[600_000:] + whole)
+        assert (await peer.answer(7, Enqueued)).placed[0].count == 1

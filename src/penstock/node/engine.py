@@ -93,7 +93,7 @@ class Engine:
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
     nodes: Cluster | None = None  # the other ones; None: this one is alone
     open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
-    inflight_bytes: int = 0  # of enqueues that are not answered yet, over all connections
+    inflight_bytes: int = 0  # of requests without an answer, and of large frames not yet whole
     _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
 
     def __post_init__(self) -> None:

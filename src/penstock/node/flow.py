@@ -1,8 +1,8 @@
 """What one connection makes the node hold, and when it is read no further.
 
-Two things pile up for a client: requests that have no answer yet, and answers that it does not
-read. Past a bound of either a connection is not read until there is less, and TCP holds the sender
-back.
+Three things pile up for a client: requests that have no answer yet, the beginning of a frame whose
+rest has not come, and answers that it does not read. The first two count in the node's bound. Past
+a bound of its own a connection is not read until there is less, and TCP holds the sender back.
 
 It is the same between nodes, and cannot lock two of them up: the client's end of a connection
 always reads, so what this end has to send gets away. Nor do acknowledgements of replicas wait
@@ -31,6 +31,7 @@ class Flow:
         self._engine = engine
         self._transport: Transport | None = None
         self._requests = 0  # bytes without an answer
+        self.frame_bytes = 0  # of a large frame that is not whole yet
         self._drained = asyncio.Event()  # clear: too many answers are unread
         self._drained.set()
         self.reading = True
@@ -43,6 +44,7 @@ class Flow:
     def end(self) -> None:
         """The connection is lost. Requests under way are given back as they are answered."""
         self._transport = None
+        self.hold_frame(0)
         self._drained.set()
 
     # --- what comes in ---
@@ -63,6 +65,11 @@ class Flow:
         self._engine.inflight_bytes -= size
         if not self.reading:
             self._steer()
+
+    def hold_frame(self, held: int) -> None:
+        """So many bytes of an unfinished frame are here now."""
+        self._engine.inflight_bytes += held - self.frame_bytes
+        self.frame_bytes = held
 
     # --- what goes out ---
 

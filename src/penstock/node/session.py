@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import (
+    Backpressure,
     Corruption,
     InvalidArgument,
     LimitExceeded,
@@ -74,6 +75,7 @@ from penstock.wire.outbox import Outbox, Transport
 from penstock.wire.supply import OpenSupply
 
 GREETING_S: Final = 10.0
+FRAME_BYTES_MIN: Final = 64 << 10  # from which an unfinished frame counts in the node's bound
 SLOW_DOWN_S_MAX: Final = 0.25  # then a producer tries again, and may be told again
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
 READS_MAX: Final = 4  # of them, that are answered with messages: together they may be large
@@ -128,11 +130,26 @@ class Session(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._flow.heard = time.monotonic()
         try:
-            for frame in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            if self._decoder.need > FRAME_BYTES_MIN or self._flow.frame_bytes:
+                self._on_unfinished()
+            for frame in frames:
                 if self._transport is not None:
                     self._on_frame(frame)
         except Corruption as error:
             self._refuse(InvalidArgument(f"protocol error: {error.message}", field="frame"))
+
+    def _on_unfinished(self) -> None:
+        """Count what is here of a large frame. One that the node has no room for is refused before
+        it is whole, and the rest of it passed over."""
+        decoder = self._decoder
+        try:
+            if decoder.need > FRAME_BYTES_MIN:
+                self._flow.check_room(decoder.need - self._flow.frame_bytes)
+        except Backpressure as error:
+            self._answer_error(decoder.drop(), error)
+        large = decoder.need > FRAME_BYTES_MIN
+        self._flow.hold_frame(decoder.buffered if large else 0)
 
     def pause_writing(self) -> None:
         self._subscriptions.block(True)

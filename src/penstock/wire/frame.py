@@ -98,7 +98,8 @@ class FrameDecoder:
         self.payload_bytes_max = payload_bytes_max
         self._parts: list[bytes] = []  # received and not yet a whole frame
         self._have = 0
-        self._need = HEADER.size  # bytes until the next step is possible
+        self._dropped = 0  # bytes still to come of a frame that nobody wants
+        self.need = HEADER.size  # bytes until the next step is possible: a header, a whole frame
 
     @property
     def buffered(self) -> int:
@@ -106,8 +107,14 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> list[Frame]:
         """All frames that `data` completes. Payloads are views, valid as long as they are held."""
+        if self._dropped:
+            passed = min(self._dropped, len(data))
+            self._dropped -= passed
+            data = data[passed:]
+            if not data:
+                return []
         self._have += len(data)
-        if self._have < self._need:
+        if self._have < self.need:
             self._parts.append(data)
             return []
         if self._parts:
@@ -118,11 +125,11 @@ class FrameDecoder:
         view, at, end = memoryview(data), 0, len(data)
         while True:
             if end - at < HEADER.size:
-                self._need = HEADER.size
+                self.need = HEADER.size
                 break
             whole = self._frame_size(view, at)
             if end - at < whole:
-                self._need = whole
+                self.need = whole
                 break
             frames.append(self._frame(view, at, whole))
             at += whole
@@ -130,6 +137,15 @@ class FrameDecoder:
             self._parts.append(data[at:] if at else data)
         self._have = end - at
         return frames
+
+    def drop(self) -> int:
+        """Let go of the frame whose header is here; what is to come of it is passed over. Returns
+        its number."""
+        sequence: int = HEADER.unpack_from(self._parts[0])[4]
+        self._dropped = self.need - self._have
+        self._parts.clear()
+        self._have, self.need = 0, HEADER.size
+        return sequence
 
     def _frame_size(self, view: memoryview, at: int) -> int:
         magic, version, type, _, _, length = HEADER.unpack_from(view, at)

@@ -66,6 +66,18 @@ def test_a_flipped_bit_is_never_a_different_valid_payload(position: int, bit: in
         assert bytes(frame.payload) == b"some payload that matters"
 
 
+@given(first=st.integers(16, 319), pieces=st.integers(1, 400))
+def test_a_dropped_frame_is_passed_over(first: int, pieces: int) -> None:
+    unwanted, wanted = frame_bytes(sequence=3, payload=bytes(300)), frame_bytes(sequence=4)
+    decoder = FrameDecoder()
+    assert decoder.feed(unwanted[:first]) == []
+    assert (decoder.need, decoder.buffered) == (len(unwanted), first)
+    assert decoder.drop() == 3 and decoder.buffered == 0
+    rest = unwanted[first:] + wanted
+    found = [f for at in range(0, len(rest), pieces) for f in decoder.feed(rest[at : at + pieces])]
+    assert [(f.sequence, bytes(f.payload)) for f in found] == [(4, b"x")]
+
+
 def test_length_is_checked_before_the_payload_arrives() -> None:
     header = HEADER.pack(0xD3, 1, 1, 0, 1, 5000)
     with pytest.raises(Corruption, match="over 4096"):
