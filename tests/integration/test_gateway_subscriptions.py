@@ -11,12 +11,14 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 
 import penstock
 from penstock.client.client import Client
 from penstock.client.deltas import Deltas
 from penstock.config import Config
+from penstock.node.engine import Engine
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
@@ -25,8 +27,25 @@ from penstock.server.serve import listen, port_of
 
 
 class Site:
-    def __init__(self, http: httpx.AsyncClient, stub: Any, deltas: Deltas) -> None:
-        self.http, self.stub, self.deltas = http, stub, deltas
+    def __init__(
+        self, http: httpx.AsyncClient, stub: Any, deltas: Deltas, *, engine: Engine
+    ) -> None:
+        self.http, self.stub, self.deltas, self.engine = http, stub, deltas, engine
+
+    async def opened(self) -> None:
+        """Until all partitions are subscribed to."""
+        while (live := self.engine.topic("vectors").live) is None or live.subscribers < 2:
+            await asyncio.sleep(0.001)
+
+    async def fill(self) -> list[str]:
+        """Vectors in every partition, and their names."""
+        names = [f"v{number}" for number in range(20)]
+        await self.deltas.put_columns(names, np.ones((len(names), 4)))
+        return names
+
+    async def touch(self, names: list[str]) -> None:
+        for name in names:
+            await self.deltas.set(name, {0: 7.0})
 
     @asynccontextmanager
     async def events(self, query: str = "", **headers: str) -> AsyncIterator[AsyncIterator[Event]]:
@@ -35,6 +54,15 @@ class Site:
             assert answer.status_code == 200, await answer.aread()
             assert answer.headers["content-type"] == "text/event-stream"
             yield events_of(answer.aiter_lines())
+
+    async def first_id(self, query: str = "", **headers: str) -> str:
+        """What a browser has that is cut off before its first event."""
+        path = f"/v1/deltas/vectors/events?{query}"
+        async with self.http.stream("GET", path, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    return line.removeprefix("id: ")
+        raise AssertionError("the stream ended without an id")
 
 
 class Event(dict[str, str]):
@@ -76,7 +104,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         deltas = client.deltas("vectors", dimensions=4, create=True, partitions=2)
         await deltas.create("a", [1, 2, 3, 4])
         await deltas.create("b", [1, 2, 3, 4], metadata={"name": "B"})
-        yield Site(http, PenstockStub(channel), deltas)
+        yield Site(http, PenstockStub(channel), deltas, engine=node.engine)
 
 
 async def test_a_browser_gets_what_is_released_as_events(site: Site) -> None:
@@ -100,6 +128,49 @@ async def test_who_comes_back_goes_on_where_it_was(site: Site) -> None:
     assert missed == {("a", "sparse"), ("b", "create"), ("b", "sparse")}
 
 
+async def test_who_comes_back_gets_nothing_of_the_past(site: Site) -> None:
+    names = await site.fill()
+    async with site.events() as events:
+        await site.opened()
+        await site.touch(["a"])
+        seen = await anext(events)
+    await site.touch(names)
+    async with site.events(**{"last-event-id": seen["id"]}) as events:
+        came = [(await anext(events)).document for _ in names]
+    assert {(one["vector_id"], one["op"]) for one in came} == {(name, "sparse") for name in names}
+
+
+async def test_who_is_cut_off_before_the_first_event_misses_nothing(site: Site) -> None:
+    names = await site.fill()
+    begun = await site.first_id()
+    await site.touch(names)
+    async with site.events(**{"last-event-id": begun}) as events:
+        came = [(await anext(events)).document for _ in names]
+    assert {(one["vector_id"], one["op"]) for one in came} == {(name, "sparse") for name in names}
+    assert await site.first_id("from_sequence=1") == "0:0,1:0"
+
+
+async def test_a_partition_without_a_position_begins_where_the_request_says(site: Site) -> None:
+    names = await site.fill()
+    known = await site.first_id()
+    alone = known.partition(",")[0]
+    assert await site.first_id(**{"last-event-id": alone}) == known
+    assert await site.first_id("from_sequence=3", **{"last-event-id": alone}) == f"{alone},1:2"
+    async with site.events(**{"last-event-id": alone}) as events:
+        await site.opened()
+        await site.touch(names)
+        came = [(await anext(events)).document for _ in names]
+    assert {one["op"] for one in came} == {"sparse"}
+
+
+async def test_who_comes_back_is_not_sent_to_the_time_of_its_start(site: Site) -> None:
+    async with site.events("from_time_ms=0") as events:
+        seen = [await anext(events) for _ in range(2)][-1]
+    await site.touch(["a"])
+    async with site.events("from_time_ms=0", **{"last-event-id": seen["id"]}) as events:
+        assert (await anext(events)).document["op"] == "sparse"
+
+
 async def test_events_are_routed(site: Site) -> None:
     query = "from_sequence=1&routes=vector%3Ddefault/b&routes=op%3Ddelete"
     async with site.events(query) as events:
@@ -119,6 +190,9 @@ async def test_events_are_routed(site: Site) -> None:
         ("/v1/deltas/vectors/events?routes=moon", 400, "route"),
         ("/v1/deltas/vectors/events?speed=1", 400, "speed"),
         ("/v1/deltas/vectors/events?positions=x", 400, "positions"),
+        ("/v1/deltas/vectors/events?positions=0:-1", 400, "positions"),
+        ("/v1/deltas/vectors/events?positions=0:99999999999999999999", 400, "positions"),
+        ("/v1/deltas/vectors/events?cursor=sink-memory", 400, "cursor"),
         ("/v1/deltas/none/events", 404, None),
     ],
 )
@@ -163,6 +237,23 @@ async def test_grpc_streams_what_is_released(site: Site) -> None:
     (change,) = (await call.read()).changes
     assert (change.op, list(change.values), len(change.parent)) == ("scale", [2.0], 16)
     call.cancel()
+
+
+async def test_grpc_goes_on_where_it_was(site: Site) -> None:
+    names = await site.fill()
+    call = site.stub.Subscribe(pb.SubscribeRequest(topic="vectors"))
+    await site.opened()
+    await site.touch(["a"])
+    positions = (await call.read()).positions
+    call.cancel()
+    assert len(positions.split(",")) == 2
+    await site.touch(names)
+    again = site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", positions=positions))
+    came: list[Any] = []
+    while len(came) < len(names):
+        came += (await again.read()).changes
+    assert {(c.vector_id, c.op) for c in came} == {(name, "sparse") for name in names}
+    again.cancel()
 
 
 async def test_grpc_keeps_a_cursor(site: Site) -> None:

@@ -109,6 +109,16 @@ async def test_a_batch_may_be_acknowledged_by_hand(vectors: penstock.Deltas) -> 
     assert one.delta.vector_id == "new"
 
 
+async def test_a_reader_may_know_better_than_its_cursor(vectors: penstock.Deltas) -> None:
+    await fill(vectors, range(30))
+    await some(vectors.subscribe(cursor="c"), 30)
+    await vectors.create("new", ZEROS)
+    found = await some(vectors.subscribe(cursor="c", positions=dict.fromkeys(range(3), 0)), 31)
+    assert ids(found) == sorted(["new", *(f"v{i}" for i in range(30))])
+    last = await some(vectors.subscribe(cursor="c"), 1)
+    assert last[0].delta == found[-1].delta, "the cursor goes on with it"
+
+
 async def test_a_new_cursor_begins_where_it_is_told(
     vectors: penstock.Deltas, engine: Engine
 ) -> None:
@@ -131,6 +141,22 @@ async def test_from_a_time_on(vectors: penstock.Deltas) -> None:
     assert one.delta.vector_id == "b"
     [named] = await some(vectors.subscribe(from_time=since, cursor="t"), 1)
     assert named.delta.vector_id == "b"
+
+
+async def test_known_positions_come_before_any_other_start(vectors: penstock.Deltas) -> None:
+    await fill(vectors, range(60))
+    source, reached = vectors.subscribe_batches(), dict[int, int]()
+    async with contextlib.aclosing(source):
+        while len(reached) < 3 or sum(reached.values()) < 60:
+            batch = await anext(source)
+            reached[batch.partition] = batch.position
+    await vectors.create("new", ZEROS)
+    for start in ({}, {"from_time": 1}, {"from_sequence": 1}):
+        [one] = await some(vectors.subscribe(positions=reached, **start), 1)
+        assert one.delta.vector_id == "new"
+    with pytest.raises(penstock.InvalidArgument, match="negative") as refused:
+        await anext(vectors.subscribe(positions={0: -1}))
+    assert refused.value.field == "positions"
 
 
 async def test_routes_and_conditions_go_together(vectors: penstock.Deltas) -> None:

@@ -32,6 +32,7 @@ class Place:
 
     def __init__(self, request: OpenSubscription) -> None:
         self.request = request
+        self.began: int | None = None  # the position behind which the first stream started
         self._settled: int | None = None  # everything up to here has arrived; None: not even begun
         self._ahead: dict[int, int] = {}  # sequence → position of what arrived beyond it
         self._again: frozenset[int] = frozenset()  # of these, what may come a second time
@@ -50,6 +51,8 @@ class Place:
 
     def on_opened(self, stream: ChangeStream, answer: Mapping[str, int]) -> None:
         self._settle(answer["position"])
+        if self.began is None:
+            self.began = answer["position"]
         self._stream = stream
         if self._handled:
             stream.acknowledge(self._handled)  # the last one may not have told it
@@ -121,21 +124,35 @@ class Arrivals:
         self._waiter: asyncio.Future[None] | None = None
         self._failed: BaseException | None = None
         # A generator may be left by another task than entered it: no task group, but each ends.
-        self._followers = [asyncio.create_task(self._follow(Place(r))) for r in requests]
+        self._places = [Place(request) for request in requests]
+        self._followers = [asyncio.create_task(self._follow(place)) for place in self._places]
         for follower in self._followers:
             follower.add_done_callback(self._on_done)
 
+    async def began(self) -> dict[int, int]:
+        """By partition the position behind which it started, once all have."""
+        while True:
+            found = {place.request.partition: place.began for place in self._places}
+            known = {partition: at for partition, at in found.items() if at is not None}
+            if len(known) == len(found):
+                return known
+            await self._news()
+
     async def next(self) -> Arrived:
-        """What arrived first; raises what ended a partition's subscription for good."""
+        """What arrived first."""
         while not self._arrived:
-            if self._failed is not None:
-                raise self._failed
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._news()
         return self._arrived.popleft().taken()
+
+    async def _news(self) -> None:
+        """Wait for something to happen; raises what ended a partition's subscription for good."""
+        if self._failed is not None:
+            raise self._failed
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     async def close(self) -> None:
         for follower in self._followers:
@@ -163,6 +180,7 @@ class Arrivals:
             place.next_request(), partial(self._on_changes, place)
         )
         place.on_opened(stream, answer)
+        self._wake()
         return stream
 
     def _on_changes(

@@ -14,11 +14,11 @@ from penstock.client.delta_fold import Fold, Vector
 from penstock.client.delta_heads import Heads
 from penstock.client.delta_subscription import (
     Filter,
+    Following,
     Released,
     ReleasedBatch,
     What,
     request_of,
-    subscribed,
 )
 from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition
@@ -145,18 +145,22 @@ class DeltaReading:
 
     async def subscribe_batches(self, **what: Unpack[What]) -> AsyncGenerator[ReleasedBatch, None]:
         """The same as they come from the node, in columns."""
+        following = await self.follow(what)
+        try:
+            async for batch in following:
+                yield batch
+        finally:
+            await following.close()
+
+    async def follow(self, what: What) -> Following:
+        """The same for who also asks where it began; it must be closed."""
         await self.opened()
         wanted = self._filter(what)
         partitions: Sequence[int] = range(self.topic.config.partitions)
         if wanted.vector is not None:
             partitions = self._homes([wanted.vector])
         requests = [await request_of(self.topic, p, what=what, wanted=wanted) for p in partitions]
-        batches = subscribed(self.topic, requests, wanted.beside(what))
-        try:
-            async for batch in batches:
-                yield batch
-        finally:
-            await batches.aclose()
+        return Following(self.topic, requests, wanted.beside(what))
 
     def _filter(self, what: What) -> Filter:
         namespace, vector_id = what.get("namespace"), what.get("vector_id")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal, Self, TypedDict
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ class What(TypedDict, total=False):
     routes: Sequence[str]  # as sinks have them: what any of them takes
     from_sequence: Start  # of the positions; default 1, everything that the log has
     from_time: datetime | int | None  # unix milliseconds if a number
+    positions: Mapping[int, int]  # these go on behind them, whatever start or cursor say
     cursor: str | None  # the durable name under which the nodes keep how far this reader is
     coalesce_ms: int  # of a vector's changes within this time, one that has them all
     batch_ms: int  # how long the first of a batch may wait for others
@@ -205,20 +206,33 @@ class ReleasedBatch:
             self._arrived.place.acknowledge(position)
 
 
-async def subscribed(
-    topic: Source, requests: list[OpenSubscription], wanted: Filter
-) -> AsyncGenerator[ReleasedBatch, None]:
-    """Follow these partitions for ever. A batch is acknowledged when the next one is asked for."""
-    arrivals = Arrivals(topic, requests)
-    try:
+class Following:
+    """Partitions that are followed for ever, until it is closed. A batch is acknowledged when the
+    next one is asked for."""
+
+    def __init__(self, topic: Source, requests: list[OpenSubscription], wanted: Filter) -> None:
+        self._arrivals, self._wanted = Arrivals(topic, requests), wanted
+        self._taken: Arrived | None = None  # what the reader has at the moment
+
+    async def began(self) -> dict[int, int]:
+        """By partition the position behind which it started, once all of them are open."""
+        return await self._arrivals.began()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ReleasedBatch:
         while True:
-            arrived = await arrivals.next()
-            batch = _batch(arrived, wanted)
+            if self._taken is not None:
+                self._taken.place.acknowledge(self._taken.changes.position)
+                self._taken = None
+            self._taken = await self._arrivals.next()
+            batch = _batch(self._taken, self._wanted)
             if batch is not None:
-                yield batch
-            arrived.place.acknowledge(arrived.changes.position)
-    finally:
-        await arrivals.close()
+                return batch
+
+    async def close(self) -> None:
+        await self._arrivals.close()
 
 
 def _batch(arrived: Arrived, wanted: Filter) -> ReleasedBatch | None:
@@ -240,12 +254,9 @@ async def request_of(
     topic: Topic[Any], partition: int, *, what: What, wanted: Filter
 ) -> OpenSubscription:
     """What is asked of a partition's node."""
-    cursor, since = what.get("cursor") or "", what.get("from_time")
-    start, at = start_of(what.get("from_sequence", 1), partition)
-    if since is not None:
-        start = "time"
-        at = round(since.timestamp() * 1000) if isinstance(since, datetime) else since
-    if cursor:
+    cursor = what.get("cursor") or ""
+    start, at = start_of(what, partition)
+    if cursor and partition not in what.get("positions", {}):
         start, at = "cursor", await _first(topic, partition, start=start, at=at)
     return OpenSubscription(
         topic.name,
@@ -261,14 +272,25 @@ async def request_of(
     )
 
 
-def start_of(start: Start, partition: int) -> tuple[str, int]:
-    """How a request says it; position 0 is the first that the log still has."""
+def start_of(what: What, partition: int) -> tuple[str, int]:
+    """How a request says it. A position that the reader has comes before a time, and that before
+    a sequence, of which 0 is the first that the log still has."""
+    known, since = what.get("positions", {}), what.get("from_time")
+    if partition in known:
+        return "sequence", _not_negative("positions", known[partition]) + 1
+    if since is not None:
+        return "time", round(since.timestamp() * 1000) if isinstance(since, datetime) else since
+    start = what.get("from_sequence", 1)
     if start == "now":
         return "now", 0
     found = start if isinstance(start, int) else start.get(partition, 1)
-    if found < 0:
-        raise InvalidArgument("from_sequence must not be negative", field="from_sequence")
-    return "sequence", 0 if found == 1 else found
+    return "sequence", 0 if found == 1 else _not_negative("from_sequence", found)
+
+
+def _not_negative(field: str, value: int) -> int:
+    if value < 0:
+        raise InvalidArgument(f"{field} must not be negative", field=field)
+    return value
 
 
 async def _first(topic: Topic[Any], partition: int, *, start: str, at: int) -> int:

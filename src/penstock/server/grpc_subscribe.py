@@ -22,9 +22,9 @@ async def subscribe(
     pool: Pool, api_key: str | None, request: pb.SubscribeRequest, *, write: Write
 ) -> None:
     asked = request_of(fields_of(request), ask.Subscribe)
-    positions = Positions(asked)
-    async with subscribed(pool, api_key, asked) as batches:
-        async for batch in batches:
+    async with subscribed(pool, api_key, asked) as following:
+        positions = Positions(asked, await following.began())
+        async for batch in following:
             changes = [change_of(one) for one in batch]
             await write(pb.SubscribeResponse(changes=changes, positions=positions.reached(batch)))
 

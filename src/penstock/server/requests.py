@@ -48,7 +48,7 @@ MessageIdText = Annotated[
 RouteText = Annotated[
     str, Meta(max_length=ROUTE_BYTES_MAX, description="Such as `namespace=shoes` or `op=create`.")
 ]
-POSITIONS_BYTES_MAX: Final = 8 << 10  # they may come back in a header
+POSITIONS_BYTES_MAX: Final = 32 << 10  # of all partitions that a topic may have
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Sequence = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DelayMs = Annotated[int, Meta(ge=0, le=DELAY_MS_MAX)]
@@ -126,8 +126,8 @@ class OfTopic(Request, frozen=True, kw_only=True):
 
 
 class Subscribe(Request, frozen=True, kw_only=True):
-    """Deltas that a topic releases. Of the starts, `positions` comes before a time, a time before
-    a sequence; without any it is now, or where the cursor is."""
+    """Deltas that a topic releases. A partition begins behind its place in `positions`, else where
+    the cursor is, else at the time, else at the sequence; without any of them it is now."""
 
     topic: Topic
     namespace: Annotated[str, Meta(max_length=NAMESPACE_BYTES_MAX)] | None = None

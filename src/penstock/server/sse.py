@@ -2,14 +2,15 @@
 
 Each delta is an event `delta` with a JSON document. The last one of a batch carries an id, the
 positions reached; a browser that connects again sends it back as `Last-Event-ID`, and goes on from
-there. The connection's own flow control holds back who reads slowly.
+there. The first id, the positions behind which it all begins, comes before any event. The
+connection's own flow control holds back who reads slowly.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -25,8 +26,10 @@ from penstock.server.subscribing import Positions, subscribed
 
 PATH: Final = ("/v1/deltas/", "/events")
 QUIET_S: Final = 15.0  # without an event a comment is sent, so that nobody between closes it
+REFUSED_S: Final = 1.0  # so long the head waits: who is refused by then is told by a status
 RETRY_MS: Final = 1000  # after which a browser connects again
 
+T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 _json: Final = msgspec.json.Encoder(enc_hook=str)
 
@@ -63,27 +66,35 @@ async def stream(
     begin: Callable[[], Awaitable[Write]],
 ) -> None:
     """Send events until the caller goes away; `begin` answers with the head of the response."""
-    async with subscribed(pool, api_key, request) as batches:
+    async with subscribed(pool, api_key, request) as following:
+        try:
+            async with asyncio.timeout(REFUSED_S):
+                await following.began()
+        except TimeoutError:
+            pass  # a log is folded, or a partition moves: that takes what it takes
         write = await begin()
         await write(b"retry: %d\n\n" % RETRY_MS)
-        positions = Positions(request)
-        waiting = asyncio.ensure_future(anext(batches))
         try:
+            positions = Positions(request, await _waited_for(following.began(), write))
+            await write(b"id: %b\n\n" % str(positions).encode())
             while True:
-                done, _ = await asyncio.wait((waiting,), timeout=QUIET_S)
-                if not done:
-                    await write(b": quiet\n\n")
-                    continue
-                try:
-                    batch = waiting.result()
-                except PenstockError as error:
-                    await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
-                    return
+                batch = await _waited_for(anext(following), write)
                 await write(events_of(batch, positions.reached(batch)))
-                waiting = asyncio.ensure_future(anext(batches))
-        finally:
-            waiting.cancel()
-            await asyncio.wait((waiting,))
+        except PenstockError as error:
+            await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
+
+
+async def _waited_for(work: Awaitable[T], write: Write) -> T:
+    """What comes of it; whoever waits for it hears that the connection is alive."""
+    waiting = asyncio.ensure_future(work)
+    try:
+        while not waiting.done():
+            done, _ = await asyncio.wait((waiting,), timeout=QUIET_S)
+            if not done:
+                await write(b": quiet\n\n")
+        return waiting.result()
+    finally:
+        waiting.cancel()
 
 
 def events_of(batch: ReleasedBatch, reached: str) -> bytes:

@@ -1,17 +1,21 @@
 """Live subscriptions for callers of the gateway: a client of its own for each of them.
 
 A caller that comes back says how far it was as `positions`, a text such as `0:120,1:96`: of each
-partition the position up to which nothing is missing.
+partition the position up to which nothing is missing. It has all partitions from the first time on,
+those that have released nothing since with the position behind which they began: where a partition
+is left out it begins where the request says, which may be now.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+
+import msgspec
 
 from penstock.client.client import Client
 from penstock.client.connection import Connection
-from penstock.client.delta_subscription import ReleasedBatch, Start, What
+from penstock.client.delta_subscription import Following, ReleasedBatch, What
 from penstock.client.options import Options
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Op
@@ -36,15 +40,15 @@ class _Source:
 @asynccontextmanager
 async def subscribed(
     pool: Pool, api_key: str | None, request: ask.Subscribe
-) -> AsyncIterator[AsyncGenerator[ReleasedBatch, None]]:
+) -> AsyncIterator[Following]:
     """The batches that a caller asks for, in causal order; each is done when the next is taken."""
     async with Client(_Source(pool, api_key), Options()) as client:
         deltas = await client.deltas(request.topic)
-        batches = deltas.subscribe_batches(**_what(request))
+        following = await deltas.follow(_what(request))
         try:
-            yield batches
+            yield following
         finally:
-            await batches.aclose()
+            await following.close()
 
 
 def _what(request: ask.Subscribe) -> What:
@@ -53,8 +57,9 @@ def _what(request: ask.Subscribe) -> What:
         vector_id=request.vector_id,
         op=None if request.op is None else _op(request.op),
         routes=[str(Route.parse(text)) for text in request.routes],
-        from_sequence=_start(request),
+        from_sequence="now" if request.from_sequence is None else request.from_sequence,
         from_time=request.from_time_ms,
+        positions=positions_of(request),
         cursor=request.cursor,
         coalesce_ms=request.coalesce_ms,
         batch_ms=request.batch_ms,
@@ -70,30 +75,28 @@ def _op(name: str) -> Op:
         raise InvalidArgument(f"op must be one of {names}", field="op") from None
 
 
-def _start(request: ask.Subscribe) -> Start:
-    if request.positions is not None:
-        return {partition: at + 1 for partition, at in positions_of(request.positions).items()}
-    return "now" if request.from_sequence is None else request.from_sequence
-
-
 class Positions:
     """How far a caller has been sent everything, as text that it may come back with."""
 
-    def __init__(self, request: ask.Subscribe) -> None:
-        given = request.positions
-        self._reached = {} if given is None else positions_of(given)
+    def __init__(self, request: ask.Subscribe, began: Mapping[int, int]) -> None:
+        self._reached = {**positions_of(request), **began}
+
+    def __str__(self) -> str:
+        return ",".join(f"{partition}:{at}" for partition, at in sorted(self._reached.items()))
 
     def reached(self, batch: ReleasedBatch) -> str:
         """After this batch."""
         self._reached[batch.partition] = batch.position
-        return ",".join(f"{partition}:{at}" for partition, at in sorted(self._reached.items()))
+        return str(self)
 
 
-def positions_of(text: str) -> dict[int, int]:
+def positions_of(request: ask.Subscribe) -> dict[int, int]:
+    """What the caller says that it has."""
+    parts = [part for part in (request.positions or "").split(",") if part]
+    pairs = dict(part.partition(":")[::2] for part in parts)
     try:
-        pairs = [part.split(":") for part in text.split(",") if part]
-        return {int(partition): int(at) for partition, at in pairs}
-    except ValueError as error:
+        return msgspec.convert(pairs, dict[ask.Sequence, ask.Sequence], strict=False)
+    except msgspec.ValidationError as error:
         raise InvalidArgument(
             "positions are partitions and sequences, as 0:120,1:96", field="positions"
         ) from error

@@ -100,6 +100,17 @@ async def test_what_is_lost_with_a_connection_comes_over_the_next(
     await arrivals.close()
 
 
+async def test_where_it_began_stays(topic: Topic[bytes], peer: Peer) -> None:
+    arrivals = Arrivals(topic, [REQUEST, msgspec.structs.replace(REQUEST, partition=1)])
+    assert await arrivals.began() == {0: 0, 1: 0}
+    for _ in range(2):
+        node, number, request = await peer.opened.get()
+        node.send(FrameType.BATCH, number, Changes(request.partition, 1, 4, 9), body((4, 4)))
+        await arrivals.next()
+    assert await arrivals.began() == {0: 0, 1: 0}
+    await arrivals.close()
+
+
 async def test_parts_of_a_coalesced_change_do_not_come_after_it(
     topic: Topic[bytes], peer: Peer
 ) -> None:
