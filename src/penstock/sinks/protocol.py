@@ -53,6 +53,9 @@ class Work:
     states: pa.Table | None = None
     deltas: pa.Table | None = None
     rows: Rows | None = None
+    # Of the oldest of them, by the node's performance counter; None where that is not known, as
+    # in what was read back from the log.
+    committed_at: float | None = None
 
 
 @runtime_checkable

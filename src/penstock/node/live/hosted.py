@@ -231,7 +231,9 @@ class HostedSink:
         def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
             states = _states(live, rows) if with_states and len(rows) else None
             size = bytes_of(rows) + (0 if states is None else _bytes_of_states(states))
-            parcel = Parcel(attached, attached.index, rows, states, position, size)
+            # Shared is what a feed has just released; everything else has waited somewhere.
+            since = None if shared is None else _committed_at(live, rows)
+            parcel = Parcel(attached, attached.index, rows, states, position, size, since)
             if inline and self.thread.write_now(parcel):
                 self._loop.call_soon(self._done, [parcel])
             else:
@@ -314,6 +316,7 @@ class HostedSink:
             "dead_letters": meter.dead_letters,
             "busy_s": round(meter.busy_s(now=now), 3),
             "visible_s": meter.freshness.recent(now=now),
+            "timings": {"written": self.thread.timings.summary()},
             "last_error": None if meter.last_error is None else vars(meter.last_error),
         }
         rows = []
@@ -333,6 +336,12 @@ def _states(live: LivePartition, rows: Rows) -> VectorStates:
     vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
     numbers = fold.ledger.vectors.find(*halves(vectors))
     return fold.states(numbers[numbers >= 0])
+
+
+def _committed_at(live: LivePartition, rows: Rows) -> float | None:
+    """When the first of the rows that are being delivered was committed."""
+    first = int(rows.positions[0]) if len(rows) else 0
+    return next((since for last, since in live.feed.delivered if last >= first), None)
 
 
 def _bytes_of_states(states: VectorStates) -> int:

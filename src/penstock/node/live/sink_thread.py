@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import SinkRejected
 from penstock.model.delta_batch import DeltaBatch
+from penstock.node.live.timings import Timings
 from penstock.node.logs import get_logger
 from penstock.propagation.rows import Rows
 from penstock.propagation.states import VectorStates
@@ -48,6 +49,7 @@ class Parcel(NamedTuple):
     states: VectorStates | None
     position: int
     bytes: int
+    committed_at: float | None = None  # by the performance counter; None: it was read from the log
     moved: bool = False  # no rows come any more: the partition is to be forgotten
 
 
@@ -66,6 +68,7 @@ class _Write:
     partition: int
     work: Work | None  # None: there is no row in them
     rows: Rows
+    parcels: list[Parcel]
     written: bool = False
     refused: SinkRejected | None = None
     moved: bool = False
@@ -91,6 +94,7 @@ class SinkThread:
         self._wants_payloads = bool(sink.feed & Feed.PAYLOADS)
         self._wants_rows = bool(sink.feed & Feed.ROWS)
         self.meter, self.retry = SinkMeter(), Retry(patience)
+        self.timings = Timings()  # from the commit until `write` has returned
         self._waiting: deque[Parcel] = deque()
         self._news = threading.Condition()
         self._stopping = threading.Event()
@@ -239,10 +243,11 @@ class SinkThread:
     def _write_of(self, parcels: list[Parcel]) -> _Write:
         partition = parcels[0].partition
         if parcels[0].moved:
-            return _Write(partition=partition, work=None, rows=parcels[0].rows, moved=True)
+            rows = parcels[0].rows
+            return _Write(partition=partition, work=None, rows=rows, parcels=parcels, moved=True)
         rows = Rows.concat([parcel.rows for parcel in parcels])
         if not len(rows):
-            return _Write(partition=partition, work=None, rows=rows)
+            return _Write(partition=partition, work=None, rows=rows, parcels=parcels)
         deltas = states = None
         if self._wants_deltas:
             deltas = self._deltas(partition, rows, payloads=self._wants_payloads)
@@ -264,8 +269,9 @@ class SinkThread:
             states=states,
             deltas=deltas,
             rows=rows if self._wants_rows else None,
+            committed_at=_oldest(parcels),
         )
-        return _Write(partition=partition, work=work, rows=rows)
+        return _Write(partition=partition, work=work, rows=rows, parcels=parcels)
 
     def _carry_out(self, write: _Write) -> None:
         """Write, then the letters of what was refused; it goes on where it failed."""
@@ -288,6 +294,13 @@ class SinkThread:
         write.written = True
         now = time.monotonic()
         self.meter.wrote(len(write.rows), seconds=now - began, now=now)
+        self._time(write.parcels)
+
+    def _time(self, parcels: list[Parcel]) -> None:
+        now = time.perf_counter()
+        for parcel in parcels:
+            if parcel.committed_at is not None and len(parcel.rows):
+                self.timings.record(now - parcel.committed_at, len(parcel.rows))
 
     def _post(self, work: Work, write: _Write, refused: SinkRejected) -> None:
         """What can never be taken goes to the dead letters, as deltas whatever the sink is fed."""
@@ -318,6 +331,13 @@ class SinkThread:
     def _deltas(self, partition: int, rows: Rows, *, payloads: bool) -> pa.Table:
         released = Released(rows.batch, rows.positions, rows.ordinals)
         return deltas_table(released, topic=self._topic, partition=partition, payloads=payloads)
+
+
+def _oldest(parcels: list[Parcel]) -> float | None:
+    """Since when the oldest of their rows is committed, if that is known of all."""
+    found = [parcel.committed_at for parcel in parcels if len(parcel.rows)]
+    known = [since for since in found if since is not None]
+    return min(known) if len(known) == len(found) else None
 
 
 def _by_partition(parcels: list[Parcel]) -> list[list[Parcel]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ class Recording:
         self.state: dict[str, Any] = {"failing": False, "refuse": "", "opens": 0}
         if known is not None:
             self.state = known.state
+        self.slow_s = 0.0  # that every write takes
         self.free = threading.Event()
         self.free.set()
         self.stores[store] = self
@@ -38,6 +40,7 @@ class Recording:
 
     def write(self, work: Work) -> None:
         self.free.wait(30)
+        time.sleep(self.slow_s)
         if self.state["failing"]:
             raise Unavailable("the sink is down")
         self.works.append(work)

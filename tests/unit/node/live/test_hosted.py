@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -263,3 +264,33 @@ async def test_states_are_never_ahead_of_the_commit(tmp_path: Path) -> None:
     async with unwritten(node, payloads_of(corpus(20, seed=9)), size=20):
         await until(lambda: feed.fold.sequence == feed.sequence + 20)
     await node.stop()
+
+
+@pytest.mark.parametrize("kind", ["Recording", "Inline"])
+async def test_rows_are_timed_from_their_commit_to_the_end_of_the_write(
+    tmp_path: Path, kind: str
+) -> None:
+    node = await hosting(tmp_path / "data", kind)
+    await until(lambda: [s for _, s in node.hosted.readings() if s.state.value == "live"])
+    began = perf_counter()
+    node.sink.slow_s = 0.05
+    await put(node, payloads_of(corpus(20, duplicates=0.0, disorder=0.0)), size=20)
+    await until(lambda: node.hosted.thread.timings.count)
+    await node.caught_up()
+    [work] = node.sink.works
+    assert began < work.committed_at < perf_counter() - 0.05
+    timed = (await node.status())["timings"]["written"]
+    assert timed["count"] == 20
+    assert 0.05 <= timed["p50_us"] / 1e6 < perf_counter() - began
+    await node.stop()
+
+
+async def test_what_was_read_from_the_log_is_not_timed(node: Hosting) -> None:
+    node.sink.state["failing"] = True
+    await node.stop()
+    await node.start()
+    await put(node, payloads_of(corpus(100)))
+    node.sink.state["failing"] = False
+    await node.caught_up()
+    assert {work.committed_at for work in node.sink.works} == {None}
+    assert (await node.status())["timings"]["written"]["count"] == 0
