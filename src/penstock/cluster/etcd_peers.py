@@ -192,7 +192,7 @@ def _translate(error: Any, endpoint: str) -> PenstockError:
         return NotFound(f"etcd at {endpoint}: {text}")
     if code == "RESOURCE_EXHAUSTED" and "space exceeded" in text:
         return DiskFull(f"etcd at {endpoint}: {text}")
-    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED") or "user name is empty" in text:
         return FailedPrecondition(f"etcd at {endpoint} does not let us in: {text}")
     if code == "INVALID_ARGUMENT" and "auth" not in text:
         return InvalidArgument(f"etcd at {endpoint}: {text}", field="metadata")

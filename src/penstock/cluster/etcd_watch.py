@@ -16,7 +16,7 @@ from typing import Any, Final
 from penstock.cluster.changes import ChangeQueue
 from penstock.cluster.etcd_peers import REQUIRE_LEADER, EtcdPeers, cancels_us
 from penstock.cluster.store import Change
-from penstock.errors import RetryableError, Unavailable
+from penstock.errors import PenstockError, Unavailable
 
 RESUME_S: Final = 0.2  # between attempts to go on
 log: Final = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class EtcdWatch:
                         log.info("a watch of the metadata goes on")
                         broken = False
                     await self._take()
-                except RetryableError as error:
+                except PenstockError as error:
                     self._drop()
                     if not broken:
                         log.warning("a watch of the metadata is broken: %s", error)

@@ -15,23 +15,24 @@ import base64
 import builtins
 import hashlib
 import hmac
-import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
 from penstock.cluster.changes import follow
+from penstock.cluster.repeating import repeat
 from penstock.cluster.store import MetadataStore, until_won
-from penstock.errors import InvalidArgument, NotFound, RetryableError, Unauthenticated
+from penstock.errors import InvalidArgument, NotFound, Unauthenticated
 
 KEYS: Final = "keys/"
 NAME_LENGTH_MAX: Final = 255
 KEYS_MAX: Final = 100_000
 FLUSH_SECONDS: Final = 30.0
-log: Final = logging.getLogger(__name__)
+RETRY_S: Final = 1.0
+_TROUBLE: Final = "API keys are not in step with the metadata store"
 _NO_DIGEST: Final = bytes(32)  # compared for an unknown id, so that it takes as long
 
 
@@ -142,16 +143,25 @@ class KeyRing:
     async def flush(self) -> None:
         """Write times of last use to the store. What fails stays to be written."""
         for id, last_used_ms in list(self._used_ms.items()):
-            await self._change(id, last_used_ms=last_used_ms)
+            try:
+                await self._change(id, last_used_ms=last_used_ms)
+            except NotFound:  # the store has lost it; the others are written all the same
+                pass
             if self._used_ms.get(id) == last_used_ms:  # not used again meanwhile
                 del self._used_ms[id]
 
     async def run(self, flush_seconds: float = FLUSH_SECONDS) -> None:
-        """Keep in step with the store until cancelled. A store that is full or away for a while
+        """Keep in step with the store until cancelled. A store that is full, away or refuses us
         is asked again; known keys go on working meanwhile."""
+
+        async def flush_later() -> None:
+            await asyncio.sleep(flush_seconds)
+            await self.flush()
+
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_repeat(self._follow, pause_s=1.0), name="keys-follow")
-            tasks.create_task(_repeat(self.flush, pause_s=flush_seconds), name="keys-flush")
+            for name, work in (("follow", self._follow), ("flush", flush_later)):
+                repeating = repeat(work, trouble=_TROUBLE, pause_s=RETRY_S)
+                tasks.create_task(repeating, name=f"keys-{name}")
 
     async def _follow(self) -> None:
         async with follow(self._store, KEYS) as changes:
@@ -189,15 +199,6 @@ class KeyRing:
             return record
 
         return await until_won(swap)
-
-
-async def _repeat(work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:
-    while True:
-        try:
-            await work()
-        except RetryableError as error:
-            log.warning("API keys are not in step with the metadata store: %s", error)
-        await asyncio.sleep(pause_s)
 
 
 def _digest(secret: str) -> bytes:

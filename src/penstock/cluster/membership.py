@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 
 from penstock.cluster.etcd_peers import EtcdOptions
+from penstock.cluster.repeating import repeat
 from penstock.cluster.store import LeasingStore, until_won
-from penstock.errors import AlreadyExists, FailedPrecondition, RetryableError
+from penstock.errors import AlreadyExists, FailedPrecondition
 
 NODES: Final = "nodes/"
-RETRY_S: Final = 0.5  # between attempts while the store is away
+RETRY_S: Final = 0.5  # between attempts while the store is of no use
 POLL_S: Final = 0.1  # between looks at an entry that has to expire
+_TROUBLE: Final = "membership is not in step with the metadata store"
 log: Final = logging.getLogger(__name__)
 
 
@@ -89,8 +91,8 @@ class StaticMembership:
 class Membership:
     """`join`, then `run` in a task until it is cancelled; `leave` before or after that.
 
-    While the store is away, `alive` stays what it was. If this node's lease runs out meanwhile, it
-    registers again with the same info once the store is back.
+    While the store is away or refuses us, `alive` stays what it was. If this node's lease runs out
+    meanwhile, it registers again with the same info once the store is back.
     """
 
     def __init__(
@@ -145,9 +147,12 @@ class Membership:
 
     async def run(self) -> None:
         """Stay registered, and follow who comes and goes."""
+        if self._info is None:
+            raise FailedPrecondition("join before running")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._repeat(self._stay), name="members-stay")
-            tasks.create_task(self._repeat(self._follow), name="members-follow")
+            for name, work in (("stay", self._stay), ("follow", self._follow)):
+                repeating = repeat(work, trouble=_TROUBLE, pause_s=RETRY_S)
+                tasks.create_task(repeating, name=f"members-{name}")
 
     async def leave(self) -> None:
         """Tell the others at once that we go; without it they wait for the lease to end."""
@@ -155,21 +160,8 @@ class Membership:
             self._left.set()
             await self._store.revoke(self._lease)
 
-    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        failing = False  # one line when it begins, however long it takes
-        while True:
-            try:
-                await work()
-                failing = False
-            except RetryableError as error:
-                if not failing:
-                    log.warning("membership is not in step with the metadata store: %s", error)
-                failing = True
-                await asyncio.sleep(RETRY_S)
-
     async def _stay(self) -> None:
-        if self._info is None:
-            raise FailedPrecondition("join before running")
+        assert self._info is not None
         if self._left.is_set():
             await asyncio.Event().wait()
         registered = await self._store.keep_alive(self._lease)

@@ -263,6 +263,18 @@ class Engine:
         """Run `work` beside everything else; what it raises is logged, and ends only itself."""
         self._start(work, name)
 
+    def spawn_vital(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run `work` that the node is of no use without: if it fails, the node stops, and others
+        take over. One that went on without its ticks would hold partitions and not serve them."""
+
+        async def vital() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - it is logged there
+                self.on_fatal(error)
+
+        self._start(vital(), name)
+
     def spawn_for_host(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._start(work, "host")
 

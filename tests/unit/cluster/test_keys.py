@@ -166,7 +166,7 @@ async def test_a_full_disk_does_not_end_the_keys(
     async with asyncio.timeout(60), store.watch("keys/") as changes:
         change = await anext(changes)
     assert change.value is not None and b'"last_used_ms":null' not in change.value
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 1  # that there is trouble is said once, not each time
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

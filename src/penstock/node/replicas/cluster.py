@@ -13,6 +13,7 @@ from penstock.cluster.catalog import TOPIC_ID, Catalog
 from penstock.cluster.membership import Membership, NodeInfo
 from penstock.cluster.placement import Candidate, Policy
 from penstock.cluster.records import Records
+from penstock.cluster.repeating import repeat
 from penstock.cluster.store import LeasingStore
 from penstock.config import ClusterOptions
 from penstock.errors import PenstockError, RetryableError, Unavailable
@@ -50,6 +51,7 @@ class Cluster:
         replication: ReplicationOptions,
         connect: Connect,
         spawn: Callable[..., object],
+        spawn_vital: Callable[..., object],
     ) -> None:
         self.node, self.options = info.id, options
         self.catalog, self.records = catalog, Records(store)
@@ -60,7 +62,7 @@ class Cluster:
         self.available = True  # the metadata store answered when it was asked last
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
-        self._info, self._spawn = info, spawn
+        self._info, self._spawn, self._spawn_vital = info, spawn, spawn_vital
         self._seed_bytes_per_s = replication.seed_bytes_per_s
         self._local: Local | None = None
         self.call_self: CallSelf = _nobody
@@ -169,9 +171,10 @@ class Cluster:
         self.peers.listen(self)
         await until_available(lambda: self.members.join(info))
         self._on_members()
-        self._spawn(self._stay(), name="members")
-        self._spawn(self.control.run(), name="control")
-        self._spawn(self._probe(), name="metadata-probe")
+        self._spawn_vital(self._stay(), name="members")
+        self._spawn_vital(self.control.run(), name="control")
+        probing = repeat(self._probe, trouble="the metadata cannot be read", pause_s=PROBE_S)
+        self._spawn_vital(probing, name="metadata-probe")
         await self.control.ready()
         self.ready = True
         log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
@@ -248,19 +251,18 @@ class Cluster:
 
     async def _probe(self) -> None:
         """Know whether the metadata store answers."""
-        while True:
-            try:
-                reached = await self._same()
-                if not reached and self.available:
-                    log.critical("the metadata of this cluster are gone: restore etcd")
-            except RetryableError as error:
-                reached = False
-                if self.available:
-                    log.warning("the metadata store is away; this node goes on", error=str(error))
-            if reached and not self.available:
-                log.info("the metadata store is back")
-            self.available = reached
-            await asyncio.sleep(PROBE_S)
+        try:
+            reached = await self._same()
+            if not reached and self.available:
+                log.critical("the metadata of this cluster are gone: restore etcd")
+        except PenstockError as error:
+            reached = False
+            if self.available:
+                log.warning("the metadata store is away; this node goes on", error=str(error))
+        if reached and not self.available:
+            log.info("the metadata store is back")
+        self.available = reached
+        await asyncio.sleep(PROBE_S)
 
 
 async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +270,7 @@ async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 async def until_available(join: Callable[[], Awaitable[None]]) -> None:
+    """For a node that starts: it waits for a store that is away, and ends if it is refused."""
     while True:
         try:
             await join()

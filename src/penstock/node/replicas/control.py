@@ -4,8 +4,8 @@ Two watches, of topics and of partition records, feed one picture. Where it name
 replica, a host is opened; every host hears of each new version of its record. A version that is
 not newer than the one known is left out, wherever it comes from: a watch, or the answer to a swap.
 
-A store that is away takes nothing from this node: the picture stays as it was, hosts go on, and
-what they ask for fails, as it would if somebody else had been faster.
+A store that is away or refuses us takes nothing from this node: the picture stays as it was, hosts
+go on, and what they ask for fails, as it would if somebody else had been faster.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog, TopicNews
 from penstock.cluster.changes import follow
+from penstock.cluster.repeating import repeat
 from penstock.cluster.store import MetadataStore
-from penstock.errors import PenstockError, RetryableError, RevisionConflict
+from penstock.errors import PenstockError, RevisionConflict
 from penstock.model.topic import TopicConfig
 from penstock.node.logs import get_logger
 from penstock.node.replicas.ports import HostPort, Key
@@ -126,7 +127,7 @@ class ClusterControl:
             )
         except RevisionConflict:
             return
-        except RetryableError as error:
+        except PenstockError as error:
             log.warning("no epoch was taken", topic=key[0], partition=key[1], error=error.message)
             return
         log.info("epoch taken", topic=key[0], partition=key[1], epoch=record.epoch)
@@ -141,7 +142,7 @@ class ClusterControl:
             swapped = await self._store.put(
                 record_key(key), encode_record(record), expected_revision=revision
             )
-        except (RevisionConflict, RetryableError) as error:
+        except PenstockError as error:
             log.info("record not changed", topic=key[0], partition=key[1], error=error.message)
             if host is not None:
                 host.on_change_lost()
@@ -164,7 +165,7 @@ class ClusterControl:
         while True:
             try:
                 entry = await self._store.get(record_key(key))
-            except RetryableError as error:
+            except PenstockError as error:
                 log.warning("a replica stays", partition=key[1], error=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -253,22 +254,17 @@ class ClusterControl:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._repeat(self._follow_topics), name="topics-follow")
-            tasks.create_task(self._repeat(self._follow_records), name="records-follow")
+            for name, work in (("topics", self._follow_topics), ("records", self._follow_records)):
+                repeating = repeat(
+                    work, trouble=f"{name} are not followed for now", pause_s=RETRY_S
+                )
+                tasks.create_task(repeating, name=f"{name}-follow")
             tasks.create_task(self._tick(), name="replicas-tick")
 
     async def ready(self) -> None:
         """Until topics and records were read once."""
         for event in self._read.values():
             await event.wait()
-
-    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await work()
-            except RetryableError as error:
-                log.warning("the metadata store is away", error=error.message)
-                await asyncio.sleep(RETRY_S)
 
     async def _follow_topics(self) -> None:
         known = list(self.topics.values())

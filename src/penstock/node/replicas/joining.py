@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.cluster.membership import NodeInfo
+from penstock.cluster.repeating import repeat
 from penstock.cluster.store import LeasingStore
 from penstock.config import Config, host_port
 from penstock.errors import FailedPrecondition, RevisionConflict
@@ -34,6 +35,7 @@ from penstock.replication.nomination import Policy
 from penstock.replication.replica import Role
 
 SETTLE_S_MAX: Final = 10.0
+RETRY_S: Final = 1.0
 log = get_logger(__name__)
 
 
@@ -88,6 +90,7 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
         replication=config.replication,
         connect=connect,
         spawn=engine.spawn,
+        spawn_vital=engine.spawn_vital,
     )
     cluster.serve(EngineLocal(engine))
     engine.around = dataclasses.replace(
@@ -115,8 +118,12 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     await until_available(lambda: _check_identity(engine, cluster.store))
     cluster.uuid = engine.identity.cluster_uuid
     await cluster.start(_info(engine, port=port))
-    engine.spawn(cluster.administration.run(), name="administration")
-    engine.spawn(Returning(cluster, engine.hosts).run(), name="returning")
+    for name, work in (
+        ("administration", cluster.administration.run),
+        ("returning", Returning(cluster, engine.hosts).run),
+    ):
+        trouble = f"{name} failed and begins anew"
+        engine.spawn(repeat(work, trouble=trouble, pause_s=RETRY_S), name=name)
     await until_available(lambda: _remove_deleted(engine, cluster))
     await _settled(engine, cluster)
 

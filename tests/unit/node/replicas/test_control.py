@@ -10,7 +10,7 @@ from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.records import Records
 from penstock.cluster.store import Versioned
-from penstock.errors import Unavailable
+from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.model.topic import TopicConfig
 from penstock.node.replicas import control
 from penstock.node.replicas.control import ClusterControl, Held
@@ -23,9 +23,10 @@ KEY = (1, 0)
 
 
 class Away(EmbeddedStore):
-    """A store that can be away."""
+    """A store that can be away, or answer with a refusal."""
 
     away = False
+    answer: PenstockError = Unavailable("away")
 
     async def get(self, key: str) -> Versioned | None:
         self._check()
@@ -37,7 +38,7 @@ class Away(EmbeddedStore):
 
     def _check(self) -> None:
         if self.away:
-            raise Unavailable("away")
+            raise self.answer
 
 
 class FakeLocal:
@@ -182,9 +183,12 @@ async def test_a_node_that_resigned_takes_nothing_back(scene: Scene) -> None:
     assert (await scene.records.get(*KEY)).epoch == 0
 
 
-async def test_a_store_that_is_away_changes_nothing(scene: Scene) -> None:
+@pytest.mark.parametrize("answer", [Unavailable("away"), FailedPrecondition("refused")])
+async def test_a_store_that_is_away_or_refuses_changes_nothing(
+    scene: Scene, answer: PenstockError
+) -> None:
     await scene.start(OURS)
-    scene.store.away = True
+    scene.store.away, scene.store.answer = True, answer
     scene.control.take_epoch(KEY)
     scene.control.change_record(KEY, THEIRS, scene.control.records[KEY].revision)
     await scene.spawn.done()
@@ -234,7 +238,7 @@ async def test_a_replica_stays_until_the_store_can_be_asked(
     monkeypatch.setattr(control, "RETRY_S", 0.01)
     await scene.start(OURS)
     await scene.moved(THEIRS)
-    scene.store.away = True
+    scene.store.away, scene.store.answer = True, FailedPrecondition("refused")
     scene.control.retire(KEY)
     await asyncio.sleep(0.1)
     assert scene.local.dropped == []
