@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,24 @@ from penstock.model.delta import Delta, Op, PriorityClass, encode
 from penstock.node.flow import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX
 from penstock.node.session import Session
 from penstock.propagation.live_options import LiveOptions
+from penstock.wire import frame
 from penstock.wire.compression import compressed
 from penstock.wire.frame import FrameFlag, FrameType, class_of_flags, flags_of_class
 from penstock.wire.messages import (
     Call,
     Enqueue,
     Enqueued,
+    Extend,
     Grant,
     Hello,
+    OpenLease,
+    OpenLog,
     OpenSubscription,
     Part,
     PutDelta,
+    Return,
     SlowDown,
+    TokenPart,
     pack,
     unpack,
 )
@@ -83,6 +90,73 @@ async def test_frames_of_another_version_are_told_which_one_is_spoken(node: Node
 async def test_the_first_known_codec_is_chosen(node: Node, offered: list[str], chosen: str) -> None:
     async with raw_peer(node.engine) as peer:
         assert (await peer.greet(Hello([1], codecs=offered))).codec == chosen
+
+
+async def test_a_large_frame_waits_for_the_welcome(node: Node) -> None:
+    topic = await node.topic()
+    columns = body([{"payload": bytes(100_000)}])
+    request = pack(Enqueue(topic, [Part(0, 1, len(columns))]))
+    large = b"".join(frame.encode(FrameType.BATCH, 1, request, columns, flags=WANTED))
+    hello = b"".join(frame.encode(FrameType.HEARTBEAT, 0, pack(Hello([1]))))
+    async with raw_peer(node.engine) as peer:
+        peer.write(hello + large)
+        assert "is over 65536" in (await peer.answer(0))["message"]
+        assert await peer.frame() is None
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.write(large)
+        assert (await peer.answer(1, Enqueued)).placed[0].count == 1
+
+
+# --- what is answered ---
+
+
+@pytest.mark.parametrize("flags", [0, WANTED])
+async def test_requests_are_answered_wanted_or_not(node: Node, flags: int) -> None:
+    await node.topic()
+    columns, tokens = body([{"payload": b"x"}]), [TokenPart(0, 1, 1)]
+    enqueue = [pack(Enqueue("jobs", [Part(0, 1, len(columns))])), columns]
+    token = (99).to_bytes(8, "little")
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        for number, (type, payload) in enumerate(
+            [
+                (FrameType.BATCH, enqueue),
+                (FrameType.NACK, [pack(Return("jobs", tokens)), token]),
+                (FrameType.HEARTBEAT, [pack(Extend("jobs", tokens, 1000)), token]),
+                (FrameType.SUBSCRIBE, [pack(Call("topic_list", {}))]),
+                (FrameType.UNSUBSCRIBE, []),
+            ],
+            1,
+        ):
+            peer.send(type, number, *payload, flags=flags)
+            found = await peer.frame()
+            assert found is not None and (found.type, found.sequence) == (FrameType.ACK, number)
+        peer.send(FrameType.HEARTBEAT, 6, flags=flags)
+        found = await peer.frame()
+        assert found is not None and (found.type, found.sequence) == (FrameType.HEARTBEAT, 6)
+
+
+@pytest.mark.parametrize("flags", [0, WANTED])
+async def test_streams_say_where_they_begin_and_why_they_end(node: Node, flags: int) -> None:
+    await node.topic()
+    async with raw_peer(node.engine) as peer:
+        await peer.greet()
+        peer.send(FrameType.SUBSCRIBE, 2, pack(OpenLease("jobs", 2, "worker")), flags=flags)
+        name = (await peer.answer(2))["consumer"]
+        assert re.fullmatch(rf"{node.engine.identity.node}/[0-9a-f]{{8}}/\d+/2/worker", name)
+        peer.send(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0, through=1)), flags=flags)
+        assert await peer.answer(7) == {"from_sequence": 1}
+        kinds = [(await peer.frame() or pytest.fail("it hung up")) for _ in range(2)]
+        assert [(f.type, len(f.payload) > 0) for f in kinds] == [
+            (FrameType.BATCH, True),
+            (FrameType.UNSUBSCRIBE, False),
+        ]
+        peer.send(FrameType.ACK, 2, pack(Grant(1)))  # is not answered
+        await node.forced("topic_delete", "jobs")
+        found = await peer.frame()
+        assert found is not None and (found.type, found.sequence) == (FrameType.UNSUBSCRIBE, 2)
+        assert unpack(found.payload, dict)[0]["message"] == "topic jobs was deleted"
 
 
 # --- compressed frames ---

@@ -1,6 +1,7 @@
 """The bytes printed in docs/wire.md are the bytes that the code makes."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec.inspect import (
+    BoolType,
+    BytesType,
+    DictType,
+    Field,
+    IntType,
+    ListType,
+    NoneType,
+    StrType,
+    StructType,
+    TupleType,
+    Type,
+    UnionType,
+    type_info,
+)
 
 from penstock.errors import InvalidArgument, NotFound
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, decode, seal, verify_chain
@@ -261,6 +277,9 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "open-lease": lambda: frame(
         FrameType.SUBSCRIBE, 2, pack(OpenLease("jobs", 2, "worker")), flags=WANTED
     ),
+    "opened-lease": lambda: frame(
+        FrameType.ACK, 2, pack({"consumer": "node-1/5f0c7a91/4/2/worker"})
+    ),
     "body-delivery": delivery_body,
     "body-delta": delta_body,
     "delivery": frame_delivery,
@@ -280,6 +299,7 @@ VECTORS: dict[str, Callable[[], bytes]] = {
         FrameType.NACK, 6, pack(NotFound("no topic jobs", topic="jobs").to_wire())
     ),
     "open-log": lambda: frame(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0)), flags=WANTED),
+    "opened-log": lambda: frame(FrameType.ACK, 7, pack({"from_sequence": 1})),
     "batch": lambda: batch().encode(),
     "log-slice": frame_slice,
     "open-subscription": frame_open_subscription,
@@ -305,6 +325,11 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "ready": lambda: frame(FrameType.BATCH, 14, pack(Ready()), flags=BATCHED),
     "held": lambda: frame(FrameType.BATCH, 14, pack(Held([ORDER.consumer], [1])), flags=BATCHED),
     "unsubscribe": lambda: frame(FrameType.UNSUBSCRIBE, 7, flags=WANTED),
+    "unsubscribed": lambda: frame(FrameType.ACK, 7, pack({})),
+    "stream-failed": lambda: frame(
+        FrameType.UNSUBSCRIBE, 2, pack(NotFound("topic jobs was deleted").to_wire())
+    ),
+    "stream-complete": lambda: frame(FrameType.UNSUBSCRIBE, 7),
 }
 
 
@@ -347,13 +372,51 @@ def test_the_documented_limits() -> None:
             assert f"| `{name}` | {value} |" in text, name
 
 
-def test_every_message_kind_has_a_vector() -> None:
+KINDS: dict[str, type[msgspec.Struct]] = {
+    name: kind
+    for module in (messages, supply, replication)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    if kind.__module__ == module.__name__ and name != "Message"
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_message_kind_has_a_vector(name: str) -> None:
     tested = inspect.getsource(inspect.getmodule(documented) or msgspec)
-    for module in (messages, supply, replication):
-        for name, kind in vars(module).items():
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                named = kind.__module__ == module.__name__ and name != "Message"
-                assert not named or re.search(rf"\b{name}\(", tested), name
+    assert re.search(rf"\b{name}\(", tested)
+
+
+NAMES = {IntType: "int", BoolType: "bool", StrType: "text", BytesType: "bytes", DictType: "map"}
+
+
+def type_shown(found: Type) -> str:
+    if isinstance(found, UnionType):
+        (other,) = [one for one in found.types if not isinstance(one, NoneType)]
+        return f"{type_shown(other)}?"
+    if isinstance(found, ListType):
+        return f"[{type_shown(found.item_type)}]"
+    if isinstance(found, TupleType):
+        return f"({', '.join(map(type_shown, found.item_types))})"
+    return found.cls.__name__ if isinstance(found, StructType) else NAMES[type(found)]
+
+
+def field_shown(field: Field) -> str:
+    shown = f"{field.name} {type_shown(field.type)}"
+    default = [] if field.default_factory is list else field.default
+    if default is msgspec.NODEFAULT:
+        return shown
+    quoted = default.decode() if isinstance(default, bytes) else default
+    return f"{shown} = {'nil' if quoted is None else json.dumps(quoted)}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_documented_fields(name: str) -> None:
+    kind = type_info(KINDS[name])
+    assert isinstance(kind, StructType)
+    tag = [] if kind.tag is None else [f'"{kind.tag}"']
+    (row,) = re.findall(rf"^\| {name} \| [^|]* \| (.*) \|$", DOC.read_text(), re.MULTILINE)
+    assert row == ", ".join(tag + [field_shown(field) for field in kind.fields])
 
 
 def test_the_documented_batch_is_valid() -> None:
