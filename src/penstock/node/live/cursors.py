@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.cluster.store import MetadataStore
+from penstock.cluster.store import MetadataStore, Versioned
 from penstock.errors import InvalidArgument, PenstockError, RevisionConflict
 from penstock.model.topic import NAME
 from penstock.node.clock import Clock
@@ -61,6 +61,13 @@ class Cursors:
         """Where a cursor stands; from now on this node moves it."""
         entry = await self._store.get(place.key)
         self._revisions[place] = 0 if entry is None else entry.revision
+        return self._latest(place, entry)
+
+    async def look(self, place: Place) -> Cursor | None:
+        """Where a cursor stands, for who does not move it (yet)."""
+        return self._latest(place, await self._store.get(place.key))
+
+    def _latest(self, place: Place, entry: Versioned | None) -> Cursor | None:
         noted = self._noted.get(place)
         if noted is not None:
             return noted

@@ -63,6 +63,7 @@ class Hub:
         self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
         self._noted: dict[Place, int] = {}  # positions of cursors as they were noted last
         self._holders: dict[Place, Subscription] = {}  # who moves a cursor
+        self._opening = 0  # subscriptions of clients that are on their way to be opened
         self._timer: Timer | None = None
         self._ticks = 0
         self.closed = False
@@ -90,13 +91,27 @@ class Hub:
         key_id: str | None = None,
     ) -> Subscription:
         """Nothing is sent before this returns to who awaits it."""
-        if self.subscribers >= self.options.subscriptions_max:
-            limit = self.options.subscriptions_max
+        limit = self.options.subscriptions_max
+        if self.subscribers + self._opening >= limit:
             raise LimitExceeded(
                 f"topic {self.topic.config.name} has {limit} subscriptions", limit=limit
             )
+        self._opening += 1
+        try:
+            return await self.open(
+                index,
+                self._terms(request),
+                start=request.start,
+                at=request.at,
+                emit=lambda live: _sender(live, send),
+                fail=fail,
+            )
+        finally:
+            self._opening -= 1
+
+    def _terms(self, request: OpenSubscription) -> Terms:
         options = self.options
-        terms = Terms(
+        return Terms(
             name=request.cursor or f"subscriber-{next(_numbers)}",
             routes=tuple(Route.parse(text) for text in request.routes),
             cursor=request.cursor,
@@ -112,14 +127,6 @@ class Hub:
             ageing_ms=options.ageing_ms,
             rate_min=options.rate_min,
             rate_max=options.rate_max,
-        )
-        return await self.open(
-            index,
-            terms,
-            start=request.start,
-            at=request.at,
-            emit=lambda live: _sender(live, send),
-            fail=fail,
         )
 
     async def open(
@@ -139,11 +146,17 @@ class Hub:
         committed = self.topic.here(index).sequence_readable
         live = await self.activated(index)
         place = Place(self.topic.config.id, terms.cursor, index)
-        self._take_over(place)
-        stored = await self.cursors.get(place) if terms.cursor else None
-        if held is not None and stored is not None and held < stored.position:
-            stored = Cursor(held, stored.time_ms)
-        first = await position_of(live, start=start, at=at, stored=stored, committed=committed)
+
+        async def first_of(stored: Cursor | None) -> int:
+            if held is not None and stored is not None and held < stored.position:
+                stored = Cursor(held, stored.time_ms)
+            return await position_of(live, start=start, at=at, stored=stored, committed=committed)
+
+        if (holder := self._holders.get(place)) is not None:
+            self._note(place, holder)
+            await first_of(await self.cursors.look(place))  # who is refused leaves it alone
+            self._take_over(place)
+        first = await first_of(await self.cursors.get(place) if terms.cursor else None)
         if live.closed or self.closed:
             raise Unavailable(f"partition {index} of {self.topic.config.name} moved")
         self._take_over(place)  # from who came at the same time
@@ -161,7 +174,7 @@ class Hub:
 
     def _take_over(self, place: Place) -> None:
         """A cursor has one user: the newest."""
-        holder = self._holders.get(place) if place.name else None
+        holder = self._holders.get(place)
         if holder is not None:
             holder.fail(
                 FailedPrecondition(f"cursor {place.name} was taken over by another subscriber")

@@ -9,6 +9,7 @@ import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
     TOPIC,
+    Reader,
     corpus,
     delta_topic,
     expected,
@@ -19,7 +20,7 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.config import Config
-from penstock.errors import LimitExceeded, Unavailable, WrongEpoch
+from penstock.errors import InvalidArgument, LimitExceeded, Unavailable, WrongEpoch
 from penstock.propagation.live_options import LiveOptions
 
 
@@ -80,6 +81,26 @@ async def test_a_topic_has_so_many_subscriptions(tmp_path: Path) -> None:
     with pytest.raises(LimitExceeded):
         await subscribe(node)
     first.opened.close()
+    await subscribe(node)
+    await node.stop()
+
+
+async def test_those_who_come_together_are_counted_too(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    node = Node(path, Config(data=path, drain_s=5.0, live=LiveOptions(subscriptions_max=2)))
+    await node.start()
+    await delta_topic(node)
+    await put(node, payloads_of(corpus(500)))
+    asking = (subscribe(node) for _ in range(8))
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    readers = [one for one in found if isinstance(one, Reader)]
+    assert len(readers) == 2
+    assert all(isinstance(one, LimitExceeded) for one in found if one not in readers)
+    for reader in readers:
+        reader.opened.close()
+    for _ in range(3):  # who is refused for something else takes no place
+        with pytest.raises(InvalidArgument):
+            await subscribe(node, start="then")
     await subscribe(node)
     await node.stop()
 

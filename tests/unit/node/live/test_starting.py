@@ -27,6 +27,18 @@ async def filled(node: Node, deltas: int = 200) -> None:
     await put(node, payloads_of(some, deltas // 2), size=20)
 
 
+async def cut(node: Node) -> int:
+    """Let retention drop the beginning of the log; where it begins now."""
+    await node.advance(10)
+    for _ in range(2):
+        await node.call("snapshot", topic=TOPIC)
+    topic = node.engine.topic(TOPIC)
+    await retain(topic, topic.here(0), node.clock.now_ms())
+    first = topic.here(0).log.sequence_first
+    assert first > 5
+    return first
+
+
 @pytest.mark.parametrize("first", [1, 2, 57, 130, 201])
 async def test_from_a_sequence(node: Node, first: int) -> None:
     await filled(node)
@@ -99,6 +111,25 @@ async def test_a_cursor_moves_by_what_was_acknowledged_alone(node: Node) -> None
     await until(lambda: second.rows == expected(node, first=position + 1))
 
 
+async def test_who_is_refused_leaves_the_cursor_to_its_holder(small_node: Node) -> None:
+    node, some = small_node, corpus(1600)
+    await delta_topic(node, retention_ms=1000)
+    holder = await subscribe(node, cursor="me")
+    await put(node, payloads_of(some, 0, 1500))
+    wanted = len(expected(node))
+    await until(lambda: len(holder.rows) == wanted)
+    await cut(node)
+    with pytest.raises(NotFound, match="is gone"):
+        await subscribe(node, cursor="me", start="sequence", at=5)
+    assert holder.failed is None
+    await put(node, payloads_of(some, 1500))
+    await until(lambda: len(holder.rows) > wanted)
+    handled = holder.opened.acknowledged
+    second = await subscribe(node, cursor="me", start="cursor")
+    assert isinstance(holder.failed, FailedPrecondition)
+    assert second.opened.opened["position"] >= handled
+
+
 async def test_an_unknown_cursor_begins_now(node: Node) -> None:
     await put(node, payloads_of(corpus(50)))
     reader = await subscribe(node, start="cursor", cursor="new")
@@ -113,13 +144,8 @@ async def test_what_retention_has_dropped_is_refused(small_node: Node) -> None:
     stalled = await subscribe(node, credit_entries=5, stalled=True)
     await put(node, payloads_of(corpus(1500)))
     wanted = expected(node)
-    await node.advance(10)
-    for _ in range(2):
-        await node.call("snapshot", topic=TOPIC)
+    first = await cut(node)
     topic = node.engine.topic(TOPIC)
-    await retain(topic, topic.here(0), node.clock.now_ms())
-    first = topic.here(0).log.sequence_first
-    assert first > 5
     with pytest.raises(NotFound, match="is gone") as refused:
         await subscribe(node, start="sequence", at=5)
     assert refused.value.details["sequence_first"] >= first
