@@ -19,6 +19,7 @@ from penstock.client.client import Client
 from penstock.client.deltas import Deltas
 from penstock.config import Config
 from penstock.node.engine import Engine
+from penstock.server import sse
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
@@ -201,6 +202,16 @@ async def test_a_wrong_question_is_refused(
 ) -> None:
     answer = await site.http.get(path)
     assert (answer.status_code, answer.json().get("field")) == (status, field)
+
+
+async def test_what_takes_longer_to_open_has_its_head_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "REFUSED_S", 0.0)
+    assert await site.first_id("from_sequence=1") == "0:0,1:0"
+    async with site.events("cursor=sink-memory") as events:
+        end = await anext(events)
+    assert (end["event"], end.document["field"]) == ("end", "cursor")
 
 
 async def test_a_gateway_that_stops_ends_its_streams(tmp_path: Path) -> None:
