@@ -8,6 +8,7 @@ from penstock.node.partition import Partition
 from penstock.node.replica_metrics import FollowerReading, ReplicaReading
 from penstock.node.replicas.host import Host
 from penstock.node.topic import Topic
+from penstock.replication.coordinator import Coordinator
 
 
 def node_reading(engine: Engine) -> NodeReading:
@@ -69,15 +70,19 @@ def replica_reading(host: Host) -> ReplicaReading:
         sequence_committed=host.committed,
         sequence_last=host.log.sequence_last,
         sequence_applied=host.heap.sequence_applied,
-        followers=()
-        if replica.coordinator is None
-        else tuple(
-            FollowerReading(
-                node=sender.node,
-                lag=sender.lag(replica.log),
-                credit=sender.credit.share,
-                lagging=sender.lagging,
-            )
-            for sender in replica.coordinator.senders.values()
-        ),
+        followers=() if replica.coordinator is None else _followers(replica.coordinator),
+    )
+
+
+def _followers(coordinator: Coordinator) -> tuple[FollowerReading, ...]:
+    """Every other member: one that is away is what an alert is for."""
+    return tuple(
+        FollowerReading(
+            node=standing.node,
+            lag=standing.lag,
+            credit=standing.credit_share,
+            lagging=standing.lagging,
+            learner=not coordinator.record.is_voter(standing.node),
+        )
+        for standing in coordinator.standings()
     )

@@ -9,12 +9,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 
 class FollowerReading(NamedTuple):
-    """The stream to one follower, as its coordinator sees it."""
+    """One follower, as its coordinator sees it, whether a stream to it is open or not."""
 
     node: str
     lag: int = 0  # entries that it does not hold durably
-    credit: float = 1.0  # left, as a share of its window
+    credit: float = 1.0  # left, as a share of its window; 0: none, or no stream to it
     lagging: bool = False
+    learner: bool = False
 
 
 class ReplicaReading(NamedTuple):
@@ -42,6 +43,7 @@ _FOLLOWER_GAUGES: Final = (
     ("penstock_follower_lag_entries", "Entries that a follower does not hold yet.", "lag"),
     ("penstock_follower_credit_ratio", "Credit left to a follower, of its window.", "credit"),
     ("penstock_follower_lagging", "1: without credit for longer than allowed.", "lagging"),
+    ("penstock_follower_learner", "1: it copies, and does not count.", "learner"),
 )
 
 

@@ -35,6 +35,7 @@ from penstock.replication.facts import LogFacts
 from penstock.replication.messages import Ack, Append, Follow
 from penstock.replication.options import ReplicationOptions
 from penstock.replication.sender import Sender, Window, answer
+from penstock.replication.standing import Absences, Standing
 
 BACKPRESSURE_RETRY_S = 0.1
 
@@ -73,6 +74,7 @@ class Coordinator:
         self.sequence_committed = committed
         self.sequence_barrier = log.last + 1  # commits only from here upward
         self.senders: dict[str, Sender] = {}
+        self._absences = Absences()  # of members that have no sender, or are not heard yet
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
         self._quorum_ms = now  # when a quorum was alive last
@@ -97,7 +99,8 @@ class Coordinator:
             return []  # of a stream that is closed
         if sender.uuid != ack.uuid:
             return []  # of a disk that is gone
-        effects: Effects = [Warn(ack.node, what) for what in sender.on_ack(ack, now)]
+        warnings = self._absences.on_heard(ack.node) + sender.on_ack(ack, now)
+        effects: Effects = [Warn(ack.node, what) for what in warnings]
         return effects + self._advance() + self._next_change()
 
     def _advance(self) -> Effects:
@@ -139,15 +142,33 @@ class Coordinator:
         reply = answer(
             follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
         )
-        self.senders.pop(follow.node, None)
-        if not reply.reseed:
+        self._close(follow.node)
+        if reply.reseed:
+            self._absences.on_started_over(follow.node)
+        else:
             self.senders[follow.node] = Sender(follow, matched=reply.matched, now=now)
         return [Send(follow.node, reply)]
 
     def on_follower_lost(self, node: str, stream: int) -> None:
         sender = self.senders.get(node)
         if sender is not None and sender.stream == stream:
-            del self.senders[node]
+            self._close(node)
+
+    def _close(self, node: str) -> None:
+        sender = self.senders.pop(node, None)
+        if sender is not None:
+            self._absences.on_lost(sender)
+
+    def standings(self) -> list[Standing]:
+        """Every other member, streamed to or not."""
+        return [
+            self._absences.standing(node, self.senders.get(node), last=self._log.last)
+            for node in self._others
+        ]
+
+    @property
+    def _others(self) -> list[str]:
+        return [node for node in self.record.members if node != self.node]
 
     def may_send(self, node: str) -> Window | None:
         sender = self.senders.get(node)
@@ -174,7 +195,8 @@ class Coordinator:
             return []
         effects: Effects = []
         for node in [n for n, s in self.senders.items() if s.next < self._log.first]:
-            del self.senders[node]  # compaction has passed it: hearing nothing, it will ask again
+            self._close(node)  # compaction has passed it: hearing nothing, it will ask again
+        effects += self._absent(now)
         for node, sender in self.senders.items():
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:
@@ -183,6 +205,12 @@ class Coordinator:
         if self.record.majority(self._reachable(now)):
             self._quorum_ms = now
         return effects + self._next_change()
+
+    def _absent(self, now: int) -> Effects:
+        lagging = self._absences.on_tick(
+            self._others, self.senders, lagging_ms=self._options.lagging_ms, now=now
+        )
+        return [Warn(node, "lagging") for node in lagging]
 
     def writable(self, now: int) -> PenstockError | None:
         """Why a write cannot be taken now; None if it can."""

@@ -15,6 +15,7 @@ PARTITIONS = 4
 CREDIT_ENTRIES = 20
 OPTIONS = {
     "cluster.lease_s": 60,  # who is stopped for a while stays a member, and is seen to lag
+    "limits.idle_s": 3,
     "replication.credit_entries": CREDIT_ENTRIES,
     "replication.lagging_ms": 1000,
 }
@@ -68,6 +69,26 @@ async def test_a_lagging_follower_is_shown_and_taken_out(cluster: Asking) -> Non
     cluster.processes.resume(slow)
     await cluster.processes.wait_ready()
     assert len(await cluster.payloads("lagging")) == CREDIT_ENTRIES + 2
+
+
+async def test_a_hung_follower_lags_when_its_stream_is_closed(cluster: Asking) -> None:
+    await cluster.create("hung")
+    coordinator, _, hung = await cluster.until(lambda: _preferred(cluster, "hung"))
+    await cluster.has_all("hung", hung)
+    cluster.processes.pause(hung)
+    await cluster.put("hung", b"which uses up no credit", at=coordinator)
+
+    async def lost() -> dict[str, Any] | None:
+        found = await cluster.partition("hung", at=coordinator)
+        [follower] = [f for f in found["followers"] if f["node"] == hung]
+        return None if follower["connected"] or not follower["lagging"] else follower
+
+    follower = await cluster.until(lost)
+    assert (follower["lag"], follower["credits"]) == (1, 0) and follower["sequence"] > 0
+    cluster.processes.resume(hung)
+    await cluster.has_all("hung", hung)
+    assert not any(f["lagging"] for f in (await cluster.partition("hung"))["followers"])
+    await cluster.destroy("topic_delete", "hung")
 
 
 async def test_a_fourth_node_is_given_its_share_and_gives_it_back(cluster: Asking) -> None:

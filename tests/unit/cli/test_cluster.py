@@ -66,11 +66,12 @@ def test_the_drawing_shows_who_coordinates_and_who_follows() -> None:
 
 def test_a_slow_a_lost_and_a_learning_replica_look_different() -> None:
     slow = part(0, followers=[follower("n2", lag=900, credits=150), follower("n3")])
-    lost = part(1, followers=[follower("n2"), follower("n3", connected=False, lag=None)])
+    lost = part(1, followers=[follower("n2"), follower("n3", connected=False, lag=70, credits=0)])
     learning = part(2, voters=["n1", "n2"], learners=["n3"], target=["n1", "n3"])
     text = drawn(view_of(status(slow, lost, learning)))
     assert row_of(text, 0)[1:4] == ["★", "◐", "●"] and "15%" in text
     assert row_of(text, 1)[1:4] == ["★", "●", "○"]
+    assert row_of(text, 1)[-3] == "70" and row_of(text, 1)[-1] == "0%"
     assert row_of(text, 2)[1:4] == ["★", "●", "◇"] and "→ n1 n3" in text
     assert "on the move: 1 of 3 partitions" in text
 

@@ -30,6 +30,7 @@ def test_a_coordinator_shows_each_of_its_followers() -> None:
     assert 'penstock_follower_lag_entries{follower="b",partition="0",topic="jobs"} 12.0' in text
     assert 'penstock_follower_credit_ratio{follower="b",partition="0",topic="jobs"} 0.25' in text
     assert 'penstock_follower_lagging{follower="b",partition="0",topic="jobs"} 1.0' in text
+    assert 'penstock_follower_learner{follower="b",partition="0",topic="jobs"} 0.0' in text
 
 
 def test_alerts_speak_of_metrics_that_are_documented() -> None:
@@ -38,3 +39,9 @@ def test_alerts_speak_of_metrics_that_are_documented() -> None:
     )
     used = set(re.findall(r"penstock_\w+", (ROOT / "deploy/alerts.yml").read_text()))
     assert len(used) > 5 and used <= documented
+
+
+def test_alerts_about_followers_leave_out_who_only_learns() -> None:
+    rules = re.findall(r"expr: (.*penstock_follower_.*)", (ROOT / "deploy/alerts.yml").read_text())
+    assert len(rules) == 3
+    assert all(rule.endswith(" unless penstock_follower_learner == 1") for rule in rules)

@@ -165,10 +165,10 @@ def _lag(part: dict[str, Any]) -> Text:
 
 
 def _credits(part: dict[str, Any]) -> Text:
-    """The bar of the follower with the least credit, in entries or bytes."""
+    """The bar of the follower with the least credit, in entries or bytes. Who is away has none."""
     from rich.text import Text
 
-    left = [_share(follower) for follower in part["followers"] if follower["connected"]]
+    left = [_share(follower) for follower in part["followers"]]
     if not left:
         return Text("–", style="dim")
     share = min(left)

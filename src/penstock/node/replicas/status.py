@@ -11,7 +11,7 @@ from penstock.node.replicas.cluster import Cluster
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.ports import Key
 from penstock.node.topic import Topic
-from penstock.replication.coordinator import Coordinator
+from penstock.replication.standing import Standing
 
 UNKNOWN: Final[dict[str, Any]] = {
     "sequence_last": None, "sequence_committed": None, "followers": [],
@@ -158,34 +158,26 @@ def coordinated(engine: Engine) -> list[dict[str, Any]]:
             "partition": key[1],
             "sequence_last": host.log.sequence_last,
             "sequence_committed": host.committed,
-            "followers": _followers(host, host.replica.coordinator),
+            "followers": [_follower(found) for found in host.replica.coordinator.standings()],
         }
         for key, host in engine.hosts.items()
         if host.partition is not None and host.replica.coordinator is not None
     ]
 
 
-def _followers(host: Host, coordinator: Coordinator) -> list[dict[str, Any]]:
-    followers = []
-    for node in coordinator.record.members:
-        if node == coordinator.node:
-            continue
-        sender = coordinator.senders.get(node)
-        credit = sender.credit if sender else None
-        followers.append(
-            {
-                "node": node,
-                "connected": sender is not None,
-                "sequence": sender.durable if sender else None,
-                "lag": sender.lag(host.replica.log) if sender else None,
-                "lagging": sender is not None and sender.lagging,
-                "credits": credit.entries if credit else 0,
-                "credits_max": credit.entries_window if credit else 0,
-                "credit_bytes": credit.bytes if credit else 0,
-                "credit_bytes_max": credit.bytes_window if credit else 0,
-            }
-        )
-    return followers
+def _follower(standing: Standing) -> dict[str, Any]:
+    credit = standing.credit
+    return {
+        "node": standing.node,
+        "connected": credit is not None,
+        "sequence": standing.durable,
+        "lag": standing.lag,
+        "lagging": standing.lagging,
+        "credits": credit.entries if credit else 0,
+        "credits_max": credit.entries_window if credit else 0,
+        "credit_bytes": credit.bytes if credit else 0,
+        "credit_bytes_max": credit.bytes_window if credit else 0,
+    }
 
 
 def caught_up(host: Host, node: str) -> bool:
