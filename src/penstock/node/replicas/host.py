@@ -47,6 +47,8 @@ from penstock.replication.messages import (
 from penstock.replication.replica import Replica, Role
 
 log = get_logger(__name__)
+CREDIT_TOLD_MS: Final = 60_000  # between two warnings in the log of one follower's credit
+_OF_CREDIT: Final = ("credit_low", "credit_exhausted")
 
 
 class Host:
@@ -92,6 +94,7 @@ class Host:
         )  # fmt: skip
         self.replayed = opened.replayed.batches
         self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
+        self._credit_told_ms: dict[tuple[str, str], int] = {}  # (follower, what) -> when
         self.halted = ""  # why nothing is done any more
         self.closed = False
 
@@ -336,9 +339,19 @@ class Host:
 
     def _warn(self, effect: do.Warn) -> None:
         self.around.metrics.stream_warned(self.topic.config.name, effect.what)
-        # Credit that runs low is counted; large batches use it up each time and mean nothing by it.
-        level = {"lagging": log.warning, "resumed": log.info}.get(effect.what, log.debug)
+        level = log.info if effect.what == "resumed" else log.warning
+        if effect.what in _OF_CREDIT and not self._credit_is_news(effect):
+            level = log.debug
         self._tell(level, "a follower's stream", follower=effect.node, what=effect.what)
+
+    def _credit_is_news(self, effect: do.Warn) -> bool:
+        """Large batches use credit up each time and mean nothing by it: all are counted, and one
+        line in a while is enough."""
+        about, now = (effect.node, effect.what), self._now
+        if now < self._credit_told_ms.get(about, now - CREDIT_TOLD_MS) + CREDIT_TOLD_MS:
+            return False
+        self._credit_told_ms[about] = now
+        return True
 
 
 _HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -183,6 +184,32 @@ async def test_a_slow_follower_costs_its_window_and_delays_nobody(tmp_path: Path
     assert leader.replica.coordinator.senders["c"].credit.exhausted
     cluster.speed_up()
     await cluster.at_rest()
+    await cluster.stop()
+
+
+async def test_credit_that_runs_out_is_a_warning_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.node.replicas.host.CREDIT_TOLD_MS", 5000)
+    cluster = Cluster(tmp_path, credit=(10, 8 << 20))
+    await cluster.start()
+    leader = await cluster.serving()
+    await cluster.at_rest()
+
+    async def use_up() -> list[str]:
+        caplog.clear()
+        for _ in range(3):
+            await put(leader, [b"small"] * 20)  # more than the window
+            await cluster.at_rest()
+        lines = [r.msg for r in caplog.records if r.levelno == logging.WARNING]
+        return sorted(f"{line['follower']} {line['what']}" for line in lines)
+
+    each = ["b credit_exhausted", "b credit_low", "c credit_exhausted", "c credit_low"]
+    assert await use_up() == each
+    assert await use_up() == []
+    later = cluster.now_ms + 5000
+    await cluster.until(lambda: cluster.now_ms >= later)
+    assert await use_up() == each
     await cluster.stop()
 
 
