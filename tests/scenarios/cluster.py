@@ -114,6 +114,7 @@ class Cluster:
         self.options = ReplicationOptions()
         self.history: dict[int, Batch] = {}  # what was committed, by last sequence
         self.metadata = True  # the metadata store answers
+        self.doubted: dict[str, int] = {}  # node -> up to where it has answered *unknown*
 
     # --- nodes ---
 
@@ -223,6 +224,11 @@ class Cluster:
                 self.say(f"{node} forgets all after {effect.sequence}")
             case fx.BeganServing():
                 self.say(f"{node} serves epoch {effect.epoch}")
+            case fx.AnswerUnknown():
+                last = self.disks[node].last
+                if self.doubted.get(node) != last:
+                    self.doubted[node] = last
+                    self.say(f"{node} answers up to {last}: unknown")
             case fx.SteppedDown():
                 self.say(f"{node} steps down from epoch {effect.epoch}")
             case fx.Halt():

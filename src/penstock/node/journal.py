@@ -3,7 +3,8 @@
 *Apply at append, answer at commit.* A batch changes the heap in the same step in which it is staged
 to the log, so the next command sees it; whoever waits is called back only when the coordinator says
 that the batch is committed. When the tenure ends before that, what waits is told that its outcome
-is unknown: the next coordinator may have the batch or not.
+is unknown: the next coordinator may have the batch or not. The same is told when no quorum is heard
+for long; the batch stays then, and may be committed yet.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class Journal:
         # Ascending sequences; each with whom to call if it commits, and if that is unknown.
         self._waiting: deque[tuple[int, Answer, Refuse | None]] = deque()
         self._unobserved: deque[tuple[int, Applied, str]] = deque()  # the same, of all batches
-        self._futures: set[asyncio.Future[None]] = set()  # of `committed`, not done yet
         self.failed: Unavailable | None = None  # nothing is taken or acknowledged any more
         self.resigning = False  # what is under way is finished, nothing else begun
         self.live: Listener | None = None  # the fold of a delta topic, while somebody subscribes
@@ -138,7 +138,7 @@ class Journal:
         self, sequence: int, callback: Answer, *, unknown: Refuse | None = None
     ) -> None:
         """Call back once everything up to `sequence` is committed (at once if it is), or call
-        `unknown` if the tenure ends first."""
+        `unknown` if the tenure ends first, or no quorum is heard for long."""
         if sequence <= self.coordinator.sequence_committed:
             callback()
             return
@@ -152,9 +152,16 @@ class Journal:
         if self.failed is not None:
             future.set_exception(self.failed)
             return future
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
-        self.when_committed(sequence, lambda: None if future.done() else future.set_result(None))
+
+        def done() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def unknown(error: PenstockError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        self.when_committed(sequence, done, unknown=unknown)
         return future
 
     def observe_at(self, sequence: int, applied: Applied) -> None:
@@ -180,19 +187,23 @@ class Journal:
         while waiting and waiting[0][0] <= sequence:
             self._call(waiting.popleft()[1])
 
+    def doubt(self, error: Unavailable) -> int:
+        """Whoever can be told that an outcome is unknown gets `error`; returns how many. The
+        batches stay, and with them what is to be done for nobody in particular at their commit."""
+        told = [unknown for _, _, unknown in self._waiting if unknown is not None]
+        self._waiting = deque(waiter for waiter in self._waiting if waiter[2] is None)
+        for unknown in told:
+            self._call(lambda refuse=unknown: refuse(error))  # type: ignore[misc]
+        return len(told)
+
     def end(self, error: Unavailable) -> None:
         """Nothing is acknowledged from here on; who waits gets `error`."""
         if self.failed is not None:
             return
         self.failed = error
-        waiting, self._waiting = self._waiting, deque()
         self._unobserved.clear()
-        for _, _, unknown in waiting:
-            if unknown is not None:
-                self._call(lambda refuse=unknown: refuse(error))  # type: ignore[misc]
-        for future in list(self._futures):
-            if not future.done():
-                future.set_exception(error)
+        self.doubt(error)
+        self._waiting.clear()
         self.wake()
 
     def _call(self, callback: Answer) -> None:

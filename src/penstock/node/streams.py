@@ -58,7 +58,8 @@ class LeaseStream:
     ) -> None:
         self.consumer, self.window, self.batch_max = consumer, window, batch_max
         self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
-        self.fail = fail  # told when leased messages cannot be read
+        # Told when what was leased does not come: it cannot be read, or may not be leased at all.
+        self.fail = fail
         self.changed: Callable[[], None] | None = None  # told when less is out, or `away` is other
         self.out = 0
         self.away = 0  # the same, of messages that other nodes have leased to it

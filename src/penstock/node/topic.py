@@ -131,6 +131,19 @@ class Topic:
         self._dispatching.rounds.renew()
         self.wake()
 
+    def doubt(self, partition: Partition, error: PenstockError) -> int:
+        """Nobody knows whether a partition's last leases will be: pops, which are counted, do not
+        wait for them. Streams do, and get them should they be committed."""
+        pops = [
+            stream
+            for stream in self._dispatching.streams.values()
+            if stream.fail is not None and partition.leased_to(stream.consumer)
+        ]
+        for stream in pops:
+            assert stream.fail is not None
+            stream.fail(error)
+        return len(pops)
+
     def _recount(self) -> None:
         """Partitions came or went, and with them leases of consumers here and elsewhere."""
         for stream in self._dispatching.streams.values():

@@ -7,6 +7,8 @@ Rules that hold at every step:
 - An entry is committed when a quorum of the record holds it durably *and* it belongs to the
   coordinator's own epoch; entries of earlier epochs commit beneath it.
 - The commit watermark never goes back.
+- Without a quorum nothing is taken, and whoever waits is soon told that the outcome is *unknown*;
+  the epoch and the entries are kept, since nobody may be able to take over.
 - Only a replica whose disk is the one the record names counts. Another disk under a voter's name is
   served as a learner until it has caught up and the record names it.
 
@@ -16,6 +18,7 @@ A single node is a cluster of one: its quorum is one, and its own `durable` repo
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 import msgspec
 
@@ -23,6 +26,7 @@ from penstock.errors import Backpressure, PenstockError, QuorumUnavailable
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.effects import (
+    AnswerUnknown,
     BeganServing,
     ChangeRecord,
     Commit,
@@ -38,6 +42,7 @@ from penstock.replication.sender import Sender, Window, answer
 from penstock.replication.standing import Absences, Standing
 
 BACKPRESSURE_RETRY_S = 0.1
+UNHEARD_SILENCES: Final = 2  # that a quorum counts as gone before those who wait are told
 
 
 class State(Enum):
@@ -64,7 +69,6 @@ class Coordinator:
         log: LogFacts,
         committed: int,
         options: ReplicationOptions,
-        now: int,
     ) -> None:
         self.node, self.uuid = node, uuid
         self.record, self.revision = record, revision
@@ -77,7 +81,7 @@ class Coordinator:
         self._absences = Absences()  # of members that have no sender, or are not heard yet
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
-        self._quorum_ms = now  # when a quorum was alive last
+        self._unheard_ms: int | None = None  # since when no quorum is alive
 
     @property
     def serving(self) -> bool:
@@ -202,9 +206,19 @@ class Coordinator:
             if now - sender.sent_ms >= self._options.heartbeat_ms:
                 sender.sent_ms = now
                 effects.append(Send(node, self.append(node)))
+        return effects + self._listen(now) + self._next_change()
+
+    def _listen(self, now: int) -> Effects:
+        """Whether a quorum is there, by the ticks that we have seen: a node that slept has not
+        listened, and hears first."""
         if self.record.majority(self._reachable(now)):
-            self._quorum_ms = now
-        return effects + self._next_change()
+            self._unheard_ms = None
+            return []
+        if self._unheard_ms is None:
+            self._unheard_ms = now
+        waiting = self.serving and self.sequence_committed < self._log.last
+        unheard = now - self._unheard_ms >= UNHEARD_SILENCES * self._options.silence_ms
+        return [AnswerUnknown()] if waiting and unheard else []
 
     def _absent(self, now: int) -> Effects:
         lagging = self._absences.on_tick(

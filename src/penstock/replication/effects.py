@@ -93,6 +93,12 @@ class SteppedDown(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class AnswerUnknown(msgspec.Struct, frozen=True):
+    """No quorum has been heard for long: whoever waits for a commit is told that the outcome is
+    *unknown*. Nothing is given up by that: we keep the epoch, and the entries commit should a
+    quorum come back. Said with every tick meanwhile, for those who began to wait since."""
+
+
 class ChangeRecord(msgspec.Struct, frozen=True):
     """Swap the partition's record for this one, if it still has the revision that we know."""
 
@@ -119,7 +125,8 @@ class Halt(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    AppendBarrier | BeganServing | ChangeRecord | CloseStream | Commit | Halt | OpenStream | Persist
-    | Reseed | Retire | Send | SteppedDown | TakeEpoch | Truncate | Warn | Write
+    AnswerUnknown | AppendBarrier | BeganServing | ChangeRecord | CloseStream | Commit | Halt
+    | OpenStream | Persist | Reseed | Retire | Send | SteppedDown | TakeEpoch | Truncate | Warn
+    | Write
 )  # fmt: skip
 Effects = list[Effect]

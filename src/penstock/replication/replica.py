@@ -134,7 +134,6 @@ class Replica(Holding):
             log=self.log,
             committed=self._committed,
             options=self.options,
-            now=now,
         )
         return [*effects, AppendBarrier(self.epoch)]
 

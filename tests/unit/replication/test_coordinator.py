@@ -7,7 +7,14 @@ from tests.unit.replication.parts import disk, facts, only, record, sent
 from penstock.errors import Backpressure, QuorumUnavailable
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator, State
-from penstock.replication.effects import BeganServing, ChangeRecord, Commit, Effects, SteppedDown
+from penstock.replication.effects import (
+    AnswerUnknown,
+    BeganServing,
+    ChangeRecord,
+    Commit,
+    Effects,
+    SteppedDown,
+)
 from penstock.replication.messages import Ack, Append, Follow
 from penstock.replication.options import ReplicationOptions
 
@@ -19,7 +26,7 @@ def coordinator(*epochs: int, of: PartitionRecord | None = None, durable: int = 
     log = facts(*epochs, durable=durable)
     machine = Coordinator(
         "a", uuid=disk("a"), record=of or record(2), revision=1, log=log, committed=0,
-        options=OPTIONS, now=0,
+        options=OPTIONS,
     )  # fmt: skip
     log.extend(epoch=2, last=len(epochs) + 1)
     return machine
@@ -163,6 +170,39 @@ def test_without_a_live_majority_writes_are_refused() -> None:
     machine = serving()
     assert machine.writable(100) is None
     assert isinstance(machine.writable(101), QuorumUnavailable)
+
+
+def unheard(machine: Coordinator, *, from_ms: int, to_ms: int) -> list[int]:
+    """The ticks, one in 50 ms, with which a coordinator has those who wait told."""
+    ticks = range(from_ms, to_ms + 1, 50)
+    return [now for now in ticks if only(AnswerUnknown, machine.on_tick(now))]
+
+
+def test_who_waits_without_a_quorum_is_told_after_a_while_that_nobody_knows() -> None:
+    machine = serving()
+    machine._log.extend(epoch=2, last=2)
+    assert unheard(machine, from_ms=50, to_ms=400) == [350, 400]
+    assert machine.state is State.SERVING
+    sync(machine)
+    assert only(Commit, hold(machine, "b", 2)) == [Commit(2)]
+
+
+def test_nobody_is_told_who_does_not_wait() -> None:
+    assert unheard(serving(), from_ms=50, to_ms=1000) == []
+
+
+def test_a_quorum_that_is_heard_again_ends_the_doubt() -> None:
+    machine = serving()
+    machine._log.extend(epoch=2, last=2)
+    assert unheard(machine, from_ms=50, to_ms=350) == [350]
+    machine.senders["b"].heard_ms = 380
+    assert unheard(machine, from_ms=400, to_ms=650) == []
+
+
+def test_a_coordinator_that_slept_listens_first() -> None:
+    machine = serving()
+    machine._log.extend(epoch=2, last=2)
+    assert unheard(machine, from_ms=9000, to_ms=9150) == []
 
 
 def test_one_without_credit_is_no_reason_to_wait_but_a_majority_is() -> None:

@@ -16,7 +16,7 @@ def coordinator(of: PartitionRecord | None = None) -> Coordinator:
     log = facts(*[2] * LAST, durable=LAST)
     return Coordinator(
         "a", uuid=disk("a"), record=of or record(2), revision=1, log=log, committed=0,
-        options=OPTIONS, now=0,
+        options=OPTIONS,
     )  # fmt: skip
 
 

@@ -363,6 +363,7 @@ _HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
     Probed: Replica.on_probed,
 }
 _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
+    do.AnswerUnknown: lambda host, effect: host.tenure.doubt(),
     do.AppendBarrier: lambda host, effect: host.tenure.begin(effect.epoch),
     do.BeganServing: lambda host, effect: host.tenure.serve(effect.epoch),
     do.ChangeRecord: lambda host, effect: host.around.control.change_record(

@@ -167,6 +167,21 @@ class Tenure:
         self._journal.on_commit(sequence)
         return True
 
+    def doubt(self) -> None:
+        """No quorum is heard: nobody is kept waiting for a commit that may never come. The tenure
+        goes on, and what is staged commits should a quorum come back."""
+        partition = self.partition
+        if partition is None:
+            return
+        name = self._topic.config.name
+        error = Unavailable(
+            f"partition {self._index} of {name} hears no quorum; the outcome is unknown",
+            partition=self._index,
+        )
+        told = partition.journal.doubt(error) + self._topic.doubt(partition, error)
+        if told:
+            log.warning("no quorum is heard", topic=name, partition=self._index, unanswered=told)
+
     # --- the end ---
 
     async def finish(self) -> None:

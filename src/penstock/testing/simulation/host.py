@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.heap import Heap
 from penstock.model.batch import Batch
 from penstock.replication.effects import (
+    AnswerUnknown,
     AppendBarrier,
     BeganServing,
     ChangeRecord,
@@ -244,6 +245,8 @@ class Host:
                 self._enter_when_ready(effect.epoch)
             case BeganServing():
                 self._serve(effect.epoch)
+            case AnswerUnknown():
+                self._answer_unknown()
             case SteppedDown():
                 self._step_down(effect.epoch)
             case Retire():
@@ -356,6 +359,11 @@ class Host:
         self.node.point("serving.began")
         self.tenure.on_serving()
 
+    def _answer_unknown(self) -> None:
+        if self.tenure is not None and self.tenure.waiting:
+            self.log("answer unknown")
+            self.tenure.answer_unknown()
+
     def _step_down(self, epoch: int) -> None:
         self.log("step down", epoch)
         self._end_tenure()
@@ -365,7 +373,7 @@ class Host:
 
     def _end_tenure(self) -> None:
         if self.tenure is not None:
-            self.tenure.end()
+            self.tenure.answer_unknown()
             self.tenure = None
 
     def named(self) -> bool:

@@ -157,7 +157,12 @@ class Tenure:
         for transaction in list(self.heap.prepared):
             self._resolve(transaction)
 
-    def end(self) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._waiting)
+
+    def answer_unknown(self) -> None:
         """Nobody knows what becomes of that which is not committed."""
         waiting, self._waiting = self._waiting, deque()
         for _, _, reply in waiting:
