@@ -2,10 +2,12 @@
 
 The receiver asks for one piece after the other, each when the one before is on its disk, so that it
 is never sent more than it can take. It also paces itself: all copies of a node together
-take no more than `replication.seed_bytes_per_s`.
+take no more than `replication.seed_bytes_per_s`, and few are made at a time, so that each gets on.
 
 A piece that is longer than an answer may be is held at the source and asked for in chunks. What is
-held is bounded in number and in time; whoever comes too late begins anew.
+held is bounded in number: while there is no room, others are told to come back, for whoever lost
+a piece half way would begin anew and take the room of the next. It is bounded in time too, from the
+last chunk that was asked for on, because a receiver may have ended.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.errors import Corruption, NotFound, Unavailable
+from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import Batch, decode
 from penstock.node.logs import get_logger
 from penstock.node.replicas.peers import PeerConnection, Peers
 from penstock.node.replicas.ports import HostPort, Key, SeedHead, SeedTarget
 
 CHUNK_BYTES: Final = 1 << 20
-HELD_MAX: Final = 8
+HELD_MAX: Final = 8  # pieces at a source
 HELD_S_MAX: Final = 60.0
+HELD_RETRY_S: Final = 0.5  # until a source without room is asked again
+# Copies that a node makes at a time, from whichever sources. At the lowest pace that can be set a
+# chunk takes 16 s; with this many the next one is asked for long before its piece is given up.
+COPIES_MAX: Final = 2
 CALL_S_MAX: Final = 30.0
 log = get_logger(__name__)
 
@@ -34,10 +40,17 @@ class SeedServer:
     def __init__(self, hosts: Mapping[Key, HostPort]) -> None:
         self._hosts = hosts
         self._held: dict[int, tuple[bytes, float]] = {}  # piece -> (bytes, when it was asked for)
+        self._reading = 0  # snapshots that are about to be held
         self._numbers = itertools.count(1)
 
     async def head(self, key: Key) -> dict[str, Any]:
-        head = await self._host(key).seed_head()
+        host = self._host(key)
+        self._check_room()  # before it is read: a snapshot may be large
+        self._reading += 1
+        try:
+            head = await host.seed_head()
+        finally:
+            self._reading -= 1
         fields = head._asdict()
         del fields["snapshot"]
         return {**fields, **self._piece(head.snapshot)}
@@ -69,12 +82,17 @@ class SeedServer:
         """What is told of a piece: all of it, or its beginning and where the rest is."""
         if len(data) <= CHUNK_BYTES:
             return {"bytes": len(data), "piece": 0, "data": data}
-        now = asyncio.get_running_loop().time()
-        fresh = [(n, h) for n, h in self._held.items() if now - h[1] < HELD_S_MAX]
-        self._held = dict(sorted(fresh, key=lambda each: each[1][1])[-(HELD_MAX - 1) :])
+        self._check_room()
         number = next(self._numbers)
-        self._held[number] = (data, now)
+        self._held[number] = (data, asyncio.get_running_loop().time())
         return {"bytes": len(data), "piece": number, "data": data[:CHUNK_BYTES]}
+
+    def _check_room(self) -> None:
+        """Raise `Backpressure` unless one more piece can be held."""
+        since = asyncio.get_running_loop().time() - HELD_S_MAX
+        self._held = {n: held for n, held in self._held.items() if held[1] > since}
+        if len(self._held) + self._reading >= HELD_MAX:
+            raise Backpressure("others are copying from this node", retry_after_s=HELD_RETRY_S)
 
 
 class Pace:
@@ -97,8 +115,13 @@ class SeedReader:
     def __init__(self, peers: Peers, *, bytes_per_s: int) -> None:
         self._peers = peers
         self._pace = Pace(bytes_per_s)
+        self._turns = asyncio.Semaphore(COPIES_MAX)
 
     async def fetch(self, source: str, key: Key, into: SeedTarget) -> None:
+        async with self._turns:
+            await self._copy(source, key, into)
+
+    async def _copy(self, source: str, key: Key, into: SeedTarget) -> None:
         connection = self._peers.live(source)
         if connection is None:
             raise Unavailable(f"node {source} is not connected", node=source)
@@ -134,11 +157,15 @@ class SeedReader:
     async def _call(
         self, connection: PeerConnection, method: str, **arguments: Any
     ) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(CALL_S_MAX):
-                return await connection.call(method, **arguments)
-        except TimeoutError as error:
-            raise Unavailable(f"{method} was not answered in {CALL_S_MAX:.0f} s") from error
+        """One call, made again while the source has no room; it ends with the connection."""
+        while True:
+            try:
+                async with asyncio.timeout(CALL_S_MAX):
+                    return await connection.call(method, **arguments)
+            except TimeoutError as error:
+                raise Unavailable(f"{method} was not answered in {CALL_S_MAX:.0f} s") from error
+            except Backpressure as busy:
+                await asyncio.sleep(busy.retry_after_s)
 
 
 _HEAD_FIELDS: Final = tuple(name for name in SeedHead._fields if name != "snapshot")

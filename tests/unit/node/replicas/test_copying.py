@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 from tests.unit.node.replicas.fakes import FakeHost
 
-from penstock.errors import Corruption, NotFound, Unavailable
+from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
+from penstock.node.replicas import copying as seeds
 from penstock.node.replicas.copying import CHUNK_BYTES, HELD_MAX, Pace, SeedReader, SeedServer
 from penstock.node.replicas.ports import SeedHead
 
@@ -32,6 +33,7 @@ class Line:
 
     async def call(self, method: str, /, **a: Any) -> dict[str, Any]:
         self.calls.append(method)
+        await asyncio.sleep(0)  # as over a network, others come in between
         if method == "replica_seed":
             return await self._server.head((a["topic"], a["partition"]))
         if method == "replica_seed_chunk":
@@ -109,12 +111,55 @@ async def test_a_slice_with_a_hole_is_refused(host: FakeHost) -> None:
 async def test_what_is_held_for_others_is_bounded(host: FakeHost) -> None:
     server = SeedServer({KEY: host})
     host.head = host.head._replace(snapshot=bytes(2 * CHUNK_BYTES))
-    pieces = [(await server.head(KEY))["piece"] for _ in range(HELD_MAX + 1)]
-    with pytest.raises(NotFound):
-        server.chunk(pieces[0], CHUNK_BYTES)
-    assert len(server.chunk(pieces[-1], CHUNK_BYTES)["data"]) == CHUNK_BYTES
+    asked = (server.head(KEY) for _ in range(HELD_MAX + 3))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    pieces = [each["piece"] for each in answers if isinstance(each, dict)]
+    assert len(pieces) == HELD_MAX
+    assert sum(isinstance(each, Backpressure) for each in answers) == 3
+    for piece in pieces:  # none made room for another
+        assert len(server.chunk(piece, CHUNK_BYTES)["data"]) == CHUNK_BYTES
     with pytest.raises(NotFound):
         server.chunk(pieces[-1], CHUNK_BYTES)  # it was fetched to its end
+    assert (await server.head(KEY))["piece"]
+
+
+async def test_what_nobody_asks_for_any_more_makes_room(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SeedServer({KEY: host})
+    host.head = host.head._replace(snapshot=bytes(2 * CHUNK_BYTES))
+    pieces = [(await server.head(KEY))["piece"] for _ in range(HELD_MAX)]
+    monkeypatch.setattr(seeds, "HELD_S_MAX", 0.0)
+    assert (await server.head(KEY))["piece"]
+    with pytest.raises(NotFound):
+        server.chunk(pieces[0], CHUNK_BYTES)
+
+
+async def test_a_copy_without_a_long_piece_goes_on_beside_those_that_fill_the_room(
+    host: FakeHost,
+) -> None:
+    server = SeedServer({KEY: host})
+    host.head = host.head._replace(snapshot=bytes(2 * CHUNK_BYTES))
+    for _ in range(HELD_MAX):
+        await server.head(KEY)
+    assert (await server.slice(KEY, from_sequence=5, through=9))["data"]
+
+
+@pytest.mark.parametrize("receivers", [1, 2 * HELD_MAX])
+async def test_many_copies_of_one_source_all_come_to_an_end(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch, receivers: int
+) -> None:
+    monkeypatch.setattr(seeds, "HELD_RETRY_S", 0.001)
+    host.head = host.head._replace(snapshot=bytes(3 * CHUNK_BYTES))
+    line = Line(SeedServer({(1, partition): host for partition in range(20)}))
+    targets = {(r, p): Target() for r in range(receivers) for p in range(20 if r == 0 else 2)}
+    readers = [SeedReader(line, bytes_per_s=1 << 40) for _ in range(receivers)]  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        await asyncio.gather(
+            *(readers[r].fetch("b", (1, p), target) for (r, p), target in targets.items())
+        )
+    assert all(target.head == host.head for target in targets.values())
+    assert line.calls.count("replica_seed_chunk") == 2 * len(targets)  # nothing was begun twice
 
 
 async def test_all_copies_together_keep_the_pace() -> None:
