@@ -1,39 +1,50 @@
-"""A sink within the node that keeps nothing: what the live path itself can do.
+"""Sinks within the node for those who measure it.
 
-As a `[[live.sink]]` its kind is `penstock.testing.live_sink:NullSink`. It looks at the columns that
-a real one would begin with. With a `gate` it opens when that file exists: so whoever measures it
-decides when it begins.
+As a `[[live.sink]]` their kinds are `penstock.testing.live_sink:NullSink` and `…:GatedIndex`. With
+a `gate` they open when that file exists: so whoever measures decides when they begin.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from penstock.errors import Unavailable, Unsupported
+from penstock.sinks.memory_index import MemoryIndexSink
 from penstock.sinks.protocol import Feed, Work
+
+STAMP: Final = struct.Struct("<Qd")  # a position, and when what is up to there was committed
 
 
 class NullSink:
+    """It keeps nothing: what the live path itself can do. It looks at the columns that a real one
+    would begin with. With `stamps` it writes into that file when its rows were committed."""
+
     feed = Feed.ROWS
     ordered = True
     inline = True
     volatile = True
 
-    def __init__(self, name: str, *, gate: str = "") -> None:
-        self.name, self._gate = name, Path(gate) if gate else None
+    def __init__(self, name: str, *, gate: str = "", stamps: str = "") -> None:
+        self.name, self._gate, self._path = name, gate, stamps
+        self._stamps: int | None = None  # the open file
         self.rows = self.newest = 0
 
     def open(self) -> None:
-        if self._gate is not None and not self._gate.exists():
-            raise Unavailable("the gate is shut")
+        _pass(self._gate)
+        if self._path:
+            self._stamps = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, work: Work) -> None:
         rows = work.rows
         if rows is not None and len(rows):
             self.rows += len(rows)
             self.newest = max(self.newest, int(rows.batch.sequences[-1]))
+        if self._stamps is not None and work.committed_at is not None:
+            os.write(self._stamps, STAMP.pack(work.last, work.committed_at))
 
     def cursor(self) -> int | None:
         return None
@@ -45,4 +56,22 @@ class NullSink:
         self.rows = self.newest = 0
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        if self._stamps is not None:
+            os.close(self._stamps)
+            self._stamps = None
+
+
+class GatedIndex(MemoryIndexSink):
+    """The index in memory, as the kind `memory` is."""
+
+    def __init__(self, name: str, *, gate: str = "") -> None:
+        super().__init__(name)
+        self._gate = gate
+
+    def open(self) -> None:
+        _pass(self._gate)
+
+
+def _pass(gate: str) -> None:
+    if gate and not Path(gate).exists():
+        raise Unavailable("the gate is shut")

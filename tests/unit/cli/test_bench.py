@@ -4,15 +4,26 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import numpy as np
 import pytest
 
 from penstock.cli.bench.cluster_runner import STAGE as CLUSTER_STAGE
 from penstock.cli.bench.document import median_of
 from penstock.cli.bench.http_load import post_many, request_bytes
+from penstock.cli.bench.live_runner import STAGE as LIVE_STAGE
+from penstock.cli.bench.live_stages import check_timed
+from penstock.cli.bench.live_subscriber import STAMP, Arrival, since_commit
 from penstock.cli.bench.report import number, view_of
 from penstock.cli.bench.runner import STAGE
 from penstock.cli.bench.stages import Run, payloads
-from penstock.cli.bench.targets import CLUSTER_METRICS, CLUSTER_STAGES, METRICS, STAGES
+from penstock.cli.bench.targets import (
+    CLUSTER_METRICS,
+    CLUSTER_STAGES,
+    LIVE_METRICS,
+    LIVE_STAGES,
+    METRICS,
+    STAGES,
+)
 from penstock.cli.output import show
 from penstock.errors import Unavailable
 
@@ -25,6 +36,34 @@ def test_every_metric_has_a_stage_that_runs() -> None:
 def test_every_metric_of_the_cluster_has_a_stage_that_runs() -> None:
     assert set(CLUSTER_STAGES) == set(CLUSTER_STAGE)
     assert len({metric.name for metric in CLUSTER_METRICS}) == len(CLUSTER_METRICS) == 7
+
+
+def test_every_metric_of_the_live_path_has_a_stage_that_runs() -> None:
+    assert set(LIVE_STAGES) == set(LIVE_STAGE)
+    assert len({metric.name for metric in LIVE_METRICS}) == len(LIVE_METRICS) == 36
+
+
+@pytest.mark.parametrize(
+    ("written", "timed", "behind"), [(99, 99, 0), (100, 99, 0), (101, 101, 0), (100, 100, 1)]
+)
+def test_a_sink_that_did_not_get_all_of_it_live_was_not_measured(
+    written: int, timed: int, behind: int
+) -> None:
+    def sink(written: int, timed: int, behind: int) -> dict[str, object]:
+        timings = {"written": {"count": timed}}
+        return {"written": written, "timings": timings, "behind_switches": behind}
+
+    check_timed(sink(100, 100, 0), put=100)
+    with pytest.raises(Unavailable, match=f"of 100 changes the sink has written {written}"):
+        check_timed(sink(written, timed, behind), put=100)
+
+
+def test_an_arrival_counts_from_the_commit_that_covers_it() -> None:
+    stamps = np.array([(10, 1.0), (12, 2.0)], STAMP)
+    arrivals = [Arrival(1.5, 9), Arrival(1.5, 10), Arrival(2.25, 11), Arrival(2.25, 12)]
+    assert since_commit(arrivals, stamps).tolist() == [0.5, 0.5, 0.25, 0.25]
+    with pytest.raises(Unavailable, match="not stamped"):
+        since_commit([Arrival(3.0, 13)], stamps)
 
 
 def test_a_target_is_a_bound_in_the_right_direction() -> None:

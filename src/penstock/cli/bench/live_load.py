@@ -58,23 +58,33 @@ class LiveBench:
         status: dict[str, Any] = found["topics"][0]
         return status
 
-    async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> None:
-        """Changes on schedule whatever the node does, some at each tick."""
-        handful = max(1, round(per_s * tick_s))
+    async def subscribed(self) -> bool:
+        return bool((await self.status())["subscriptions"])
+
+    async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> int:
+        """Changes on schedule whatever the node does, some at each tick; how many in all."""
+        handful, count = max(1, round(per_s * tick_s)), round(seconds / tick_s)
         async with asyncio.TaskGroup() as group:
-            async for _ in ticks(tick_s, round(seconds / tick_s)):
+            async for _ in ticks(tick_s, count):
                 group.create_task(self.change(handful))
+        return handful * count
 
 
 @asynccontextmanager
 async def live_bench(
-    folder: Path, *, sinks: tuple[dict[str, Any], ...] = (), vectors: int = VECTORS
+    folder: Path,
+    *,
+    sinks: tuple[dict[str, Any], ...] = (),
+    vectors: int = VECTORS,
+    options: dict[str, Any] | None = None,
 ) -> AsyncIterator[LiveBench]:
-    """A node with one partition of vectors that all exist, and with these sinks."""
+    """A node with one partition of vectors that all exist, and with these sinks and options."""
     import penstock
 
     config = _written(folder, sinks)
-    server = ServerProcess(data=folder / "data", arguments=["--config", str(config)])
+    server = ServerProcess(
+        data=folder / "data", arguments=["--config", str(config)], options=options or {}
+    )
     try:
         await server.start()
         async with penstock.connect(server.url) as client:

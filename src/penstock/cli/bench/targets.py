@@ -76,6 +76,14 @@ def _handed(size: int, reference: float, target: float | None = None) -> Metric:
     return Metric(f"sink_batch{size}_per_s", "batches", "deltas/s", target, reference=reference)
 
 
+def _told(name: str, stage: str) -> tuple[Metric, ...]:
+    """Quantiles of which nobody has said what they should be."""
+    return tuple(
+        Metric(f"{name}_{quantile}", stage, "µs", None, more_is_better=False)
+        for quantile in ("p50", "p95", "p99")
+    )
+
+
 LIVE_METRICS: Final = (
     _live("commit_to_sink_us_p50", "sink", 175, 175),
     _live("commit_to_sink_us_p95", "sink", 780),
@@ -98,12 +106,16 @@ LIVE_METRICS: Final = (
     _at_most("put_to_subscriber_ms_p50", "subscriber", "ms", 1.5),
     Metric("put_to_subscriber_ms_p95", "subscriber", "ms", None, more_is_better=False),
     Metric("put_to_subscriber_ms_p99", "subscriber", "ms", None, more_is_better=False),
+    *_told("commit_to_subscriber_us", "subscriber"),
+    *_told("commit_to_memory_us", "memory"),
     _handed(1, 50_000),
     _handed(10, 200_000),
     _handed(100, 500_000),
     _handed(1000, 800_000, 500_000),
     Metric("stalled_subscriber_ratio", "stalled", "", 0.9),
     _at_most("stalled_growth_mb", "stalled", "MB", 64),
+    Metric("stalled_peak_growth_mb", "stalled", "MB", None, more_is_better=False),
+    Metric("free_peak_growth_mb", "stalled", "MB", None, more_is_better=False),
     Metric("fan_out_per_s", "stalled", "deltas/s", None),
 )
 LIVE_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in LIVE_METRICS))

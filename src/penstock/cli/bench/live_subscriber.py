@@ -1,0 +1,114 @@
+"""Stages of the live path: to a subscriber in another process than the node's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.cli.bench.live_load import TOPIC, WAIT_S, LiveBench, live_bench, until
+from penstock.cli.bench.live_stages import following_sink, timings_of_sink
+from penstock.cli.bench.live_ticks import ticks
+from penstock.cli.bench.pipeline_load import COMPONENTS
+from penstock.cli.bench.stages import Run, Values
+from penstock.errors import Unavailable
+
+PER_S: Final = 1_000
+SECONDS: Final = 8.0
+WARM_SHARE: Final = 0.2  # not counted
+QUANTILES: Final = {"p50": 50, "p95": 95, "p99": 99}
+STAMP: Final = np.dtype([("position", "<u8"), ("committed_at", "<f8")])  # as `live_sink` has it
+
+
+class Arrival(NamedTuple):
+    at: float
+    position: int
+
+
+async def to_subscriber(run: Run) -> Values:
+    """From a put, and from its commit, to its arrival; the former with nobody else in the node."""
+    count = round(PER_S * SECONDS * max(run.scale, 0.25))
+    async with live_bench(run.folder / "put") as bench:
+        due, arrived = await _heard(bench, count)
+    put_s = np.array([arrival.at - due[delta_id] for delta_id, arrival in arrived.items()])
+    stamps = run.folder / "stamps"
+    async with following_sink(run.folder / "commit", stamps=str(stamps)) as bench:
+        _, arrived = await _heard(bench, count)
+        await timings_of_sink(bench, put=count)
+    commit_s = since_commit(list(arrived.values()), np.fromfile(stamps, STAMP))
+    return {
+        **_quantiles("put_to_subscriber_ms", put_s * 1e3),
+        **_quantiles("commit_to_subscriber_us", commit_s * 1e6),
+    }
+
+
+def _quantiles(name: str, took: NDArray[np.float64]) -> Values:
+    counted = took[int(len(took) * WARM_SHARE) :]
+    return {
+        f"{name}_{quantile}": float(np.percentile(counted, part))
+        for quantile, part in QUANTILES.items()
+    }
+
+
+def since_commit(arrivals: list[Arrival], stamps: NDArray[Any]) -> NDArray[np.float64]:
+    """How long after their commits deltas have arrived.
+
+    A stamp tells when what is up to its position was committed, by the clock that all processes of
+    a machine share.
+    """
+    positions = np.array([arrival.position for arrival in arrivals], np.uint64)
+    places = np.searchsorted(stamps["position"], positions)
+    if len(places) and int(places.max()) >= len(stamps):
+        raise Unavailable("changes have arrived that the node has not stamped")
+    committed_at: NDArray[np.float64] = stamps["committed_at"][places]
+    return np.array([arrival.at for arrival in arrivals]) - committed_at
+
+
+async def _heard(bench: LiveBench, count: int) -> tuple[dict[bytes, float], dict[bytes, Arrival]]:
+    """When so many puts were due, and when they arrived, in the order of arrival."""
+    listening = asyncio.Event()
+    reader = asyncio.create_task(_hear(bench, count, listening))
+    await listening.wait()
+    due = await _put_on_schedule(bench, count)
+    return due, await asyncio.wait_for(reader, WAIT_S)
+
+
+async def _put_on_schedule(bench: LiveBench, count: int) -> dict[bytes, float]:
+    """One change each millisecond; when each was due."""
+    due_of: dict[bytes, float] = {}
+    chosen = iter(bench.rng.integers(0, len(bench.ids), count).tolist())
+
+    async def put(vector_id: str, number: int, due: float) -> None:
+        delta = await bench.deltas.set(vector_id, {number % COMPONENTS: float(number)})
+        due_of[delta.delta_id] = due
+
+    async with asyncio.TaskGroup() as group:
+        number = 0
+        async for due in ticks(1 / PER_S, count):
+            group.create_task(put(bench.ids[next(chosen)], number, due))
+            number += 1
+    return due_of
+
+
+async def _hear(bench: LiveBench, count: int, listening: asyncio.Event) -> dict[bytes, Arrival]:
+    """Subscribe, and note when each of so many changes arrives."""
+    import penstock
+
+    arrived: dict[bytes, Arrival] = {}
+    async with penstock.connect(bench.server.url) as client:
+        batches = client.deltas(TOPIC).subscribe_batches(from_sequence="now")
+        coming = asyncio.ensure_future(anext(batches))
+        await until(bench.subscribed, "a subscription")
+        listening.set()
+        while True:
+            batch = await coming
+            now = time.perf_counter()
+            arrived |= {row.delta.delta_id: Arrival(now, row.position) for row in batch}
+            if len(arrived) >= count:
+                break
+            coming = asyncio.ensure_future(anext(batches))
+        await batches.aclose()
+    return arrived
