@@ -207,8 +207,11 @@ class Subscription:
     # --- from the partition ---
 
     def offer(self, outgoing: Outgoing, now_ms: int) -> None:
-        """What a feed released. Who is behind finds it in the log."""
+        """What a feed released. Who is behind finds it in the log, and may have waited for the fold
+        to be through with it."""
         if self.state is not State.LIVE:
+            if self.terms.needs_fold:
+                self._schedule()
             return
         rows = outgoing.rows_for(self.terms.routes)
         if self._start:
