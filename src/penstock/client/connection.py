@@ -7,6 +7,7 @@ connection = Connection(); memory_pair(connection, session); await connection.gr
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -39,6 +40,12 @@ from penstock.wire.messages import (
 
 ENDPOINT_TIMEOUT_S: Final = 2.0  # for one of several: the next one may answer at once
 
+# Calls whose work grows with what there is: their answers are waited for as long as it takes.
+LENGTHY: Final = frozenset(
+    {"verify", "snapshot", "purge", "topic_delete", "dlq_replay", "dlq_delete",
+     "cluster_rebalance", "cluster_drain", "cluster_remove_replica"}
+)  # fmt: skip
+
 
 class Connection(Exchange):
     """The calls, the enqueues and the streams of one client's end."""
@@ -46,7 +53,10 @@ class Connection(Exchange):
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """One administrative call; the result map, or the error it was refused with."""
         result: dict[str, Any] = await self._request(
-            FrameType.SUBSCRIBE, dict, pack(Call(method, arguments))
+            FrameType.SUBSCRIBE,
+            dict,
+            pack(Call(method, arguments)),
+            wait_s=_wait_s(method, arguments.get("wait_ms")),
         )
         return result
 
@@ -178,9 +188,11 @@ class Connection(Exchange):
     ) -> dict[str, Any]:
         number = stream.number
         self._streams[number] = stream
+        # Readers of a log may have to wait until somebody serves it, or has folded it.
+        wait_s = 0.0 if isinstance(request, OpenLease) else math.inf
         try:
             answer: dict[str, Any] = await self._ask(
-                FrameType.SUBSCRIBE, dict, pack(request), number=number
+                FrameType.SUBSCRIBE, dict, pack(request), number=number, wait_s=wait_s
             )
             return answer
         except BaseException:
@@ -268,6 +280,13 @@ async def dial(address: Address, make: Callable[[], C], *, tls: Tls, timeout: fl
         connection.abort()
         raise
     return connection
+
+
+def _wait_s(method: str, wait_ms: object) -> float:
+    """How much longer than others a call may take."""
+    if method in LENGTHY:
+        return math.inf
+    return wait_ms / 1000 if isinstance(wait_ms, int) else 0.0
 
 
 _U64: Final = struct.Struct("<Q")

@@ -4,8 +4,8 @@ A consumer opens one lease stream whose credit is what it may hold: its concurre
 a small prefetch. The node leases the best messages first, so whatever is prefetched is order that
 was decided early; that is why prefetch is small unless asked for.
 
-When the connection is lost, what is being worked on stays held, what merely waited is given back,
-and a new stream is opened. Stopping gives back what waited, and counts no attempt for it.
+When the stream is lost, what has arrived stays held and is handed out; then a new stream is opened,
+at another node if need be. Stopping gives back what waited, and counts no attempt for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from heapq import heappop, heappush
 from itertools import count
@@ -23,9 +23,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from penstock.client.connection import Connection
 from penstock.client.keeping import Keeper
 from penstock.client.leases import LeasedMessage, MessageBatch, Origin
-from penstock.client.link import Link
+from penstock.client.link import Link, passing
 from penstock.client.streams import DeliveredBatch, LeaseStream
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import PenstockError
 from penstock.model.ids import LeaseToken
 from penstock.model.topic import Mode, TopicConfig
 
@@ -70,6 +70,7 @@ class Consumer(ABC, Generic[T, Out]):
         self._turn = asyncio.Lock()
         self._slot: asyncio.Future[None] | None = None
         self._stream: LeaseStream | None = None
+        self._lost: PenstockError | None = None  # how the stream before ended
         self._entered = self._stopping = False
         self._closing: asyncio.Future[None] | None = None
         self._keeper: Keeper | None = None
@@ -122,14 +123,16 @@ class Consumer(ABC, Generic[T, Out]):
             self._admit(await anext(self._stream))
         except StopAsyncIteration:
             self._stream = None
-        except Unavailable as error:
+        except PenstockError as error:
+            if not passing(error):
+                raise
             log.warning("a consumer of %s lost its stream: %s", self._topic.name, error)
-            self._stream = None
-            await self._return_waiting()
+            self._stream, self._lost = None, error
 
     async def _subscribe(self) -> None:
         await self._topic.opened()
-        self._stream = await self._link.request(self._open)
+        lost, self._lost = self._lost, None
+        self._stream = await self._link.request(self._open, failed=lost)
         if self._keeper is None:
             self._keeper = Keeper(
                 self._link,
@@ -217,11 +220,14 @@ class Consumer(ABC, Generic[T, Out]):
             self._keeper.finish()
 
     async def _return_waiting(self) -> None:
-        tokens: list[LeaseToken] = []
+        """Of each partition by itself: some may be out of reach."""
+        tokens: dict[int, list[LeaseToken]] = defaultdict(list)
         while (unit := self._best()) is not None:
-            tokens += self._take(unit)
-        if not tokens:
-            return
+            for token in self._take(unit):
+                tokens[token.partition].append(token)
+        await asyncio.gather(*map(self._give_back, tokens.values()))
+
+    async def _give_back(self, tokens: list[LeaseToken]) -> None:
         try:
             await self._topic.settler.give_back(tokens, counted=False, delay_ms=0)
         except PenstockError as error:

@@ -14,7 +14,8 @@ from penstock.errors import Unavailable
 class Remote:
     """Connections to nodes at urls: to whichever answers, or to a certain one.
 
-    Clients begin at a random node, so that they spread; the one that was lost is tried last.
+    Clients begin at a random node, so that they spread. After one was lost or left the others have
+    their turn, in a circle: it is tried last.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Remote:
     def addresses(self) -> list[Address]:
         """In the order in which they are tried."""
         known = self._given + self._learned
-        if self._last is not None and len(known) > 1:
-            known = [address for address in known if address != self._last] + [self._last]
-        return known
+        if self._last not in known:
+            return known
+        behind = known.index(self._last) + 1
+        return known[behind:] + known[:behind]
 
     async def connect(self) -> Connection:
         """A connection to any of them; raises what the last one failed with."""

@@ -2,12 +2,15 @@
 
 Every request and every stream takes a number of its own from one counter; an answer repeats it.
 When the connection is lost, every waiting request fails with `Unavailable`: its outcome is
-*unknown*, and whoever repeats it does so with the same producer key.
+*unknown*, and whoever repeats it does so with the same producer key. The same holds for a request
+that was not answered within `answer_s`. That time is counted in ticks, so that a loop that stood
+still is not taken for a node that did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
@@ -24,6 +27,7 @@ from penstock.wire.outbox import Transport
 GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
 CLUSTER_TICK_S_MAX: Final = 0.7  # another node may have taken over: find out within seconds
+ANSWER_TICKS: Final = 10  # in the time that an answer may take
 _WANTED: Final = int(FrameFlag.ACK_WANTED)
 
 
@@ -44,7 +48,12 @@ class Exchange(asyncio.Protocol):
         self._transport: Transport | None = None
         self._decoder = FrameDecoder()
         self._number = 0
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
+        self.answer_s: float | None = None  # that an answer may take; None: as long as it takes
+        self.elsewhere = False  # it was too late with one, or said that others should be asked
+        # By number: who waits, for what, and the tick at which the answer is late.
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Any, float]] = {}
+        self._tick = 0
+        self._ticking: asyncio.TimerHandle | None = None
         self._streams: dict[int, Receiver] = {}
         self._greeting: asyncio.Future[Welcome] = self._loop.create_future()
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -66,6 +75,11 @@ class Exchange(asyncio.Protocol):
     def waiting(self) -> int:
         """Requests without an answer yet."""
         return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for an answer, and no stream is open."""
+        return not self._waiting and not self._streams
 
     @property
     def welcome(self) -> Welcome:
@@ -116,23 +130,60 @@ class Exchange(asyncio.Protocol):
         return self._number
 
     def _ask(
-        self, type: FrameType, answer: Any, *payload: Buffer, number: int | None = None
+        self,
+        type: FrameType,
+        answer: Any,
+        *payload: Buffer,
+        number: int | None = None,
+        wait_s: float = 0.0,
     ) -> asyncio.Future[Any]:
+        """Send a request; the future of its answer, which may take `wait_s` longer than others."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._raise_if_lost()
         number = number or self._next()
         self.send(type, number, *payload, flags=_WANTED)
-        self._waiting[number] = (future, answer)
+        self._waiting[number] = (future, answer, self._late_at(wait_s))
         return future
 
-    async def _request(self, type: FrameType, answer: Any, *payload: Buffer) -> Any:
+    async def _request(
+        self, type: FrameType, answer: Any, *payload: Buffer, wait_s: float = 0.0
+    ) -> Any:
         if self._resume is not None:
             await self._resumed()
-        return await self._ask(type, answer, *payload)
+        return await self._ask(type, answer, *payload, wait_s=wait_s)
 
     async def _resumed(self) -> None:
-        while self._resume is not None:
-            await asyncio.shield(self._resume)
+        """Until the transport takes more; raises `Unavailable` if that takes too long."""
+        try:
+            async with asyncio.timeout(self.answer_s):
+                while self._resume is not None:
+                    await asyncio.shield(self._resume)
+        except TimeoutError:
+            self.elsewhere = True
+            raise Unavailable("the server does not read", sent=False) from None
+
+    def _late_at(self, wait_s: float) -> float:
+        if self.answer_s is None:
+            return math.inf
+        if self._ticking is None:
+            self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
+        return self._tick + 1 + ANSWER_TICKS * (1 + wait_s / self.answer_s)
+
+    def _on_tick(self) -> None:
+        """Let go of answers that are late; and of a server that gives no sign of life besides."""
+        assert self.answer_s is not None
+        self._tick += 1
+        late = [number for number, waiting in self._waiting.items() if waiting[2] <= self._tick]
+        for number in late:
+            future = self._waiting.pop(number)[0]
+            if not future.done():
+                self.elsewhere = True
+                future.set_exception(Unavailable(f"no answer within {self.answer_s:g} s"))
+        self._ticking = None
+        if late and self._silent > 1:  # a heartbeat of ours has no answer either
+            self._fail(Unavailable("the server went silent"))
+        elif self._waiting:
+            self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -185,7 +236,7 @@ class Exchange(asyncio.Protocol):
         elif kind is FrameType.UNSUBSCRIBE:
             stream = self._streams.pop(item.sequence, None)
             if stream is not None:
-                stream.on_end(_error(item.payload) if len(item.payload) else None)
+                stream.on_end(self._told(item.payload) if len(item.payload) else None)
         elif kind is FrameType.HEARTBEAT:
             if not self._greeting.done():
                 self._on_welcome(unpack(item.payload, Welcome)[0])
@@ -219,7 +270,7 @@ class Exchange(asyncio.Protocol):
             found[0].set_result(answer)
 
     def _on_refusal(self, item: Frame) -> None:
-        error = _error(item.payload)
+        error = self._told(item.payload)
         if item.sequence == 0 or not self._greeting.done():
             self._fail(error)  # it refuses all of us, not one request
             return
@@ -230,6 +281,11 @@ class Exchange(asyncio.Protocol):
                 stream.on_end(error)
         elif not found[0].done():
             found[0].set_exception(error)
+
+    def _told(self, payload: memoryview) -> PenstockError:
+        fields: dict[str, Any] = unpack(payload, dict)[0]
+        self.elsewhere = self.elsewhere or bool(fields.get("elsewhere"))
+        return from_wire(fields)
 
     def _beat(self, interval: float) -> None:
         """Every half heartbeat: show that we live, and have the peer show that it does."""
@@ -249,13 +305,14 @@ class Exchange(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = error
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        for timer in (self._heartbeat, self._ticking):
+            if timer is not None:
+                timer.cancel()
         if not self._greeting.done():
             self._greeting.set_exception(error)
             self._greeting.exception()  # a caller that never asks must not be warned about it
         waiting, self._waiting = self._waiting, {}
-        for future, _ in waiting.values():
+        for future, _, _ in waiting.values():
             if not future.done():
                 future.set_exception(_copy(error))
         streams, self._streams = self._streams, {}
@@ -264,11 +321,6 @@ class Exchange(asyncio.Protocol):
         self.resume_writing()
         if abort and self._transport is not None:
             self._transport.abort()
-
-
-def _error(payload: memoryview) -> PenstockError:
-    fields: dict[str, Any] = unpack(payload, dict)[0]
-    return from_wire(fields)
 
 
 def _copy(error: PenstockError) -> PenstockError:

@@ -53,9 +53,15 @@ class Fleet:
     """Connections beside the link's own, each to a node that coordinates something."""
 
     def __init__(
-        self, endpoints: Endpoints, *, home: Callable[[], Connection | None], spawn: Spawn
+        self,
+        endpoints: Endpoints,
+        *,
+        home: Callable[[], Connection | None],
+        spawn: Spawn,
+        answer_s: float | None,
     ) -> None:
         self._endpoints, self._home, self._spawn = endpoints, home, spawn
+        self._answer_s = answer_s
         self._loop = asyncio.get_running_loop()
         self._places: dict[str, Place] = {}
         self._coordinators: dict[str, list[str]] = {}  # by topic
@@ -136,9 +142,11 @@ class Fleet:
             self._asking.discard(topic)
 
     def _living(self) -> list[Connection]:
+        """Whom to ask, the link's own first; those last that may know less than others."""
         home = self._home()
         known = [] if home is None else [home]
-        return known + [c for c in self._connections.values() if c.alive and c is not home]
+        known += [c for c in self._connections.values() if c.alive and c is not home]
+        return sorted(known, key=lambda connection: connection.elsewhere)
 
     def _heard(self, topic: str, routes: Routes) -> None:
         self._places = {place.id: place for place in routes.nodes}
@@ -164,6 +172,7 @@ class Fleet:
         else:
             if self._closed:
                 await connection.close()
+            connection.answer_s = self._answer_s
             self._connections[node] = connection
         finally:
             self._dialled[node] = self._loop.time()

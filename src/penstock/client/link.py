@@ -7,12 +7,16 @@ the way is known, and else to the first, which forwards it.
 A retry happens only on errors that say so (`retryable`), waits as long as the error asks, and gives
 up after `Options.retry_s`. Whoever passes an action here makes sure that repeating it is harmless:
 an enqueue carries its producer key, a settlement ends a lease once.
+
+A node that does not answer within `Options.attempt_s`, that says that others should be asked, or
+that fails one request again and again is left for another: it may be cut off from its cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -33,6 +37,7 @@ REPEATABLE: Final = frozenset(
      "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify",
      "routes", "cluster_status", "live_status", "cursor_list", "vector_search"}
 )  # fmt: skip
+FAILURES_MAX: Final = 3  # of one request at one node, until another one is tried
 log = logging.getLogger("penstock.client")
 
 
@@ -99,6 +104,7 @@ class Link:
             if self.live is None:
                 self.raise_if_closed()
                 self._connection = await self._source.connect()
+                self._connection.answer_s = self.options.attempt_s
                 self._look_around(self._connection)
             assert self._connection is not None
             return self._connection
@@ -108,21 +114,31 @@ class Link:
         if not connection.welcome.cluster or not isinstance(self._source, Endpoints):
             return
         if self._fleet is None:
-            self._fleet = Fleet(self._source, home=lambda: self.live, spawn=self.spawn)
+            self._fleet = Fleet(
+                self._source,
+                home=lambda: self.live,
+                spawn=self.spawn,
+                answer_s=self.options.attempt_s,
+            )
         self._fleet.refresh()
 
-    def _look_elsewhere(
-        self, error: BaseException, at: Where | None, reached: Connection | None
-    ) -> None:
-        """After a failure: find out who serves by now, and leave a node that says it does not."""
+    def _look_elsewhere(self, at: Where | None, failures: Counter[Connection]) -> None:
+        """After a failure: find out who serves by now, and leave a node that does not."""
         assert self._fleet is not None
         if at is not None:
             self._fleet.failed(at[0])
-        if reached is None or reached is not self.live:
-            return
-        if isinstance(error, Unavailable) and error.details.get("elsewhere"):
+        home = self.live
+        if home is not None and (home.elsewhere or failures[home] >= FAILURES_MAX):
             self._connection = None
-            self._left = [left for left in self._left if left.alive] + [reached]
+            self._left.append(home)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close what was left, as soon as nothing is under way there."""
+        for left in self._left:
+            if left.alive and left.idle:
+                self.spawn(left.close())
+        self._left = [left for left in self._left if left.alive and not left.idle]
 
     def raise_if_closed(self) -> None:
         if self.closed:
@@ -144,11 +160,14 @@ class Link:
         """
 
         def again(error: BaseException) -> bool:
+            if reached is not None and isinstance(error, Unavailable):
+                failures[reached] += 1
             if self._fleet is not None:
-                self._look_elsewhere(error, at, reached)
+                self._look_elsewhere(at, failures)
             return _again(error, repeatable=repeatable)
 
         reached: Connection | None = None
+        failures = Counter[Connection]()
         if failed is None:
             try:
                 reached = await self._reached(at)

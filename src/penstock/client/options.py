@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from datetime import timedelta
 
 import msgspec
@@ -24,11 +25,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stay_entries: int = 100  # after so many they go to the next one all the same
     inflight_entries_max: int = 20_000  # entries put and not yet answered; further puts wait
     inflight_bytes_max: int = 64 << 20
+    attempt_s: float | None = 10.0  # for a node's answer, then it is asked again; None: for ever
     retry_s: float = 60.0  # how long a retryable failure is retried before it is raised
     retry_wait_s: float = 0.05  # before the first retry; doubles
     retry_wait_s_max: float = 2.0
     drain_s: float = 30.0  # how long leaving the client waits for what is in flight
     compression: Compression = Compression.NONE  # of frames, if the server can; not in one process
+
+    def __post_init__(self) -> None:
+        if self.attempt_s is not None and not 0 < self.attempt_s < math.inf:
+            raise InvalidArgument("attempt_s must be positive, or None", field="attempt_s")
 
     @property
     def codecs(self) -> list[str]:

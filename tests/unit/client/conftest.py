@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,9 @@ class Broker:
         self.greeting: PenstockError | None = None
         self.results: dict[str, Any] = {}
         self.lost: set[str] = set()  # calls that are taken in but whose connection is then cut
+        self.mute: set[str] = set()  # nodes that show signs of life and take nothing in
+        self.unwell: dict[str, PenstockError] = {}  # how a node answers all calls but `routes`
+        self.unreached: set[int] = set()  # partitions whose leases cannot be extended or ended
 
     def enqueue(self, request: Enqueue, data: memoryview) -> Enqueued:
         placed, duplicates, index, at = [], [], 0, 0
@@ -148,6 +153,8 @@ class Session(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for item in self.decoder.feed(data):
+            if self.node in self.broker.mute and item.sequence:
+                continue
             getattr(self, "on_" + item.type.name.lower())(item)
 
     def send(self, type: FrameType, number: int, control: Any, *data: Any) -> None:
@@ -170,6 +177,8 @@ class Session(asyncio.Protocol):
         else:
             request, data = unpack(item.payload, Extend)
             self.broker.extended.append(request)
+            if self.broker.unreached & {part.partition for part in request.parts}:
+                return
             tokens = np.frombuffer(data, "<u8").tolist()
             lost = [i for i, token in enumerate(tokens) if token not in self.broker.leases]
             self.send(FrameType.ACK, item.sequence, Settled(lost))
@@ -220,6 +229,8 @@ class Session(asyncio.Protocol):
     def on_nack(self, item: Frame) -> None:
         request, data = unpack(item.payload, Return)
         self.broker.returned.append(request)
+        if self.broker.unreached & {part.partition for part in request.parts}:
+            return
         settled = self.broker.end(np.frombuffer(data, "<u8").tolist())
         self.send(FrameType.ACK, item.sequence, settled)
         self.deliver()
@@ -246,6 +257,8 @@ class Session(asyncio.Protocol):
         found = self.broker.results.get(call.method)
         if call.method in self.broker.lost:
             self.transport.abort()
+        elif self.node in self.broker.unwell and call.method != "routes":
+            self.refuse(number, self.broker.unwell[self.node])
         elif isinstance(found, PenstockError):
             self.refuse(number, found)
         elif found is not None:
@@ -277,7 +290,9 @@ class Session(asyncio.Protocol):
         number, request = self.stream
         while self.credits and self.broker.ready:
             partition = self.broker.ready[0][0]
-            first, taken = self.broker.lease(self, min(self.credits, request.batch_max))
+            together = next(groupby(self.broker.ready, key=itemgetter(0)))[1]
+            room = min(self.credits, request.batch_max)
+            first, taken = self.broker.lease(self, min(room, sum(1 for _ in together)))
             self.credits -= len(taken)
             assert self.credits >= 0
             body = DELIVERY.encode(

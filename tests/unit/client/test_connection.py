@@ -1,9 +1,11 @@
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.client import exchange
 from penstock.client.connection import Connection, open_connection
 from penstock.errors import Corruption, InvalidArgument, NotFound, Unauthenticated, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
@@ -194,3 +196,61 @@ async def test_writers_wait_while_the_peer_does_not_read(
     assert connection.waiting == 1  # the second was not even written
     far.resume_reading()
     await asyncio.gather(first, second)
+
+
+async def test_a_late_answer_is_not_waited_for(connection: Connection, broker: Any) -> None:
+    connection.answer_s = 0.05
+    broker.mute = {"n1"}
+    with pytest.raises(Unavailable, match="no answer within"):
+        await connection.call("stats")
+    assert connection.alive and connection.elsewhere and connection.idle
+    broker.mute.clear()
+    assert (await connection.call("stats"))["method"] == "stats"
+
+
+async def test_what_takes_long_by_design_is_waited_for(connection: Connection, broker: Any) -> None:
+    connection.answer_s = 0.05
+    broker.mute = {"n1"}
+    asked = [
+        asyncio.ensure_future(connection.call("pop", wait_ms=60_000)),
+        asyncio.ensure_future(connection.call("verify")),
+        asyncio.ensure_future(connection.log_stream("t", partition=0)),
+    ]
+    with pytest.raises(Unavailable):
+        await connection.call("stats")
+    assert connection.waiting == 3
+    connection.abort()
+    assert all(
+        isinstance(e, Unavailable) for e in await asyncio.gather(*asked, return_exceptions=True)
+    )
+
+
+async def test_a_loop_that_stood_still_is_not_a_late_answer(connection: Connection) -> None:
+    connection.answer_s = 0.05
+    asked = asyncio.ensure_future(connection.call("stats"))
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # as a handler does that computes
+    assert (await asked)["method"] == "stats"
+
+
+async def test_a_late_server_without_a_sign_of_life_is_lost(
+    connection: Connection, broker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SILENT_TICKS_MAX", 1 << 30)
+    connection.answer_s = 0.2
+    broker.sessions[0].data_received = lambda _: None
+    with pytest.raises(Unavailable):
+        await connection.call("stats")
+    assert not connection.alive
+
+
+async def test_a_server_that_does_not_read_is_not_waited_for(
+    connection: Connection, broker: Any
+) -> None:
+    connection.answer_s = 0.05
+    broker.sessions[0].transport.pause_reading()
+    connection.pause_writing()
+    with pytest.raises(Unavailable, match="does not read") as refused:
+        await connection.call("pop")
+    assert refused.value.details["sent"] is False
+    broker.sessions[0].transport.resume_reading()

@@ -15,6 +15,7 @@ from penstock.client.options import Options
 from penstock.errors import Unavailable, WrongEpoch
 from penstock.model.ids import MessageId
 from penstock.model.partitioning import partition_of
+from penstock.wire.frame import FrameType
 
 QUICK = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=60)
 
@@ -220,6 +221,82 @@ async def test_a_node_that_is_leaving_is_left(peers: Peers) -> None:
         await topic.put(b"x", key=key_of(0))
         await client.call("stats")
         assert client.link.live is not None and client.link.live.welcome.node != "n1"
+
+
+IMPATIENT = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=60, attempt_s=0.1)
+
+
+async def test_a_node_that_answers_nothing_is_left(peers: Peers) -> None:
+    async with routed(peers, "n1", options=IMPATIENT) as (client, topic):
+        peers.broker.mute = {"n1"}  # cut off from the others, and not from us
+        put = asyncio.ensure_future(topic.put(b"x", key=key_of(0)))
+        peers.broker.results["routes"]["coordinators"] = ["n2"] * 6
+        async with asyncio.timeout(60):
+            await put
+            await client.call("stats")
+        assert client.link.live is not None and client.link.live.welcome.node != "n1"
+    assert len(peers.broker.ready) == 1
+
+
+async def test_a_put_that_is_answered_late_is_written_once(peers: Peers) -> None:
+    async with routed(peers, options=IMPATIENT) as (_, topic):
+        peers.broker.hold = asyncio.Event()
+        put = asyncio.ensure_future(topic.put(b"x", key=key_of(1)))
+        while len(peers.broker.requests) < 2:
+            await asyncio.sleep(0.005)
+        peers.broker.hold.set()
+        await put
+    assert len(peers.broker.ready) == 1
+    assert len({body for _, body in peers.broker.requests}) == 1
+
+
+async def test_a_pop_without_an_answer_is_not_repeated(peers: Peers) -> None:
+    async with routed(peers, options=IMPATIENT) as (client, topic):
+        home = client.link.live
+        assert home is not None
+        peers.broker.mute = {home.welcome.node}
+        with pytest.raises(Unavailable, match="no answer within"):
+            await topic.pop()
+        assert client.link.live is not home
+
+
+async def test_a_node_that_fails_again_and_again_is_left(peers: Peers) -> None:
+    async with routed(peers, "n1", options=QUICK) as (client, _):
+        left = client.link.live
+        peers.broker.unwell = {"n1": Unavailable("no majority is here")}
+        async with asyncio.timeout(60):
+            await client.call("stats")
+        assert client.link.live is not None and client.link.live.welcome.node != "n1"
+        assert left is not None
+        await left.wait_closed()  # nothing was under way there
+    assert [call.method for call in peers.broker.calls].count("stats") == 4
+
+
+async def test_a_consumer_leaves_a_node_that_sends_it_away(peers: Peers) -> None:
+    async with routed(peers, "n1") as (client, topic):
+        async with topic.consume() as messages:
+            waiting = asyncio.ensure_future(anext(messages))
+            while not (streams := [s for s in peers.broker.sessions if s.stream]):
+                await asyncio.sleep(0)
+            error = Unavailable("the others are out of reach", elsewhere=True)
+            streams[0].send(FrameType.UNSUBSCRIBE, streams[0].stream[0], error.to_wire())
+            streams[0].stream = None
+            await topic.put(b"x")
+            async with asyncio.timeout(60), await waiting as message:
+                assert message.value == b"x"
+        assert client.link.live is not None and client.link.live.welcome.node != "n1"
+
+
+async def test_the_next_home_is_one_that_was_not_tried_yet(peers: Peers) -> None:
+    error = Unavailable("the others are out of reach", elsewhere=True)
+    async with routed(peers) as (client, _):
+        homes = []
+        for _ in range(3):
+            assert client.link.live is not None
+            homes.append(client.link.live.welcome.node)
+            peers.broker.unwell = {homes[-1]: error}
+            await client.call("stats")
+    assert sorted(homes) == ["n1", "n2", "n3"]
 
 
 async def test_a_connection_goes_past_nodes_that_do_not_serve(peers: Peers) -> None:
