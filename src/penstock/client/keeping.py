@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,11 @@ log = logging.getLogger("penstock.client")
 
 
 class Keeper:
-    """Extends all leases of its batches every third of the visibility, in one request.
+    """Extends all leases of its batches every third of the visibility.
 
-    It runs while something is held, and from `start` to `finish` in any case: `absorb` then brings
-    in what has arrived meanwhile.
+    Each partition has a request of its own, which is given up when the next one is due: one that
+    is out of reach must not cost the leases on others. It runs while something is held, and from
+    `start` to `finish` in any case: `absorb` then brings in what has arrived meanwhile.
     """
 
     def __init__(
@@ -71,27 +73,37 @@ class Keeper:
             self._link.spawn(self._run())
 
     async def _run(self) -> None:
-        interval = self._visibility_ms / 3000
+        loop = asyncio.get_running_loop()
+        interval_s = self._visibility_ms / 3000
+        due = loop.time() + interval_s
         while self._needed:
             self._look.clear()
             try:
-                async with asyncio.timeout(interval):
+                async with asyncio.timeout_at(due):
                     await self._look.wait()
             except TimeoutError:
-                await self._extend()
+                due = loop.time() + interval_s
+                await self._extend_all(interval_s)
         self._running = False
 
-    async def _extend(self) -> None:
+    async def _extend_all(self, within_s: float) -> None:
         if self._absorb is not None:
             self._absorb()
-        held = [(batch, row) for batch in self._batches for row in batch.held_rows().tolist()]
-        if not held:
-            return
+        held: dict[int, list[tuple[MessageBatch[Any], int]]] = defaultdict(list)
+        for batch in self._batches:
+            for row in batch.held_rows().tolist():
+                held[batch.partition].append((batch, row))
+        async with asyncio.TaskGroup() as tasks:
+            for some in held.values():
+                tasks.create_task(self._extend(some, within_s))
+
+    async def _extend(self, held: list[tuple[MessageBatch[Any], int]], within_s: float) -> None:
         try:
-            tokens = [batch.token(row) for batch, row in held]
-            lost = await self._settler.extend(tokens, self._visibility_ms)
-        except PenstockError as error:
-            log.warning("%d leases were not extended: %s", len(held), error)
+            async with asyncio.timeout(within_s):
+                tokens = [batch.token(row) for batch, row in held]
+                lost = await self._settler.extend(tokens, self._visibility_ms)
+        except (PenstockError, TimeoutError) as error:
+            log.warning("%d leases were not extended: %s", len(held), error or "no answer")
             return
         for position in lost:
             batch, row = held[position]

@@ -5,6 +5,7 @@ import pytest
 
 from penstock.client.client import Client
 from penstock.errors import InvalidArgument, LeaseLost
+from penstock.model.partitioning import partition_of
 
 
 async def filled(client: Client, count: int) -> Any:
@@ -265,3 +266,48 @@ async def test_a_message_may_come_again_while_its_lost_lease_still_waits(
         with pytest.raises(LeaseLost):
             await first.ack()
         assert [(await anext(messages)).value] == [b"0"]
+
+
+def key_of(partition: int, partitions: int) -> bytes:
+    return next(k for i in range(99) if partition_of(k := b"%d" % i, partitions) == partition)
+
+
+def holding(topic: Any, partition: int) -> Any:
+    """A message of a certain partition."""
+    return topic.put(b"%d" % partition, key=key_of(partition, 2))
+
+
+async def test_leases_are_kept_while_another_partition_is_out_of_reach(
+    client: Client, broker: Any
+) -> None:
+    broker.partitions, broker.unreached = 2, {1}
+    topic = await client.topic("t")
+    await asyncio.gather(holding(topic, 0), holding(topic, 1))
+    async with topic.consume(visibility=0.06, concurrency=2) as messages:
+        held = [await anext(messages) for _ in range(2)]
+        while sum(e.parts[0].partition == 0 for e in broker.extended) < 4:
+            await asyncio.sleep(0.005)
+        broker.unreached.clear()
+        for message in held:
+            await message.ack()
+
+
+async def test_what_waits_goes_back_past_a_partition_that_is_out_of_reach(
+    make_client: Any, broker: Any
+) -> None:
+    broker.partitions, broker.unreached = 2, {1}
+    async with make_client(attempt_s=0.05) as client:
+        topic = await client.topic("t")
+        for partition in (0, 1, 0):
+            await holding(topic, partition)
+        consumer = topic.consume(prefetch=2)
+        await (await anext(consumer)).ack()
+        while len(broker.leases) < 2:
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(consumer.aclose())
+        while len(broker.leases) > 1:
+            await asyncio.sleep(0.005)
+        assert not closing.done()
+        broker.unreached.clear()
+        await closing
+    assert not broker.leases and not any(back.counted for back in broker.returned)
