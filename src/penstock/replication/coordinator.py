@@ -150,7 +150,9 @@ class Coordinator:
         if reply.reseed:
             self._absences.on_started_over(follow.node)
         else:
-            self.senders[follow.node] = Sender(follow, matched=reply.matched, now=now)
+            self.senders[follow.node] = Sender(
+                follow, matched=reply.matched, now=now, last=self._log.last
+            )
         return [Send(follow.node, reply)]
 
     def on_follower_lost(self, node: str, stream: int) -> None:
@@ -178,7 +180,8 @@ class Coordinator:
         sender = self.senders.get(node)
         if sender is None or self.state is State.DEPOSED:
             return None
-        return sender.window(self._log, through=self._log.last)
+        learns = not self.record.is_voter(node)
+        return sender.window(self._log, through=self._log.last, learns=learns)
 
     def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
         sender = self.senders[node]

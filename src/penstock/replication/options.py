@@ -19,4 +19,4 @@ class ReplicationOptions:
     lagging_ms: int = 60_000  # without credit for longer: the follower is lagging
     backpressure_ms: int = 1000  # a majority without credit for longer: writers are told
     caught_up_entries: int = 1000  # a learner this close to the end may become a voter
-    seed_bytes_per_s: int = 64 << 20  # that a node copies when replicas of its start over
+    seed_bytes_per_s: int = 64 << 20  # that a node copies when replicas start over or are new

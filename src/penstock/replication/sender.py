@@ -22,15 +22,17 @@ class Window(NamedTuple):
     through: int
     entries: int
     bytes: int
+    copying: bool = False  # by a new replica, of what was there when it came: it need not hurry
 
 
 class Sender:
     """Invariants: `durable < next` · `next - 1 <= log.last` · credit is never below zero."""
 
-    def __init__(self, follow: Follow, *, matched: int, now: int) -> None:
+    def __init__(self, follow: Follow, *, matched: int, now: int, last: int = 0) -> None:
         self.node, self.uuid, self.stream = follow.node, follow.uuid, follow.stream
         self.credit = Credit(entries=follow.entries, bytes=follow.bytes)
         self.next = matched + 1
+        self.last_found = last  # where the log ended when the stream was opened
         self.durable = 0  # nothing is vouched for before the first acknowledgement
         self.heard_ms = now
         self.sent_ms = now
@@ -41,12 +43,15 @@ class Sender:
     def opened_by(self, follow: Follow) -> bool:
         return (self.node, self.uuid, self.stream) == (follow.node, follow.uuid, follow.stream)
 
-    def window(self, log: LogFacts, *, through: int) -> Window | None:
+    def window(self, log: LogFacts, *, through: int, learns: bool = False) -> Window | None:
+        """`learns`: nobody waits for this reader yet. Only what it found counts as a copy, so that
+        it catches up in the end however fast the log grows."""
         if self.next > through or self.credit.exhausted:
             return None
         if self.next < log.first:  # compacted meanwhile: it will ask again, and start over
             return None
-        return Window(self.next, through, self.credit.entries, self.credit.bytes)
+        copying = learns and self.next <= self.last_found
+        return Window(self.next, through, self.credit.entries, self.credit.bytes, copying)
 
     def on_sent(self, last: int, *, entries: int, bytes: int, now: int) -> list[str]:
         """Returns what is worth a warning."""

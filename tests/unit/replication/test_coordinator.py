@@ -237,3 +237,30 @@ def test_options_decide_when_a_learner_has_caught_up() -> None:
     machine._log.extend(epoch=2, last=2)
     assert only(ChangeRecord, hold(machine, "c", 1, uuid="new")) == []
     assert only(ChangeRecord, hold(machine, "c", 2, uuid="new"))
+
+
+def test_a_learner_copies_what_it_found_and_follows_the_rest() -> None:
+    machine = serving(record(2, learners="d", target="abd"))
+    machine.on_follow(Follow("d", disk("d"), 2, 1, 0, [], 10, 1000), 0)
+    machine._log.extend(epoch=2, last=2)
+    found = machine.may_send("d")
+    assert found is not None and (found.first, found.copying) == (1, True)
+    machine.on_sent("d", 1, entries=1, bytes=1, now=0)
+    new = machine.may_send("d")
+    assert new is not None and (new.first, new.copying) == (2, False)
+
+
+def test_whoever_counts_copies_nothing() -> None:
+    machine = serving(record(2, joint="abd"))
+    for node in "cd":
+        machine.on_follow(Follow(node, disk(node), 2, 1, 0, [], 10, 1000), 0)
+        window = machine.may_send(node)
+        assert window is not None and not window.copying
+
+
+def test_a_learner_that_becomes_a_voter_is_waited_for() -> None:
+    machine = serving(record(2, learners="d", target="abd"))
+    machine.on_follow(Follow("d", disk("d"), 2, 1, 0, [], 10, 1000), 0)
+    machine.on_record(record(2, joint="abd"), 2)
+    window = machine.may_send("d")
+    assert window is not None and not window.copying

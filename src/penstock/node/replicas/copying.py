@@ -20,6 +20,7 @@ from typing import Any, Final
 from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import Batch, decode
 from penstock.node.logs import get_logger
+from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.peers import PeerConnection, Peers
 from penstock.node.replicas.ports import HostPort, Key, SeedHead, SeedTarget
 
@@ -93,20 +94,6 @@ class SeedServer:
         self._held = {n: held for n, held in self._held.items() if held[1] > since}
         if len(self._held) + self._reading >= HELD_MAX:
             raise Backpressure("others are copying from this node", retry_after_s=HELD_RETRY_S)
-
-
-class Pace:
-    """So many bytes per second, over all who ask."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0  # when what was taken so far is paid for
-
-    async def spend(self, count: int) -> None:
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now) + count / self._bytes_per_s
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
 
 
 class SeedReader:

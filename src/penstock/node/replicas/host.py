@@ -86,7 +86,7 @@ class Host:
         if around.transport is not None:
             self.sending = Sending(
                 self.key, self.replica, opened.log, transport=around.transport, now=around.now,
-                perform=self._perform, spawn=self._performing.spawn,
+                pace=around.pace, perform=self._perform, spawn=self._performing.spawn,
             )  # fmt: skip
         self.tenure = Tenure(
             topic, index, self.replica, flusher=self.flusher, applying=self.applying,

@@ -27,6 +27,7 @@ from penstock.node.replicas.administration import Administration
 from penstock.node.replicas.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.replicas.control import Held
 from penstock.node.replicas.host import Host
+from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.peers import Connect
 from penstock.node.replicas.ports import Key
 from penstock.node.replicas.returning import Returning
@@ -98,6 +99,7 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
         control=cluster.control,
         transport=cluster.transport,
         options=config.replication,
+        pace=Pace(config.replication.seed_bytes_per_s),
         policy=Policy(config.cluster.policy),
     )
 

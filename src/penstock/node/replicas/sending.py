@@ -2,7 +2,8 @@
 
 Nothing is queued for a reader. When it has credit and its connection takes more, the next slice is
 read from the log; staged batches count, so that replicas sync while we do. A slow reader costs its
-window of memory and nobody else's time.
+window of memory and nobody else's time. What a new replica has to copy goes out at a pace that all
+streams of the node share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Final
 from penstock.errors import NotFound
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
+from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.ports import Key, Transport
 from penstock.replication.effects import Effects
 from penstock.replication.messages import Append, Followed
@@ -27,12 +29,13 @@ WATERMARK_S: Final = 0.01  # how often readers are told of commits that no slice
 class _Stream:
     """The sending end of a stream. `told` is the commit that its reader was sent last."""
 
-    __slots__ = ("blocked", "number", "reading", "told")
+    __slots__ = ("blocked", "number", "reading", "resting", "told")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.blocked = False  # its connection takes no more for now
         self.reading = False  # a thread reads for it
+        self.resting = False  # what was copied to it is not paid for yet
         self.told = 0
 
 
@@ -44,12 +47,13 @@ class Sending:
         log: PartitionLog,
         *,
         transport: Transport,
+        pace: Pace,
         now: Callable[[], int],
         perform: Callable[[Effects], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._key, self._replica, self._log = key, replica, log
-        self._transport, self._now = transport, now
+        self._transport, self._pace, self._now = transport, pace, now
         self._perform, self._spawn = perform, spawn
         self.streams: dict[str, _Stream] = {}
         self._pumped = 0  # what every stream was offered, or is waited for
@@ -91,7 +95,7 @@ class Sending:
         stream = self.streams.get(node)
         while stream is not None and not (stream.blocked or stream.reading):
             window = self._replica.may_send(node)
-            if window is None:
+            if window is None or (window.copying and stream.resting):
                 return
             try:
                 batches = self._read(window, nowait=True)
@@ -149,7 +153,20 @@ class Sending:
         sent = self._replica.on_sent(node, fitting[-1].last, entries=entries, bytes=size, now=now)
         if sent:
             self._perform(sent)
+        if window.copying:
+            self._rest(node, stream, size)
         return True
+
+    def _rest(self, node: str, stream: _Stream, size: int) -> None:
+        """Go on with a copy when this much is paid for."""
+
+        def rested() -> None:
+            stream.resting = False
+            if self.streams.get(node) is stream:
+                self.pump(node)
+
+        stream.resting = True
+        asyncio.get_running_loop().call_later(self._pace.take(size), rested)
 
     def _drop(self, node: str, stream: _Stream) -> None:
         """Have a reader open its stream anew: it will be told to start over from a snapshot."""

@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.node.clock import Clock
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
+from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.ports import Control, Transport
 from penstock.node.syncer import Syncer
 from penstock.node.writer import WriterPool
@@ -38,5 +39,7 @@ class Surroundings:
     on_fatal: Callable[[BaseException], None]
     reserve_bytes: int  # of each log: for settling when the disk is full
     options: ReplicationOptions = field(default_factory=ReplicationOptions)
+    # Of streams to new replicas, over all hosts.
+    pace: Pace = field(default_factory=lambda: Pace(ReplicationOptions().seed_bytes_per_s))
     policy: Policy = Policy.BALANCED
     now: Callable[[], int] = monotonic_ms  # of replication; it never steps, forwards neither

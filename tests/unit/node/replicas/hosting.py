@@ -21,6 +21,7 @@ from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.opening import open_replica
+from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.ports import Key, Letter, SeedTarget
 from penstock.node.replicas.surroundings import Surroundings
 from penstock.node.requests import EnqueuePart, EnqueueRequest, ReturnRequest, TokenRequest
@@ -158,7 +159,8 @@ class Cluster:
             node=name, clock=self.clock, metrics=topic.metrics, writers=writers, syncer=None,
             cache=ReadCache(1 << 20), control=network, transport=network, spawn=self._spawn,
             on_damage=self.fatal.append, on_fatal=self.fatal.append,
-            reserve_bytes=LOG.reserve_bytes, options=self.options, now=lambda: self.now_ms,
+            reserve_bytes=LOG.reserve_bytes, options=self.options,
+            pace=Pace(self.options.seed_bytes_per_s), now=lambda: self.now_ms,
         )  # fmt: skip
 
     async def stop(self, *names: str) -> None:

@@ -7,7 +7,7 @@ from tests.unit.node.replicas.fakes import FakeHost
 from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.node.replicas import copying as seeds
-from penstock.node.replicas.copying import CHUNK_BYTES, HELD_MAX, Pace, SeedReader, SeedServer
+from penstock.node.replicas.copying import CHUNK_BYTES, HELD_MAX, SeedReader, SeedServer
 from penstock.node.replicas.ports import SeedHead
 
 KEY = (1, 0)
@@ -160,10 +160,3 @@ async def test_many_copies_of_one_source_all_come_to_an_end(
         )
     assert all(target.head == host.head for target in targets.values())
     assert line.calls.count("replica_seed_chunk") == 2 * len(targets)  # nothing was begun twice
-
-
-async def test_all_copies_together_keep_the_pace() -> None:
-    pace, loop = Pace(1_000_000), asyncio.get_running_loop()
-    began = loop.time()
-    await asyncio.gather(*(pace.spend(10_000) for _ in range(5)))
-    assert loop.time() - began >= 0.05
