@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,25 +127,49 @@ async def test_a_consumer_moves_to_another_node_and_finishes(cluster: ClusterPro
 
 
 async def test_stopping_and_starting_each_node_fails_no_call(cluster: ClusterProcesses) -> None:
-    async with penstock.connect(cluster.url, options=penstock.Options(retry_s=120)) as client:
+    async with penstock.connect(cluster.url) as client:
         topic = await client.topic("rolling", of=int, partitions=PARTITIONS)
+        popped = await client.topic("rolling-pops", of=int, partitions=PARTITIONS)
+        empty = await client.topic("rolling-waits", of=int, partitions=PARTITIONS)
         ended = asyncio.Event()
         calls = Counter[str]()
 
-        async def work() -> None:
+        async def repeat(name: str, call: Callable[[], Awaitable[Any]]) -> None:
             while not ended.is_set():
-                await topic.put(1)
-                await topic.stats()
-                calls["done"] += 1
+                await call()
+                calls[name] += 1
+
+        async def put() -> None:
+            await popped.put(1)
+            await topic.stats()
+
+        async def put_batch() -> None:
+            await topic.put_many([penstock.Item(1, key=key_of(p)) for p in range(PARTITIONS)])
+
+        async def pop() -> None:
+            for message in await popped.pop(wait=1):
+                await message.ack()
+
+        async def consume() -> None:
+            async with topic.consume(concurrency=4) as messages:
+                async for message in messages:
+                    await message.ack()
+                    calls["consume"] += 1
+                    if ended.is_set():
+                        break
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(work())
+            group.create_task(repeat("put", put))
+            group.create_task(repeat("atomic", put_batch))
+            group.create_task(repeat("pop", pop))
+            group.create_task(repeat("wait", lambda: empty.pop(wait=2)))
+            group.create_task(consume())
             for node in list(cluster.nodes):
                 assert await cluster.stop(node) == 0
                 await cluster.start(node)
                 await cluster.wait_ready()
             ended.set()
-    assert calls["done"] > 10
+    assert set(calls) == {"put", "atomic", "pop", "wait", "consume"}
 
 
 async def test_requests_go_straight_to_coordinators(cluster: ClusterProcesses) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -11,6 +12,7 @@ import msgspec
 
 from penstock.client import tracing
 from penstock.client.administration import Administration
+from penstock.client.connection import Connection
 from penstock.client.consumer import BatchConsumer, Consumer, MessageConsumer
 from penstock.client.content import content_of
 from penstock.client.deadletters import DeadLetters
@@ -245,12 +247,19 @@ class Topic(Administration[T]):
     ) -> list[LeasedMessage[T]]:
         """Lease up to `limit` messages now, or as soon as there is one within `wait`."""
         await self.opened()
-        arguments: dict[str, Any] = {"limit": limit, "wait_ms": milliseconds(wait, field="wait")}
+        arguments: dict[str, Any] = {"topic": self.name, "limit": limit}
         if visibility is not None:
             arguments["visibility_ms"] = milliseconds(visibility, field="visibility")
         if consumer:
             arguments["consumer"] = consumer
-        answer = await self.ask("pop", **arguments)
+        wait_ms, began = milliseconds(wait, field="wait"), time.monotonic()
+
+        async def lease(connection: Connection) -> dict[str, Any]:
+            waited_ms = round((time.monotonic() - began) * 1000)
+            left_ms = max(0, wait_ms - waited_ms)
+            return await connection.call("pop", wait_ms=left_ms, **arguments)
+
+        answer = await self.link.request(lease, repeatable=False)
         return [popped(self, fields, self._keep)[0] for fields in answer["messages"]]
 
     def log(

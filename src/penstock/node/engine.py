@@ -89,6 +89,7 @@ class Engine:
     # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     stopping: bool = False
+    pops: set[asyncio.Event] = field(default_factory=set)  # under way: each looks again when set
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
     nodes: Cluster | None = None  # the other ones; None: this one is alone
@@ -310,12 +311,20 @@ class Engine:
         """Wait until no thread of the live path reads the logs of topics that are closed."""
         await asyncio.gather(*(t.live.quiet() for t in topics if t.live is not None))
 
+    def stop(self) -> None:
+        """Begin nothing new. Pops that wait are answered with what they have leased, or that they
+        have leased nothing and may be made elsewhere."""
+        self.stopping = True
+        for pop in self.pops:
+            pop.set()
+
     async def drain(self, topics: Iterable[Topic]) -> None:
         """Let everything under way be answered, within the configured time."""
         deadline = time.monotonic() + self.config.drain_s
         partitions = [p for topic in topics for p in topic.local]
         while self.fatal_error is None and time.monotonic() < deadline:
-            if all(p.idle for p in partitions):
+            pending = self.stopping and any(c.pending for c in self.connections)
+            if not pending and all(p.idle for p in partitions):
                 return
             await asyncio.sleep(0.002)
 

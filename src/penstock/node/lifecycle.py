@@ -163,7 +163,7 @@ async def _start(
 
 
 async def _stop(engine: Engine) -> None:
-    engine.stopping = True
+    engine.stop()
     await engine.drain(engine.topics.values())
     await engine.stop_sinks(engine.topics.values())
     for connection in list(engine.connections):

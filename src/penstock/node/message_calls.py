@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from penstock.errors import NotFound, PenstockError
+from penstock.errors import NotFound, PenstockError, Unavailable
 from penstock.heap import State
 from penstock.heap.ordering import Ordering
 from penstock.model.batch import DeadReason, Kind
@@ -136,16 +136,20 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
         return bool(unreadable) or len(messages) >= stream.out + stream.away
 
     topic.add_stream(stream)
+    engine.pops.add(arrived)
     try:
         if wait_ms:
-            await _until(arrived, lambda: bool(messages or unreadable), wait_ms)
+            await _until(arrived, lambda: bool(messages or unreadable or engine.stopping), wait_ms)
         else:
             await topic.dispatched()
         await _until(arrived, complete)
     finally:
         topic.remove_stream(stream)
+        engine.pops.discard(arrived)
     if unreadable and not messages:
         raise unreadable[0]
+    if engine.stopping and not messages:
+        raise Unavailable("the node is stopping, nothing was leased", elsewhere=True)
     if len(topic.partitions) > 1:
         messages.sort(key=_order(topic))
     return {"messages": messages}

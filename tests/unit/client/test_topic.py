@@ -82,7 +82,8 @@ async def test_popped_messages_are_leases(client: Client, broker: Any) -> None:
             await asyncio.sleep(0.005)
     assert broker.acked == [0x64]
     method, arguments = calls(broker)[-1]
-    assert method == "pop" and arguments["wait_ms"] == 2000 and arguments["visibility_ms"] == 30
+    assert method == "pop" and arguments["visibility_ms"] == 30
+    assert 0 < arguments["wait_ms"] <= 2000
 
 
 async def test_destructive_calls_bring_their_confirmation(client: Client, broker: Any) -> None:
@@ -131,6 +132,20 @@ async def test_reads_are_repeated_after_a_lost_connection_and_pops_are_not(
     await asyncio.sleep(0.02)
     broker.results["stats"] = {"topics": [{"name": "jobs", "ready": 4}]}
     assert (await reading).ready == 4
+
+
+async def test_a_pop_that_leased_nothing_is_made_again_for_the_rest_of_its_wait(
+    client: Client, broker: Any
+) -> None:
+    topic = await client.topic("jobs")
+    broker.results["pop"] = Unavailable("stopping, nothing was leased", elsewhere=True)
+    popping = asyncio.ensure_future(topic.pop(wait=5))
+    while len([call for call in broker.calls if call.method == "pop"]) < 3:
+        await asyncio.sleep(0.005)
+    broker.results["pop"] = {"messages": []}
+    assert await popping == []
+    waits = [call.arguments["wait_ms"] for call in broker.calls if call.method == "pop"]
+    assert waits == sorted(waits, reverse=True) and waits[-1] < 5000
 
 
 async def test_a_pop_whose_connection_is_lost_says_that_it_may_be_repeated(
