@@ -79,6 +79,9 @@ async def dispatch_call(
             raise InvalidArgument(f"no such method: {name}", field="method")
         with logs.request(str(arguments.pop("request_id", "") or "")) as request_id:
             parsed = parse(found.arguments, arguments)
+            topic = getattr(parsed, "topic", 0)
+            if isinstance(topic, str | None):  # what nodes ask each other about has a number
+                engine.check_reach(topic or "")
             if not found.audited:
                 return await found.run(engine, caller, parsed)
             async with engine.audit.act(

@@ -42,6 +42,8 @@ async def _look_after(engine: Engine, host: Host, retention_due: bool) -> None:
     topic, partition = host.topic, host.partition
     try:
         host.persist_floor()
+        if partition is not None and not partition.journal.may_commit:
+            return  # all of it waits for commits, and so would the other partitions
         if _snapshot_due(engine, host):
             if partition is not None:
                 await snapshot(engine, topic, partition)

@@ -333,6 +333,23 @@ class Engine:
         for connection in list(self.connections):
             connection.revoke(key_id)
 
+    def check_reach(self, name: str = "", index: int | None = None) -> None:
+        """Raise if this node is cut off and cannot serve the topic, or that partition of it,
+        either. No name: what is asked for is how the cluster is."""
+        if not self.cluster.cut_off:
+            return
+        topic = self.topics.get(name)
+        if topic is None or not topic.reached(index):
+            raise _cut_off()
+
+    def end_unreached(self) -> None:
+        """This node is cut off: consumers and readers that would wait in vain go elsewhere."""
+        for connection in list(self.connections):
+            connection.end_unreached(_cut_off())
+        for topic in self.topics.values():
+            if not topic.reached():
+                topic.end_pops(_cut_off())
+
     def check_serving(self) -> None:
         if self.stopping:
             raise Unavailable("the node is stopping", elsewhere=True)
@@ -340,3 +357,7 @@ class Engine:
             raise Unavailable("the node is starting", elsewhere=True)
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")
+
+
+def _cut_off() -> Unavailable:
+    return Unavailable("the node is cut off from the rest of its cluster", elsewhere=True)

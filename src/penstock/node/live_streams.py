@@ -31,11 +31,13 @@ class LiveStream:
 
     def __init__(
         self,
+        partition: int,
         send: Callable[..., None],  # (type, *payload, flags=)
         *,
         end: Callable[[PenstockError], None],
         refuse: Callable[[PenstockError], None],
     ) -> None:
+        self.partition = partition
         self._send, self._end, self._refuse = send, end, refuse
         self._subscription: Subscription | None = None
         self._blocked = False

@@ -187,6 +187,9 @@ class Session(asyncio.Protocol):
     def drop_topic(self, topic: Topic) -> None:
         self._subscriptions.drop_topic(topic)
 
+    def end_unreached(self, error: PenstockError) -> None:
+        self._subscriptions.end_unreached(error)
+
     def revoke(self, key_id: str) -> None:
         """The key is revoked: whoever holds it is out at once."""
         if self._key_id == key_id:

@@ -127,7 +127,7 @@ class LogStream:
                 raise InvalidArgument(
                     f"{field} must be from 1 to {limit}", field=field, limit=limit
                 )
-        self.source, self._log, self._partition = source, source.log, partition
+        self.source, self._log, self.partition = source, source.log, partition
         self.cursor = from_sequence
         self._window_entries, self._window_bytes = window_entries, window_bytes
         self._entries_out = self._bytes_out = 0
@@ -188,7 +188,7 @@ class LogStream:
         if not fitting:
             return False
         self._entries_out, self._bytes_out = entries, size
-        self._send(LogSlice(self._partition, batches[0].first, last, sequence_committed), fitting)
+        self._send(LogSlice(self.partition, batches[0].first, last, sequence_committed), fitting)
         self.cursor = last + 1
         if self._through is not None and last >= self._through:
             self._end()

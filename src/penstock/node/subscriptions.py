@@ -99,6 +99,14 @@ class Subscriptions:
             if owner is topic:
                 self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
 
+    def end_unreached(self, error: PenstockError) -> None:
+        """End the streams on which nothing can come now. A relay ends with its connection."""
+        for number, (topic, stream) in list(self._streams.items()):
+            if isinstance(stream, LogRelay):
+                continue
+            if not topic.reached(None if isinstance(stream, LeaseStream) else stream.partition):
+                self.end(number, error)
+
     def end(self, number: int, error: PenstockError | None = None) -> None:
         """Close a stream from this side and say why; without an error: it is complete."""
         if number in self._streams or number in self._demands:
@@ -145,6 +153,7 @@ class Subscriptions:
     def open_lease(self, number: int, control: OpenLease, key_id: str | None) -> None:
         topic = self._engine.queue(control.topic)
         _check_lease(control, topic.config)
+        self._engine.check_reach(control.topic)
         if topic.streams_of(key_id) >= topic.config.key_streams_max:
             limit = topic.config.key_streams_max
             raise LimitExceeded(
@@ -178,6 +187,7 @@ class Subscriptions:
         topic = self._engine.topic(control.topic)
         source: LogSource
         port = topic.partition(control.partition)
+        self._engine.check_reach(control.topic, control.partition)
         host = self._engine.hosts.get(topic.key(control.partition))
         if isinstance(port, Partition):
             source = port
@@ -216,6 +226,7 @@ class Subscriptions:
         """From this node's hub if it coordinates the partition, else from the one that does."""
         topic = self._engine.topic(control.topic)
         check_subscription(control, topic)
+        self._engine.check_reach(control.topic, control.partition)
         if not isinstance(topic.partition(control.partition), Partition):
             if control.forwarded:
                 raise topic.not_here(control.partition)
@@ -226,6 +237,7 @@ class Subscriptions:
             self._send(type, number, *payload, flags=flags)
 
         stream = LiveStream(
+            control.partition,
             send,
             end=lambda error: self.end(number, error),
             refuse=lambda error: self._refuse(number, error),
@@ -237,9 +249,11 @@ class Subscriptions:
         )
 
     def _refuse(self, number: int, error: PenstockError) -> None:
-        """Answer the request that opens a stream with an error."""
+        """Answer the request that opens a stream with an error. What another node has said of
+        itself is not true of this one."""
         self.close(number)
-        known = error if not isinstance(error, WrongEpoch) else Unavailable(error.message)
+        theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
+        known = Unavailable(error.message) if theirs else error
         self._send(FrameType.NACK, number, pack(known.to_wire()))
 
     def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:

@@ -131,6 +131,23 @@ class Topic:
         self._dispatching.rounds.renew()
         self.wake()
 
+    def reached(self, index: int | None = None) -> bool:
+        """Whether a partition, or each of them, can be served: here, or by a node that we reach."""
+        indices = range(len(self.partitions)) if index is None else (index,)
+        return all(self._reaches(self.partitions[i]) for i in indices)
+
+    def _reaches(self, port: PartitionPort) -> bool:
+        if isinstance(port, Partition):
+            return port.journal.may_commit
+        node = self.router.coordinator(self.key(port.index))
+        return bool(node) and self.router.cluster.live(node) is not None
+
+    def end_pops(self, error: PenstockError) -> None:
+        """Answer the pops that wait and have leased nothing."""
+        for stream in list(self._dispatching.streams.values()):
+            if stream.fail is not None and not (stream.out or stream.away):
+                stream.fail(error)
+
     def doubt(self, partition: Partition, error: PenstockError) -> int:
         """Nobody knows whether a partition's last leases will be: pops, which are counted, do not
         wait for them. Streams do, and get them should they be committed."""

@@ -27,6 +27,7 @@ from penstock.replication.options import ReplicationOptions
 
 CLUSTER_UUID: Final = "cluster/uuid"
 PROBE_S: Final = 2.0  # between looks whether the metadata store answers
+LOOK_S: Final = 0.5  # between looks whether the others are reached
 ASK_S: Final = 2.0
 RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
 log = get_logger(__name__)
@@ -62,6 +63,8 @@ class Cluster:
         self.available = True  # the metadata store answered when it was asked last
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
+        self.cut_off = False  # neither the metadata store nor a majority of the members is reached
+        self.on_cut_off: Callable[[], None] = _nothing  # called again and again while it is so
         self._info, self._spawn, self._spawn_vital = info, spawn, spawn_vital
         self._seed_bytes_per_s = replication.seed_bytes_per_s
         self._local: Local | None = None
@@ -175,6 +178,7 @@ class Cluster:
         self._spawn_vital(self.control.run(), name="control")
         probing = repeat(self._probe, trouble="the metadata cannot be read", pause_s=PROBE_S)
         self._spawn_vital(probing, name="metadata-probe")
+        self._spawn_vital(self._look_around(), name="reach")
         await self.control.ready()
         self.ready = True
         log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
@@ -249,6 +253,25 @@ class Cluster:
         entry = await self.store.get(CLUSTER_UUID)
         return entry is not None and entry.value.decode() == self.uuid
 
+    async def _look_around(self) -> None:
+        """Know whether this node is cut off. Then others have taken over what it coordinates, or
+        soon will, and whoever can reach them should."""
+        while True:
+            cut_off = self.ready and not (self.available or self._among_most())
+            if cut_off and not self.cut_off:
+                log.warning("cut off from the other nodes and the metadata store")
+            elif self.cut_off and not cut_off:
+                log.info("no longer cut off")
+            self.cut_off = cut_off
+            if cut_off:
+                self.on_cut_off()
+            await asyncio.sleep(LOOK_S)
+
+    def _among_most(self) -> bool:
+        """Whether we are connected to a majority of those who were alive when we last heard."""
+        reached = [n for n in self.alive if n == self.node or self.live(n) is not None]
+        return 2 * len(reached) > len(self.alive)
+
     async def _probe(self) -> None:
         """Know whether the metadata store answers."""
         try:
@@ -263,6 +286,10 @@ class Cluster:
             log.info("the metadata store is back")
         self.available = reached
         await asyncio.sleep(PROBE_S)
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
         options=config.replication,
         pace=Pace(config.replication.seed_bytes_per_s),
         policy=Policy(config.cluster.policy),
+        cut_off=lambda: cluster.cut_off,
     )
+    cluster.on_cut_off = engine.end_unreached
 
     async def call_self(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return await dispatch_call(engine, Caller(None, 0, peer=True), method, dict(arguments))

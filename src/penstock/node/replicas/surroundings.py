@@ -42,4 +42,5 @@ class Surroundings:
     # Of streams to new replicas, over all hosts.
     pace: Pace = field(default_factory=lambda: Pace(ReplicationOptions().seed_bytes_per_s))
     policy: Policy = Policy.BALANCED
+    cut_off: Callable[[], bool] = lambda: False  # another node may serve what this one cannot
     now: Callable[[], int] = monotonic_ms  # of replication; it never steps, forwards neither

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.errors import DiskFull, PenstockError, Unavailable
+from penstock.errors import DiskFull, PenstockError, QuorumUnavailable, Unavailable
 from penstock.log.crash import crash_point
 from penstock.model.batch import Kind
 from penstock.node.clock import TenureClock
@@ -130,7 +130,10 @@ class Tenure:
         journal.flush()
 
     def _writable(self) -> PenstockError | None:
-        return self._replica.writable(self._around.now())
+        refusal = self._replica.writable(self._around.now())
+        if isinstance(refusal, QuorumUnavailable) and self._around.cut_off():
+            refusal.details["elsewhere"] = True
+        return refusal
 
     def serve(self, epoch: int) -> None:
         """The barrier is committed."""

@@ -5,7 +5,8 @@ loop's turn and then share frames; each gets an outcome of its own back, so that
 refuses does not fail its neighbours. Three things can go wrong:
 
 - Nobody is known to serve the partition, or the node that is known says that it does not: nothing
-  has happened. The errand waits for a change, at most `WAIT_S`, and is sent again.
+  has happened. The errand waits for a change, at most `WAIT_S`, and is sent again; if this node is
+  cut off, it does not wait, and who asked is told to go `elsewhere`.
 - The partition refuses: that is the answer.
 - The connection is lost on the way: nobody knows. The answer is `Unavailable`, and whoever asked
   repeats the request with its producer key.
@@ -81,11 +82,13 @@ class Errand:
         self.succeed, self.fail = succeed, fail
         self.deadline = asyncio.get_running_loop().time() + WAIT_S
 
-    @property
-    def nobody(self) -> Unavailable:
-        return Unavailable(
-            f"nobody serves partition {self.key[1]} of {self.kind.topic} at the moment",
-            partition=self.key[1],
+    def give_up(self, *, elsewhere: bool) -> None:
+        self.fail(
+            Unavailable(
+                f"nobody serves partition {self.key[1]} of {self.kind.topic} at the moment",
+                partition=self.key[1],
+                elsewhere=elsewhere or None,
+            )
         )
 
 
@@ -205,7 +208,7 @@ class Forwarder:
                 errand.fail(_unfit(node))
             return
         error = from_wire(outcome.error)
-        if isinstance(error, WrongEpoch):
+        if not_there(error):
             self._wait(errand)
         else:
             errand.fail(error)
@@ -213,8 +216,9 @@ class Forwarder:
     # --- waiting ---
 
     def _wait(self, errand: Errand) -> None:
-        if self._loop.time() >= errand.deadline:
-            errand.fail(errand.nobody)
+        cut_off = self._router.cluster.cut_off
+        if cut_off or self._loop.time() >= errand.deadline:
+            errand.give_up(elsewhere=cut_off)
             return
         waiting = self._waiting.get(errand.key)
         if waiting is None:
@@ -228,7 +232,7 @@ class Forwarder:
         await self.changed(key)
         for errand in self._waiting.pop(key):
             if self._loop.time() >= errand.deadline:
-                errand.fail(errand.nobody)
+                errand.give_up(elsewhere=self._router.cluster.cut_off)
             else:
                 self.send(errand)
 
@@ -248,7 +252,10 @@ class Forwarder:
 
 
 def not_there(error: BaseException) -> bool:
-    """The node does not serve that partition, or does not even know the topic yet."""
+    """The node did nothing: it does not serve that partition, does not even know the topic yet, or
+    serves nothing right now."""
+    if isinstance(error, Unavailable):
+        return bool(error.details.get("elsewhere"))
     unknown = isinstance(error, NotFound) and "topic" in error.details
     return unknown or isinstance(error, WrongEpoch)
 

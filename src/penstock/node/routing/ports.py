@@ -80,6 +80,11 @@ class ClusterView(Protocol):
     def node(self) -> str:
         """This node's name."""
 
+    @property
+    def cut_off(self) -> bool:
+        """This node reaches neither a majority of the others nor the metadata store: whoever it
+        does not serve itself is better off with another node."""
+
     def coordinator(self, key: Key) -> str:
         """The node that coordinates a partition; empty if nobody is known to."""
 
@@ -92,6 +97,8 @@ class ClusterView(Protocol):
 
 class AlwaysHere:
     """A node that runs alone: whatever there is, is here."""
+
+    cut_off = False
 
     def __init__(self, node: str = "") -> None:
         self.node = node

@@ -83,12 +83,11 @@ class Router:
                     raise unreached
                 return await away(peer)
             except PenstockError as error:
-                unknown = isinstance(error, Unavailable) and error is not unreached
-                if (unknown and not repeat) or not (
-                    isinstance(error, Unavailable) or not_there(error)
-                ):
+                undone = error is unreached or not_there(error)
+                unknown = isinstance(error, Unavailable) and not undone
+                if (unknown and not repeat) or not (isinstance(error, Unavailable) or undone):
                     raise
-                if loop.time() >= deadline:
+                if self.cluster.cut_off or loop.time() >= deadline:
                     raise (error if unknown else unreached) from error
             await self.changed(key)
 

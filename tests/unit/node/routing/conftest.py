@@ -24,6 +24,7 @@ class View:
     def __init__(self, node: str, cluster: Cluster) -> None:
         self.node, self._cluster = node, cluster
         self.peers: dict[str, PeerConnection] = {}
+        self.cut_off = False
 
     def coordinator(self, key: Key) -> str:
         return self._cluster.coordinators.get(key, "")
