@@ -8,7 +8,7 @@ the key, which is what makes a retry safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -175,18 +175,33 @@ class Identity:
 class Shipment:
     """A request that may be sent again, byte for byte, to any node."""
 
-    __slots__ = ("bodies", "count", "order", "request")
+    __slots__ = ("bodies", "count", "firsts", "order", "request")
 
     def __init__(
-        self, request: Enqueue, bodies: list[bytes], *, count: int, order: list[int] | None
+        self,
+        request: Enqueue,
+        bodies: list[bytes],
+        *,
+        firsts: list[int],
+        count: int,
+        order: list[int] | None,
     ) -> None:
         self.request, self.bodies, self.count = request, bodies, count
+        self.firsts = firsts  # of each part's producer sequences
         self.order = order  # request index → the caller's index; None: the same
 
     @property
     def partition(self) -> int:
         """The first that it is about; whoever coordinates that one forwards the others' parts."""
         return self.request.parts[0].partition
+
+    def keyed(self) -> Iterator[tuple[int, int, int]]:
+        """Each entry's index as the caller counts, its partition and its producer sequence."""
+        at = 0
+        for part, first in zip(self.request.parts, self.firsts, strict=True):
+            for sequence in range(first, first + part.count):
+                yield at if self.order is None else self.order[at], part.partition, sequence
+                at += 1
 
     def ids(self, answer: Enqueued) -> list[str]:
         """The message id of each entry, in the caller's order."""
@@ -212,7 +227,7 @@ def sealed(
 ) -> Shipment:
     """Encode `entries`: those with a key go where it belongs, the others to `partition`."""
     count = len(entries)
-    parts, bodies = [], []
+    parts, bodies, firsts = [], [], []
     order: list[int] | None = None
     groups = _groups(entries, config, partition)
     if len(groups) > 1:
@@ -225,8 +240,20 @@ def sealed(
         body = _ENQ.encode(size, columns, runs=1)
         parts.append(Part(target, size, len(body)))
         bodies.append(body)
+        firsts.append(first)
     request = Enqueue(config.name, parts, atomic, expected_sequence)
-    return Shipment(request, bodies, count=count, order=order)
+    return Shipment(request, bodies, firsts=firsts, count=count, order=order)
+
+
+def sealed_again(
+    entry: Entries, *, config: TopicConfig, identity: Identity, partition: int, sequence: int
+) -> Shipment:
+    """One entry of an earlier request by itself, under the key that it had there."""
+    columns = entry.columns(None)
+    columns.update(identity.run(partition, sequence, 1))
+    body = _ENQ.encode(1, columns, runs=1)
+    request = Enqueue(config.name, [Part(partition, 1, len(body))])
+    return Shipment(request, [body], firsts=[sequence], count=1, order=None)
 
 
 def sealed_payloads(
@@ -237,10 +264,11 @@ def sealed_payloads(
     columns: dict[str, Any] = {"payload": payloads}
     if headers:
         columns["headers"] = [headers] * count
-    columns |= identity.run(partition, identity.take(partition, count), count)
+    first = identity.take(partition, count)
+    columns |= identity.run(partition, first, count)
     body = _ENQ.encode(count, columns, runs=1)
     request = Enqueue(config.name, [Part(partition, count, len(body))])
-    return Shipment(request, [body], count=count, order=None)
+    return Shipment(request, [body], firsts=[first], count=count, order=None)
 
 
 def apart(

@@ -3,7 +3,8 @@
 Every put of one turn of the loop, and every put that comes while `requests_max` requests wait for
 their answer, joins the next request. A request that fails for now is sent again as it is; one that
 is refused because of an entry is sent again entry by entry, so that a put fails only for its own
-fault.
+fault. Each entry keeps its producer key then: of a request to several partitions some may have
+been written.
 
 At a cluster each request goes to the node that coordinates its partition, and what was gathered is
 parted by node. A request stays with its partition however often it is sent; puts that may go
@@ -25,7 +26,15 @@ from typing import Any
 
 import msgspec
 
-from penstock.client.entries import Entries, Identity, Shipment, apart, sealed, sealed_payloads
+from penstock.client.entries import (
+    Entries,
+    Identity,
+    Shipment,
+    apart,
+    sealed,
+    sealed_again,
+    sealed_payloads,
+)
 from penstock.client.link import Link, passing
 from penstock.client.shipping import Shipping
 from penstock.errors import Backpressure, InvalidArgument, PenstockError
@@ -228,8 +237,10 @@ class Producer:
             self._resolve(gathering, shipment, answer.result())
         elif isinstance(error, PenstockError) and passing(error) and not self._link.closed:
             self._link.spawn(self._deliver(gathering, shipment, error))
+        elif _shared_fault(gathering, error) and not self._link.closed:
+            self._link.spawn(self._deliver_apart(gathering, shipment))
         else:
-            self._refused(gathering, error)
+            self._fail(gathering, error)
 
     async def _deliver(
         self, gathering: Gathering, shipment: Shipment, failed: PenstockError | None
@@ -238,13 +249,42 @@ class Producer:
         try:
             answer = await self._shipping.ship(shipment, failed=failed)
         except PenstockError as error:
-            # Not entry by entry: an earlier try may have written them, under the keys of this one.
-            self._fail(gathering, error)
+            if _shared_fault(gathering, error):
+                await self._deliver_apart(gathering, shipment)
+            else:
+                self._fail(gathering, error)
         except BaseException as error:
             self._fail(gathering, PenstockError(f"the put was given up: {error!r}"))
             raise
         else:
             self._resolve(gathering, shipment, answer)
+
+    async def _deliver_apart(self, gathering: Gathering, shipment: Shipment) -> None:
+        """Entry by entry, in their order, each under the key that it had."""
+        try:
+            for row, partition, sequence in shipment.keyed():
+                alone = sealed_again(
+                    gathering.entries.only((row,)),
+                    config=self.config,
+                    identity=self._identity,
+                    partition=partition,
+                    sequence=sequence,
+                )
+                await self._deliver_one(gathering.waiters[row], alone)
+        except BaseException as error:
+            self._fail(gathering, PenstockError(f"the put was given up: {error!r}"))
+            raise
+        self._done(gathering)
+
+    async def _deliver_one(self, waiter: asyncio.Future[str], shipment: Shipment) -> None:
+        try:
+            (message_id,) = shipment.ids(await self._shipping.sent(shipment))
+        except PenstockError as error:
+            if not waiter.done():
+                waiter.set_exception(error)
+        else:
+            if not waiter.done():
+                waiter.set_result(message_id)
 
     # --- the answer ---
 
@@ -258,16 +298,6 @@ class Producer:
             if not waiter.done():
                 waiter.set_result(message_id)
         self._done(gathering)
-
-    def _refused(self, gathering: Gathering, error: BaseException) -> None:
-        """Nothing of the request was written. If others share the blame, let each try alone."""
-        if isinstance(error, InvalidArgument) and len(gathering.waiters) > 1:
-            for row in range(len(gathering.waiters)):
-                self._gathered.append(gathering.only((row,)))
-            self._requests -= 1
-            self._schedule()
-        else:
-            self._fail(gathering, error)
 
     def _fail(self, gathering: Gathering, error: BaseException) -> None:
         for waiter in gathering.waiters:
@@ -378,6 +408,11 @@ class Producer:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._idle.append(waiter)
             await waiter
+
+
+def _shared_fault(gathering: Gathering, error: BaseException) -> bool:
+    """Whether some put of several is at fault, and nobody knows which."""
+    return isinstance(error, InvalidArgument) and len(gathering.waiters) > 1
 
 
 def _wake(waiters: list[asyncio.Future[None]]) -> None:

@@ -73,6 +73,9 @@ class Broker:
         self.sessions: list[Session] = []
         self.drops = 0  # enqueues that are taken in but whose connection is then cut
         self.refusals: list[PenstockError] = []  # answers to the next enqueues
+        self.half_refusals: list[
+            PenstockError
+        ] = []  # the same, and all but the last part is written
         self.settle_drops = 0
         self.hold: asyncio.Event | None = None  # enqueues are answered once it is set
         self.greeting: PenstockError | None = None
@@ -189,6 +192,11 @@ class Session(asyncio.Protocol):
         self.broker.takers.append(self.node)
         if self.broker.refusals:
             self.refuse(item.sequence, self.broker.refusals.pop(0))
+            return
+        if self.broker.half_refusals:
+            request.parts.pop()
+            self.broker.enqueue(request, data)
+            self.refuse(item.sequence, self.broker.half_refusals.pop(0))
             return
         answer = self.broker.enqueue(request, data)
         if self.broker.drops:

@@ -107,6 +107,27 @@ async def test_a_refused_entry_does_not_fail_the_others(client: Client, broker: 
     assert len(broker.ready) == 3
 
 
+async def test_what_was_written_of_a_refused_request_is_not_written_again(
+    client: Client, broker: Any
+) -> None:
+    broker.partitions = 3
+    topic = await client.topic("t")
+    broker.half_refusals = [InvalidArgument("bad", field="payload")]
+    ids = await asyncio.gather(*(topic.put(b"%d" % i, key=b"%d" % i) for i in range(30)))
+    assert len(broker.requests) == 31
+    assert len(set(ids)) == len(broker.ready) == 30
+    assert sorted(fields["payload"] for *_, fields in broker.ready) == sorted(
+        b"%d" % i for i in range(30)
+    )
+
+
+async def test_a_refused_entry_is_found_after_a_retry_too(client: Client, broker: Any) -> None:
+    topic = await client.topic("t")
+    broker.refusals = [Unavailable("moved"), *[InvalidArgument("bad", field="payload")] * 2]
+    done = await asyncio.gather(*(topic.put(b"x") for _ in range(3)), return_exceptions=True)
+    assert [type(one) for one in done] == [InvalidArgument, str, str]
+
+
 async def test_what_the_node_would_refuse_is_refused_here(client: Client, broker: Any) -> None:
     topic = await client.topic("t")
     for field, arguments in {
