@@ -220,6 +220,7 @@ async def _move(
     """Write the record for those that are still dead."""
     still = sequences[partition.heap.states(sequences) == State.DEAD]
     if len(still):
+        partition.journal.check_commits()
         batch = partition.journal.append_record(kind, len(still), {"message": still})
         topic.wake()
         await committed(partition, batch.last)

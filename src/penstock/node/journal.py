@@ -93,6 +93,13 @@ class Journal:
             return False
         return self._writable is None or not isinstance(self._writable(), Unavailable)
 
+    def check_commits(self) -> None:
+        """Raise if what is appended now would not be committed, as far as is known. For writes that
+        take another way than the partition's turn, which refuses them by itself."""
+        refusal = self.failed or self.refusal()
+        if isinstance(refusal, Unavailable):
+            raise refusal
+
     # --- appending ---
 
     def append(

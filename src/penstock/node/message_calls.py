@@ -199,6 +199,8 @@ async def purge_share(
     purged = 0
     written = []
     for partition in partitions:
+        partition.journal.check_commits()
+    for partition in partitions:
         count = partition.heap.ready + partition.heap.delayed
         if count:
             purged += count
@@ -231,6 +233,7 @@ async def move_share(
     state = State(int(partition.heap.states(sequences)[0]))
     if state not in (State.READY, State.DELAYED, State.LEASED):
         raise NotFound(f"no living message {message_id}", message_id=message_id)
+    partition.journal.check_commits()
     values: dict[str, Any] = {
         "message": sequences,
         "reason": [DeadReason.MOVED],

@@ -52,6 +52,7 @@ async def stage_here(
     topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
 ) -> Staged:
     """Append a PREPARE of what was not written before."""
+    partition.journal.check_commits()
     await partition.journal.make_room(len(part.columns.body) + 64)
     known = await _known(topic, partition, part)
     batch = _append(partition, part, transaction, home, known)
@@ -69,6 +70,7 @@ async def stage_here(
 async def decide_here(topic: Topic, home: Partition, transaction: bytes, *, commit: bool) -> bool:
     """Write a decision, unless there is one; returns the one that holds, once it is committed."""
     if home.heap.decision(transaction) is None:
+        home.journal.check_commits()
         append_decision(home, transaction, commit=commit)
     topic.wake()
     await committed(home, home.heap.sequence_applied)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tests.unit.node.replicas.hosting import Cluster, payloads, put
 
 from penstock.errors import PenstockError, QuorumUnavailable, Unavailable
 from penstock.model.columns import Buffer
+from penstock.model.ids import MessageId
+from penstock.node.bodies import ENQ
+from penstock.node.engine import Engine
+from penstock.node.message_calls import move_share, purge_share
+from penstock.node.preparing import decide_here, stage_here
 from penstock.node.replicas.host import Host
+from penstock.node.requests import EnqueuePart, EnqueueRequest
 from penstock.node.streams import LeaseStream
 from penstock.replication.replica import Role
 from penstock.wire.messages import Delivery
@@ -101,6 +108,27 @@ async def test_a_lease_that_commits_late_is_delivered_to_a_stream_and_not_to_a_p
     await cluster.until(lambda: stream.deliveries)
     await cluster.until(lambda: leader.heap.ready == 1)  # what the pop had is given back
     assert not pop.deliveries
+
+
+async def test_nothing_is_begun_that_could_not_be_committed(cluster: Cluster) -> None:
+    placed = (await put(await cluster.serving(), [b"one"])).placed[0]
+    leader = await alone(cluster)
+    await cluster.until(lambda: leader.replica.writable(cluster.now_ms) is not None)
+    topic, partition, last = leader.topic, leader.partition, leader.log.sequence_last
+    body = ENQ.encode(1, {"payload": [b"part"]})
+    request = EnqueueRequest(1, 1, lambda _: None)
+    part = EnqueuePart(request, ENQ.decode(body, 1), indices=range(1), body=body)
+    moved = str(MessageId(placed.time_ms, 1, 0, placed.sequence))
+    engine = cast(Engine, None)  # these shares need none
+    for work in (
+        stage_here(topic, partition, part, transaction=b"t" * 16, home=0),
+        decide_here(topic, partition, b"t" * 16, commit=True),
+        purge_share(engine, topic, [partition], {}),
+        move_share(engine, topic, [partition], {"message_id": moved, "reason": ""}),
+    ):
+        with pytest.raises(QuorumUnavailable):
+            await work
+    assert leader.log.sequence_last == last
 
 
 async def test_nobody_is_told_while_a_majority_is_there(cluster: Cluster) -> None:
