@@ -103,6 +103,9 @@ class Coordinator:
             return []  # of a stream that is closed
         if sender.uuid != ack.uuid:
             return []  # of a disk that is gone
+        if not sender.fits(ack):
+            self._close(ack.node)  # hearing nothing, it will ask again
+            return []
         warnings = self._absences.on_heard(ack.node) + sender.on_ack(ack, now)
         effects: Effects = [Warn(ack.node, what) for what in warnings]
         return effects + self._advance() + self._next_change()

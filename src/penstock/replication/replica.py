@@ -219,7 +219,10 @@ class Replica(Holding):
     def on_ack(self, ack: Ack, now: int) -> Effects:
         lent = self._lent_to(ack.node)
         if lent is not None and lent.stream == ack.stream:
-            lent.on_ack(ack, now)
+            if lent.fits(ack):
+                lent.on_ack(ack, now)
+            else:
+                self._lending = None
             return []
         if self.coordinator is None:
             return []

@@ -67,9 +67,12 @@ class Sender:
             warnings.append("credit_exhausted")
         return warnings
 
+    def fits(self, ack: Ack) -> bool:
+        """Whether that much was sent. Else it is of an opening that was lost, and of which a late
+        copy of the request began this one: their accounts differ for good."""
+        return self.credit.covers(ack.entries, ack.bytes)
+
     def on_ack(self, ack: Ack, now: int) -> list[str]:
-        if not self.credit.covers(ack.entries, ack.bytes):
-            return []  # of an opening that was lost, and of which a late copy began this one
         self.credit.on_received(ack.entries, ack.bytes)
         self.heard_ms = max(self.heard_ms, now)
         self.durable = max(self.durable, min(ack.durable, self.next - 1))

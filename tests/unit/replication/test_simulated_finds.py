@@ -15,7 +15,7 @@ from tests.unit.replication.parts import (
 )
 
 from penstock.replication.effects import AppendBarrier, SteppedDown
-from penstock.replication.messages import Fence, Follow
+from penstock.replication.messages import Ack, Fence, Follow
 from penstock.replication.replica import Role
 
 
@@ -36,12 +36,26 @@ def test_a_copied_follow_of_a_taker_does_not_begin_the_stream_anew() -> None:
     assert machine.on_follow(follow, 0) == []
 
 
-def test_an_ack_of_more_than_was_sent_is_void() -> None:
+def test_an_ack_of_more_than_was_sent_ends_the_stream() -> None:
     machine = serving(followers="b")
+    committed = machine.coordinator.sequence_committed
     machine.on_follower_lost("b", 1, 0)
     machine.on_follow(Follow("b", disk("b"), machine.epoch, 1, 0, [], 1000, 1 << 20), 0)
     machine.on_ack(ack("b", machine, durable=1), 0)  # from before the stream was lost
-    assert machine.coordinator.senders["b"].durable == 0
+    assert "b" not in machine.coordinator.senders
+    assert machine.coordinator.sequence_committed == committed
+    machine.on_follow(Follow("b", disk("b"), machine.epoch, 2, 0, [], 1000, 1 << 20), 0)
+    assert machine.coordinator.senders["b"].stream == 2
+
+
+def test_a_taker_that_acknowledges_more_than_was_sent_is_lent_no_more() -> None:
+    machine = replica("b")
+    machine.on_fence(Fence("a", 3), 0)
+    machine.on_persisted(3, 0)
+    follow = Follow("a", disk("a"), 3, 1, 0, [], 1000, 1 << 20, adopt=True)
+    machine.on_follow(follow, 0)
+    machine.on_ack(Ack("a", disk("a"), 3, 1, entries=5, bytes=500, durable=0, promised=3), 0)
+    assert len(machine.on_follow(follow, 0)) == 1  # it begins anew
 
 
 def test_a_taker_without_room_for_the_adopted_log_gives_the_epoch_up() -> None:
