@@ -122,6 +122,7 @@ class Cluster:
         self.hosts: dict[str, Host] = {}
         self.networks: dict[str, Network] = {}
         self.cut: set[str] = set()
+        self.quiet: set[str] = set()  # those that do not try to coordinate
         self.clogged: set[str] = set()  # their connections take nothing
         self.slow: dict[str, list[tuple[Append, list[Batch]]]] = {}  # node -> slices not taken yet
         self.now_ms = 1000
@@ -211,7 +212,7 @@ class Cluster:
                 self.hosts[name].on_slice(append, batches)
 
     def take_epoch(self, node: str) -> None:
-        if node not in self.cut:
+        if node not in self.cut | self.quiet:
             self.record = msgspec.structs.replace(
                 self.record, epoch=self.record.epoch + 1, coordinator=node
             )

@@ -38,6 +38,7 @@ async def alone(cluster: Cluster) -> Host:
     leader = await cluster.serving()
     await cluster.at_rest()
     cluster.cut.update("bc")
+    cluster.quiet.update("bc")  # when they are back the tenure goes on
     return leader
 
 
