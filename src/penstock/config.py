@@ -55,7 +55,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     frame_bytes_max: int = PAYLOAD_BYTES_MAX  # payload of one frame, HTTP body, gRPC message
     raw_bytes_max: int = PAYLOAD_BYTES_MAX  # the same after decompression
-    header_bytes_max: int = 16 << 10  # HTTP headers or gRPC metadata of one request
+    header_bytes_max: int = 64 << 10  # HTTP headers or gRPC metadata of one request
     idle_s: float = 60.0  # silence after which a connection is closed
     connections_max: int = 4096
     streams_max: int = 1000  # open at once on one connection

@@ -35,15 +35,15 @@ HEAD = b"POST /v1/enqueue HTTP/1.1\r\nhost: x\r\n"
 
 
 async def test_headers_over_the_limit_are_refused(gateway: Gateway) -> None:
-    request = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 20_000 + b"\r\n\r\n"
+    request = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 70_000 + b"\r\n\r\n"
     answer = await exchange(gateway.ports["http"], request)
     assert refused(answer)["field"] == "headers"
 
 
 async def test_endless_headers_are_refused_while_they_arrive(gateway: Gateway) -> None:
-    chunks = [b"GET /healthz HTTP/1.1\r\nx-big: ", *[b"a" * 8_000] * 4]
+    chunks = [b"GET /healthz HTTP/1.1\r\nx-big: ", *[b"a" * 8_000] * 10]
     answer = await exchange(gateway.ports["http"], *chunks, pause=0.01)
-    assert refused(answer)["limit"] == 16 << 10
+    assert refused(answer)["limit"] == 64 << 10
 
 
 async def test_a_body_over_the_limit_is_refused_unread(gateway: Gateway, node: Any) -> None:
