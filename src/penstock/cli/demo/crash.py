@@ -158,14 +158,18 @@ async def _acknowledged_in_log(connection: Connection) -> set[tuple[int, int]]:
 
 
 async def _drain(connection: Connection, ledger: Ledger, producers: asyncio.Task[None]) -> None:
-    """Consume until the producers are done and only the held leases are left."""
+    """Consume until the producers are done and only the held leases are left.
+
+    Counts in `stats` may be ahead of the answers: an acknowledgement is over when it is confirmed.
+    """
     consumer = asyncio.create_task(_consume(connection, ledger))
     try:
         await producers
         deadline = time.monotonic() + DRAIN_S_MAX
         while time.monotonic() < deadline and not consumer.done():
             stats = (await connection.call("stats", topic=TOPIC))["topics"][0]
-            if stats["ready"] + stats["delayed"] + stats["leased"] == len(ledger.held):
+            left = stats["ready"] + stats["delayed"] + stats["leased"]
+            if left == len(ledger.held) and not ledger.unsure:
                 break
             await asyncio.sleep(IDLE_S)
     finally:
