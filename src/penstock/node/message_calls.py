@@ -29,6 +29,9 @@ from penstock.wire.messages import Delivery
 LIST_MAX: Final = 1000
 POP_MAX: Final = 1000
 WAIT_MS_MAX: Final = 60_000
+# For messages that are leased and have not come: longer than a coordinator without a quorum needs
+# to say so (see `UNHEARD_SILENCES`), which those who wait at another node do not hear.
+ARRIVE_MS_MAX: Final = 6_000
 _pops: Final = itertools.count(1)
 
 
@@ -114,10 +117,10 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
             messages.append(message)
         arrived.set()
 
-    unreadable: list[PenstockError] = []
+    failed: list[PenstockError] = []
 
     def fail(error: PenstockError) -> None:
-        unreadable.append(error)
+        failed.append(error)
         arrived.set()
 
     stream = LeaseStream(
@@ -133,21 +136,23 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]
 
     def complete() -> bool:
         """All that was leased so far is here."""
-        return bool(unreadable) or len(messages) >= stream.out + stream.away
+        return bool(failed) or len(messages) >= stream.out + stream.away
 
     topic.add_stream(stream)
     engine.pops.add(arrived)
     try:
         if wait_ms:
-            await _until(arrived, lambda: bool(messages or unreadable or engine.stopping), wait_ms)
+            await _until(arrived, lambda: bool(messages or failed or engine.stopping), wait_ms)
         else:
             await topic.dispatched()
-        await _until(arrived, complete)
+        await _until(arrived, complete, ARRIVE_MS_MAX)
+        if not complete():
+            failed.append(Unavailable("what was leased did not come: its outcome is unknown"))
     finally:
         topic.remove_stream(stream)
         engine.pops.discard(arrived)
-    if unreadable and not messages:
-        raise unreadable[0]
+    if failed and not messages:
+        raise failed[0]
     if engine.stopping and not messages:
         raise Unavailable("the node is stopping, nothing was leased", elsewhere=True)
     if len(topic.partitions) > 1:
@@ -167,12 +172,10 @@ def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
     return key
 
 
-async def _until(
-    changed: asyncio.Event, reached: Callable[[], bool], wait_ms: int | None = None
-) -> None:
+async def _until(changed: asyncio.Event, reached: Callable[[], bool], wait_ms: int) -> None:
     """Wait for `reached`, which may become true with each change; give up after `wait_ms`."""
     try:
-        async with asyncio.timeout(None if wait_ms is None else wait_ms / 1000):
+        async with asyncio.timeout(wait_ms / 1000):
             while not reached():
                 changed.clear()
                 await changed.wait()

@@ -14,7 +14,9 @@ from tests.unit.node.tenures import take_over
 
 from penstock.client.follow import PeerConnection
 from penstock.client.streams import LeaseStream
+from penstock.errors import Unavailable
 from penstock.model.ids import LeaseToken
+from penstock.node import message_calls
 from penstock.wire.frame import FrameType
 
 
@@ -260,3 +262,25 @@ async def test_credit_at_another_node_comes_back_when_that_one_s_tenure_ends(
                 await asyncio.sleep(0.001)
     finally:
         disk.let_go()
+
+
+async def test_a_pop_does_not_wait_for_ever_for_what_another_node_has_leased(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That node may hear no quorum, and then neither commits the lease nor takes it back."""
+    monkeypatch.setattr(message_calls, "ARRIVE_MS_MAX", 100)
+    await cluster.topic("jobs", "b")
+    await fill(cluster, "jobs", [[1, 2, 3]])
+    there = cluster["b"].engine.topic("jobs")
+    disk = SlowDisk(cluster["b"].engine.hosts[there.key(0)])
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(Unavailable, match="unknown"):
+                await cluster["a"].pop("jobs", 3)
+    finally:
+        disk.let_go()
+    async with asyncio.timeout(30):
+        while there.leased:  # it came late, and was given back
+            await asyncio.sleep(0.001)
+    monkeypatch.undo()
+    assert await cluster["a"].popped("jobs", 3) == [b"1", b"2", b"3"]
