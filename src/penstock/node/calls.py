@@ -24,12 +24,6 @@ class Caller(NamedTuple):
     peer: bool = False  # another node of the cluster
 
 
-def check_peer(caller: Caller) -> None:
-    """Raise unless another node of the cluster calls."""
-    if not caller.peer:
-        raise Unauthenticated("only a node of the cluster may do this")
-
-
 class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a method takes. Unknown fields are refused."""
 
@@ -47,6 +41,7 @@ class Method(NamedTuple):
     arguments: type[Any]
     run: Callable[[Engine, Caller, Any], Awaitable[dict[str, Any]]]
     audited: bool
+    between_nodes: bool  # only another node of the cluster may call it, about what is here
     subject: Callable[[Any], str]
 
 
@@ -54,13 +49,17 @@ METHODS: dict[str, Method] = {}
 
 
 def method(
-    arguments: type[Arguments], *, audited: bool = False, subject: str = "topic"
+    arguments: type[Arguments],
+    *,
+    audited: bool = False,
+    between_nodes: bool = False,
+    subject: str = "topic",
 ) -> Callable[[Any], Any]:
     """Register a call under its function's name."""
 
     def register(run: Any) -> Any:
         METHODS[run.__name__] = Method(
-            arguments, run, audited, lambda a: str(getattr(a, subject, "") or "")
+            arguments, run, audited, between_nodes, lambda a: str(getattr(a, subject, "") or "")
         )
         return run
 
@@ -79,9 +78,10 @@ async def dispatch_call(
             raise InvalidArgument(f"no such method: {name}", field="method")
         with logs.request(str(arguments.pop("request_id", "") or "")) as request_id:
             parsed = parse(found.arguments, arguments)
-            topic = getattr(parsed, "topic", 0)
-            if isinstance(topic, str | None):  # what nodes ask each other about has a number
-                engine.check_reach(topic or "")
+            if found.between_nodes and not caller.peer:
+                raise Unauthenticated("only a node of the cluster may call this")
+            if hasattr(parsed, "topic") and not found.between_nodes:
+                engine.check_reach(parsed.topic or "")
             if not found.audited:
                 return await found.run(engine, caller, parsed)
             async with engine.audit.act(

@@ -18,7 +18,6 @@ from penstock.node.calls import (
     Arguments,
     Caller,
     TopicArguments,
-    check_peer,
     method,
     parse,
 )
@@ -67,10 +66,9 @@ class ShareArguments(TopicArguments, frozen=True):
     arguments: dict[str, Any]
 
 
-@method(ShareArguments)
-async def share(engine: Engine, caller: Caller, a: ShareArguments) -> dict[str, Any]:
+@method(ShareArguments, between_nodes=True)
+async def share(engine: Engine, _: Caller, a: ShareArguments) -> dict[str, Any]:
     """Another node asks for our share of a call."""
-    check_peer(caller)
     found = SHARES.get(a.of)
     if found is None:
         raise InvalidArgument(f"nobody has a share in {a.of}", field="of")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import FailedPrecondition, NotFound, Unauthenticated
+from penstock.errors import FailedPrecondition, NotFound
 from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.replicas import status
@@ -17,12 +17,6 @@ def _cluster(engine: Engine) -> Cluster:
     if engine.nodes is None:
         raise FailedPrecondition("this node is alone: it is in no cluster")
     return engine.nodes
-
-
-def _for_peers(engine: Engine, caller: Caller) -> Cluster:
-    if not caller.peer:
-        raise Unauthenticated("only a node of the cluster may call this")
-    return _cluster(engine)
 
 
 # --- for everybody ---
@@ -108,10 +102,10 @@ class ResignArguments(ReplicaArguments, frozen=True):
     node: str  # who asks for it
 
 
-@method(ReplicaTopicArguments)
-async def replica_topic(engine: Engine, caller: Caller, a: ReplicaTopicArguments) -> dict[str, Any]:
+@method(ReplicaTopicArguments, between_nodes=True)
+async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> dict[str, Any]:
     """What this node knows of a topic, and which of its partitions it serves."""
-    _for_peers(engine, caller)
+    _cluster(engine)
     topic = engine.topics.get(a.name)
     if topic is None or topic.config.id != a.topic:
         return {"known": False, "config": None, "serving": []}
@@ -122,23 +116,23 @@ async def replica_topic(engine: Engine, caller: Caller, a: ReplicaTopicArguments
     }
 
 
-@method(Arguments)
-async def replica_status(engine: Engine, caller: Caller, a: Arguments) -> dict[str, Any]:
+@method(Arguments, between_nodes=True)
+async def replica_status(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
     """The partitions that this node coordinates, and how their followers fare."""
-    _for_peers(engine, caller)
+    _cluster(engine)
     return {"partitions": status.coordinated(engine)}
 
 
-@method(DrainingArguments)
-async def replica_drain(engine: Engine, caller: Caller, a: DrainingArguments) -> dict[str, Any]:
-    await _for_peers(engine, caller).set_draining(a.draining)
+@method(DrainingArguments, between_nodes=True)
+async def replica_drain(engine: Engine, _: Caller, a: DrainingArguments) -> dict[str, Any]:
+    await _cluster(engine).set_draining(a.draining)
     return {}
 
 
-@method(ResignArguments)
-async def replica_resign(engine: Engine, caller: Caller, a: ResignArguments) -> dict[str, Any]:
+@method(ResignArguments, between_nodes=True)
+async def replica_resign(engine: Engine, _: Caller, a: ResignArguments) -> dict[str, Any]:
     """Give a partition up for the node that asks, if that one has all of it."""
-    cluster = _for_peers(engine, caller)
+    cluster = _cluster(engine)
     key = (a.topic, a.partition)
     host = engine.hosts.get(key)
     if host is None or host.partition is None:
@@ -149,20 +143,20 @@ async def replica_resign(engine: Engine, caller: Caller, a: ResignArguments) -> 
     return {}
 
 
-@method(ReplicaArguments)
-async def replica_seed(engine: Engine, caller: Caller, a: ReplicaArguments) -> dict[str, Any]:
+@method(ReplicaArguments, between_nodes=True)
+async def replica_seed(engine: Engine, _: Caller, a: ReplicaArguments) -> dict[str, Any]:
     """Where a copy of a replica begins, and the beginning of its snapshot."""
-    return await _for_peers(engine, caller).seeds.head((a.topic, a.partition))
+    return await _cluster(engine).seeds.head((a.topic, a.partition))
 
 
-@method(SliceArguments)
-async def replica_seed_slice(engine: Engine, caller: Caller, a: SliceArguments) -> dict[str, Any]:
-    seeds = _for_peers(engine, caller).seeds
+@method(SliceArguments, between_nodes=True)
+async def replica_seed_slice(engine: Engine, _: Caller, a: SliceArguments) -> dict[str, Any]:
+    seeds = _cluster(engine).seeds
     return await seeds.slice(
         (a.topic, a.partition), from_sequence=a.from_sequence, through=a.through
     )
 
 
-@method(ChunkArguments)
-async def replica_seed_chunk(engine: Engine, caller: Caller, a: ChunkArguments) -> dict[str, Any]:
-    return _for_peers(engine, caller).seeds.chunk(a.piece, a.offset)
+@method(ChunkArguments, between_nodes=True)
+async def replica_seed_chunk(engine: Engine, _: Caller, a: ChunkArguments) -> dict[str, Any]:
+    return _cluster(engine).seeds.chunk(a.piece, a.offset)

@@ -101,3 +101,11 @@ async def test_that_another_node_serves_nothing_now_is_not_said_of_this_one(
     cluster.give("jobs", 0, "c")
     assert await sent
     cluster["b"].engine.stopping = False
+
+
+async def test_other_nodes_are_told_of_what_is_here(alone: Cluster) -> None:
+    """An atomic batch may wait for the word of its home, whatever else is out of reach."""
+    cut_off(alone)
+    c = alone.views["c"].peers["a"]
+    found = await c.call("transaction_outcome", topic="jobs", partition=0, transaction=bytes(16))
+    assert found == {"commit": False}
