@@ -53,7 +53,9 @@ class _Chunk:
         self.bytes_left -= bytes_
 
     def position(self) -> int:
-        """Of the first row that is left."""
+        """Of the first delta that is left; rows that were merged stand for earlier ones too."""
+        if self.rows.merged is not None:
+            return int(self.rows.merged.firsts[self.lanes != TAKEN].min())
         self.first += int(np.argmax(self.lanes[self.first :] != TAKEN))
         return int(self.rows.positions[self.first])
 
@@ -109,7 +111,8 @@ class Outbox:
     def add(self, rows: Rows, now_ms: float) -> bool:
         """Let rows wait; False: they do not fit, and none was added.
 
-        They come in the order of release, and all of a position at once.
+        They come in the order of release, and all of a position at once. What was merged into them
+        was released behind all that was added before.
         """
         count = len(rows)
         if not count:
@@ -283,10 +286,11 @@ class Outbox:
 
     @property
     def settled_position(self) -> int:
-        """Everything that was added at or before this position has been taken."""
+        """Everything that was added at or before this position has been taken, and with it all
+        that was merged into it."""
         if self._chunks:
             return self._chunks[0].position() - 1
-        return self._position if self._fresh is None else int(self._fresh[0].positions[0]) - 1
+        return self._position if self._fresh is None else self._fresh[0].first_position - 1
 
     def clear(self) -> None:
         """Drop all that waits."""

@@ -18,13 +18,31 @@ Sequences = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
+class Merged:
+    """Of rows that may each stand for several deltas, what they stand for."""
+
+    firsts: Sequences  # the position of the first of them
+    folded: NDArray[np.int64]  # how many there are besides the row itself
+
+    def take(self, rows: NDArray[Any]) -> Merged:
+        return Merged(self.firsts[rows], self.folded[rows])
+
+    @staticmethod
+    def concat(parts: Sequence[Merged]) -> Merged:
+        return Merged(
+            np.concatenate([part.firsts for part in parts]),
+            np.concatenate([part.folded for part in parts]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """What a subscriber is sent: deltas, and for each its position and its ordinal."""
 
     batch: DeltaBatch
     positions: Sequences  # the log sequence whose arrival released each
     ordinals: Sequences  # 1, 2, 3 … over all releases of the partition
-    folded: int = 0  # deltas that were merged into others of these
+    merged: Merged | None = None  # None: each stands for itself alone
 
     @staticmethod
     def of(outcome: Outcome) -> Rows:
@@ -38,9 +56,24 @@ class Rows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def folded(self) -> int:
+        """Deltas that were merged into these."""
+        return 0 if self.merged is None else int(self.merged.folded.sum())
+
+    @property
+    def first_position(self) -> int:
+        """Of the first delta that they stand for; there must be one."""
+        return int(self.positions[0] if self.merged is None else self.merged.firsts.min())
+
+    def spans(self) -> Merged:
+        """What each row stands for, if only for itself."""
+        return self.merged or Merged(self.positions, np.zeros(len(self), np.int64))
+
     def take(self, rows: NDArray[Any]) -> Rows:
         """These rows (numbers or a mask) in that order; payloads are not copied."""
-        return Rows(self.batch.take(rows), self.positions[rows], self.ordinals[rows])
+        merged = None if self.merged is None else self.merged.take(rows)
+        return Rows(self.batch.take(rows), self.positions[rows], self.ordinals[rows], merged)
 
     def cut(self, first: int, end: int) -> Rows:
         """Rows first … end - 1."""
@@ -60,7 +93,7 @@ class Rows:
             bytes(payloads.blob), payloads.offsets[:-1].astype(np.int64), batch.fixed.copy(),
             batch.sequences.copy(), batch.log_times_ms.copy(), headers,
         )  # fmt: skip
-        return Rows(alone, self.positions.copy(), self.ordinals.copy(), self.folded)
+        return Rows(alone, self.positions.copy(), self.ordinals.copy(), self.merged)
 
     @staticmethod
     def gathered(parts: Sequence[tuple[Rows, NDArray[np.int64]]]) -> Rows:
@@ -85,9 +118,14 @@ class Rows:
             np.concatenate([rows.batch.log_times_ms[numbers] for rows, numbers in parts]),
             headers,
         )  # fmt: skip
-        positions = np.concatenate([rows.positions[numbers] for rows, numbers in parts])
+        merged = None
+        if any(rows.merged is not None for rows, _ in parts):
+            merged = Merged.concat([rows.spans().take(numbers) for rows, numbers in parts])
         return Rows(
-            batch, positions, np.concatenate([rows.ordinals[numbers] for rows, numbers in parts])
+            batch,
+            np.concatenate([rows.positions[numbers] for rows, numbers in parts]),
+            np.concatenate([rows.ordinals[numbers] for rows, numbers in parts]),
+            merged,
         )
 
     @staticmethod
@@ -95,11 +133,14 @@ class Rows:
         full = [part for part in parts if len(part)]
         if len(full) <= 1:
             return full[0] if full else Rows.empty()
+        merged = None
+        if any(part.merged is not None for part in full):
+            merged = Merged.concat([part.spans() for part in full])
         return Rows(
             DeltaBatch.concat([part.batch for part in full]),
             np.concatenate([part.positions for part in full]),
             np.concatenate([part.ordinals for part in full]),
-            sum(part.folded for part in full),
+            merged,
         )
 
 

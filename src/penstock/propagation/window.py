@@ -12,6 +12,7 @@ makes a difference only where another origin has changed the vector within the s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -28,7 +29,7 @@ from penstock.model.delta_format import (
     PAYLOAD_BYTES_MAX,
 )
 from penstock.model.deltas import FIXED, DeltaBatch, gather, halves
-from penstock.propagation.rows import Rows
+from penstock.propagation.rows import Merged, Rows
 from penstock.propagation.table import Numbers
 
 ENTRIES_MAX: Final = 10_000
@@ -84,7 +85,8 @@ class Window:
 
 
 def coalesced(rows: Rows) -> Rows:
-    """Runs of deltas of a vector as one each; `folded` counts those that are gone."""
+    """Runs of deltas of a vector as one each, in the place of its last; `merged` says of each row
+    where its first was, and how many are gone."""
     if len(rows) < 2:
         return rows
     # Of rows sorted by vector, those that go on from the one before them.
@@ -92,7 +94,8 @@ def coalesced(rows: Rows) -> Rows:
     if not follows.any():
         return rows
     keep = np.ones(len(rows), np.bool_)
-    merged: dict[int, bytes] = {}
+    spans, merged = rows.spans(), dict[int, bytes]()
+    firsts, folded = spans.firsts.copy(), spans.folded.copy()
     ends = np.flatnonzero(follows & ~np.append(follows[1:], False))
     starts = np.flatnonzero(~follows & np.append(follows[1:], False))
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -101,7 +104,10 @@ def coalesced(rows: Rows) -> Rows:
         if len(payload) <= PAYLOAD_BYTES_MAX:
             keep[run[:-1]] = False
             merged[int(run[-1])] = payload
-    return _replaced(rows, np.flatnonzero(keep), merged)
+            firsts[run[-1]] = spans.firsts[run].min()
+            folded[run[-1]] = spans.folded[run].sum() + len(run) - 1
+    found = _replaced(rows, np.flatnonzero(keep), merged)
+    return replace(found, merged=Merged(firsts, folded).take(keep))
 
 
 def _runs(batch: DeltaBatch) -> tuple[Numbers, np.ndarray]:
@@ -167,5 +173,4 @@ def _replaced(rows: Rows, keep: Numbers, merged: dict[int, bytes]) -> Rows:
         blob, places, gather(blob, places, FIXED), batch.sequences[keep],
         batch.log_times_ms[keep], headers,
     )  # fmt: skip
-    folded = rows.folded + len(rows) - len(keep)
-    return Rows(found, rows.positions[keep], rows.ordinals[keep], folded)
+    return Rows(found, rows.positions[keep], rows.ordinals[keep])

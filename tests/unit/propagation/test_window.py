@@ -19,6 +19,7 @@ from tests.unit.propagation.world import (
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass
 from penstock.model.deltas import validate
+from penstock.propagation.outbox import Outbox
 from penstock.propagation.partition import Propagator
 from penstock.propagation.rows import Rows
 from penstock.propagation.window import Window, coalesced
@@ -87,6 +88,42 @@ def test_folded_by_the_kernel_they_give_the_same_vectors(luck: Luck, size: int) 
     }
 
 
+@settings(max_examples=60)
+@given(lucks, sizes)
+def test_who_reads_on_from_the_settled_position_misses_nothing(luck: Luck, size: int) -> None:
+    world = World()
+    for tick in range(size):
+        op, vector = luck.choice([*Op, *[Op.SPARSE] * 9]), luck.choice("vwxy")
+        urgent = luck.choice(list(PriorityClass))
+        world.write("a", vector, op, tick=tick, priority=urgent, **luck.content(op))
+    rows, wanted = rows_of(world.deltas), applied(world.deltas)
+    window, outbox = Window(5), Outbox(10_000, 1 << 30, ageing_ms=10)
+    outbox.held_slack = luck.choice((0, outbox.held_slack))
+    at, now_ms, found = 0, 0, list[Rows]()
+    while at < size or outbox.entries:
+        now_ms += luck.choice((0, 2, 7))
+        part = rows.cut(at, at + luck.randint(1, 4))
+        window.add(part, now_ms)
+        at += len(part)
+        flushed = window.flush() if at == size else window.due(now_ms)
+        outbox.add(flushed or Rows.empty(), now_ms)
+        taken = outbox.take(luck.randint(1, 3), 1 << 30, now_ms)
+        if taken is not None:
+            found.append(taken)
+            sent = Rows.concat(found)
+            settled = min(outbox.settled_position, (window.first_position or at + 1) - 1)
+            assert applied(sent.batch.decoded() + _unsent(rows, sent, settled)) == wanted
+    assert sum(len(part) + part.folded for part in found) == size
+
+
+def _unsent(rows: Rows, sent: Rows, settled: int) -> list[Delta]:
+    """Behind a position, what is not behind the last that was sent of its vector."""
+    names = [delta.vector_id for delta in sent.batch.decoded()]
+    last = dict(zip(names, sent.ordinals.tolist(), strict=True))
+    deltas = enumerate(rows.batch.decoded(), 1)
+    return [d for ordinal, d in deltas if ordinal > max(settled, last.get(d.vector_id, 0))]
+
+
 def test_a_run_becomes_one_delta() -> None:
     world = World()
     deltas = [sparse(world, "v", 1, 3), sparse(world, "w", 2, 0), sparse(world, "v", 3, 1),
@@ -99,6 +136,10 @@ def test_a_run_becomes_one_delta() -> None:
     assert (one.clock, one.priority) == (deltas[3].clock, PriorityClass.HIGH)
     assert list(found.batch.headers or ()) == [b"h2", b"h4"]
     assert found.folded == 2
+    assert found.merged is not None
+    assert found.merged.firsts.tolist() == [2, 1]
+    assert found.take(np.array([1])).folded == 2
+    assert Rows.gathered([(found, np.array([0])), (found, np.array([1]))]).folded == 2
 
 
 def test_what_does_not_merge_closes_the_run() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
     Reader,
+    Row,
     corpus,
     expected,
     payloads_of,
@@ -16,9 +20,10 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.errors import InvalidArgument
+from penstock.model.delta import decode
 from penstock.model.deltas import DeltaBatch
 from penstock.node.live.subscription import State
-from penstock.testing.corpus import SPARSE_ONLY
+from penstock.testing.corpus import SPARSE_ONLY, Corpus
 
 
 def in_vectors_order(reader: Reader) -> bool:
@@ -30,6 +35,26 @@ def in_vectors_order(reader: Reader) -> bool:
             return False
         last[vector.tobytes()] = row.ordinal
     return True
+
+
+def applied(rows: Iterable[Row]) -> dict[tuple[str, int], float]:
+    """By component what was heard of it last; all deltas are SPARSE."""
+    found: dict[tuple[str, int], float] = {}
+    for row in rows:
+        delta = decode(row.payload, checked=True)
+        assert delta.indices is not None and delta.values is not None
+        name = f"{delta.namespace}/{delta.vector_id}"
+        named = [(name, index) for index in delta.indices.tolist()]
+        found.update(zip(named, delta.values.tolist(), strict=True))
+    return found
+
+
+def merging(deltas: int, **options: Any) -> Corpus:
+    """Changes of which many of a vector can be merged."""
+    plain: dict[str, Any] = {
+        "ops": SPARSE_ONLY, "origins": 1, "concurrent": 0.0, "duplicates": 0.0, "components": 2,
+    }  # fmt: skip
+    return corpus(deltas, **(plain | options))
 
 
 async def test_stalled_then_behind_then_live_with_nothing_lost(node: Node) -> None:
@@ -72,6 +97,50 @@ async def test_falling_behind_again_and_again(node: Node, seed: int) -> None:
     assert reader.status()["behind_switches"] > 1
     positions = [frame.position for frame in reader.frames]
     assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("disorder", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_is_coalesced_is_not_lost_with_the_outbox(
+    node: Node, seed: int, disorder: float
+) -> None:
+    small_outbox(node, 30)
+    some = merging(1500, vectors=60, seed=seed, disorder=disorder)
+    reader = await subscribe(node, credit_entries=20, batch_max=7, coalesce_ms=10)
+    await until(lambda: reader.opened.state is State.LIVE)
+    for at in range(0, len(some), 30):
+        reader.stalled = (at // 30 + seed) % 4 != 0
+        if not reader.stalled:
+            reader.grant()
+        await put(node, payloads_of(some, at, min(at + 30, len(some))), size=15)
+        await node.advance(0.02)
+    reader.resume()
+    await node.advance(0.02)
+    await until(lambda: reader.opened.handled(expected(node)[-1].position))
+    wanted = expected(node)
+    assert sum(frame.folded + frame.count for frame in reader.frames) == len(wanted)
+    assert applied(reader.rows) == applied(wanted)
+    assert in_vectors_order(reader)
+    assert reader.status()["behind_switches"] > 1
+    assert reader.status()["folded"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_position_covers_what_was_merged(node: Node, seed: int) -> None:
+    """Whoever leaves between two frames and goes on from the last position misses nothing."""
+    some = merging(300, vectors=30, seed=seed)
+    reader = await subscribe(node, credit_entries=4, batch_max=4, coalesce_ms=10, stalled=True)
+    await until(lambda: reader.opened.state is State.LIVE)
+    await put(node, payloads_of(some), size=30)
+    await node.advance(0.02)
+    wanted = expected(node)
+    while (position := reader.frames[-1].position) < wanted[-1].position:
+        rest = [row for row in wanted if row.position > position]
+        assert applied([*reader.rows, *rest]) == applied(wanted)
+        count = len(reader.frames)
+        reader.grant()
+        await until(lambda count=count: len(reader.frames) > count)  # type: ignore[misc]
+    assert sum(frame.folded + frame.count for frame in reader.frames) == len(wanted)
 
 
 async def test_a_position_says_that_all_before_it_was_sent(node: Node) -> None:
