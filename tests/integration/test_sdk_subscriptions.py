@@ -209,6 +209,36 @@ async def test_changes_of_a_vector_are_coalesced(vectors: penstock.Deltas, engin
     await source.aclose()
 
 
+async def test_what_is_coalesced_survives_a_lost_connection(
+    vectors: penstock.Deltas, engine: Engine
+) -> None:
+    names = [f"v{i}" for i in range(30)]
+    source = vectors.subscribe_batches(from_sequence="now", coalesce_ms=300, credits=3)
+    batch = asyncio.ensure_future(anext(source))
+    await opened(engine)
+    for component in range(4):
+        await vectors.put_columns(
+            names, np.full((30, 1), component + 1), indices=np.full((30, 1), component)
+        )
+    found, folded, ends = dict[str, dict[int, float]](), 0, {f"end{i}" for i in range(30)}
+    await vectors.put_columns(sorted(ends), np.zeros((30, 1)), indices=np.zeros((30, 1)))
+    while not ends <= found.keys():
+        folded += (await batch).folded
+        for released in await batch:
+            delta = released.delta
+            assert delta.indices is not None and delta.values is not None
+            heard = zip(delta.indices.tolist(), delta.values.tolist(), strict=True)
+            found.setdefault(delta.vector_id, {}).update(heard)
+        for session in list(engine.connections):
+            session.shut("a test")
+        batch = asyncio.ensure_future(anext(source))
+    batch.cancel()
+    assert {name: found.get(name) for name in names} == {
+        name: {0: 1, 1: 2, 2: 3, 3: 4} for name in names
+    }
+    assert folded
+
+
 async def test_an_urgent_delta_keeps_its_class(vectors: penstock.Deltas) -> None:
     await vectors.create("a", ZEROS, priority=PriorityClass.CRITICAL)
     [one] = await some(vectors.subscribe(), 1)

@@ -37,14 +37,16 @@ class Place:
         self._ahead: dict[int, int] = {}  # sequence → position of what arrived beyond it
         self._again: frozenset[int] = frozenset()  # of these, what may come a second time
         # Where changes are coalesced, the parts of one that came may come by themselves: by vector,
-        # how far those went that arrived beyond the settled position.
-        self._vectors: dict[bytes, int] = {}
+        # the (position, sequence) of the last that arrived beyond the settled position. Those of a
+        # vector come in order, so up to this one nothing is new.
+        self._last: dict[bytes, tuple[int, int]] = {}
+        self._last_again: dict[bytes, tuple[int, int]] = {}  # of streams before this one
         self._stream: ChangeStream | None = None  # the one that is open, or was last
         self._handled = 0  # the reader is done with everything up to here
 
     def next_request(self) -> OpenSubscription:
         """The request that goes on from here."""
-        self._again = frozenset(self._ahead)
+        self._again, self._last_again = frozenset(self._ahead), dict(self._last)
         if self._settled is None:
             return self.request
         return msgspec.structs.replace(self.request, start="sequence", at=self._settled + 1)
@@ -75,17 +77,34 @@ class Place:
             if ahead:
                 self._ahead.update(zip(sequences, positions, strict=True))
                 if self.request.coalesce_ms:
-                    self._vectors.update(zip(_vectors(columns), positions, strict=True))
+                    self._note_last(columns, fresh, list(zip(positions, sequences, strict=True)))
         self._settle(changes.position)
         return fresh
 
     def _fresh(self, columns: Columns, sequences: list[int], positions: list[int]) -> list[int]:
         """The rows of a frame that did not come before."""
         rows = [row for row, at in enumerate(sequences) if at not in self._again]
-        if self.request.coalesce_ms:
-            vectors, seen = _vectors(columns), self._vectors
-            rows = [row for row in rows if positions[row] >= seen.get(vectors[row], 0)]
-        return rows
+        if not self.request.coalesce_ms:
+            return rows
+        places = zip(_vectors(columns), positions, sequences, strict=True)
+        parts = {row for row, place in enumerate(places) if self._came_in_another(*place)}
+        return [row for row in rows if row not in parts]
+
+    def _came_in_another(self, vector: bytes, position: int, sequence: int) -> bool:
+        """Whether the last that came of its vector stands for this one, or is it."""
+        last = self._last_again.get(vector)
+        if last is None:
+            return False
+        if position > last[0] or (position, sequence) == last:
+            del self._last_again[vector]
+        return position <= last[0]
+
+    def _note_last(
+        self, columns: Columns, fresh: list[int] | None, places: list[tuple[int, int]]
+    ) -> None:
+        vectors = _vectors(columns)
+        for row in range(len(places)) if fresh is None else fresh:
+            self._last[vectors[row]] = places[row]
 
     def _settle(self, position: int) -> None:
         if self._settled is None or position > self._settled:
@@ -93,7 +112,9 @@ class Place:
         if self._ahead:
             self._ahead = {s: p for s, p in self._ahead.items() if p > self._settled}
             self._again &= self._ahead.keys()
-            self._vectors = {v: p for v, p in self._vectors.items() if p > self._settled}
+            if not self._again:
+                self._last_again = {}
+            self._last = {v: last for v, last in self._last.items() if last[0] > self._settled}
 
 
 def _vectors(columns: Columns) -> list[bytes]:

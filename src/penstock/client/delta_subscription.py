@@ -199,7 +199,13 @@ class ReleasedBatch:
         self._arrived.place.acknowledge(self.position)
 
     def ack_before(self, index: int) -> None:
-        """The same up to a row that is not handled yet."""
+        """The same up to a row that is not handled yet.
+
+        Where rows stand for several deltas, any that is left may stand for the first of the batch:
+        then nothing of it counts before all is handled.
+        """
+        if self.folded:
+            return
         left = self._columns.fixed("position")[self._rows[index] :]
         position = min(self.position, int(left.min()) - 1)
         if position > 0:

@@ -12,6 +12,7 @@ import pytest
 from penstock.client.changes import Arrivals, Place
 from penstock.client.client import Client
 from penstock.client.connection import Connection, open_connection
+from penstock.client.delta_subscription import Filter, Following
 from penstock.client.link import Source
 from penstock.client.options import Options
 from penstock.client.streams import ChangeStream
@@ -124,6 +125,36 @@ async def test_parts_of_a_coalesced_change_do_not_come_after_it(
     node.send(FrameType.BATCH, number, Changes(0, 4, 8, 9), body((5, 5), (6, 6), (7, 7), (8, 8)))
     assert (await arrivals.next()).rows == [3]
     await arrivals.close()
+
+
+async def test_parts_of_a_coalesced_change_may_share_its_position(
+    topic: Topic[bytes], peer: Peer
+) -> None:
+    arrivals = Arrivals(topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)])
+    node, number, _ = await peer.opened.get()
+    # sequence 5 had waited for 6, and stands for it too
+    node.send(FrameType.BATCH, number, Changes(0, 1, 3, 9, 1), body((5, 6)))
+    await arrivals.next()
+    node.transport.abort()
+    node, number, _ = await peer.opened.get()
+    again = body((6, 6), (5, 6), (4, 6), (7, 7))
+    node.send(FrameType.BATCH, number, Changes(0, 4, 7, 9), again)
+    assert (await arrivals.next()).rows == [2, 3]
+    await arrivals.close()
+
+
+async def test_a_batch_with_coalesced_changes_is_handled_as_a_whole(
+    topic: Topic[bytes], peer: Peer
+) -> None:
+    following = Following(topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)], Filter())
+    node, number, _ = await peer.opened.get()
+    for position, folded, rows in ((2, 0, [(1, 1), (2, 2)]), (6, 1, [(4, 4), (6, 6)])):
+        node.send(FrameType.BATCH, number, Changes(0, 2, position, 9, folded), body(*rows))
+    await anext(following)
+    (await anext(following)).ack_before(1)  # 6 may stand for 3
+    await following.close()
+    told = [peer.grants.get_nowait().position for _ in range(peer.grants.qsize())]
+    assert max(told) == 2
 
 
 async def test_credit_comes_back_in_quarters(topic: Topic[bytes], peer: Peer) -> None:
