@@ -6,11 +6,14 @@ Both are in one list, so that one call shows them all; names that begin with `si
 
 A cursor that is behind the truth only means that something comes again, so it is noted in memory
 and written a few times a second. Writes name the revision that this node knows: when another node
-has taken the partition over and moved the cursor on, what is noted here is dropped.
+has taken the partition over and moved the cursor, what is noted here is dropped, and the cursor is
+left alone until somebody reads it here again (`get`). A write whose outcome is unknown is repeated
+as it was, so that the node can tell it from another's.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -54,14 +57,28 @@ class Cursors:
     def __init__(self, store: MetadataStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._noted: dict[Place, Cursor] = {}  # not written yet
-        self._revisions: dict[Place, int] = {}  # as this node knows them
+        self._revisions: dict[Place, int] = {}  # of those that this node moves, as it knows them
+        self._sent: dict[Place, Cursor] = {}  # written perhaps: there was no answer
+        self._lock = asyncio.Lock()  # one at a time, so that revisions are those of the last
         self._writing = False
 
     async def get(self, place: Place) -> Cursor | None:
         """Where a cursor stands; from now on this node moves it."""
-        entry = await self._store.get(place.key)
-        self._revisions[place] = 0 if entry is None else entry.revision
-        return self._latest(place, entry)
+        async with self._lock:
+            entry = await self._store.get(place.key)
+            revision = 0 if entry is None else entry.revision
+            if revision != self._revisions.get(place) and not self._is_ours(place, entry):
+                self._drop(place)  # it was moved elsewhere since
+            self._revisions[place] = revision
+            return self._latest(place, entry)
+
+    def _is_ours(self, place: Place, entry: Versioned | None) -> bool:
+        sent = self._sent.get(place)
+        return sent is not None and entry is not None and entry.value == msgspec.json.encode(sent)
+
+    def _drop(self, place: Place) -> None:
+        for known in (self._noted, self._sent, self._revisions):
+            known.pop(place, None)
 
     async def look(self, place: Place) -> Cursor | None:
         """Where a cursor stands, for who does not move it (yet)."""
@@ -74,8 +91,9 @@ class Cursors:
         return None if entry is None else msgspec.json.decode(entry.value, type=Cursor)
 
     def note(self, place: Place, position: int) -> None:
-        """It has come this far. To be written soon; `get` knows it at once."""
-        self._noted[place] = Cursor(position, self._clock.now_ms())
+        """It has come this far. To be written soon if this node moves it; `get` knows at once."""
+        if place in self._revisions:
+            self._noted[place] = Cursor(position, self._clock.now_ms())
 
     @property
     def due(self) -> bool:
@@ -91,24 +109,37 @@ class Cursors:
             self._writing = False
 
     async def _write(self, place: Place) -> None:
-        cursor = self._noted.get(place)
-        if cursor is None:
-            return
-        known = self._revisions.get(place)
+        async with self._lock:
+            cursor = self._sent.get(place) or self._noted.get(place)
+            if cursor is None:
+                return
+            self._sent[place] = cursor
+            try:
+                revision = await self._put(place, cursor)
+            except PenstockError as error:
+                log.warning("a cursor was not saved", cursor=place.name, error=error.message)
+                return
+            if revision is None:
+                log.info(
+                    "a cursor was moved elsewhere", cursor=place.name, partition=place.partition
+                )
+                self._drop(place)
+                return
+            self._revisions[place] = revision
+            self._sent.pop(place, None)
+            if self._noted.get(place) == cursor:
+                del self._noted[place]
+
+    async def _put(self, place: Place, cursor: Cursor) -> int | None:
+        """The revision under which it stands; None: another node moves it."""
+        key, value = place.key, msgspec.json.encode(cursor)
         try:
-            self._revisions[place] = await self._store.put(
-                place.key, msgspec.json.encode(cursor), expected_revision=known
-            )
+            return await self._store.put(key, value, expected_revision=self._revisions[place])
         except RevisionConflict:
-            log.info("a cursor was moved elsewhere", cursor=place.name, partition=place.partition)
-            self._revisions.pop(place, None)
-            self._noted.pop(place, None)
-            return
-        except PenstockError as error:
-            log.warning("a cursor was not saved", cursor=place.name, error=error.message)
-            return
-        if self._noted.get(place) == cursor:
-            del self._noted[place]
+            entry = await self._store.get(key)
+        if entry is None:  # deleted: who uses it goes on
+            return await self._store.put(key, value, expected_revision=0)
+        return entry.revision if self._is_ours(place, entry) else None
 
     async def list(self, topic: int) -> list[dict[str, Any]]:
         """All cursors of a topic, by name and partition."""
@@ -126,16 +157,17 @@ class Cursors:
 
     async def delete(self, topic: int, name: str) -> int:
         """Forget a cursor in all partitions; in how many there was one."""
-        for place in [place for place in self._noted if place[:2] == (topic, name)]:
-            del self._noted[place]
-        entries = await self._store.range(f"{PREFIX}{topic}/{name}/")
-        for entry in entries:
-            await self._store.delete(entry.key)
-            self._revisions.pop(Place(topic, name, int(entry.key.rpartition("/")[2])), None)
-        return len(entries)
+        async with self._lock:
+            for known in (self._noted, self._sent):
+                for place in [place for place in known if place[:2] == (topic, name)]:
+                    del known[place]
+            entries = await self._store.range(f"{PREFIX}{topic}/{name}/")
+            for entry in entries:
+                await self._store.delete(entry.key)
+            return len(entries)
 
     def forget(self, topic: int) -> None:
         """The topic was deleted, and its cursors with it."""
-        for known in (self._noted, self._revisions):
+        for known in (self._noted, self._sent, self._revisions):
             for place in [place for place in known if place.topic == topic]:
                 del known[place]
