@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import NotFound, PenstockError
 from penstock.model.ragged import halves
-from penstock.node.live.cursors import SINK_PREFIX
+from penstock.node.live.cursors import SINK_PREFIX, Place
 from penstock.node.live.outgoing import Outgoing, Routes
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.sink_thread import Parcel, SinkThread
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.node.live.hub import Hub
 
 AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
+PROBE_S: Final = 5.0  # after which it is seen whether the cursor of one that is halted is gone
 FEW: Final = 32  # rows that are counted one by one
 JOIN_S: Final = 10.0  # for the write under way when the node stops
 STATES_BYTES: Final = 1 << 20  # copied in one step of the loop, or a single state
@@ -101,7 +102,7 @@ class HostedSink:
         self._attached: dict[int, Attached] = {}
         self._held: int | None = None  # what the sink says that it holds, if it does
         self._ready = False
-        self._halted: dict[int, str] = {}  # by partition, why it cannot go on
+        self.halted: dict[int, str] = {}  # by partition, why it cannot go on
         self.stopped = False
 
     @property
@@ -127,6 +128,13 @@ class HostedSink:
         if self._ready and not self.stopped and index not in self._attached:
             attached = self._attached[index] = Attached(index)
             self._spawn(self._attach(attached), name=f"sink-{self.name}-{index}")
+
+    def unserve(self, index: int) -> None:
+        """The tenure ended: who waits to follow the partition need not any more."""
+        self.halted.pop(index, None)
+        attached = self._attached.get(index)
+        if attached is not None and attached.subscription is None:
+            del self._attached[index]
 
     async def stop(self) -> None:
         """Let the write under way end; cursors are noted when this returns."""
@@ -154,9 +162,7 @@ class HostedSink:
                     held=self._held,
                 )
             except NotFound as error:  # what it would need next is no longer in the log
-                self._halted[index] = error.message
-                log.error("sink halted", sink=self.name, partition=index, problem=error.message)
-                return
+                await self._halt(attached, error)
             except PenstockError as error:
                 log.warning("sink waits", sink=self.name, partition=index, error=error.message)
                 await asyncio.sleep(AGAIN_S)
@@ -165,6 +171,23 @@ class HostedSink:
                 return
         if self._attached.get(index) is attached:
             del self._attached[index]
+
+    async def _halt(self, attached: Attached, problem: NotFound) -> None:
+        """Wait until somebody has decided that it may leave out what is gone."""
+        index = attached.index
+        self.halted[index] = problem.message
+        log.error("sink halted", sink=self.name, partition=index, problem=problem.message)
+        place = Place(self.hub.topic.config.id, self._terms().cursor, index)
+        while self._wants(attached):
+            await asyncio.sleep(PROBE_S)
+            try:
+                stored = await self.hub.cursors.look(place)
+            except PenstockError as error:
+                log.warning("sink waits", sink=self.name, partition=index, error=error.message)
+                continue
+            if stored is None and self._wants(attached):
+                del self.halted[index]
+                return
 
     def _wants(self, attached: Attached) -> bool:
         local = self.hub.topic.partitions[attached.index]
@@ -286,7 +309,7 @@ class HostedSink:
     def reading(self) -> SinkReading:
         meter, thread = self.thread.meter, self.thread
         found = [subscription for _, subscription in self.readings()]
-        well = not self._halted and thread.state in ("idle", "writing", "opening")
+        well = not self.halted and thread.state in ("idle", "writing", "opening")
         return SinkReading(
             sink=self.name,
             up=well,
@@ -323,7 +346,7 @@ class HostedSink:
         for partition in self.hub.topic.local:
             attached = self._attached.get(partition.index)
             subscription = None if attached is None else attached.subscription
-            state = "halted" if partition.index in self._halted else self.thread.state
+            state = "halted" if partition.index in self.halted else self.thread.state
             known = {} if subscription is None else subscription.status(now_ms)
             followed = {"following": known.get("state", "activating"), "state": state}
             rows.append({**known, "partition": partition.index, **shared, **followed})

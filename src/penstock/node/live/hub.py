@@ -225,6 +225,8 @@ class Hub:
             live.fail(Unavailable(f"partition {index} of {name} moved", partition=index))
             if not live.quiet:
                 self._ending.append(live)
+        for sink in self.sinks:
+            sink.unserve(index)
 
     def close(self) -> None:
         """The topic is closed, for good or until the node starts again."""

@@ -18,6 +18,7 @@ from penstock.model.delta_log import deltas_of
 from penstock.model.partitioning import partitions_of_digests
 from penstock.node.live.feed import Feed
 from penstock.node.live.subscription import Subscription
+from penstock.node.upkeep import retain
 from penstock.propagation.partition import Propagator
 from penstock.propagation.route import Route, routed
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
@@ -142,6 +143,18 @@ def expected(node: Node, partition: int = 0, *, first: int = 1, routes: str = ""
     rows = map(Row, *(column.tolist() for column in numbers), released.payloads)
     wanted = zip(rows, mask.tolist(), strict=True)
     return [row for row, taken in wanted if taken and row.position >= first]
+
+
+async def cut(node: Node) -> int:
+    """Let retention drop the beginning of the log; where it begins now."""
+    await node.advance(10)
+    for _ in range(2):
+        await node.call("snapshot", topic=TOPIC)
+    topic = node.engine.topic(TOPIC)
+    await retain(topic, topic.here(0), node.clock.now_ms())
+    first = topic.here(0).log.sequence_first
+    assert first > 5
+    return first
 
 
 def home_of(payload: bytes, partitions: int) -> int:

@@ -7,6 +7,7 @@ from tests.integration.harness import START_MS, Node
 from tests.unit.node.live.subscribing import (
     TOPIC,
     corpus,
+    cut,
     delta_topic,
     expected,
     payloads_of,
@@ -17,7 +18,6 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.node.upkeep import retain
 
 
 async def filled(node: Node, deltas: int = 200) -> None:
@@ -25,18 +25,6 @@ async def filled(node: Node, deltas: int = 200) -> None:
     await put(node, payloads_of(some, 0, deltas // 2), size=20)
     await node.advance(5)
     await put(node, payloads_of(some, deltas // 2), size=20)
-
-
-async def cut(node: Node) -> int:
-    """Let retention drop the beginning of the log; where it begins now."""
-    await node.advance(10)
-    for _ in range(2):
-        await node.call("snapshot", topic=TOPIC)
-    topic = node.engine.topic(TOPIC)
-    await retain(topic, topic.here(0), node.clock.now_ms())
-    first = topic.here(0).log.sequence_first
-    assert first > 5
-    return first
 
 
 @pytest.mark.parametrize("first", [1, 2, 57, 130, 201])
