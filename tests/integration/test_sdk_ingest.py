@@ -97,3 +97,29 @@ async def test_a_client_that_is_full_itself_says_so(place: Place) -> None:
     producer._entries -= 1 << 30
     place.room = 1000
     await asyncio.gather(*waiting)
+
+
+async def test_what_follows_a_refused_change_is_refused_with_it(place: Place) -> None:
+    place.room = 1000
+    await place.vectors.create("one", [0, 0])
+    place.room = 0
+    waiting = filling(place)
+    await until(lambda: place.depth == 10)
+    tried = asyncio.create_task(place.vectors.set("one", {0: 1}, timeout=0.05))
+    then = asyncio.create_task(place.vectors.set("one", {1: 2}))
+    last = asyncio.create_task(place.vectors.put_columns(["one", "two"], [[3.0, 3.0]] * 2))
+    with pytest.raises(Backpressure):
+        await tried
+    new = asyncio.create_task(place.vectors.set("one", {1: 4}))  # waits for these to end
+    place.room = 1000
+    await asyncio.gather(*waiting)
+    for late in (then, last):
+        with pytest.raises(Backpressure):
+            await late
+    await new
+    await place.vectors.set("one", {0: 5})
+    found = await place.vectors.get("one")
+    assert found is not None
+    assert found.values.tolist() == [5, 4]
+    history = await place.vectors.history("one")
+    assert [delta.clock[delta.origin] for delta in history] == [1, 2, 3]

@@ -18,7 +18,7 @@ from penstock.errors import InvalidArgument
 from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
 
 if TYPE_CHECKING:
-    from penstock.client.delta_heads import Writer
+    from penstock.client.delta_writer import Writer
     from penstock.client.deltas import Deltas
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Client:
         """The vectors of a delta topic. `origin` names this writer: one that is alive at a time.
 
         `create` makes the topic, with `dimensions`, if it is not there yet."""
-        from penstock.client.delta_heads import Writer
+        from penstock.client.delta_writer import Writer
         from penstock.client.deltas import Deltas
 
         wanted = {"kind": "delta", "dimensions": dimensions, **config} if create else {}

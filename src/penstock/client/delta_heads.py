@@ -15,7 +15,6 @@ the log again.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.delta_columns import Causes, Ids, Names
-from penstock.errors import InvalidArgument
-from penstock.model.delta_format import LOGICAL_BITS, NO_ID, ORIGIN_BYTES_MAX
+from penstock.model.delta_format import LOGICAL_BITS, NO_ID
 
 SLOTS_MIN: Final = 64
 
@@ -54,21 +52,6 @@ class Head:
     time: int = 0
     origin: bytes = b""  # whose delta the head is,
     origin_counter: int = 0  # and which of theirs
-
-
-class Writer:
-    """Who makes deltas under one origin: what it knows of the vectors, and its time."""
-
-    def __init__(self, origin: str | None = None) -> None:
-        self.origin = origin or secrets.token_hex(6)
-        if not 1 <= len(self.origin.encode()) <= ORIGIN_BYTES_MAX:
-            raise InvalidArgument(
-                f"origin must have 1 to {ORIGIN_BYTES_MAX} bytes",
-                field="origin",
-                limit=ORIGIN_BYTES_MAX,
-            )
-        self.heads = Heads(self.origin.encode())
-        self.clock = HybridClock()
 
 
 class Heads:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.delta_fold import Fold, Vector
-from penstock.client.delta_heads import Heads
 from penstock.client.delta_subscription import (
     Filter,
     Following,
@@ -20,6 +19,7 @@ from penstock.client.delta_subscription import (
     What,
     request_of,
 )
+from penstock.client.delta_writer import Writer
 from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition
 from penstock.model.delta import Delta, vector_hash
@@ -37,9 +37,10 @@ class DeltaReading:
     """
 
     def __init__(
-        self, topic: Topic[bytes], *, namespace: str, dimensions: int | None, heads: Heads
+        self, topic: Topic[bytes], *, namespace: str, dimensions: int | None, writer: Writer
     ) -> None:
-        self.topic, self.namespace, self.heads = topic, namespace, heads
+        self.topic, self.namespace = topic, namespace
+        self.heads, self.flights = writer.heads, writer.flights
         self._dimensions = dimensions  # that the caller counts on
         self.dimensions = 0  # known once it is open
         self._folds: dict[int, Fold] = {}
@@ -177,6 +178,7 @@ class DeltaReading:
         """
         wanted = [vector for vector in vectors if vector not in self.heads]
         while wanted:
+            await self.flights.landed(wanted)
             self._wanted.update(wanted)
             if self._next is None:
                 await self._look_up_wanted()

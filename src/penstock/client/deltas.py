@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.client.delta_columns import DeltaColumns, Ids, Names, encode_columns
-from penstock.client.delta_heads import Head, Heads, Writer
+from penstock.client.delta_heads import Head, Heads
 from penstock.client.delta_reading import DeltaReading
+from penstock.client.delta_writer import Writer
 from penstock.client.entries import Item, encode_headers
 from penstock.client.options import Duration, deadline
 from penstock.client.producer import Producer
@@ -66,7 +67,7 @@ class Deltas(DeltaReading):
         namespace: str = "default",
         dimensions: int | None = None,
     ) -> None:
-        super().__init__(topic, namespace=namespace, dimensions=dimensions, heads=writer.heads)
+        super().__init__(topic, namespace=namespace, dimensions=dimensions, writer=writer)
         self.origin, self._clock = writer.origin, writer.clock
 
     # --- one change ---
@@ -174,21 +175,28 @@ class Deltas(DeltaReading):
         """Write a delta as it stands; the id of its message, once it is durable.
 
         A node whose queue is full is asked again for as long as any failure is. With a `timeout`
-        that ends, by raising `Backpressure`, after so long; 0: at once.
+        that ends, by raising `Backpressure`, after so long; 0: at once. It fails too if one does
+        that was under way before it for the same vector.
         """
         await self.opened()
         payload = plain_deltas(self.dimensions).encode(delta)
         if payload is None:
             payload = encode(delta, dimensions=self.dimensions)
-        vector = self._advance(delta)
-        try:
-            if timeout is None:
-                return await self.topic.put(payload, headers=headers)
-            item = Item(payload, headers=headers)
-            return (await self.topic.put_many([item], atomic=False, timeout=timeout))[0]
-        except BaseException:
-            self.heads.forget([vector])
-            raise
+        if delta.origin != self.origin:
+            return await self._write(payload, headers, timeout)
+        vector = vector_hash(delta.namespace, delta.vector_id)
+        if vector not in self.heads:
+            await self.flights.landed([vector])
+        self._advance(vector, delta)
+        return await self.flights.of([vector], self._write(payload, headers, timeout))
+
+    async def _write(
+        self, payload: bytes, headers: Mapping[str, Any] | None, timeout: Duration | None
+    ) -> str:
+        if timeout is None:
+            return await self.topic.put(payload, headers=headers)
+        item = Item(payload, headers=headers)
+        return (await self.topic.put_many([item], atomic=False, timeout=timeout))[0]
 
     async def put_many(
         self, deltas: Iterable[Delta] | DeltaColumns, *, timeout: Duration | None = None
@@ -203,24 +211,18 @@ class Deltas(DeltaReading):
         await self.opened()
         found = list(deltas)
         items = [Item(encode(delta, dimensions=self.dimensions)) for delta in found]
-        vectors = [self._advance(delta) for delta in found]
-        try:
-            await self.topic.put_many(items, atomic=False, timeout=timeout)
-        except BaseException:
-            self.heads.forget(vectors)
-            raise
+        own = [delta for delta in found if delta.origin == self.origin]
+        vectors = [vector_hash(delta.namespace, delta.vector_id) for delta in own]
+        await self.flights.landed([vector for vector in vectors if vector not in self.heads])
+        for vector, delta in zip(vectors, own, strict=True):
+            self._advance(vector, delta)
+        writing = self.topic.put_many(items, atomic=False, timeout=timeout)
+        await self.flights.of(set(vectors), writing)
         return len(found)
 
-    def _advance(self, delta: Delta) -> bytes:
-        vector = vector_hash(delta.namespace, delta.vector_id)
-        if delta.origin == self.origin:
-            self.heads.advance(
-                vector,
-                delta_id=delta.delta_id,
-                counter=delta.clock[delta.origin],
-                time=delta.time,
-            )
-        return vector
+    def _advance(self, vector: bytes, delta: Delta) -> None:
+        counter = delta.clock[delta.origin]
+        self.heads.advance(vector, delta_id=delta.delta_id, counter=counter, time=delta.time)
 
     # --- in bulk ---
 
@@ -268,10 +270,11 @@ class Deltas(DeltaReading):
             return np.empty((0, 16), np.uint8)
         names = Names.of(columns.namespace, columns.vector_ids)
         heads = Heads(self.origin.encode()) if fresh else self.heads
-        if not fresh:
-            await self.look_up([v for v in set(names.digests) if v not in heads])
-        causes = heads.chain(names, self._clock)
+        vectors = set() if fresh else set(names.digests)
         producer = await self.topic.producer()
+        while unknown := [vector for vector in vectors if vector not in heads]:
+            await self.look_up(unknown)  # others may fail meanwhile, and are unknown then
+        causes = heads.chain(names, self._clock)
         under_way = asyncio.Semaphore(BULK_REQUESTS)
 
         async def send(partition: int, rows: NDArray[np.int64]) -> None:
@@ -283,16 +286,15 @@ class Deltas(DeltaReading):
                     payloads, partition=partition, headers=columns.headers, room_by=room_by
                 )
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for partition, rows in _portions(columns, names, producer):
-                    group.create_task(send(partition, rows))
-        except BaseExceptionGroup as failed:
-            heads.forget(names.digests)
-            raise failed.exceptions[0] from None
-        except BaseException:
-            heads.forget(names.digests)
-            raise
+        async def send_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for partition, rows in _portions(columns, names, producer):
+                        group.create_task(send(partition, rows))
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+
+        await self.flights.of(vectors, send_all())
         return causes.delta_ids
 
 
