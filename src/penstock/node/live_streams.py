@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from penstock.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PenstockError,
+    Unavailable,
+    WrongEpoch,
+)
 from penstock.model.columns import Buffer
 from penstock.model.delivery import most_urgent
 from penstock.model.topic import BATCH_ENTRIES_MAX, TopicKind
@@ -51,6 +57,9 @@ class LiveStream:
             found = await topic.subscribe(
                 control.partition, control, send=self._on_changes, fail=self._fail, key_id=key_id
             )
+        except WrongEpoch as error:  # it moved since it was asked for
+            self._reject(Unavailable(error.message))
+            return
         except PenstockError as error:
             self._reject(error)
             return

@@ -13,7 +13,6 @@ from penstock.errors import (
     NotFound,
     PenstockError,
     Unavailable,
-    WrongEpoch,
 )
 from penstock.model.columns import Buffer
 from penstock.model.topic import BATCH_ENTRIES_MAX, CONSUMER_BYTES_MAX, TopicConfig
@@ -249,12 +248,9 @@ class Subscriptions:
         )
 
     def _refuse(self, number: int, error: PenstockError) -> None:
-        """Answer the request that opens a stream with an error. What another node has said of
-        itself is not true of this one."""
+        """Answer the request that opens a stream with an error."""
         self.close(number)
-        theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
-        known = Unavailable(error.message) if theirs else error
-        self._send(FrameType.NACK, number, pack(known.to_wire()))
+        self._send(FrameType.NACK, number, pack(error.to_wire()))
 
     def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
         node = topic.router.coordinator(topic.key(control.partition))

@@ -2,14 +2,15 @@
 frame.
 
 The reader's credit is the credit of the stream at the other node, so no more is under way than the
-reader has granted, and nothing is kept here.
+reader has granted, and nothing is kept here. How the stream ends is passed on as well, but not what
+the other node says of itself: that a reader should go elsewhere is not true of this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, Unavailable, WrongEpoch
 from penstock.model.columns import Buffer
 from penstock.model.delivery import most_urgent
 from penstock.node.routing.ports import PeerConnection
@@ -60,7 +61,14 @@ class LogRelay:
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:
             self.open = False
-            if error is not None and not self._opened:
-                self._refuse(error)
+            known = None if error is None else _of_the_stream(error)
+            if known is not None and not self._opened:
+                self._refuse(known)
             else:
-                self._end(error)
+                self._end(known)
+
+
+def _of_the_stream(error: PenstockError) -> PenstockError:
+    """Without what is true of the other node alone."""
+    theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
+    return Unavailable(error.message) if theirs else error

@@ -13,6 +13,7 @@ from tests.integration.harness import Caller, Node
 from penstock.client.follow import PeerConnection
 from penstock.client.memory import memory_pair
 from penstock.config import Config
+from penstock.errors import QuorumUnavailable
 from penstock.node.partition import Partition
 from penstock.node.routing.ports import Key
 from penstock.node.session import Session
@@ -105,6 +106,11 @@ class Cluster:
 
     async def caller(self, name: str) -> Caller:
         return await self[name].connect()
+
+    def lose_quorum(self, name: str, topic: str) -> None:
+        """Let nothing be committed any more in the topic's first partition, which `name` serves."""
+        journal = self[name].engine.topic(topic).here(0).journal
+        journal._writable = lambda: QuorumUnavailable("no majority is alive")
 
 
 def _node(path: Path, name: str) -> Node:

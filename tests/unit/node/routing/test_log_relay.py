@@ -67,3 +67,22 @@ async def test_a_relayed_stream_ends_with_its_connection(cluster: Cluster) -> No
     cluster.cut("a", "b")
     with pytest.raises(Unavailable):
         await anext(stream)
+
+
+async def test_where_another_node_sends_its_readers_is_not_said_of_this_one(
+    cluster: Cluster,
+) -> None:
+    await cluster.topic("jobs", "b")
+    connection = cluster["a"].connection
+    stream = await connection.log_stream("jobs", partition=0, from_sequence=2)
+    cluster.lose_quorum("b", "jobs")
+    cluster.views["b"].cut_off = True
+    cluster["b"].engine.end_unreached()
+    with pytest.raises(Unavailable) as ended:
+        await anext(stream)
+    with pytest.raises(Unavailable) as refused:
+        await connection.log_stream("jobs", partition=0)
+    for error in (ended, refused):
+        assert "cut off" in error.value.message
+        assert "elsewhere" not in error.value.details
+    assert not connection.elsewhere
