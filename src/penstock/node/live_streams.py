@@ -41,10 +41,9 @@ class LiveStream:
         send: Callable[..., None],  # (type, *payload, flags=)
         *,
         end: Callable[[PenstockError], None],
-        refuse: Callable[[PenstockError], None],
     ) -> None:
         self.partition = partition
-        self._send, self._end, self._refuse = send, end, refuse
+        self._send, self._end = send, end
         self._subscription: Subscription | None = None
         self._blocked = False
         self.open = True
@@ -58,13 +57,13 @@ class LiveStream:
                 control.partition, control, send=self._on_changes, fail=self._fail, key_id=key_id
             )
         except WrongEpoch as error:  # it moved since it was asked for
-            self._reject(Unavailable(error.message))
+            self._fail(Unavailable(error.message))
             return
         except PenstockError as error:
-            self._reject(error)
+            self._fail(error)
             return
         except Exception:
-            self._reject(PenstockError("internal error"))
+            self._fail(PenstockError("internal error"))
             raise
         if not self.open:
             found.close()
@@ -72,6 +71,11 @@ class LiveStream:
         self._subscription = found
         found.blocked = self._blocked
         self._send(FrameType.ACK, pack(found.opened))  # nothing is sent on it before
+
+    @property
+    def opened(self) -> bool:
+        """Whether the request is answered."""
+        return self._subscription is not None
 
     @property
     def blocked(self) -> bool:
@@ -106,10 +110,6 @@ class LiveStream:
     def _fail(self, error: PenstockError) -> None:
         if self.open:
             self._end(error)
-
-    def _reject(self, error: PenstockError) -> None:
-        if self.open:
-            self._refuse(error)
 
 
 def check_subscription(control: OpenSubscription, topic: Topic) -> None:

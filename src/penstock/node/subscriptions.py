@@ -107,11 +107,15 @@ class Subscriptions:
                 self.end(number, error)
 
     def end(self, number: int, error: PenstockError | None = None) -> None:
-        """Close a stream from this side and say why; without an error: it is complete."""
-        if number in self._streams or number in self._demands:
-            self.close(number)
-            why = () if error is None else (pack(error.to_wire()),)
-            self._send(FrameType.UNSUBSCRIBE, number, *why)
+        """Close a stream from this side and say why; without an error: it is complete. If it is not
+        open yet, whoever asked for it waits for an answer, and this is it."""
+        found = self._streams.get(number)
+        if found is None and number not in self._demands:
+            return
+        opened = found is None or _answered(found[1])
+        self.close(number)
+        why = () if error is None else (pack(error.to_wire()),)
+        self._send(FrameType.UNSUBSCRIBE if opened else FrameType.NACK, number, *why)
 
     def on_ack(self, number: int, payload: Buffer) -> None:
         """What a client sends on a stream of its own: credit, or on a supply stream a question."""
@@ -235,22 +239,12 @@ class Subscriptions:
         def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
             self._send(type, number, *payload, flags=flags)
 
-        stream = LiveStream(
-            control.partition,
-            send,
-            end=lambda error: self.end(number, error),
-            refuse=lambda error: self._refuse(number, error),
-        )
+        stream = LiveStream(control.partition, send, end=lambda error: self.end(number, error))
         stream.blocked = self.blocked
         self._streams[number] = (topic, stream)
         self._engine.spawn(
             stream.subscribe(topic, control, key_id=key_id), name="open-subscription"
         )
-
-    def _refuse(self, number: int, error: PenstockError) -> None:
-        """Answer the request that opens a stream with an error."""
-        self.close(number)
-        self._send(FrameType.NACK, number, pack(error.to_wire()))
 
     def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
         node = topic.router.coordinator(topic.key(control.partition))
@@ -264,13 +258,7 @@ class Subscriptions:
         def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
             self._send(type, number, *payload, flags=flags)
 
-        relay = LogRelay(
-            peer,
-            control,
-            send=send,
-            end=lambda error: self.end(number, error),
-            refuse=lambda error: self._refuse(number, error),
-        )
+        relay = LogRelay(peer, control, send=send, end=lambda error: self.end(number, error))
         self._streams[number] = (topic, relay)
 
 
@@ -294,6 +282,11 @@ def _has(host: Host, control: OpenLog) -> bool:
     """Whether a replica that follows can give what is asked: not what commits *from now on*, which
     it hears of late, and not what it has never had."""
     return control.from_sequence >= host.log.sequence_first and control.from_sequence > 0
+
+
+def _answered(stream: Stream) -> bool:
+    """Whether the request for it is answered; most are in the step in which they come."""
+    return not isinstance(stream, LiveStream | LogRelay) or stream.opened
 
 
 def _remove(topic: Topic, stream: Stream) -> None:

@@ -26,11 +26,9 @@ class LogRelay:
         *,
         send: Callable[..., None],
         end: Callable[[PenstockError | None], None],
-        refuse: Callable[[PenstockError], None],
     ) -> None:
-        self._peer, self._send = peer, send
-        self._end, self._refuse = end, refuse
-        self._opened = False
+        self._peer, self._send, self._end = peer, send, end
+        self.opened = False  # the request is answered
         self._changes = isinstance(control, OpenSubscription)
         self.open = True
         self._number = peer.open(control, self)
@@ -47,7 +45,7 @@ class LogRelay:
 
     def on_answer(self, payload: Buffer) -> None:
         if self.open:
-            self._opened = True
+            self.opened = True
             self._send(FrameType.ACK, payload)
 
     def on_batch(self, payload: memoryview) -> None:
@@ -61,11 +59,7 @@ class LogRelay:
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:
             self.open = False
-            known = None if error is None else _of_the_stream(error)
-            if known is not None and not self._opened:
-                self._refuse(known)
-            else:
-                self._end(known)
+            self._end(None if error is None else _of_the_stream(error))
 
 
 def _of_the_stream(error: PenstockError) -> PenstockError:

@@ -20,8 +20,16 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.config import Config
-from penstock.errors import InvalidArgument, LimitExceeded, Unavailable, WrongEpoch
+from penstock.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    PenstockError,
+    Unavailable,
+    WrongEpoch,
+)
+from penstock.node.live_streams import LiveStream
 from penstock.propagation.live_options import LiveOptions
+from penstock.wire.messages import OpenSubscription
 
 
 async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
@@ -43,6 +51,17 @@ async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
     wanted = expected(node)
     await until(lambda: len(reader.rows) + len(again.rows) >= len(wanted))
     assert reader.rows + again.rows == wanted
+
+
+async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
+    told: list[PenstockError] = []
+    stream = LiveStream(0, send=lambda *_: None, end=told.append)
+    topic = node.engine.topic(TOPIC)
+    partition = topic.here(0)
+    topic.unserve(0)
+    await stream.subscribe(topic, OpenSubscription(TOPIC, 0), key_id=None)
+    assert [type(error) for error in told] == [Unavailable]
+    topic.serve(0, partition)
 
 
 async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.node.routing.conftest import Cluster
+from tests.unit.node.routing.conftest import Cluster, LateStore
 
 from penstock.errors import NotFound, Unavailable
 from penstock.node.routing import forwarding
 
 ROWS = [{"payload": b"x"}]
+DELTAS = {"kind": "delta", "dimensions": 4}
 AT_ONCE_S = forwarding.WAIT_S / 2  # and not after the wait for a coordinator
 
 
@@ -77,6 +78,34 @@ async def test_streams_that_would_wait_in_vain_end(alone: Cluster) -> None:
         await connection.lease_stream("jobs", credits=1)
     await alone["a"].put("mine", b"x")
     assert (await anext(mine)).delivery.count == 1
+
+
+async def test_a_subscription_that_would_wait_in_vain_is_refused(alone: Cluster) -> None:
+    await alone.topic("vectors", "a", **DELTAS)
+    store = LateStore(alone["a"])
+    opening = await store.opening(alone["a"], "vectors")
+    alone.lose_quorum("a", "vectors")
+    cut_off(alone)
+    async with asyncio.timeout(AT_ONCE_S):
+        with pytest.raises(Unavailable) as refused:
+            await opening
+    assert refused.value.details["elsewhere"]
+    store.answer()
+    topic = alone["a"].engine.topic("vectors")
+    while topic.hub()._opening:
+        await asyncio.sleep(0)
+    assert topic.hub().subscribers == 0
+
+
+async def test_a_subscription_of_a_topic_that_is_deleted_meanwhile_is_refused(
+    cluster: Cluster,
+) -> None:
+    await cluster.topic("vectors", "a", **DELTAS)
+    opening = await LateStore(cluster["a"]).opening(cluster["a"], "vectors")
+    await cluster["a"].forced("topic_delete", "vectors")
+    async with asyncio.timeout(AT_ONCE_S):
+        with pytest.raises(NotFound):
+            await opening
 
 
 async def test_a_pop_that_waits_for_nothing_is_answered(alone: Cluster) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.node.routing.conftest import Cluster
+from tests.unit.node.routing.conftest import Cluster, LateStore
 
 from penstock.client.streams import LogStream
 from penstock.errors import NotFound, Unavailable
@@ -67,6 +67,17 @@ async def test_a_relayed_stream_ends_with_its_connection(cluster: Cluster) -> No
     cluster.cut("a", "b")
     with pytest.raises(Unavailable):
         await anext(stream)
+
+
+async def test_a_topic_that_is_deleted_before_a_relay_is_open_is_not_found(
+    cluster: Cluster,
+) -> None:
+    await cluster.topic("vectors", "b", kind="delta", dimensions=4)
+    opening = await LateStore(cluster["b"]).opening(cluster["a"], "vectors")
+    await cluster["a"].forced("topic_delete", "vectors")
+    async with asyncio.timeout(5):
+        with pytest.raises(NotFound):
+            await opening
 
 
 async def test_where_another_node_sends_its_readers_is_not_said_of_this_one(
