@@ -248,8 +248,7 @@ class Hub:
         self._ticks += 1
         for index, live in list(self.partitions.items()):
             live.tick(now_ms)
-            idle_ms = now_ms - live.used_ms
-            if live.closed or (not live.subscriptions and idle_ms > self.options.idle_s * 1000):
+            if live.closed or live.idle_ms(now_ms) > self.options.idle_s * 1000:
                 live.feed.close()
                 del self.partitions[index]
         for live in self.partitions.values():

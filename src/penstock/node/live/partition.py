@@ -55,6 +55,7 @@ class LivePartition:
             self.fail(error)
         else:
             if not self.active.done():
+                self.used_ms = self._clock.now_ms()  # whoever waited for it comes only now
                 self.active.set_result(None)
         finally:
             if not self.active.done():  # cancelled, or something unforeseen
@@ -91,6 +92,11 @@ class LivePartition:
     @property
     def closed(self) -> bool:
         return self.feed.closed
+
+    def idle_ms(self, now_ms: int) -> int:
+        """How long nobody has wanted it; somebody does while it is activated, however long."""
+        wanted = self.subscriptions or not self.active.done()
+        return 0 if wanted else now_ms - self.used_ms
 
     def add(self, subscription: Subscription) -> None:
         self.subscriptions.append(subscription)

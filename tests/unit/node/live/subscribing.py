@@ -16,6 +16,7 @@ from penstock.model.columns import Buffer
 from penstock.model.delivery import CHANGES
 from penstock.model.delta_log import deltas_of
 from penstock.model.partitioning import partitions_of_digests
+from penstock.node.live.cursors import Cursor, Place
 from penstock.node.live.feed import Feed
 from penstock.node.live.subscription import Subscription
 from penstock.node.upkeep import retain
@@ -79,6 +80,30 @@ class Reader:
 
     def status(self) -> dict[str, Any]:
         return self.opened.status(START_MS)
+
+
+class LateStore:
+    """The cursors of a node whose store answers when it is told to."""
+
+    def __init__(self, node: Node) -> None:
+        self.asked, self._gate = asyncio.Event(), asyncio.Event()
+        self._get = node.engine.cursors.get
+        node.engine.cursors.get = self._late  # type: ignore[method-assign]
+
+    async def _late(self, place: Place) -> Cursor | None:
+        self.asked.set()
+        await self._gate.wait()
+        return await self._get(place)
+
+    async def opening(self, at: Node, topic: str) -> asyncio.Task[Any]:
+        """A subscription of `topic` at a node, which waits for its cursor."""
+        request = OpenSubscription(topic, 0, start="cursor", cursor="me")
+        opening = asyncio.create_task(at.connection.subscribe(request, lambda *_: None))
+        await self.asked.wait()
+        return opening
+
+    def answer(self) -> None:
+        self._gate.set()
 
 
 async def subscribe(

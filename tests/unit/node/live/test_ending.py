@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
     TOPIC,
+    LateStore,
     Reader,
     corpus,
     delta_topic,
@@ -27,6 +29,7 @@ from penstock.errors import (
     Unavailable,
     WrongEpoch,
 )
+from penstock.node.live.feed import Feed
 from penstock.node.live_streams import LiveStream
 from penstock.propagation.live_options import LiveOptions
 from penstock.wire.messages import OpenSubscription
@@ -147,3 +150,38 @@ async def test_a_node_stops_while_a_log_is_folded(node: Node) -> None:
     await node.start()
     reader = await subscribe(node, start="sequence", at=1)
     await until(lambda: reader.rows == expected(node))
+
+
+async def test_a_fold_may_take_longer_than_it_is_kept_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data"
+    node = Node(path, Config(data=path, drain_s=5.0, live=LiveOptions(idle_s=0.5)))
+    await node.start()
+    await delta_topic(node)
+    await put(node, payloads_of(corpus(50)))
+    folding, folded, fold = threading.Event(), threading.Event(), Feed._fold_next
+
+    def slow(feed: Feed, through: int) -> bool:
+        folding.set()
+        folded.wait()
+        return fold(feed, through)
+
+    monkeypatch.setattr(Feed, "_fold_next", slow)
+    store = LateStore(node)
+    opening = asyncio.create_task(subscribe(node, start="cursor", cursor="me", at=1))
+    await until(folding.is_set)
+    for _ in range(8):
+        await node.advance(0.1)
+    folded.set()
+    await until(lambda: store.asked.is_set() or opening.done())
+    for _ in range(4):  # it counts from the end of the fold
+        await node.advance(0.1)
+    store.answer()
+    reader = await opening
+    await until(lambda: reader.rows == expected(node))
+    reader.opened.close()
+    for _ in range(7):
+        await node.advance(0.1)
+    assert not node.engine.topic(TOPIC).hub().partitions
+    await node.stop()

@@ -14,11 +14,9 @@ from penstock.client.follow import PeerConnection
 from penstock.client.memory import memory_pair
 from penstock.config import Config
 from penstock.errors import QuorumUnavailable
-from penstock.node.live.cursors import Cursor, Place
 from penstock.node.partition import Partition
 from penstock.node.routing.ports import Key
 from penstock.node.session import Session
-from penstock.wire.messages import OpenSubscription
 
 
 class View:
@@ -113,30 +111,6 @@ class Cluster:
         """Let nothing be committed any more in the topic's first partition, which `name` serves."""
         journal = self[name].engine.topic(topic).here(0).journal
         journal._writable = lambda: QuorumUnavailable("no majority is alive")
-
-
-class LateStore:
-    """The cursors of a node whose store answers when it is told to."""
-
-    def __init__(self, node: Node) -> None:
-        self._asked, self._gate = asyncio.Event(), asyncio.Event()
-        self._get = node.engine.cursors.get
-        node.engine.cursors.get = self._late  # type: ignore[method-assign]
-
-    async def _late(self, place: Place) -> Cursor | None:
-        self._asked.set()
-        await self._gate.wait()
-        return await self._get(place)
-
-    async def opening(self, at: Node, topic: str) -> asyncio.Task[Any]:
-        """A subscription of `topic` at a node, which waits for its cursor."""
-        request = OpenSubscription(topic, 0, start="cursor", cursor="me")
-        opening = asyncio.create_task(at.connection.subscribe(request, lambda *_: None))
-        await self._asked.wait()
-        return opening
-
-    def answer(self) -> None:
-        self._gate.set()
 
 
 def _node(path: Path, name: str) -> Node:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.node.routing.conftest import Cluster, LateStore
+from tests.unit.node.live.subscribing import LateStore
+from tests.unit.node.routing.conftest import Cluster
 
 from penstock.client.streams import LogStream
 from penstock.errors import NotFound, Unavailable
