@@ -150,9 +150,8 @@ class Coordinator:
             follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
         )
         self._close(follow.node)
-        if reply.reseed:
-            self._absences.on_started_over(follow.node)
-        else:
+        self._absences.on_matched(follow.node, reply.matched)
+        if not reply.reseed:
             self.senders[follow.node] = Sender(
                 follow, matched=reply.matched, now=now, last=self._log.last
             )

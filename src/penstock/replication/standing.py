@@ -47,11 +47,11 @@ class Absences:
     def standing(self, node: str, sender: Sender | None, *, last: int) -> Standing:
         absence = self._of.get(node)
         late = absence is not None and absence.lagging
-        if sender is not None:
-            lag, lagging = last - sender.durable, sender.lagging or late
-            return Standing(node, sender.durable, lag, sender.credit, lagging)
         held = 0 if absence is None else absence.durable
-        return Standing(node, held or None, last - held, None, late)
+        if sender is None:
+            return Standing(node, held or None, last - held, None, late)
+        held = max(held, sender.durable)  # a stream vouches for nothing before its first ack
+        return Standing(node, held or None, last - held, sender.credit, sender.lagging or late)
 
     def on_lost(self, sender: Sender) -> None:
         """Its stream is closed. Who was away already, is for as long as it was."""
@@ -62,11 +62,11 @@ class Absences:
         absence.durable = max(absence.durable, sender.durable)
         absence.lagging |= sender.lagging
 
-    def on_started_over(self, node: str) -> None:
-        """It drops what it held."""
+    def on_matched(self, node: str, matched: int) -> None:
+        """It is back, and its log equals ours up to here: what it held beyond is gone."""
         absence = self._of.get(node)
         if absence is not None:
-            absence.durable = 0
+            absence.durable = min(absence.durable, matched)
 
     def on_heard(self, node: str) -> list[str]:
         """It acknowledged something. Returns what is worth a warning."""

@@ -20,8 +20,9 @@ def coordinator(of: PartitionRecord | None = None) -> Coordinator:
     )  # fmt: skip
 
 
-def follow(machine: Coordinator, *, stream: int = 1, now: int = 0) -> None:
-    machine.on_follow(Follow("b", disk("b"), 2, stream, 0, [], 4, 1000), now)
+def follow(machine: Coordinator, *, stream: int = 1, now: int = 0, has: int = 0) -> None:
+    tail = [(2, has)] if has else []
+    machine.on_follow(Follow("b", disk("b"), 2, stream, 0, tail, 4, 1000), now)
 
 
 def ack(machine: Coordinator, durable: int, *, stream: int = 1, now: int = 0) -> Effects:
@@ -86,6 +87,29 @@ def test_who_lagged_with_a_stream_lags_without_it() -> None:
     assert told(machine.on_tick(101)) == [("b", "lagging")]
     machine.on_follower_lost("b", 1)
     assert told(machine.on_tick(102)) == [] and of_b(machine).lagging
+
+
+def test_who_comes_back_holds_what_it_held() -> None:
+    machine = coordinator(record(2, "a", "ab"))
+    follow(machine)
+    assert of_b(machine)[:3] == ("b", None, LAST)  # it has not said anything yet
+    machine.on_sent("b", 2, entries=2, bytes=2, now=0)
+    ack(machine, 2)
+    machine.on_follower_lost("b", 1)
+    follow(machine, stream=2, has=3)
+    assert of_b(machine)[:3] == ("b", 2, LAST - 2)
+    machine.on_ack(Ack("b", disk("b"), 2, 2, 0, 0, 3, 2), 0)  # of what it had, not of what was sent
+    assert of_b(machine)[:3] == ("b", 3, LAST - 3)
+
+
+def test_who_comes_back_without_what_it_held_holds_nothing() -> None:
+    machine = coordinator(record(2, "a", "ab"))
+    follow(machine)
+    machine.on_sent("b", 3, entries=3, bytes=3, now=0)
+    ack(machine, 3)
+    machine.on_follower_lost("b", 1)
+    follow(machine, stream=2)  # with an empty disk
+    assert of_b(machine)[:3] == ("b", None, LAST)
 
 
 def test_who_starts_over_holds_nothing_any_more() -> None:
