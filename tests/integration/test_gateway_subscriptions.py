@@ -44,6 +44,26 @@ class Site:
         await self.deltas.put_columns(names, np.ones((len(names), 4)))
         return names
 
+    async def apart(self) -> list[str]:
+        """A vector of each partition."""
+        names = await self.fill()
+        found: dict[int, str] = {}
+        async with self.events("from_sequence=1") as events:
+            while len(found) < 2:
+                one = (await anext(events)).document
+                if one["vector_id"] in names:
+                    found[one["partition"]] = one["vector_id"]
+        return [found[partition] for partition in sorted(found)]
+
+    @asynccontextmanager
+    async def away(self, partition: int) -> AsyncIterator[None]:
+        """Nobody coordinates a partition meanwhile."""
+        topic = self.engine.topic("vectors")
+        tenure = topic.here(partition)
+        topic.unserve(partition)
+        yield
+        topic.serve(partition, tenure)
+
     async def touch(self, names: list[str]) -> None:
         for name in names:
             await self.deltas.set(name, {0: 7.0})
@@ -164,6 +184,21 @@ async def test_a_partition_without_a_position_begins_where_the_request_says(site
     assert {one["op"] for one in came} == {"sparse"}
 
 
+async def test_a_partition_that_is_away_holds_nothing_else_back(site: Site) -> None:
+    here, there = await site.apart()
+    known = await site.first_id()
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        async with site.away(1):
+            again = site.events(**{"last-event-id": known})
+            events = await stack.enter_async_context(again)
+            await site.touch([here])
+            seen = await anext(events)
+            assert seen.document["vector_id"] == here
+            assert seen["id"].partition(",")[2] == known.partition(",")[2]
+        await site.touch([there])
+        assert (await anext(events)).document["vector_id"] == there
+
+
 async def test_who_comes_back_is_not_sent_to_the_time_of_its_start(site: Site) -> None:
     async with site.events("from_time_ms=0") as events:
         seen = [await anext(events) for _ in range(2)][-1]
@@ -265,6 +300,21 @@ async def test_grpc_goes_on_where_it_was(site: Site) -> None:
         came += (await again.read()).changes
     assert {(c.vector_id, c.op) for c in came} == {(name, "sparse") for name in names}
     again.cancel()
+
+
+async def test_grpc_waits_for_no_partition_whose_position_is_known(site: Site) -> None:
+    here, there = await site.apart()
+    known = await site.first_id()
+    async with asyncio.timeout(30):
+        async with site.away(1):
+            call = site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", positions=known))
+            await site.touch([here])
+            response = await call.read()
+            assert [change.vector_id for change in response.changes] == [here]
+            assert response.positions.partition(",")[2] == known.partition(",")[2]
+        await site.touch([there])
+        assert [change.vector_id for change in (await call.read()).changes] == [there]
+    call.cancel()
 
 
 async def test_grpc_keeps_a_cursor(site: Site) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Final
 
@@ -150,12 +150,13 @@ class Arrivals:
         for follower in self._followers:
             follower.add_done_callback(self._on_done)
 
-    async def began(self) -> dict[int, int]:
-        """By partition the position behind which it started, once all have."""
+    async def began(self, besides: Container[int] = ()) -> dict[int, int]:
+        """By partition, `besides` some, the position behind which it started; once all have."""
         while True:
             found = {place.request.partition: place.began for place in self._places}
-            known = {partition: at for partition, at in found.items() if at is not None}
-            if len(known) == len(found):
+            asked = {partition: at for partition, at in found.items() if partition not in besides}
+            known = {partition: at for partition, at in asked.items() if at is not None}
+            if len(known) == len(asked):
                 return known
             await self._news()
 

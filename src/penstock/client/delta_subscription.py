@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, Self, TypedDict
 
@@ -220,9 +220,10 @@ class Following:
         self._arrivals, self._wanted = Arrivals(topic, requests), wanted
         self._taken: Arrived | None = None  # what the reader has at the moment
 
-    async def began(self) -> dict[int, int]:
-        """By partition the position behind which it started, once all of them are open."""
-        return await self._arrivals.began()
+    async def began(self, besides: Container[int] = ()) -> dict[int, int]:
+        """By partition, `besides` some, the position behind which it started; once all of them are
+        open."""
+        return await self._arrivals.began(besides)
 
     def __aiter__(self) -> Self:
         return self

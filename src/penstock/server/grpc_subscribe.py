@@ -23,7 +23,7 @@ async def subscribe(
 ) -> None:
     asked = request_of(fields_of(request), ask.Subscribe)
     async with subscribed(pool, api_key, asked) as following:
-        positions = Positions(asked, await following.began())
+        positions = await Positions.of(asked, following)
         async for batch in following:
             changes = [change_of(one) for one in batch]
             await write(pb.SubscribeResponse(changes=changes, positions=positions.reached(batch)))

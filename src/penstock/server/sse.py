@@ -75,7 +75,7 @@ async def stream(
         write = await begin()
         await write(b"retry: %d\n\n" % RETRY_MS)
         try:
-            positions = Positions(request, await _waited_for(following.began(), write))
+            positions = await _waited_for(Positions.of(request, following), write)
             await write(b"id: %b\n\n" % str(positions).encode())
             while True:
                 batch = await _waited_for(anext(following), write)

@@ -8,7 +8,7 @@ is left out it begins where the request says, which may be now.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -78,8 +78,15 @@ def _op(name: str) -> Op:
 class Positions:
     """How far a caller has been sent everything, as text that it may come back with."""
 
-    def __init__(self, request: ask.Subscribe, began: Mapping[int, int]) -> None:
-        self._reached = {**positions_of(request), **began}
+    def __init__(self, reached: dict[int, int]) -> None:
+        self._reached = reached
+
+    @classmethod
+    async def of(cls, request: ask.Subscribe, following: Following) -> Positions:
+        """Once it is known where everything begins. Of a partition that the caller has a position
+        of it is, whether or not somebody serves it now."""
+        given = positions_of(request)
+        return cls(given | await following.began(besides=given))
 
     def __str__(self) -> str:
         return ",".join(f"{partition}:{at}" for partition, at in sorted(self._reached.items()))
