@@ -48,13 +48,11 @@ class LiveStream:
         self._blocked = False
         self.open = True
 
-    async def subscribe(
-        self, topic: Topic, control: OpenSubscription, *, key_id: str | None
-    ) -> None:
+    async def subscribe(self, topic: Topic, control: OpenSubscription) -> None:
         """Have the topic's hub take the request; answer it."""
         try:
             found = await topic.subscribe(
-                control.partition, control, send=self._on_changes, fail=self._fail, key_id=key_id
+                control.partition, control, send=self._on_changes, fail=self._fail
             )
         except WrongEpoch as error:  # it moved since it was asked for
             self._fail(Unavailable(error.message))

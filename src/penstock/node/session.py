@@ -377,7 +377,7 @@ class Session(asyncio.Protocol):
         if isinstance(control, OpenLease):
             self._subscriptions.open_lease(frame.sequence, control, self._key_id)
         elif isinstance(control, OpenSubscription):
-            self._subscriptions.open_subscription(frame.sequence, control, self._key_id)
+            self._subscriptions.open_subscription(frame.sequence, control)
         else:
             self._subscriptions.open_log(frame.sequence, control)
 

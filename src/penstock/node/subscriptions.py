@@ -225,7 +225,7 @@ class Subscriptions:
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))
         topic.add_log_stream(stream)
 
-    def open_subscription(self, number: int, control: OpenSubscription, key_id: str | None) -> None:
+    def open_subscription(self, number: int, control: OpenSubscription) -> None:
         """From this node's hub if it coordinates the partition, else from the one that does."""
         topic = self._engine.topic(control.topic)
         check_subscription(control, topic)
@@ -242,9 +242,7 @@ class Subscriptions:
         stream = LiveStream(control.partition, send, end=lambda error: self.end(number, error))
         stream.blocked = self.blocked
         self._streams[number] = (topic, stream)
-        self._engine.spawn(
-            stream.subscribe(topic, control, key_id=key_id), name="open-subscription"
-        )
+        self._engine.spawn(stream.subscribe(topic, control), name="open-subscription")
 
     def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
         node = topic.router.coordinator(topic.key(control.partition))

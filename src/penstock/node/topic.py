@@ -199,12 +199,10 @@ class Topic:
         *,
         send: Callable[[Changes, Buffer], None],
         fail: Callable[[PenstockError], None],
-        key_id: str | None = None,
     ) -> Subscription:
         """Push what a partition of a delta topic releases. `send` is not called before this
         returns."""
-        hub = self.hub()
-        return await hub.subscribe(partition, request, send=send, fail=fail, key_id=key_id)
+        return await self.hub().subscribe(partition, request, send=send, fail=fail)
 
     def hub(self) -> Hub:
         """The live path of a delta topic, made when it is asked for."""

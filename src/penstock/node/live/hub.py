@@ -88,7 +88,6 @@ class Hub:
         *,
         send: Send,
         fail: Fail,
-        key_id: str | None = None,
     ) -> Subscription:
         """Nothing is sent before this returns to who awaits it."""
         limit = self.options.subscriptions_max

@@ -114,7 +114,7 @@ async def subscribe(
     asked = OpenSubscription(TOPIC, partition, **request)
     topic = node.engine.topic(TOPIC)
     reader.subscription = await topic.subscribe(
-        partition, asked, send=reader.send, fail=reader.fail, key_id=None
+        partition, asked, send=reader.send, fail=reader.fail
     )
     return reader
 

@@ -62,7 +62,7 @@ async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     topic = node.engine.topic(TOPIC)
     partition = topic.here(0)
     topic.unserve(0)
-    await stream.subscribe(topic, OpenSubscription(TOPIC, 0), key_id=None)
+    await stream.subscribe(topic, OpenSubscription(TOPIC, 0))
     assert [type(error) for error in told] == [Unavailable]
     topic.serve(0, partition)
 
