@@ -7,6 +7,7 @@ can end it meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -44,31 +45,38 @@ class LiveStream:
     ) -> None:
         self.partition = partition
         self._send, self._end = send, end
+        self._opening: asyncio.Task[None] | None = None  # while the hub is asked
         self._subscription: Subscription | None = None
         self._blocked = False
         self.open = True
 
     async def subscribe(self, topic: Topic, control: OpenSubscription) -> None:
         """Have the topic's hub take the request; answer it."""
+        if not self.open:
+            return
+        self._opening = asyncio.current_task()
         try:
             found = await topic.subscribe(
                 control.partition, control, send=self._on_changes, fail=self._fail
             )
         except WrongEpoch as error:  # it moved since it was asked for
-            self._fail(Unavailable(error.message))
-            return
+            self._refuse(Unavailable(error.message))
         except PenstockError as error:
-            self._fail(error)
-            return
+            self._refuse(error)
         except Exception:
-            self._fail(PenstockError("internal error"))
+            self._refuse(PenstockError("internal error"))
             raise
-        if not self.open:
-            found.close()
-            return
-        self._subscription = found
+        else:
+            self._accept(found)
+
+    def _accept(self, found: Subscription) -> None:
+        self._opening, self._subscription = None, found
         found.blocked = self._blocked
         self._send(FrameType.ACK, pack(found.opened))  # nothing is sent on it before
+
+    def _refuse(self, error: PenstockError) -> None:
+        self._opening = None
+        self._fail(error)
 
     @property
     def opened(self) -> bool:
@@ -94,6 +102,8 @@ class LiveStream:
 
     def close(self) -> None:
         self.open = False
+        if self._opening is not None:  # it would take the cursor from who has come since
+            self._opening.cancel()
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None

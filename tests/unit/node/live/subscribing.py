@@ -87,12 +87,14 @@ class LateStore:
 
     def __init__(self, node: Node) -> None:
         self.asked, self._gate = asyncio.Event(), asyncio.Event()
+        self.late = True  # for whoever asks now
         self._get = node.engine.cursors.get
         node.engine.cursors.get = self._late  # type: ignore[method-assign]
 
     async def _late(self, place: Place) -> Cursor | None:
         self.asked.set()
-        await self._gate.wait()
+        if self.late:
+            await self._gate.wait()
         return await self._get(place)
 
     async def opening(self, at: Node, topic: str) -> asyncio.Task[Any]:

@@ -67,6 +67,19 @@ async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     topic.serve(0, partition)
 
 
+async def test_who_leaves_before_it_is_open_takes_no_cursor(node: Node) -> None:
+    store, hub = LateStore(node), node.engine.topic(TOPIC).hub()
+    opening = await store.opening(node, TOPIC)
+    opening.cancel()
+    await asyncio.wait([opening])
+    await node.call("topic_list")  # the node has heard that it left
+    store.late = False
+    holder = await subscribe(node, start="cursor", cursor="me")
+    store.answer()
+    await until(lambda: not hub._opening)
+    assert holder.failed is None
+
+
 async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:
     reader = await subscribe(node, start="cursor", cursor="me", at=1)
     await put(node, payloads_of(corpus(50)))
