@@ -77,6 +77,11 @@ class Link:
         return found if found is not None and found.alive else None
 
     @property
+    def clustered(self) -> bool:
+        """Whether partitions may be served by several nodes, each with a fate of its own."""
+        return self._fleet is not None
+
+    @property
     def nodes(self) -> int:
         """Nodes that take requests; 1 unless this is a cluster."""
         return 1 if self._fleet is None else self._fleet.size

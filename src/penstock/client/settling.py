@@ -1,4 +1,9 @@
-"""Settlements: acks of one turn of the loop share a request; all of them survive a reconnect."""
+"""Settlements: acks of one turn of the loop share a request; all of them survive a reconnect.
+
+At a cluster they share one only with others of their partition. A request is answered once, and
+repeated as a whole: had one of its partitions trouble, the acks of the others would take effect,
+be sent again, and be told as lost.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +47,14 @@ class Settler:
     def _flush(self) -> None:
         acks = _Acks(self._tokens, self._waiters)
         self._tokens, self._waiters = [], []
-        if self._link.nodes == 1:
+        if not self._link.clustered:
             self._send(acks, self._link.live)
             return
-        apart: dict[Connection | None, _Acks] = {}
+        apart: dict[int, _Acks] = {}
         for token, waiter in zip(acks.tokens, acks.waiters, strict=True):
-            nearest = self._link.toward(self._topic, token.partition)
-            apart.setdefault(nearest, _Acks([], [])).add(token, waiter)
-        for nearest, some in apart.items():
-            self._send(some, nearest)
+            apart.setdefault(token.partition, _Acks([], [])).add(token, waiter)
+        for partition, some in apart.items():
+            self._send(some, self._link.toward(self._topic, partition))
 
     def _send(self, acks: _Acks, connection: Connection | None) -> None:
         self._under_way += 1
