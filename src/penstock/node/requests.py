@@ -8,25 +8,37 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, from_wire
 from penstock.model.columns import Buffer, Columns
 from penstock.wire.messages import Duplicate, Enqueued, Placed
 
 Reply = Callable[[object], None]  # called once, with a result or a PenstockError
 
 
+def as_one(errors: Sequence[PenstockError], parts: int) -> PenstockError:
+    """The first of what some parts of a request failed with, as the answer to all of it. It says
+    `elsewhere`, which means that nothing was done, only if every part does."""
+    first = errors[0]
+    undone = [error for error in errors if error.details.get("elsewhere")]
+    if "elsewhere" not in first.details or len(undone) == parts:
+        return first
+    return from_wire({n: value for n, value in first.to_wire().items() if n != "elsewhere"})
+
+
 class EnqueueRequest:
     """A producer's request: answered once all of its parts are."""
 
-    __slots__ = ("_duplicates", "_error", "_placed", "_remaining", "reply", "started", "topic")
+    __slots__ = (
+        "_duplicates", "_errors", "_parts", "_placed", "_remaining", "reply", "started", "topic",
+    )  # fmt: skip
 
     def __init__(self, topic: int, parts: int, reply: Reply) -> None:
         self.topic, self.reply = topic, reply
         self.started = time.perf_counter()
-        self._remaining = parts
+        self._parts = self._remaining = parts
         self._placed: list[Placed] = []
         self._duplicates: list[Duplicate] = []
-        self._error: PenstockError | None = None
+        self._errors: tuple[PenstockError, ...] = ()
 
     def part_placed(self, placed: Sequence[Placed], duplicates: Sequence[Duplicate] = ()) -> None:
         self._placed.extend(placed)
@@ -34,13 +46,17 @@ class EnqueueRequest:
         self._part_ended()
 
     def part_failed(self, error: PenstockError) -> None:
-        self._error = self._error or error
+        self._errors += (error,)
         self._part_ended()
 
     def _part_ended(self) -> None:
         self._remaining -= 1
-        if not self._remaining:
-            self.reply(self._error or Enqueued(self.topic, self._placed, self._duplicates))
+        if self._remaining:
+            return
+        if self._errors:
+            self.reply(as_one(self._errors, self._parts))
+        else:
+            self.reply(Enqueued(self.topic, self._placed, self._duplicates))
 
 
 class EnqueuePart:

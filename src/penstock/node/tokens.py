@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.node.partition import Partition
-from penstock.node.requests import Reply
+from penstock.node.requests import Reply, as_one
 from penstock.node.routing.outcomes import Outcomes
 from penstock.node.routing.ports import PartitionPort
 from penstock.node.topic import Topic
@@ -78,18 +78,22 @@ class _Gathered:
     """Lost positions of several partitions, answered together."""
 
     def __init__(self, parts: int, reply: Reply) -> None:
-        self._remaining, self._reply = parts, reply
+        self._parts = self._remaining = parts
+        self._reply = reply
         self._lost: list[int] = []
-        self._error: PenstockError | None = None
+        self._errors: list[PenstockError] = []
 
     def part(self, offset: int) -> Reply:
         def done(result: object) -> None:
             if isinstance(result, PenstockError):
-                self._error = self._error or result
+                self._errors.append(result)
             elif isinstance(result, list):
                 self._lost += [offset + position for position in result]
             self._remaining -= 1
             if not self._remaining:
-                self._reply(self._error or Settled(sorted(self._lost)))
+                self._reply(self._whole())
 
         return done
+
+    def _whole(self) -> object:
+        return as_one(self._errors, self._parts) if self._errors else Settled(sorted(self._lost))

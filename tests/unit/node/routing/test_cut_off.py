@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.integration.harness import body
 from tests.unit.node.live.subscribing import LateStore
 from tests.unit.node.routing.conftest import Cluster
 
 from penstock.errors import NotFound, Unavailable
+from penstock.model.ids import LeaseToken
 from penstock.node.routing import forwarding
 
 ROWS = [{"payload": b"x"}]
@@ -36,6 +38,35 @@ async def test_what_nobody_here_can_serve_is_sent_elsewhere_at_once(alone: Clust
     async with asyncio.timeout(AT_ONCE_S):
         with pytest.raises(Unavailable) as refused:
             await alone["a"].enqueue("jobs", ROWS, partition=1)
+    assert refused.value.details["elsewhere"]
+
+
+async def test_a_request_of_which_a_part_was_done_is_not_sent_elsewhere(alone: Cluster) -> None:
+    held = []
+    for index, name in enumerate("ab"):
+        await alone["a"].enqueue("jobs", ROWS, partition=index)
+        held += await alone[name].pop("jobs", 1)
+    cut_off(alone)
+    parts = [(index, 1, body(ROWS)) for index in (1, 0)]
+    with pytest.raises(Unavailable) as refused:
+        await alone["a"].connection.enqueue("jobs", parts)
+    assert "elsewhere" not in refused.value.details
+    with pytest.raises(Unavailable) as refused:
+        await alone["a"].ack("jobs", held)
+    assert "elsewhere" not in refused.value.details
+    topic = alone["a"].engine.topic("jobs")
+    assert (topic.here(0).heap.ready, topic.totals["acked"]) == (1, 1)
+
+
+async def test_a_request_of_which_no_part_was_done_is_sent_elsewhere(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "bb")
+    cut_off(cluster)
+    parts = [(index, 1, body(ROWS)) for index in (0, 1)]
+    with pytest.raises(Unavailable) as refused:
+        await cluster["a"].connection.enqueue("jobs", parts)
+    assert refused.value.details["elsewhere"]
+    with pytest.raises(Unavailable) as refused:
+        await cluster["a"].connection.settle("jobs", [LeaseToken(0, 1, 1), LeaseToken(1, 1, 1)])
     assert refused.value.details["elsewhere"]
 
 
