@@ -13,7 +13,13 @@ import pytest
 import penstock
 from penstock.client.deltas import Deltas
 from penstock.config import Config
-from penstock.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from penstock.errors import (
+    Backpressure,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
 from penstock.propagation.live_options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
@@ -92,8 +98,9 @@ async def test_a_search_of_an_index_that_is_being_filled_says_so(tmp_path: Path)
         await deltas.opened()
         ask = (await deltas.topic.link.connection()).call
         asked = {"topic": "vectors", "vector": [1.0, 0.0]}
-        with pytest.raises(Unavailable, match="being filled: partitions 0, 1"):
+        with pytest.raises(Backpressure, match="being filled: partitions 0, 1") as refused:
             await ask("vector_search", **asked)
+        assert refused.value.details["partitions"] == [0, 1]
         with pytest.raises(NotFound):  # it is empty
             await ask("vector_search", **asked, partial=True)
         gate.touch()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import heapq
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from penstock.errors import FailedPrecondition, NotFound, Unavailable
+from penstock.errors import Backpressure, FailedPrecondition, NotFound
 from penstock.node.calls import Arguments, Caller, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.live_calls import delta_topic
 from penstock.node.partition import Partition
 from penstock.node.shares import fan_out, shared
 from penstock.node.topic import Topic
+
+FILLING_RETRY_S: Final = 0.25  # until a search of an index that is being filled is made again
 
 
 class SearchArguments(TopicArguments, frozen=True):
@@ -41,8 +43,9 @@ async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[s
     )  # fmt: skip
     filling = sorted(index for result in results for index in result["filling"])
     if filling and not a.partial:
-        raise Unavailable(
+        raise Backpressure(  # and not Unavailable: another node would be asked in vain
             f"the index of {a.topic} is being filled: partitions {', '.join(map(str, filling))}",
+            retry_after_s=FILLING_RETRY_S,
             partitions=filling,
         )
     if all(result["neighbours"] is None for result in results):

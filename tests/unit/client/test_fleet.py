@@ -12,7 +12,7 @@ from penstock.client import fleet
 from penstock.client.client import Client
 from penstock.client.connection import open_connection
 from penstock.client.options import Options
-from penstock.errors import Unavailable, WrongEpoch
+from penstock.errors import Backpressure, Unavailable, WrongEpoch
 from penstock.model.ids import MessageId
 from penstock.model.partitioning import partition_of
 from penstock.wire.frame import FrameType
@@ -270,6 +270,19 @@ async def test_a_node_that_fails_again_and_again_is_left(peers: Peers) -> None:
         assert left is not None
         await left.wait_closed()  # nothing was under way there
     assert [call.method for call in peers.broker.calls].count("stats") == 4
+
+
+async def test_a_node_that_asks_for_patience_is_not_left(peers: Peers) -> None:
+    async with routed(peers, "n1") as (client, _):
+        home = client.link.live
+        peers.broker.unwell = {"n1": Backpressure("it is being filled", retry_after_s=0.001)}
+        search = asyncio.ensure_future(client.call("vector_search"))
+        async with asyncio.timeout(60):
+            while [call.method for call in peers.broker.calls].count("vector_search") < 5:
+                await asyncio.sleep(0.001)
+            peers.broker.unwell.clear()
+            await search
+        assert home is not None and client.link.live is home
 
 
 async def test_a_consumer_leaves_a_node_that_sends_it_away(peers: Peers) -> None:
