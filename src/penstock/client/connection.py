@@ -40,10 +40,11 @@ from penstock.wire.messages import (
 
 ENDPOINT_TIMEOUT_S: Final = 2.0  # for one of several: the next one may answer at once
 
-# Calls whose work grows with what there is: their answers are waited for as long as it takes.
+# Calls whose work grows with what there is, or that return when other nodes have done theirs: how
+# long that may be the node knows. Their answers are waited for as long as it takes.
 LENGTHY: Final = frozenset(
-    {"verify", "snapshot", "purge", "topic_delete", "dlq_replay", "dlq_delete",
-     "cluster_rebalance", "cluster_drain", "cluster_remove_replica"}
+    {"verify", "snapshot", "purge", "topic_create", "topic_update", "topic_delete", "dlq_replay",
+     "dlq_delete", "cluster_rebalance", "cluster_drain", "cluster_remove_replica"}
 )  # fmt: skip
 
 

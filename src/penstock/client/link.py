@@ -33,8 +33,8 @@ Where = tuple[str, int]  # topic, partition
 
 # Calls that may be made twice without harm when the first answer was lost.
 REPEATABLE: Final = frozenset(
-    {"topic_create", "topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list",
-     "log_extent", "log_find", "log_status", "node_status", "confirm", "key_list", "verify",
+    {"topic_get", "topic_list", "topic_update", "stats", "peek", "dlq_list", "log_extent",
+     "log_find", "log_status", "node_status", "confirm", "key_list", "verify",
      "routes", "cluster_status", "live_status", "cursor_list", "vector_search"}
 )  # fmt: skip
 FAILURES_MAX: Final = 3  # of one request at one node, until another one is tried
@@ -214,7 +214,7 @@ class Link:
         """An administrative call, repeated if that does no harm."""
         return await self.request(
             lambda connection: connection.call(method, **arguments),
-            repeatable=method in REPEATABLE,
+            repeatable=_repeatable(method, arguments),
         )
 
     async def _reached(self, at: Where | None) -> Connection:
@@ -249,6 +249,11 @@ class Link:
                 if connection is not None:
                     await connection.close()
             await self._source.close()
+
+
+def _repeatable(method: str, arguments: dict[str, Any]) -> bool:
+    # That a topic which must be new exists would be told of the one that was just made.
+    return method in REPEATABLE or (method == "topic_create" and bool(arguments.get("exists_ok")))
 
 
 def passing(error: BaseException) -> bool:

@@ -214,11 +214,13 @@ async def test_what_takes_long_by_design_is_waited_for(connection: Connection, b
     asked = [
         asyncio.ensure_future(connection.call("pop", wait_ms=60_000)),
         asyncio.ensure_future(connection.call("verify")),
+        asyncio.ensure_future(connection.call("topic_create", config={"name": "t"})),
+        asyncio.ensure_future(connection.call("topic_update", topic="t", changes={})),
         asyncio.ensure_future(connection.log_stream("t", partition=0)),
     ]
     with pytest.raises(Unavailable):
         await connection.call("stats")
-    assert connection.waiting == 3
+    assert connection.waiting == len(asked)
     connection.abort()
     assert all(
         isinstance(e, Unavailable) for e in await asyncio.gather(*asked, return_exceptions=True)

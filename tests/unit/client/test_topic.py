@@ -161,6 +161,19 @@ async def test_a_pop_whose_connection_is_lost_says_that_it_may_be_repeated(
     assert await topic.pop() == []
 
 
+async def test_a_topic_that_must_be_new_is_not_created_twice(client: Client, broker: Any) -> None:
+    broker.lost.add("topic_create")
+    with pytest.raises(Unavailable, match="connection was lost"):
+        await client.call("topic_create", config={"name": "jobs"})
+    assert len(broker.calls) == 1
+    opening = asyncio.ensure_future(client.topic("jobs").opened())
+    async with asyncio.timeout(60):
+        while len(broker.calls) < 3:
+            await asyncio.sleep(0.001)
+        broker.lost.clear()
+        await opening
+
+
 async def test_retries_are_told_to_nobody_but_the_log(
     client: Client, broker: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
