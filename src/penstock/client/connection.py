@@ -198,8 +198,9 @@ class Connection(Exchange):
             return answer
         except BaseException:
             # A caller that gave up waiting must not leave a stream behind that leases messages.
-            if self._streams.pop(number, None) is not None:
+            if number in self._streams:
                 self.send(FrameType.UNSUBSCRIBE, number)
+            self._let_go(number)
             raise
 
     async def unsubscribe(self, number: int) -> None:
@@ -208,7 +209,7 @@ class Connection(Exchange):
             try:
                 await self._ask(FrameType.UNSUBSCRIBE, dict, number=number)
             finally:
-                self._streams.pop(number, None)
+                self._let_go(number)
 
 
 C = TypeVar("C", bound=Connection)

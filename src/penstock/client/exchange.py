@@ -59,6 +59,7 @@ class Exchange(asyncio.Protocol):
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
         self._lost: PenstockError | None = None
+        self._left = False  # nobody wants anything more of it
         self._heartbeat_s = heartbeat_s
         self._heartbeat: asyncio.TimerHandle | None = None
         self._sent = self._received = True  # something, since the last heartbeat tick
@@ -107,6 +108,16 @@ class Exchange(asyncio.Protocol):
             self._transport.close()
             self._fail(Unavailable("the connection was closed"), abort=False)
             await asyncio.shield(self._closed)
+
+    def leave(self) -> None:
+        """End once everybody has an answer and every stream has ended."""
+        self._left = True
+        self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if self._left and self.idle and self._transport is not None:
+            self._transport.close()
+            self._fail(Unavailable("the connection was left for another"), abort=False)
 
     async def wait_closed(self) -> None:
         """Until the connection is over, whoever ended it."""
@@ -184,6 +195,12 @@ class Exchange(asyncio.Protocol):
             self._fail(Unavailable("the server went silent"))
         elif self._waiting:
             self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
+        self._end_if_left()
+
+    def _let_go(self, number: int) -> None:
+        """Hear nothing more of a stream."""
+        self._streams.pop(number, None)
+        self._end_if_left()
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -204,6 +221,7 @@ class Exchange(asyncio.Protocol):
                 self._on_frame(item)
         except PenstockError as error:
             self._fail(error)
+        self._end_if_left()
 
     def pause_writing(self) -> None:
         self._resume = self._loop.create_future()

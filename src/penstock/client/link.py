@@ -135,15 +135,8 @@ class Link:
         home = self.live
         if home is not None and (home.elsewhere or failures[home] >= FAILURES_MAX):
             self._connection = None
-            self._left.append(home)
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Close what was left, as soon as nothing is under way there."""
-        for left in self._left:
-            if left.alive and left.idle:
-                self.spawn(left.close())
-        self._left = [left for left in self._left if left.alive and not left.idle]
+            home.leave()
+            self._left = [left for left in (*self._left, home) if left.alive]
 
     def raise_if_closed(self) -> None:
         if self.closed:

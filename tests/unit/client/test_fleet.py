@@ -272,6 +272,19 @@ async def test_a_node_that_fails_again_and_again_is_left(peers: Peers) -> None:
     assert [call.method for call in peers.broker.calls].count("stats") == 4
 
 
+async def test_a_node_that_was_left_is_hung_up_on_after_its_last_stream(peers: Peers) -> None:
+    async with routed(peers, "n1") as (client, topic):
+        left, consumer = client.link.live, topic.consume()
+        await topic.put(b"x")
+        await (await anext(consumer)).ack()
+        peers.broker.unwell = {"n1": Unavailable("no majority is here")}
+        async with asyncio.timeout(60):
+            await client.call("stats")
+            assert left is not None and left.alive and client.link.live is not left
+            await consumer.aclose()
+            await left.wait_closed()
+
+
 async def test_a_node_that_asks_for_patience_is_not_left(peers: Peers) -> None:
     async with routed(peers, "n1") as (client, _):
         home = client.link.live
