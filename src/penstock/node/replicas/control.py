@@ -28,7 +28,7 @@ from penstock.replication.assignment import PartitionRecord, decode_record, enco
 
 PARTITIONS: Final = "partitions/"
 TICK_S: Final = 0.1
-RETRY_S: Final = 0.5  # between attempts to watch
+RETRY_S: Final = 0.5  # between attempts to watch, or to follow a topic
 OPENING_MAX: Final = 8  # replicas that are opened at the same time
 log = get_logger(__name__)
 
@@ -88,6 +88,8 @@ class ClusterControl:
         self._store, self._catalog = store, catalog
         self._local, self._ages, self._spawn = local, ages, spawn
         self._deleted = deleted  # whether a topic that is not there was deleted, by its id
+        self._unfollowed: dict[int, TopicConfig] = {}  # in trouble here; tried again and again
+        self._following = asyncio.Lock()  # one topic at a time is added, changed or dropped
         self._opening: set[Key] = set()
         self._retiring: set[Key] = set()  # their files are being removed
         self._openings = asyncio.Semaphore(OPENING_MAX)
@@ -253,8 +255,13 @@ class ClusterControl:
     # --- running ---
 
     async def run(self) -> None:
+        works = {
+            "topics": self._follow_topics,
+            "records": self._follow_records,
+            "topics in trouble": self._follow_again,
+        }
         async with asyncio.TaskGroup() as tasks:
-            for name, work in (("topics", self._follow_topics), ("records", self._follow_records)):
+            for name, work in works.items():
                 repeating = repeat(
                     work, trouble=f"{name} are not followed for now", pause_s=RETRY_S
                 )
@@ -267,32 +274,49 @@ class ClusterControl:
             await event.wait()
 
     async def _follow_topics(self) -> None:
-        known = list(self.topics.values())
+        known = [*self.topics.values(), *self._unfollowed.values()]
         listed = {config.id for config in await self._catalog.list()}
         async with self._catalog.watch(known) as changes:
-            if not listed - self.topics.keys():
-                self._read["topics"].set()
+            self._read_if_all(listed)
             async for news, config in changes:
                 await self._on_topic(news, config)
                 listed.discard(config.id)
-                if not listed - self.topics.keys():
-                    self._read["topics"].set()
+                self._read_if_all(listed)
+
+    def _read_if_all(self, listed: set[int]) -> None:
+        if not listed - self.topics.keys() - self._unfollowed.keys():
+            self._read["topics"].set()
 
     async def _on_topic(self, news: TopicNews, config: TopicConfig) -> None:
-        if news is TopicNews.DELETED:
-            await self._on_deleted(config)
-            return
-        try:
-            known = self.topics.get(config.id)
-            self.topics[config.id] = config
-            if known is None:
-                await self._local.add_topic(config)
+        async with self._following:
+            if news is TopicNews.DELETED:
+                await self._on_deleted(config)
             else:
+                await self._follow(config)
+
+    async def _follow(self, config: TopicConfig) -> None:
+        try:
+            if config.id in self.topics:
                 await self._local.change_topic(config)
-        except PenstockError as error:  # one topic's trouble is not the others'
-            log.error("topic not followed", topic=config.name, error=error.message)
+            else:
+                await self._local.add_topic(config)
+        except (PenstockError, OSError) as error:  # one topic's trouble is not the others'
+            if config.id not in self._unfollowed:
+                log.error("topic not followed for now", topic=config.name, error=str(error))
+            self._unfollowed[config.id] = config
+            return
+        self._unfollowed.pop(config.id, None)
+        self.topics[config.id] = config
         for key in [key for key in self.records if key[0] == config.id]:
             self._open_if_ours(key)
+
+    async def _follow_again(self) -> None:
+        """Another attempt at topics in trouble: a disk that was full may have room."""
+        await asyncio.sleep(RETRY_S)
+        for topic in list(self._unfollowed):
+            async with self._following:
+                if topic in self._unfollowed:
+                    await self._follow(self._unfollowed[topic])
 
     async def _on_deleted(self, config: TopicConfig) -> None:
         """Files are removed only where it is sure that somebody deleted the topic: a store that
@@ -301,6 +325,7 @@ class ClusterControl:
             log.critical("a topic vanished that nobody deleted; it is kept", topic=config.name)
             return
         self.topics.pop(config.id, None)
+        self._unfollowed.pop(config.id, None)
         try:
             await self._local.drop_topic(config)
         except PenstockError as error:

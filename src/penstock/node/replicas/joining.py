@@ -155,8 +155,11 @@ async def _check_identity(engine: Engine, store: LeasingStore) -> None:
 
 async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
     """Remove files of topics that were deleted while this node was away."""
-    for topic in {topic for topic, _, _ in engine.folder.partitions()}:
-        if topic not in cluster.control.topics and await cluster.deleted(topic):
+    held = {topic for topic, _, _ in engine.folder.partitions()}
+    # Some of those that exist may not be followed yet, for trouble on this node.
+    existing = {config.id for config in await cluster.catalog.list()}
+    for topic in held - existing - cluster.control.topics.keys():
+        if await cluster.deleted(topic):
             log.info("removing a deleted topic's files", topic=topic)
             await asyncio.to_thread(engine.folder.remove_topic, topic)
 

@@ -48,11 +48,18 @@ class FakeLocal:
         self.dropped: list[object] = []
         self.promise = 0
         self.removing: asyncio.Event | None = None  # what removing files waits for
+        self.troubles: list[Exception] = []  # of the next attempts to add or change a topic
 
     async def add_topic(self, config: TopicConfig) -> None:
+        self._fail()
         self.topics.append(config.name)
 
+    def _fail(self) -> None:
+        if self.troubles:
+            raise self.troubles.pop(0)
+
     async def change_topic(self, config: TopicConfig) -> None:
+        self._fail()
         self.topics.append(f"{config.name}/{config.max_retries}")
 
     async def drop_topic(self, config: TopicConfig) -> None:
@@ -293,6 +300,43 @@ async def test_topics_are_followed(scene: Scene) -> None:
             await asyncio.sleep(0.01)
     assert scene.local.topics == ["jobs", "jobs/7"] and scene.local.dropped == ["jobs"]
     assert scene.control.records == {}
+
+
+@pytest.mark.parametrize("trouble", [OSError("no space"), Unavailable("not now")])
+async def test_a_topic_that_could_not_be_added_is_added_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    scene.local.troubles = [trouble] * 2
+    async with asyncio.timeout(60):
+        await scene.start(OURS)
+        await scene.catalog.create({"name": "later"})
+        while sorted(scene.local.topics) != ["jobs", "later"] or KEY not in scene.local.hosts:
+            await asyncio.sleep(0.01)
+        scene.local.troubles = [trouble]
+        await scene.catalog.update("jobs", {"max_retries": 7})
+        while scene.local.topics[2:] != ["jobs/7"]:
+            await asyncio.sleep(0.01)
+    assert scene.control.topics[1].max_retries == 7
+
+
+async def test_the_trouble_of_a_topic_is_not_that_of_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.local.troubles = [OSError("no space")]
+    async with asyncio.timeout(60):
+        await scene.start(OURS)  # and is ready
+        await scene.catalog.create({"name": "later"})
+        while scene.local.topics != ["later"]:
+            await asyncio.sleep(0.01)
+        await scene.catalog.delete("jobs")
+        while scene.local.dropped != ["jobs"]:
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    await scene.catalog.create({"name": "last"})
+    async with asyncio.timeout(60):
+        while scene.local.topics != ["later", "last"]:
+            await asyncio.sleep(0.01)
 
 
 async def test_what_a_store_has_lost_is_kept(scene: Scene) -> None:
