@@ -14,9 +14,8 @@ import msgspec
 
 from penstock.client.address import Address, Tls
 from penstock.client.connection import Connection, connect
-from penstock.client.streams import batches_in
 from penstock.errors import PenstockError
-from penstock.model.batch import Batch
+from penstock.model.batch import Batch, decode_all
 from penstock.replication.messages import Append, Follow, Followed
 from penstock.wire.frame import Buffer, FrameFlag, FrameType
 from penstock.wire.messages import OpenFollow, Tell, Told, pack, unpack
@@ -60,7 +59,7 @@ class FollowStream:
     def on_batch(self, payload: memoryview) -> None:
         if self._follower is not None:
             append, data = unpack(payload, Append)
-            self._follower.on_slice(append, batches_in(data))
+            self._follower.on_slice(append, decode_all(data))
 
     def on_end(self, error: PenstockError | None) -> None:
         follower, self._follower = self._follower, None

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import msgspec
 
 from penstock.errors import Corruption, PenstockError, Unavailable
-from penstock.model.batch import Batch, decode
+from penstock.model.batch import Batch, decode_all
 from penstock.model.columns import Columns
 from penstock.model.delivery import DELIVERY
 from penstock.wire.frame import Buffer, FrameType
@@ -166,17 +166,6 @@ class LeaseStream(Stream[DeliveredBatch]):
         return arrived
 
 
-def batches_in(data: memoryview) -> list[Batch]:
-    """Batches that lie one behind the other, each padded to 8 bytes; verified by their CRCs."""
-    found: list[Batch] = []
-    at = 0
-    while at < len(data):
-        batch = decode(data, at)
-        found.append(batch)
-        at += (batch.size + 7) & ~7
-    return found
-
-
 class Slice(msgspec.Struct, frozen=True, gc=False):
     """Committed batches `[first, last]`, still encoded."""
 
@@ -185,7 +174,7 @@ class Slice(msgspec.Struct, frozen=True, gc=False):
 
     def batches(self) -> list[Batch]:
         """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
-        found, expected = batches_in(self.data), self.head.first
+        found, expected = decode_all(self.data), self.head.first
         for batch in found:
             if batch.first != expected:
                 raise Corruption(f"a log slice jumps from {expected} to {batch.first}")

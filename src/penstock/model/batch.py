@@ -291,6 +291,17 @@ def decode(data: Buffer, at: int = 0, *, verify: bool = True) -> Batch:
     return msgspec.structs.replace(head, body=body)
 
 
+def decode_all(data: Buffer) -> list[Batch]:
+    """Batches that lie one behind the other, each padded to 8 bytes; verified by their CRCs."""
+    found: list[Batch] = []
+    at = 0
+    while at < len(data):
+        batch = decode(data, at)
+        found.append(batch)
+        at += (batch.size + 7) & ~7
+    return found
+
+
 def verify_chain(batch: Batch, chain_previous: int) -> None:
     """Raise `Corruption` unless `batch` follows the prefix that `chain_previous` stands for."""
     if (

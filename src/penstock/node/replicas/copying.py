@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
-from penstock.model.batch import Batch, decode
+from penstock.model.batch import Batch, decode_all
 from penstock.node.logs import get_logger
 from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.peers import PeerConnection, Peers
@@ -160,12 +160,7 @@ _HEAD_FIELDS: Final = tuple(name for name in SeedHead._fields if name != "snapsh
 
 def _batches(data: bytes, expected: int) -> list[Batch]:
     """The batches of a slice, verified: at least one, and the first covers `expected`."""
-    found: list[Batch] = []
-    at = 0
-    while at < len(data):
-        batch = decode(data, at)
-        found.append(batch)
-        at += (batch.size + 7) & ~7
+    found = decode_all(data)
     if not found or found[0].first > expected or found[0].last < expected:
         raise Corruption(f"a slice of a replica does not begin at {expected}")
     return found
