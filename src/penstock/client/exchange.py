@@ -252,9 +252,7 @@ class Exchange(asyncio.Protocol):
         elif kind is FrameType.NACK:
             self._on_refusal(item)
         elif kind is FrameType.UNSUBSCRIBE:
-            stream = self._streams.pop(item.sequence, None)
-            if stream is not None:
-                stream.on_end(self._told(item.payload) if len(item.payload) else None)
+            self._on_stream_end(item)
         elif kind is FrameType.HEARTBEAT:
             if not self._greeting.done():
                 self._on_welcome(unpack(item.payload, Welcome)[0])
@@ -288,7 +286,8 @@ class Exchange(asyncio.Protocol):
             found[0].set_result(answer)
 
     def _on_refusal(self, item: Frame) -> None:
-        error = self._told(item.payload)
+        error = _error_in(item)
+        self._heed(error)
         if item.sequence == 0 or not self._greeting.done():
             self._fail(error)  # it refuses all of us, not one request
             return
@@ -300,10 +299,18 @@ class Exchange(asyncio.Protocol):
         elif not found[0].done():
             found[0].set_exception(error)
 
-    def _told(self, payload: memoryview) -> PenstockError:
-        fields: dict[str, Any] = unpack(payload, dict)[0]
-        self.elsewhere = self.elsewhere or bool(fields.get("elsewhere"))
-        return from_wire(fields)
+    def _on_stream_end(self, item: Frame) -> None:
+        stream = self._streams.pop(item.sequence, None)
+        if stream is None:
+            return
+        error = _error_in(item) if len(item.payload) else None
+        if error is not None:
+            self._heed(error)
+        stream.on_end(error)
+
+    def _heed(self, error: PenstockError) -> None:
+        """Remember whether the server says that others should be asked."""
+        self.elsewhere = self.elsewhere or bool(error.details.get("elsewhere"))
 
     def _beat(self, interval: float) -> None:
         """Every half heartbeat: show that we live, and have the peer show that it does."""
@@ -339,6 +346,11 @@ class Exchange(asyncio.Protocol):
         self.resume_writing()
         if abort and self._transport is not None:
             self._transport.abort()
+
+
+def _error_in(item: Frame) -> PenstockError:
+    fields: dict[str, Any] = unpack(item.payload, dict)[0]
+    return from_wire(fields)
 
 
 def _copy(error: PenstockError) -> PenstockError:
