@@ -35,29 +35,13 @@ from penstock.client.entries import (
     sealed_again,
     sealed_payloads,
 )
+from penstock.client.gathering import Gathering
 from penstock.client.link import Link, passing
 from penstock.client.shipping import Shipping
 from penstock.errors import Backpressure, InvalidArgument, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.topic import TopicConfig
 from penstock.wire.messages import Enqueued
-
-
-class Gathering:
-    """Puts that will share a request, and who waits for each of them."""
-
-    __slots__ = ("entries", "waiters")
-
-    def __init__(self) -> None:
-        self.entries = Entries()
-        self.waiters: list[asyncio.Future[str]] = []
-
-    def only(self, rows: Sequence[int]) -> Gathering:
-        """Some of it by itself."""
-        some = Gathering()
-        some.entries = self.entries.only(rows)
-        some.waiters = [self.waiters[row] for row in rows]
-        return some
 
 
 class Producer:
@@ -263,28 +247,25 @@ class Producer:
         """Entry by entry, in their order, each under the key that it had."""
         try:
             for row, partition, sequence in shipment.keyed():
+                one = gathering.only((row,))
                 alone = sealed_again(
-                    gathering.entries.only((row,)),
+                    one.entries,
                     config=self.config,
                     identity=self._identity,
                     partition=partition,
                     sequence=sequence,
                 )
-                await self._deliver_one(gathering.waiters[row], alone)
+                await self._deliver_one(one, alone)
         except BaseException as error:
             self._fail(gathering, PenstockError(f"the put was given up: {error!r}"))
             raise
         self._done(gathering)
 
-    async def _deliver_one(self, waiter: asyncio.Future[str], shipment: Shipment) -> None:
+    async def _deliver_one(self, one: Gathering, shipment: Shipment) -> None:
         try:
-            (message_id,) = shipment.ids(await self._shipping.sent(shipment))
+            one.resolve(shipment.ids(await self._shipping.sent(shipment)))
         except PenstockError as error:
-            if not waiter.done():
-                waiter.set_exception(error)
-        else:
-            if not waiter.done():
-                waiter.set_result(message_id)
+            one.fail(error)
 
     # --- the answer ---
 
@@ -294,15 +275,11 @@ class Producer:
         except PenstockError as error:
             self._fail(gathering, error)
             return
-        for waiter, message_id in zip(gathering.waiters, ids, strict=True):
-            if not waiter.done():
-                waiter.set_result(message_id)
+        gathering.resolve(ids)
         self._done(gathering)
 
     def _fail(self, gathering: Gathering, error: BaseException) -> None:
-        for waiter in gathering.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+        gathering.fail(error)
         self._done(gathering)
 
     def _done(self, gathering: Gathering) -> None:
