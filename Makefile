@@ -62,7 +62,7 @@ chaos: setup ## Break a cluster of three nodes under load (ARGS="--minutes 10 --
 chaos-pipeline: setup ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)
 
-model: setup ## Explore the replication rules, larger (ARGS="--epochs 3 --entries 4 --prompt")
+model: setup ## Explore the replication rules, larger (ARGS="--epochs 3 --entries 2 --prompt")
 	$(BIN)/python -m penstock.testing.model_check $(ARGS)
 
 soak: setup ## Crash a server at random points for a while (ARGS="--minutes 30 --seed 1")

@@ -1,8 +1,9 @@
 """Explore every state that a small cluster can be in, nearest first.
 
-    python -m penstock.testing.model_check --epochs 3 --entries 3
+    python -m penstock.testing.model_check --epochs 3 --entries 1
+    python -m penstock.testing.model_check --epochs 3 --entries 2 --length 3
     python -m penstock.testing.model_check --wipes 1 --epochs 2
-    python -m penstock.testing.model_check --change grow
+    python -m penstock.testing.model_check --change swap --epochs 2 --length 2 --prompt
 
 Breadth first, so that the first counterexample is among the shortest. The search is exhaustive
 within its bounds, or says that it is not.
@@ -119,15 +120,16 @@ def _trace(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="model_check", description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--entries", type=int, default=3)
+    parser.add_argument("--entries", type=int, default=1, help="of clients, beside the barriers")
+    parser.add_argument("--length", type=int, default=0, help="of a log; 0: what the others allow")
     parser.add_argument("--wipes", type=int, default=0, help="how often each disk may be lost")
     parser.add_argument("--change", choices=list(CHANGES), default="", help="reassign the replicas")
     parser.add_argument("--prompt", action="store_true", help="what is said is heard at once")
     parser.add_argument("--states-max", type=int, default=20_000_000)
     args = parser.parse_args(argv)
     bounds = replace(
-        CHANGES[args.change], epochs=args.epochs, entries=args.entries, wipes=args.wipes,
-        lag=not args.prompt,
+        CHANGES[args.change], epochs=args.epochs, entries=args.entries, length=args.length,
+        wipes=args.wipes, lag=not args.prompt,
     )  # fmt: skip
     outcome = explore(Model(bounds), states_max=args.states_max)
     print(outcome)

@@ -36,6 +36,7 @@ from penstock.testing.replication_world import (
     put,
     record,
     seated,
+    written,
 )  # fmt: skip
 
 Step = tuple[str, World]
@@ -58,9 +59,14 @@ class Model:
         return World(max((e for log in logs for e in log), default=0), members, (), 0)
 
     def steps(self, world: World) -> Iterator[Step]:
-        """All that may happen next. Without `lag` an acknowledgement is heard when it is said, and
-        a commit is known at once wherever the entry is: both forbid more, and take nothing away
-        that could happen otherwise."""
+        """All that may happen next.
+
+        Without `lag` an acknowledgement is heard when it is said, a commit is known at once
+        wherever the entry is, and a fence is answered by the log as it is when the answer is read.
+        What must be kept is then kept from the earliest moment on, so a history that breaks has
+        less room to hide; but followers whose own watermark is behind are not seen, nor what they
+        do by it. `tests/model/test_lag.py` compares both forms.
+        """
         if not self.bounds.lag:
             for step in self.heard(world):
                 yield step
@@ -138,7 +144,7 @@ class Model:
     # --- taking over ---
 
     def enter(self, world: World, n: int, taker: Member) -> Iterator[Step]:
-        if taker.promised != taker.epoch or len(taker.log) >= self.bounds.entries:
+        if taker.promised != taker.epoch or not self.room(taker.log):
             return
         for told in self.promises(world, n, taker.epoch):
             ends = told | {str(n): facts(taker.log).end}
@@ -172,6 +178,9 @@ class Model:
         barrier = len(taker.log) + 1
         return taker._replace(phase=LEADING, barrier=barrier, log=(*taker.log, taker.epoch))
 
+    def room(self, log: tuple[int, ...]) -> bool:
+        return not self.bounds.length or len(log) < self.bounds.length
+
     def adopt(self, world: World, n: int, lender: int, sought: End) -> Iterator[Step]:
         taker, other = world.members[n], world.members[lender]
         if other.promised != taker.epoch:
@@ -182,7 +191,7 @@ class Model:
             yield f"begin to adopt for {taker.epoch}", put(world, n, cut)
         copied = cut._replace(log=cut.log + lent[len(cut.log) :])
         if facts(copied.log).epoch_at(sought.sequence) == sought.epoch:
-            if len(copied.log) < self.bounds.entries:
+            if self.room(copied.log):
                 yield f"adopt and enter {taker.epoch}", put(world, n, self.entered(copied))
             yield f"adopt for {taker.epoch}", put(world, n, copied)
 
@@ -198,7 +207,7 @@ class Model:
     # --- leading and following ---
 
     def write(self, world: World, n: int, leader: Member) -> Iterator[Step]:
-        if len(leader.log) < self.bounds.entries:
+        if self.room(leader.log) and written(leader.log) < self.bounds.entries:
             yield (
                 f"write {leader.epoch}",
                 put(world, n, leader._replace(log=(*leader.log, leader.epoch))),

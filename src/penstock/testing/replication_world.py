@@ -52,7 +52,8 @@ class World(NamedTuple):
 @dataclass(frozen=True)
 class Bounds:
     epochs: int = 3
-    entries: int = 3
+    entries: int = 1  # of clients in one log, beside the barriers of its epochs
+    length: int = 0  # of a log, barriers included; 0: what epochs and entries make it
     seats: tuple[int, ...] = (VOTER, VOTER, VOTER)
     target: tuple[bool, ...] = ()  # by member: is it in the set to come; (): nothing changes
     wipes: int = 0  # of each member
@@ -83,6 +84,12 @@ def record(seats: tuple[int, ...]) -> PartitionRecord:
     voters = tuple(str(n) for n, sets in enumerate(seats) if sets & VOTER)
     joint = tuple(str(n) for n, sets in enumerate(seats) if sets & JOINT)
     return PartitionRecord(voters=voters, joint=joint)
+
+
+@cache
+def written(log: tuple[int, ...]) -> int:
+    """Entries of clients: the first of an epoch is its barrier."""
+    return len(log) - len(set(log))
 
 
 def put(world: World, n: int, member: Member) -> World:
