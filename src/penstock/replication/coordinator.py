@@ -253,16 +253,15 @@ class Coordinator:
         return alive
 
     def _moving(self, now: int) -> set[str]:
-        """Those who take what they are sent. A batch as large as the window uses it up each time;
-        only who gives nothing back for a while is slow."""
+        """Those of whom we hear that take what they are sent. A batch as large as the window uses
+        it up each time; only who gives nothing back for a while is slow."""
         since = now - self._options.backpressure_ms
-        moving = {
+        slow = {
             node
             for node, sender in self.senders.items()
-            if sender.exhausted_ms is None or sender.exhausted_ms >= since
+            if sender.exhausted_ms is not None and sender.exhausted_ms < since
         }
-        moving.add(self.node)
-        return moving
+        return self._reachable(now) - slow
 
     # --- who the replicas are ---
 

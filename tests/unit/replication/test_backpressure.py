@@ -1,4 +1,4 @@
-from tests.unit.replication.parts import batch, disk, serving
+from tests.unit.replication.parts import batch, disk, follow_and_hold, serving
 
 from penstock.errors import Backpressure
 from penstock.replication.messages import Ack
@@ -43,3 +43,29 @@ def test_writers_are_told_when_a_majority_gives_nothing_back() -> None:
     assert isinstance(machine.writable(1250), Backpressure)
     receive(machine, "b", 1300)
     assert machine.writable(1300) is None
+
+
+def stuck_but_alive(machine: Replica, node: str, now: int) -> None:
+    """A follower that is heard of and gives no credit back."""
+    machine.on_ack(Ack(node, disk(node), 1, 1, 1, 1, 1, 1), now)
+
+
+def test_a_follower_whose_disk_does_not_count_takes_nothing_for_the_writers() -> None:
+    machine = serving()
+    send_window(machine, 100)
+    follow_and_hold(machine, "c", uuid="another-disk", stream=2)
+    stuck_but_alive(machine, "b", 1200)
+    assert machine.coordinator.senders["c"].exhausted_ms is None
+    assert isinstance(machine.writable(1200), Backpressure)
+
+
+def test_a_silent_follower_with_credit_left_takes_nothing_for_the_writers() -> None:
+    machine = serving()
+    silent_from = machine.options.silence_ms + 1
+    last = machine.log.last + WINDOW
+    machine.on_staged(batch(machine.log.last + 1, epoch=1, count=WINDOW))
+    machine.on_sent("b", last, entries=WINDOW, bytes=1, now=100)  # nothing to c, heard at 0
+    stuck_but_alive(machine, "b", silent_from)
+    assert isinstance(machine.writable(silent_from), Backpressure)
+    receive(machine, "b", silent_from)
+    assert machine.writable(silent_from) is None
