@@ -21,7 +21,7 @@ from penstock.client.leases import LeasedMessage
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch
 from penstock.model.ids import LeaseToken
-from penstock.testing.events import Committed, Delivered, Extended, Released, Settled
+from penstock.testing.events import Committed, Delivered, Extended, Released, Settled, digest_of
 
 VISIBILITY_S: Final = 3.0
 CLOCKS_US: Final = 50_000
@@ -46,7 +46,13 @@ class Consumer:
         self._history.add(
             self._topic,
             Delivered(
-                now_us(), self._name, message.partition, message.sequence, token.sequence, until_us
+                now_us(),
+                self._name,
+                message.partition,
+                message.sequence,
+                token.sequence,
+                until_us,
+                digest_of(message.payload),
             ),
         )
         return token

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final
 
 from tests.chaos.arena import KEY
 from tests.chaos.history import History, Operation, now_us
@@ -18,12 +18,13 @@ from tests.chaos.history import History, Operation, now_us
 from penstock.client.client import Client
 from penstock.client.connection import Connection, open_connection
 from penstock.client.endpoints import Remote
-from penstock.client.entries import Identity, Item
+from penstock.client.entries import Identity, Item, encode_key
 from penstock.client.options import Options
 from penstock.errors import CallerError, PenstockError, SequenceConflict, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import MessageId
-from penstock.testing.events import Atomic, Enqueued, Enqueuing, Refused
+from penstock.model.partitioning import partitions_of
+from penstock.testing.events import Atomic, Enqueued, Enqueuing, Refused, digest_of
 from penstock.wire.answers import ids_of
 
 JOBS: Final = "jobs"
@@ -32,22 +33,34 @@ RETRY_S: Final = 30.0
 REQUEST_S_MAX: Final = 10.0
 PAYLOAD_BYTES: Final = 200
 Take = tuple[int, int, int]  # partition, first sequence, count
+Act = Callable[[list[Item]], Awaitable[list[str]]]
 
 
 class RecordingIdentity(Identity):
-    """Tells of each key before it is used; a retry uses the ones it has."""
+    """Tells of each key, and of the payload under it, before it is used; a retry uses the ones
+    it has."""
 
     def __init__(self, name: str, epoch: int, *, topic: str, history: History) -> None:
         super().__init__(name, epoch)
         self._topic, self._history = topic, history
+        self._digests: dict[int, list[int]] = {}  # of what is to be sent, by partition, in order
         self.taken: list[Take] = []  # by the request under way
+
+    def sends(self, payloads: Sequence[bytes], partitions: Iterable[int]) -> None:
+        """What the next request is made of. Its keys are given out in this order."""
+        self.taken.clear()
+        self._digests.clear()
+        for payload, partition in zip(payloads, partitions, strict=True):
+            self._digests.setdefault(partition, []).append(digest_of(payload))
 
     def take(self, partition: int, count: int) -> int:
         first = super().take(partition, count)
         self.taken.append((partition, first, count))
+        waiting = self._digests[partition]
+        digests, self._digests[partition] = waiting[:count], waiting[count:]
         self._history.add(
             self._topic,
-            Enqueuing(now_us(), self.of(partition), self.epoch, first, count, partition),
+            Enqueuing(now_us(), self.of(partition), self.epoch, first, count, partition, digests),
         )
         return first
 
@@ -84,20 +97,24 @@ class Producer:
         async with RecordingClient(self._urls, name=self._name, history=self._history) as client:
             topic = await client.topic(JOBS, bytes, create=False)
             identity = client.identity(JOBS)
-            acts: dict[str, Callable[[], Awaitable[list[str]]]] = {
-                "put": lambda: self._put(topic),
-                "batch": lambda: topic.put_many(self._items(2, 20), atomic=False),
-                "atomic": lambda: topic.put_many(self._items(2, 8), atomic=True),
+            acts: dict[str, tuple[int, int, Act]] = {  # how many items, and what is done with them
+                "put": (1, 1, lambda items: self._put(topic, *items)),
+                "batch": (2, 20, lambda items: topic.put_many(items, atomic=False)),
+                "atomic": (2, 8, lambda items: topic.put_many(items, atomic=True)),
             }
             while not stop.is_set():
                 kind = self._dice.choices(list(acts), (6, 2, 2))[0]
-                await self._enqueue(kind, acts[kind], identity)
+                low, high, act = acts[kind]
+                items = self._items(low, high)
+                keys = [encode_key(item.key) for item in items]
+                partitions = partitions_of(keys, topic.config.partitions).tolist()
+                identity.sends([item.value for item in items], partitions)
+                await self._enqueue(kind, act(items), identity)
                 await asyncio.sleep(self._dice.expovariate(1 / pause_s))
 
-    async def _put(self, topic: object) -> list[str]:
-        [item] = self._items(1, 1)
+    async def _put(self, topic: Any, item: Item) -> list[str]:
         delay = self._dice.choice((None, None, None, 0.5))
-        return [await topic.put(item.value, priority=item.priority, key=item.key, delay=delay)]  # type: ignore[attr-defined]
+        return [await topic.put(item.value, priority=item.priority, key=item.key, delay=delay)]
 
     def _items(self, low: int, high: int) -> list[Item]:
         dice = self._dice
@@ -111,12 +128,11 @@ class Producer:
         ]
 
     async def _enqueue(
-        self, kind: str, act: Callable[[], Awaitable[list[str]]], identity: RecordingIdentity
+        self, kind: str, act: Awaitable[list[str]], identity: RecordingIdentity
     ) -> None:
-        identity.taken.clear()
         with self._history.operation(kind, self._name) as operation:
             try:
-                ids = await act()
+                ids = await act
                 operation.details["ids"] = ids
                 self._record(identity, ids)
             finally:
@@ -157,6 +173,7 @@ class Appender:
         self._name, self._urls, self._history = name, list(urls), history
         self._dice = random.Random(seed)
         self._identity = RecordingIdentity(name, 1, topic=LEDGER, history=history)
+        self._numbers = itertools.count(1)
         self._connection: Connection | None = None
         self._ends: dict[int, int] = {}  # where each partition was when last heard of
 
@@ -170,8 +187,10 @@ class Appender:
 
     async def _append(self, partition: int, operation: Operation, stop: asyncio.Event) -> None:
         identity, expected = self._identity, self._ends.get(partition, 0)
+        payload = b"%s/%d" % (self._name.encode(), next(self._numbers))
+        identity.sends([payload], [partition])
         first = identity.take(partition, 1)
-        columns = {"payload": [b"%s/%d" % (self._name.encode(), first)]}
+        columns = {"payload": [payload]}
         body = SCHEMAS[Kind.ENQ].encode(1, columns | identity.run(partition, first, 1), runs=1)
         operation.details |= {"partition": partition, "expected": expected, "sequence": first}
         key = (identity.of(partition), identity.epoch, first)

@@ -168,6 +168,17 @@ def returned_ones_are_not_indexed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HeapState, "promote", lambda self, now_ms: None)
 
 
+def neighbours_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    """A message is delivered with the payload of the first one of its batch."""
+    original = Tenure._payload
+
+    def payload(self: Tenure, message: int) -> bytes | None:
+        batch = self._disk.batch_holding(message)
+        return original(self, message if batch is None else batch.first)
+
+    patch.setattr(Tenure, "_payload", payload)
+
+
 MUTANTS: dict[str, tuple[Mutant, str]] = {
     mutant.__name__: (mutant, profile)
     for mutant, profile in (
@@ -192,5 +203,6 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (participants_decide_alone, "crashes"),
         (used_up_lists_are_passed, "calm"),
         (returned_ones_are_not_indexed, "calm"),
+        (neighbours_are_mixed_up, "calm"),
     )
 }

@@ -19,6 +19,7 @@ from penstock.testing.events import (
     Released,
     Settled,
     Stuck,
+    digest_of,
 )
 
 Made = tuple[Kind, int, dict[str, Value | None], int]
@@ -38,9 +39,9 @@ def log(*made: Made, partition: int = 0) -> list[Batch]:
     return batches
 
 
-def enqueue(sequence: int, kind: Kind = Kind.ENQ, **more: Value) -> Made:
+def enqueue(sequence: int, kind: Kind = Kind.ENQ, **more: Value | None) -> Made:
     runs = {"run_count": [1], "run_epoch": [1], "run_sequence": [sequence], "run_producer": [b"p"]}
-    return kind, 1, {"priority": [0], **runs, **more}, 1
+    return kind, 1, {"priority": [0], "payload": [b"body"], **runs, **more}, 1
 
 
 def lease(message: int) -> Made:
@@ -61,12 +62,13 @@ def verdict(*events: Event, batches: list[Batch] | None = None) -> Verdict:
     return checker.verdict()
 
 
-SENT = Enqueuing(0, "p", 1, 1, 1, 0)
+BODY, OTHER = digest_of(b"body"), digest_of(b"other")
+SENT = Enqueuing(0, "p", 1, 1, 1, 0, [BODY])
 TOLD = Enqueued(1, "p", 1, 1, 1, 0, 1)
 
 
 def test_a_good_history_is_good() -> None:
-    events = [SENT, TOLD, Delivered(2, "c", 0, 1, 2, 9), Released(3, 0, 2), Settled(4, 0, 2)]
+    events = [SENT, TOLD, Delivered(2, "c", 0, 1, 2, 9, BODY), Released(3, 0, 2), Settled(4, 0, 2)]
     found = verdict(*events, batches=log(enqueue(1), lease(1), ended(Kind.ACK, 2)))
     assert found.ok
     assert (found.acknowledged, found.committed, found.leases, found.settled) == (1, 3, 1, 1)
@@ -76,15 +78,22 @@ WRONG: dict[str, tuple[str, list[Event], list[Made]]] = {
     "told to be in, and is not": ("acknowledged_lost", [SENT, TOLD], []),
     "another in its place": ("acknowledged_lost", [SENT, TOLD], [enqueue(2)]),
     "never sent": ("phantoms", [], [enqueue(1)]),
+    "another body in the log": ("phantoms", [SENT], [enqueue(1, payload=[b"other"])]),
+    "no body in the log": ("phantoms", [SENT], [enqueue(1, payload=None)]),
+    "another body is delivered": (
+        "phantoms",
+        [SENT, Delivered(0, "c", 0, 1, 2, 9, OTHER)],
+        [enqueue(1), lease(1)],
+    ),
     "refused, and in": ("phantoms", [SENT, Refused("p", 1, 1)], [enqueue(1)]),
     "in twice": ("duplicates", [SENT], [enqueue(1), enqueue(1)]),
     "leased while leased": ("double_leases", [SENT], [enqueue(1), lease(1), lease(1)]),
     "held by two": (
         "double_leases",
-        [SENT, Delivered(0, "c", 0, 1, 2, 9), Delivered(5, "d", 0, 1, 4, 20)],
+        [SENT, Delivered(0, "c", 0, 1, 2, 9, BODY), Delivered(5, "d", 0, 1, 4, 20, BODY)],
         [enqueue(1), lease(1), ended(Kind.EXPIRE, 2), lease(1)],
     ),
-    "delivered without a lease": ("phantoms", [Delivered(0, "c", 0, 1, 2, 9)], []),
+    "delivered without a lease": ("phantoms", [Delivered(0, "c", 0, 1, 2, 9, BODY)], []),
     "leased when done": ("undone", [SENT], [enqueue(1), lease(1), ended(Kind.ACK, 2), lease(1)]),
     "settled, and not in the log": ("undone", [SENT, Settled(0, 0, 2)], [enqueue(1), lease(1)]),
     "half of an atomic batch": (
@@ -135,6 +144,6 @@ def test_an_aborted_batch_is_not_in_and_may_be_sent_again() -> None:
 
 
 def test_leases_one_after_the_other_are_fine() -> None:
-    deliveries = [Delivered(at, "c", 0, 1, 2 + at, at + 2) for at in (0, 2, 4)]
+    deliveries = [Delivered(at, "c", 0, 1, 2 + at, at + 2, None) for at in (0, 2, 4)]
     twice = [lease(1), ended(Kind.EXPIRE, 2), lease(1), ended(Kind.EXPIRE, 4)]
     assert verdict(SENT, *deliveries, batches=log(enqueue(1), *twice, lease(1))).ok

@@ -29,6 +29,7 @@ from penstock.testing.events import (
     Enqueuing,
     Entered,
     Extended,
+    Message,
     Refused,
     Released,
     Settled,
@@ -88,7 +89,7 @@ class Checker:
         self._chains: dict[tuple[int, int], tuple[int, str]] = {}  # (partition, sequence)
         self._watermarks: dict[tuple[int, str, int], int] = {}
         self._coordinators: dict[tuple[int, int], str] = {}
-        self._sent: dict[Key, int] = {}  # key -> partition
+        self._sent: dict[Key, tuple[int, int]] = {}  # key -> partition, digest of the payload
         self._refused: set[Key] = set()
         self._acknowledged: dict[tuple[int, int], Key] = {}
         self._atomic: list[list[tuple[Key, int]]] = []
@@ -128,8 +129,9 @@ class Checker:
     # --- as it happens ---
 
     def _on_enqueuing(self, event: Enqueuing) -> None:
-        for i in range(event.count):
-            self._sent[event.producer, event.epoch, event.sequence + i] = event.partition
+        for i, digest in zip(range(event.count), event.digests, strict=True):
+            key = (event.producer, event.epoch, event.sequence + i)
+            self._sent[key] = (event.partition, digest)
 
     def _on_enqueued(self, event: Enqueued) -> None:
         for i in range(event.count):
@@ -219,8 +221,11 @@ class Checker:
         for place, message in replay.messages.items():
             if not message.producer:
                 continue
-            if self._sent.get(message.key) != place[0]:
+            partition, digest = self._sent.get(message.key, (None, None))
+            if partition != place[0]:
                 self.broken("phantoms", f"{message.key} at {place} was never sent there")
+            elif digest != message.digest:
+                self.broken("phantoms", f"{message.key} at {place} was sent with another payload")
             elif message.key in self._refused and replay.is_in(place):
                 self.broken("phantoms", f"{message.key} at {place} was refused")
 
@@ -239,6 +244,8 @@ class Checker:
                 held.setdefault(message, []).append(delivery)
             if replay.leases.get(place) != delivery.message:
                 self.broken("phantoms", f"the log has no lease for {delivery}")
+            elif self._is_altered(delivery, replay.messages.get(message)):
+                self.broken("phantoms", f"the log has another payload for {delivery}")
         for deliveries in held.values():
             deliveries.sort(key=lambda delivery: delivery.at_us)
             for one, two in pairwise(deliveries):
@@ -247,6 +254,9 @@ class Checker:
         for place in self._settled:
             if place not in replay.acked:
                 self.broken("undone", f"the log has no acknowledgement of lease {place}")
+
+    def _is_altered(self, delivery: Delivered, message: Message | None) -> bool:
+        return message is not None and delivery.digest not in (None, message.digest)
 
     def _held_until(self, delivery: Delivered) -> int:
         place = (delivery.partition, delivery.token)

@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from typing import Final
 
 import msgspec
+import xxhash
 
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
+
+
+def digest_of(payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload)
 
 
 class Event(msgspec.Struct, tag_field="event", tag=str.lower, gc=False):
@@ -34,6 +39,7 @@ class Enqueuing(Event):
     sequence: int  # the producer's, of the first entry
     count: int
     partition: int
+    digests: list[int]  # of the payload of each entry
 
 
 class Enqueued(Event):
@@ -72,6 +78,7 @@ class Delivered(Event):
     message: int
     token: int  # sequence of the lease
     until_us: int
+    digest: int | None  # of the payload that came with it; None: it came without
 
 
 class Extended(Event):
@@ -154,6 +161,7 @@ class Message(Event):
     producer: str
     epoch: int
     producer_sequence: int
+    digest: int
     transaction: bytes = b""
 
     @property
@@ -229,6 +237,8 @@ def _messages(batch: Batch, columns: Columns) -> Iterator[Message]:
     named = columns.binary("transaction") if batch.kind is Kind.PREPARE else None
     transaction = b"" if named is None else named[0]
     counts = columns.fixed("run_count").tolist() or [batch.count]
+    payloads = columns.binary("payload") or [b""] * batch.count
+    digests = [digest_of(payload) for payload in payloads]
     at = 0
     for run, count in enumerate(counts):
         producer = names[run].decode() if names is not None else ""
@@ -236,6 +246,7 @@ def _messages(batch: Batch, columns: Columns) -> Iterator[Message]:
         first = int(columns.fixed("run_sequence")[run]) if columns.runs else 0
         for i in range(count):
             yield Message(
-                batch.partition, batch.first + at, producer, epoch, first + i, transaction
-            )
+                batch.partition, batch.first + at, producer, epoch, first + i, digests[at],
+                transaction,
+            )  # fmt: skip
             at += 1

@@ -12,6 +12,7 @@ from penstock.testing.events import (
     Extended,
     Released,
     Settled,
+    digest_of,
 )
 from penstock.testing.simulation.caller import Caller
 from penstock.testing.simulation.schedule import MS
@@ -95,12 +96,12 @@ class Producer(Client):
         expected = None
         if self.schedule.chance(0.1):
             expected = self._last_known.get(partition)
-        self.tell(Enqueuing, entries, partition)
+        self.tell_sending(entries, partition)
         request = Enqueue(partition, entries, expected)
 
         def answered(answer: Any, doubts: int) -> None:
             if answer[0] == "ok":
-                self.tell(Enqueued, entries, partition, answer[1])
+                self.tell_told(entries, partition, answer[1])
                 self._last_known[partition] = answer[1] + entries.count - 1
             elif answer[1] != "sequence_conflict":
                 self.simulation.checker.broken("wrong_answers", f"{request}: {answer}")
@@ -110,11 +111,20 @@ class Producer(Client):
 
         self.insist(request, answered)
 
-    def tell(self, what: Any, entries: Entries, partition: int, *place: int) -> None:
+    def tell_sending(self, entries: Entries, partition: int) -> None:
+        digests = [digest_of(payload) for payload in entries.payloads]
         self.simulation.checker.add(
-            what(
+            Enqueuing(
                 self.schedule.now, entries.producer.decode(), entries.epoch, entries.first,
-                entries.count, partition, *place,
+                entries.count, partition, digests,
+            )
+        )  # fmt: skip
+
+    def tell_told(self, entries: Entries, partition: int, first: int) -> None:
+        self.simulation.checker.add(
+            Enqueued(
+                self.schedule.now, entries.producer.decode(), entries.epoch, entries.first,
+                entries.count, partition, first,
             )
         )  # fmt: skip
 
@@ -131,8 +141,8 @@ class Consumer(Client):
         def answered(answer: Any, doubts: int) -> None:
             until = asked + visibility_ms * MS
             if answer[0] == "ok":
-                for message, token in answer[1]:
-                    self.take(request.partition, message, token, until)
+                for message, token, payload in answer[1]:
+                    self.take(request.partition, message, token, payload=payload, until=until)
             self.later(5, 400)
 
         # One attempt: what became of a pop that was not answered is for the deadline to settle.
@@ -144,9 +154,14 @@ class Consumer(Client):
 
         self.caller.call(request, done)
 
-    def take(self, partition: int, message: int, token: int, until: int) -> None:
+    def take(
+        self, partition: int, message: int, token: int, *, payload: bytes | None, until: int
+    ) -> None:
         now = self.schedule.now
-        self.simulation.checker.add(Delivered(now, self.name, partition, message, token, until))
+        digest = None if payload is None else digest_of(payload)
+        self.simulation.checker.add(
+            Delivered(now, self.name, partition, message, token, until, digest)
+        )
         if now >= until or self.schedule.chance(0.1):
             return  # too late, or it forgets it
         work = self.schedule.skewed(1 * MS, 1500 * MS)
@@ -185,7 +200,7 @@ class AtomicProducer(Producer):
         partitions = self.simulation.profile.partitions
         parts = [(p, self.entries(self.schedule.between(1, 3))) for p in range(partitions)]
         for partition, entries in parts:
-            self.tell(Enqueuing, entries, partition)
+            self.tell_sending(entries, partition)
         self.simulation.checker.on_atomic(
             [(e.producer.decode(), e.epoch, e.first, e.count, p) for p, e in parts]
         )
@@ -233,6 +248,6 @@ class AtomicProducer(Producer):
 
     def finish(self, parts: list[tuple[int, Entries]], placed: dict[int, int]) -> None:
         for partition, entries in parts:
-            self.tell(Enqueued, entries, partition, placed[partition])
+            self.tell_told(entries, partition, placed[partition])
         self.busy = False
         self.later(50, 800)

@@ -174,6 +174,12 @@ class Disk:
             return None
         return self.batches[at]
 
+    def batch_holding(self, sequence: int) -> Batch | None:
+        at = bisect_left(self._lasts, sequence)
+        if at == len(self._lasts) or self.batches[at].first > sequence:
+            return None
+        return self.batches[at]
+
     # --- operations ---
 
     def persist(self, promised: int, done: Callable[[int], None]) -> None:

@@ -38,14 +38,18 @@ class Entries(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return len(self.priorities)
 
+    @property
+    def payloads(self) -> list[bytes]:
+        keys = range(self.first, self.first + self.count)
+        return [b"%s/%d/%d" % (self.producer, self.epoch, key) for key in keys]
+
     def columns(self, kind: Kind, **more: Value) -> Columns:
         """The body of a batch that brings them."""
         count = self.count
-        keys = range(self.first, self.first + count)
         values: dict[str, Value | None] = {
             "priority": self.priorities,
             "delay_ms": [self.delay_ms] * count if self.delay_ms else None,
-            "payload": [b"%s/%d/%d" % (self.producer, self.epoch, key) for key in keys],
+            "payload": self.payloads,
             "run_count": [count],
             "run_epoch": [self.epoch],
             "run_sequence": [self.first],
@@ -241,8 +245,19 @@ class Tenure:
             },
             runs=1,
         )
-        leased = tuple((int(m), batch.first + i) for i, m in enumerate(messages))
+        leased = tuple(
+            (message, batch.first + i, self._payload(message))
+            for i, message in enumerate(messages.tolist())
+        )
         self._when_committed(batch.last, reply, lambda: ("ok", leased))
+
+    def _payload(self, message: int) -> bytes | None:
+        """As our log has it; None if retention has dropped that part, which a node keeps."""
+        batch = self._disk.batch_holding(message)
+        if batch is None:
+            return None
+        payloads = self.host.simulation.columns_of(batch).binary("payload")
+        return payloads[message - batch.first] if payloads is not None else b""
 
     def _check_rank(self, count: int) -> None:
         """What a pop over all that this node serves would get is the best that there is."""
