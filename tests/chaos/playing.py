@@ -37,16 +37,17 @@ class Run:
     """The parts of a run, and what they have in common."""
 
     def __init__(
-        self, folder: Path, arena: Arena, *, seed: int, say: Callable[[str], None]
+        self, folder: Path, arena: Arena, *, planned: int, seed: int, say: Callable[[str], None]
     ) -> None:
         self._folder, self._arena, self._seed, self._say = folder, arena, seed, say
+        self._planned = planned  # faults
         self.history = History(folder)
         self._urls = [f"penstock://{endpoint}" for endpoint in arena.endpoints()]
         self._stop_load, self._stop_faults = asyncio.Event(), asyncio.Event()
         self.faults = Faults(arena, self.history, self._stop_faults)
         self.done: Counter[str] = Counter()
         self._not_done: list[str] = []
-        self._progress: dict[str, Any] = {}
+        self.progress: dict[str, Any] = {}
 
     async def make_topics(self) -> None:
         async with penstock.connect(self._urls, api_key=KEY) as client:
@@ -132,7 +133,7 @@ class Run:
             await asyncio.sleep(AFTER_S)
             self._stop_load.set()
             _, late = await asyncio.wait(load, timeout=LOAD_S_MAX)
-            self._progress["workers_late"] = len(late)
+            self.progress["workers_late"] = len(late)
             for task in (*late, *keeping):
                 task.cancel()
 
@@ -142,17 +143,17 @@ class Run:
         await self._arena.heal()
         healed = await judging.settle(self._arena, within_s=SETTLE_S_MAX, say=self._say)
         emptied = await self.faults.empty_spare()
-        self._progress |= {
+        self.progress |= {
             "healed": healed and emptied,
             "healed_s": round(time.monotonic() - began, 1),
         }
-        self._say(f"          healed: {self._progress}")
+        self._say(f"          healed: {self.progress}")
 
     # --- the verdict ---
 
     async def judge(self) -> dict[str, Any]:
         arena, history = self._arena, self.history
-        self._progress["drained"] = await judging.drain_all(arena, history, self._urls)
+        self.progress["drained"] = await judging.drain_all(arena, history, self._urls)
         ends = await judging.committed(arena)
         logs = await judging.read_logs(arena, ends)
         configs = {
@@ -174,26 +175,29 @@ class Run:
             for mistake, count in judging.mistakes(self._folder / f"{node}.log").items():
                 found["exceptions"] += count
                 found["problems"].append(f"{node} wrote {count} times: {mistake}")
-        return self._document(found, damage)
+        return self.document(found, damage)
 
-    def _document(self, found: dict[str, Any], damage: list[str]) -> dict[str, Any]:
+    def document(self, found: dict[str, Any], damage: list[str]) -> dict[str, Any]:
         operations: dict[str, dict[str, int]] = {}
         for name, count in sorted(self.history.outcomes.items()):
             kind, outcome = name.split()
             if kind != "fault":
                 operations.setdefault(kind, {})[outcome] = count
+        played = sum(self.done.values())
         problems = [
             *found.pop("problems"), *damage, *self.faults.complaints,
             *(f"ended by itself: {exit}" for exit in self._arena.exits),
         ]  # fmt: skip
-        progress = self._progress | {
+        if played < self._planned:
+            problems.append(f"{played} of {self._planned} faults were played")
+        progress = self.progress | {
             "longest_without_an_acknowledgement_s": round(self.history.silence_us / 1e6, 1)
         }
         going_on = progress["healed"] and not progress["workers_late"]
         return {
             "ok": found.pop("ok") and going_on and not problems,
             "seed": self._seed,
-            "faults": sum(self.done.values()),
+            "faults": played,
             "faults_by_kind": dict(sorted(self.done.items())),
             "faults_not_done": self._not_done,
             "operations": operations,
@@ -219,7 +223,7 @@ async def play(
     schedule = plan(seconds=seconds, count=faults, seed=seed, kinds=kinds)
     spare = any(planned.kind == "move" for planned in schedule)
     async with arena(folder, spare=spare) as made:
-        run = Run(folder, made, seed=seed, say=say)
+        run = Run(folder, made, planned=len(schedule), seed=seed, say=say)
         await run.make_topics()
         say(f"three nodes, {len(schedule)} faults in {seconds:.0f} s, seed {seed}: {folder}")
         await run.play(schedule, seconds=seconds, rate=rate)

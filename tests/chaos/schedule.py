@@ -14,6 +14,8 @@ WEIGHTS: Final[dict[str, int]] = {
     "disk_fails": 3, "slow_disk": 3, "wipe": 2, "move": 2,
 }  # fmt: skip
 OVERLAP: Final = 0.35  # of the faults begin while the one before may still go on
+# Of what is left out here, tests/integration/cluster has restarts in turn and lost disks
+# (test_failover.py) and moves (test_moving.py); the rest comes with the long form only.
 QUICK: Final = ("kill", "cut_one_way", "pause", "etcd_kill", "isolate", "fsync_fails", "disk_full",
                 "cut_etcd", "cut_two_way", "kill")  # fmt: skip
 
