@@ -1,4 +1,8 @@
-"""What every metadata store promises; see penstock.cluster.store."""
+"""What every metadata store promises; see penstock.cluster.store.
+
+Leases are not among it: who else should notice that a node alone is gone? Only a `LeasingStore` has
+them, which is etcd; its leases are in tests/unit/cluster/test_etcd.py.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
