@@ -150,6 +150,8 @@ class Enqueueing:
             batch = self._append_enqueue(body, ENQ.decode(body, count))
 
         crash_point("node.enqueue.staged")
+        if self._journal.live is not None:
+            self._journal.live.on_enqueued(group)
 
         def answer() -> None:
             first = batch.first

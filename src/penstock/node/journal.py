@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from penstock.errors import DiskFull, PenstockError, Unavailable
@@ -21,6 +21,7 @@ from penstock.model.batch import SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.node.clock import TenureClock
 from penstock.node.flushing import BATCH_OVERHEAD, Flusher
+from penstock.node.requests import EnqueuePart
 from penstock.replication.replica import Replica
 
 LEASE_BYTES: Final = 512  # of a LEASE batch besides its messages, consumer included
@@ -30,9 +31,12 @@ Refuse = Callable[[PenstockError], None]
 
 
 class Listener(Protocol):
-    """Hears of every batch: when it is staged, and when all up to a sequence are committed."""
+    """Hears of every batch: when it is staged, and when all up to a sequence are committed. Of
+    enqueues it is told, too, when they came."""
 
     def on_staged(self, batch: Batch, columns: Columns) -> None: ...
+
+    def on_enqueued(self, parts: Sequence[EnqueuePart]) -> None: ...
 
     def on_commit(self, sequence: int) -> None: ...
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from penstock.errors import PenstockError, Unavailable
@@ -33,9 +33,10 @@ from penstock.model.delta_log import deltas_in, deltas_of
 from penstock.node.live.parents import Parents
 from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.staged import Staged
-from penstock.node.live.timings import Commits, Stretch
+from penstock.node.live.timings import Commits, Stretch, Timings
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
+from penstock.node.requests import EnqueuePart
 from penstock.propagation.partition import Outcome, Propagator
 from penstock.propagation.releases import Releases
 from penstock.propagation.rows import Rows
@@ -78,6 +79,7 @@ class Feed:
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
         self._commits = Commits()  # behind `sequence`
+        self.arrivals = Timings()  # of deltas, from their requests' arrival until they are staged
         self.delivered: list[Stretch] = []  # by the last delivery
         self.ready_at = 0.0  # when what is delivered was committed, and through the fold
         self.fold_s = 0.0  # how long it took there
@@ -145,6 +147,11 @@ class Feed:
         """A batch is on its way to disk. What is not kept is read back once it is committed."""
         if self._staged.add(batch, columns) and not self._partition.journal.writing:
             self._plan_ahead()
+
+    def on_enqueued(self, parts: Sequence[EnqueuePart]) -> None:
+        now = time.perf_counter()
+        for part in parts:
+            self.arrivals.record(now - part.request.started, part.count)
 
     def _plan_ahead(self) -> None:
         """Fold what is staged in a step of its own: this one goes on to have it written. What is

@@ -47,6 +47,7 @@ class LivePartition:
         self.released = 0  # since it was activated
         # The fold, from its end and the commit until all were offered it, and all from the commit.
         self.timings = {stage: Timings() for stage in ("order", "route", "sent")}
+        self.timings["staged"] = self.feed.arrivals
 
     async def activate(self) -> None:
         try:

@@ -44,10 +44,15 @@ def test_only_the_last_ones_count() -> None:
     assert (found["p50_us"], found["p99_us"], found["count"]) == (250.0, 250.0, 3 * KEPT)
 
 
+async def timed(node: Node, stage: str) -> dict[str, float]:
+    status = await node.call("live_status", topic=TOPIC)
+    found: dict[str, float] = status["topics"][0]["partitions"][0]["timings"][stage]
+    return found
+
+
 async def sent(node: Node) -> dict[str, float]:
     """Quantiles from the commit on, in seconds."""
-    status = await node.call("live_status", topic=TOPIC)
-    found = status["topics"][0]["partitions"][0]["timings"]["sent"]
+    found = await timed(node, "sent")
     return {name: us / 1e6 for name, us in found.items() if name != "count"}
 
 
@@ -78,6 +83,27 @@ async def test_each_delta_counts_from_its_own_commit(node: Node) -> None:
     assert waited[0] <= found["p99_us"] <= longest[0]
     assert waited[5] <= found["p50_us"] <= longest[5]
     assert sum(waited) <= pushed_s(node) <= sum(longest)
+
+
+async def test_what_waits_to_be_written_counts_since_it_came(node: Node) -> None:
+    await subscribe(node)
+    topic = node.engine.topics[TOPIC]
+    full = True
+    live_room = topic.live_room
+    assert live_room is not None
+    topic.live_room = lambda: 0 if full else live_room()
+    began = perf_counter()
+    putting = asyncio.create_task(put(node, payloads_of(corpus(10))))
+    await until(lambda: topic.ingesting is not None and topic.ingesting.queue.depth)
+    came, waited_from = perf_counter() - began, perf_counter()
+    assert (await timed(node, "staged"))["count"] == 0
+    full = False
+    topic.wake()  # the clock of this node stands still, and with it the next look
+    least = perf_counter() - waited_from
+    await putting
+    found = await timed(node, "staged")
+    assert found["count"] == 10
+    assert least <= found["p50_us"] / 1e6 <= came + perf_counter() - waited_from
 
 
 async def test_what_is_committed_while_the_log_is_folded_counts_since_then(
