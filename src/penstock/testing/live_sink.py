@@ -34,7 +34,7 @@ class NullSink:
         self.rows = self.newest = 0
 
     def open(self) -> None:
-        _pass(self._gate)
+        pass_gate(self._gate)
         if self._path:
             self._stamps = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -69,9 +69,9 @@ class GatedIndex(MemoryIndexSink):
         self._gate = gate
 
     def open(self) -> None:
-        _pass(self._gate)
+        pass_gate(self._gate)
 
 
-def _pass(gate: str) -> None:
+def pass_gate(gate: str) -> None:
     if gate and not Path(gate).exists():
         raise Unavailable("the gate is shut")

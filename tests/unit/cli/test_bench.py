@@ -1,15 +1,20 @@
 """The parts of the benchmark that need no server."""
 
 import asyncio
+import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.cli.bench.cluster_runner import STAGE as CLUSTER_STAGE
-from penstock.cli.bench.document import median_of
+from penstock.cli.bench.document import Session, median_of
 from penstock.cli.bench.http_load import post_many, request_bytes
+from penstock.cli.bench.live_load import on_schedule
 from penstock.cli.bench.live_runner import STAGE as LIVE_STAGE
 from penstock.cli.bench.live_stages import check_timed
 from penstock.cli.bench.live_subscriber import STAMP, Arrival, since_commit
@@ -23,6 +28,8 @@ from penstock.cli.bench.targets import (
     LIVE_STAGES,
     METRICS,
     STAGES,
+    Metric,
+    offered,
 )
 from penstock.cli.output import show
 from penstock.errors import Unavailable
@@ -40,7 +47,7 @@ def test_every_metric_of_the_cluster_has_a_stage_that_runs() -> None:
 
 def test_every_metric_of_the_live_path_has_a_stage_that_runs() -> None:
     assert set(LIVE_STAGES) == set(LIVE_STAGE)
-    assert len({metric.name for metric in LIVE_METRICS}) == len(LIVE_METRICS) == 36
+    assert len({metric.name for metric in LIVE_METRICS}) == len(LIVE_METRICS) == 46
 
 
 @pytest.mark.parametrize(
@@ -79,13 +86,65 @@ def test_medians_are_taken_value_by_value() -> None:
     assert median_of(rows) == {"a": 3.0, "b": 8.0}
 
 
+def test_a_target_that_was_not_measured_is_missed(tmp_path: Path) -> None:
+    made = Session(tmp_path, {}, datetime.now(UTC))
+    target, other = _bounded("a", 1.0), _bounded("c", 1.0, stage="other")
+    whole = made.document({"one": [{"a": 2.0}]}, (target, other), {})
+    assert whole["ok"]
+    assert whole["missing"] == []  # the other stage was not asked for
+    told = Metric("b", "one", "", None)
+    part = made.document({"one": [{"a": 2.0}]}, (target, told), {})
+    assert part["ok"]
+    assert part["missing"] == ["b"]  # nobody promised anything, and yet it is said
+    assert not made.document({"one": [{"b": 2.0}]}, (target, told), {})["ok"]
+    assert not made.document({"one": []}, (target,), {})["ok"]
+
+
+def test_a_value_that_one_run_lacks_is_missing(tmp_path: Path) -> None:
+    made = Session(tmp_path, {}, datetime.now(UTC))
+    for rows in ([{"a": 2.0}, {}], [{}, {"a": 2.0}]):
+        document = made.document({"one": rows}, (_bounded("a", 1.0),), {})
+        assert document["missing"] == ["a"]
+        assert not document["ok"]
+
+
+def test_of_a_load_the_worst_run_counts(tmp_path: Path) -> None:
+    made = Session(tmp_path, {}, datetime.now(UTC))
+    load, plain = offered("one", 100), _bounded("a", 95.0)
+    rows = [{"one_offered_per_s": rate, "a": rate} for rate in (100.0, 100.0, 94.9)]
+    document = made.document({"one": rows}, (load, plain), {})
+    assert (document["one_offered_per_s"], document["a"]) == (94.9, 100.0)
+    assert not document["ok"]
+    assert made.document({"one": rows[:2]}, (load, plain), {})["ok"]
+
+
+async def test_the_load_is_what_was_answered_and_not_what_was_meant() -> None:
+    """A thousand per second are meant, and the last of twenty is answered late."""
+    dues: list[float] = []
+
+    async def put(number: int, due: float) -> None:
+        dues.append(due)
+        if number == 19:
+            await asyncio.sleep(0.1)  # what a node takes that does not keep up
+
+    began = time.perf_counter()
+    per_s = await on_schedule(put, tick_s=0.001, count=20)
+    ended = time.perf_counter()
+    assert np.allclose(np.diff(dues), 0.001)
+    assert 20 / (ended - began) <= per_s <= 20 / 0.1
+
+
+def _bounded(name: str, target: float, *, stage: str = "one") -> Metric:
+    return Metric(name, stage, "", target)
+
+
 def test_payloads_differ_and_have_the_right_size() -> None:
     made = payloads(50)
     assert {len(payload) for payload in made} == {200}
     assert len(set(made)) == 50
 
 
-def test_a_quick_run_does_whole_batches(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_quick_run_does_whole_batches(tmp_path: Path) -> None:
     assert Run(folder=tmp_path, scale=0.1).count(12_345) == 1200
     assert Run(folder=tmp_path, scale=0.0001).count(1000) == 100
 
@@ -96,10 +155,12 @@ def test_the_table_says_what_was_met(capsys: pytest.CaptureFixture[str]) -> None
         "settings": {"runs": 3, "quick": False},
         "machine": {"cores": 2, "cpu": "cpu", "load_1m": 0.1, "fsync": "1 ms"},
     }  # fmt: skip
+    document["missing"] = ["put_single_per_s"]
     show(view_of(document))
     printed = capsys.readouterr().out
     assert "250\u202f000" in printed
     assert "missed" in printed
+    assert re.search(r"put_single_per_s.*not measured", printed)
     assert number(21.5) == "21.5"
 
 

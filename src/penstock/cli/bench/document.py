@@ -32,21 +32,21 @@ class Session:
         metrics: Sequence[Metric],
         settings: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """`results` by stage, a row per run; the medians stand under their metrics' names."""
-        medians = {
-            name: value for rows in results.values() for name, value in median_of(rows).items()
-        }
-        known = [metric for metric in metrics if metric.name in medians]
+        """`results` by stage, a row per run; the medians stand under their metrics' names. A
+        target of a stage that was run is met by a value alone, not by there being none."""
+        values = _values(results, metrics)
+        asked = [metric for metric in metrics if metric.stage in results]
         return {
-            **medians,
-            "ok": all(metric.met(medians[metric.name]) for metric in known),
+            **values,
+            "ok": all(metric.met(values.get(metric.name)) for metric in asked),
+            "missing": [metric.name for metric in asked if metric.name not in values],
             "targets": {
                 metric.name: {"target": metric.target, "aim": metric.aim, "unit": metric.unit}
-                for metric in known
+                for metric in asked
                 if metric.target is not None
             },
             "references": {
-                metric.name: metric.reference for metric in known if metric.reference is not None
+                metric.name: metric.reference for metric in asked if metric.reference is not None
             },
             "runs": results,
             "settings": settings,
@@ -63,9 +63,24 @@ def session(folder: Path | None) -> Iterator[Session]:
         yield Session(Path(scratch), machine_facts(Path(scratch)), datetime.now(UTC))
 
 
+def _values(results: Mapping[str, Sequence[Values]], metrics: Sequence[Metric]) -> Values:
+    """Medians, but of a load the worst run: what was measured under less than was meant to be
+    there must not hide behind the others."""
+    values = {name: value for rows in results.values() for name, value in median_of(rows).items()}
+    for metric in metrics:
+        if metric.of_worst_run and metric.name in values:
+            found = [row[metric.name] for row in results[metric.stage]]
+            values[metric.name] = round(min(found) if metric.more_is_better else max(found), 3)
+    return values
+
+
 def median_of(rows: Sequence[Values]) -> Values:
-    """The median of each value over the runs."""
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    """The median of each value over the runs; one that a run lacks has none."""
+    return {
+        name: round(statistics.median(row[name] for row in rows), 3)
+        for name in (rows[0] if rows else {})
+        if all(name in row for row in rows)
+    }
 
 
 def shown(values: Values) -> str:

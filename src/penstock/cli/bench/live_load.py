@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 TOPIC: Final = "bench-live"
 VECTORS: Final = 10_000
 WAIT_S: Final = 120.0
+
+
+class Offered(NamedTuple):
+    """Changes that were put on schedule, and how many per second the node took: from the moment
+    when the first was due until the last was acknowledged."""
+
+    changes: int
+    per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +69,29 @@ class LiveBench:
     async def subscribed(self) -> bool:
         return bool((await self.status())["subscriptions"])
 
-    async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> int:
-        """Changes on schedule whatever the node does, some at each tick; how many in all."""
+    async def steady(self, *, per_s: int, tick_s: float, seconds: float) -> Offered:
+        """Changes on schedule whatever the node does, some at each tick."""
         handful, count = max(1, round(per_s * tick_s)), round(seconds / tick_s)
-        async with asyncio.TaskGroup() as group:
-            async for _ in ticks(tick_s, count):
-                group.create_task(self.change(handful))
-        return handful * count
+
+        async def change(number: int, due: float) -> None:
+            await self.change(handful)
+
+        per_s_ticks = await on_schedule(change, tick_s=tick_s, count=count)
+        return Offered(handful * count, handful * per_s_ticks)
+
+
+async def on_schedule(
+    put: Callable[[int, float], Coroutine[Any, Any, None]], *, tick_s: float, count: int
+) -> float:
+    """Have `put` done at each tick, whether or not those before it are answered: it is told the
+    tick's number and when it was due. How many per second were begun and answered."""
+    number, began = 0, 0.0
+    async with asyncio.TaskGroup() as group:
+        async for due in ticks(tick_s, count):
+            began = began or due
+            group.create_task(put(number, due))
+            number += 1
+    return count / (time.perf_counter() - began)
 
 
 @asynccontextmanager

@@ -8,7 +8,13 @@ from typing import Any, Final
 
 from penstock.cli.bench.document import QUICK_SCALE, median_of, session, shown
 from penstock.cli.bench.live_kernels import kernels
-from penstock.cli.bench.live_stages import LiveStage, to_memory, to_sink, to_sink_in_batches
+from penstock.cli.bench.live_stages import (
+    LiveStage,
+    to_cache,
+    to_memory,
+    to_sink,
+    to_sink_in_batches,
+)
 from penstock.cli.bench.live_stalled import stalled_subscriber
 from penstock.cli.bench.live_subscriber import to_subscriber
 from penstock.cli.bench.pipeline_load import COMPONENTS, DIMENSIONS
@@ -19,6 +25,7 @@ from penstock.cli.output import progress, say
 STAGE: Final[dict[str, LiveStage]] = {
     "sink": to_sink,
     "memory": to_memory,
+    "cache": to_cache,
     "subscriber": to_subscriber,
     "batches": to_sink_in_batches,
     "stalled": stalled_subscriber,

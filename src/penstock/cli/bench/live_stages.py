@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.cli.bench.live_load import LiveBench, live_bench, until
+from penstock.cli.bench.live_load import LiveBench, Offered, live_bench, until
 from penstock.cli.bench.stages import Run, Values
+from penstock.cli.bench.targets import CACHE_PER_S, MEMORY_PER_S, SINK_PER_S
 from penstock.errors import Unavailable
 
 NULL: Final = "penstock.testing.live_sink:NullSink"
 MEMORY: Final = "penstock.testing.live_sink:GatedIndex"
+CACHE: Final = "penstock.testing.live_cache:GatedCache"
 SINK: Final = {"kind": NULL, "name": "null", "batch_ms": 0}
 # While the gate is shut it is tried again and again.
 GATED: Final = {"backoff_s_base": 0.02, "backoff_s_cap": 0.02, "breaker_failures": 1_000_000}
-SINK_PER_S: Final = 5_000
-MEMORY_PER_S: Final = 1_000
 SINK_TICK_S: Final = 0.001
 SINK_S: Final = 10.0
 BATCHES: Final = (1, 10, 100, 1000)
@@ -32,10 +32,12 @@ async def to_sink(run: Run) -> Values:
     """From the commit of a change until a sink within the node has written it, steadily loaded."""
     async with following_sink(run.folder / "sink") as bench:
         put = await _steady(run, bench, per_s=SINK_PER_S)
-        sink = await timings_of_sink(bench, put=put)
+        sink = await timings_of_sink(bench, put=put.changes)
         partition = (await bench.status())["partitions"][0]["timings"]
     return {
+        "sink_offered_per_s": put.per_s,
         **_in_us("commit_to_sink", sink["written"]),
+        **_in_us("arrival_to_staged", partition["staged"]),
         **_in_us("order", partition["order"]),
         **_in_us("route", partition["route"]),
     }
@@ -43,13 +45,26 @@ async def to_sink(run: Run) -> Values:
 
 async def to_memory(run: Run) -> Values:
     """The same, to the index in memory, which has a thread of its own and is fed states."""
-    async with following_sink(run.folder / "memory", kind=MEMORY) as bench:
-        put = await _steady(run, bench, per_s=MEMORY_PER_S)
-        sink = await timings_of_sink(bench, put=put)
-    return _in_us("commit_to_memory", sink["written"])
+    return await _to_real_sink(run, "memory", per_s=MEMORY_PER_S, kind=MEMORY)
 
 
-async def _steady(run: Run, bench: LiveBench, *, per_s: int) -> int:
+async def to_cache(run: Run) -> Values:
+    """The same, to a Redis on this machine: until it has answered that it holds the state."""
+    from penstock.testing.redis import redis_process
+
+    with redis_process(run.folder / "redis", durable=False) as redis:
+        return await _to_real_sink(run, "cache", per_s=CACHE_PER_S, kind=CACHE, url=redis.url)
+
+
+async def _to_real_sink(run: Run, stage: str, *, per_s: int, **options: Any) -> Values:
+    async with following_sink(run.folder / stage, **options) as bench:
+        put = await _steady(run, bench, per_s=per_s)
+        sink = await timings_of_sink(bench, put=put.changes)
+    offered = {f"{stage}_offered_per_s": put.per_s}
+    return {**offered, **_in_us(f"commit_to_{stage}", sink["written"])}
+
+
+async def _steady(run: Run, bench: LiveBench, *, per_s: int) -> Offered:
     seconds = SINK_S * max(run.scale, 0.5)
     return await bench.steady(per_s=per_s, tick_s=SINK_TICK_S, seconds=seconds)
 

@@ -9,14 +9,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.cli.bench.live_load import TOPIC, WAIT_S, LiveBench, live_bench, until
+from penstock.cli.bench.live_load import TOPIC, WAIT_S, LiveBench, live_bench, on_schedule, until
 from penstock.cli.bench.live_stages import following_sink, timings_of_sink
-from penstock.cli.bench.live_ticks import ticks
 from penstock.cli.bench.pipeline_load import COMPONENTS
 from penstock.cli.bench.stages import Run, Values
+from penstock.cli.bench.targets import SUBSCRIBER_PER_S
 from penstock.errors import Unavailable
 
-PER_S: Final = 1_000
 SECONDS: Final = 8.0
 WARM_SHARE: Final = 0.2  # not counted
 QUANTILES: Final = {"p50": 50, "p95": 95, "p99": 99}
@@ -28,18 +27,27 @@ class Arrival(NamedTuple):
     position: int
 
 
+class Heard(NamedTuple):
+    """When puts were due, and when they arrived, in the order of arrival; their rate."""
+
+    due: dict[bytes, float]
+    arrived: dict[bytes, Arrival]
+    per_s: float
+
+
 async def to_subscriber(run: Run) -> Values:
     """From a put, and from its commit, to its arrival; the former with nobody else in the node."""
-    count = round(PER_S * SECONDS * max(run.scale, 0.25))
+    count = round(SUBSCRIBER_PER_S * SECONDS * max(run.scale, 0.25))
     async with live_bench(run.folder / "put") as bench:
-        due, arrived = await _heard(bench, count)
-    put_s = np.array([arrival.at - due[delta_id] for delta_id, arrival in arrived.items()])
+        put = await _heard(bench, count)
+    put_s = np.array([arrival.at - put.due[i] for i, arrival in put.arrived.items()])
     stamps = run.folder / "stamps"
     async with following_sink(run.folder / "commit", stamps=str(stamps)) as bench:
-        _, arrived = await _heard(bench, count)
+        stamped = await _heard(bench, count)
         await timings_of_sink(bench, put=count)
-    commit_s = since_commit(list(arrived.values()), np.fromfile(stamps, STAMP))
+    commit_s = since_commit(list(stamped.arrived.values()), np.fromfile(stamps, STAMP))
     return {
+        "subscriber_offered_per_s": min(put.per_s, stamped.per_s),
         **_quantiles("put_to_subscriber_ms", put_s * 1e3),
         **_quantiles("commit_to_subscriber_us", commit_s * 1e6),
     }
@@ -67,30 +75,20 @@ def since_commit(arrivals: list[Arrival], stamps: NDArray[Any]) -> NDArray[np.fl
     return np.array([arrival.at for arrival in arrivals]) - committed_at
 
 
-async def _heard(bench: LiveBench, count: int) -> tuple[dict[bytes, float], dict[bytes, Arrival]]:
-    """When so many puts were due, and when they arrived, in the order of arrival."""
+async def _heard(bench: LiveBench, count: int) -> Heard:
     listening = asyncio.Event()
     reader = asyncio.create_task(_hear(bench, count, listening))
     await listening.wait()
-    due = await _put_on_schedule(bench, count)
-    return due, await asyncio.wait_for(reader, WAIT_S)
-
-
-async def _put_on_schedule(bench: LiveBench, count: int) -> dict[bytes, float]:
-    """One change each millisecond; when each was due."""
     due_of: dict[bytes, float] = {}
-    chosen = iter(bench.rng.integers(0, len(bench.ids), count).tolist())
+    chosen = bench.rng.integers(0, len(bench.ids), count).tolist()
 
-    async def put(vector_id: str, number: int, due: float) -> None:
+    async def put(number: int, due: float) -> None:
+        vector_id = bench.ids[chosen[number]]
         delta = await bench.deltas.set(vector_id, {number % COMPONENTS: float(number)})
         due_of[delta.delta_id] = due
 
-    async with asyncio.TaskGroup() as group:
-        number = 0
-        async for due in ticks(1 / PER_S, count):
-            group.create_task(put(bench.ids[next(chosen)], number, due))
-            number += 1
-    return due_of
+    per_s = await on_schedule(put, tick_s=1 / SUBSCRIBER_PER_S, count=count)
+    return Heard(due_of, await asyncio.wait_for(reader, WAIT_S), per_s)
 
 
 async def _hear(bench: LiveBench, count: int, listening: asyncio.Event) -> dict[bytes, Arrival]:

@@ -35,17 +35,18 @@ def view_of(document: dict[str, Any], *, what: str = "queue") -> Any:
         title_justify="left",
         caption_justify="left",
     )
-    metrics = [metric for metric in OF[what] if metric.name in document]
+    missing = document.get("missing", ())
+    metrics = [metric for metric in OF[what] if metric.name in document or metric.name in missing]
     # Another language's hopes stand beside, where there are any.
     further = "seed" if any(metric.reference for metric in metrics) else "aim"
     for name in ("metric", "value", "unit", "target", further, ""):
         made.add_column(name, justify="right" if name in ("value", "target", further) else "left")
     for metric in metrics:
         beside = metric.reference if further == "seed" else metric.aim
-        value = document[metric.name]
+        value = document.get(metric.name)
         made.add_row(
-            metric.name, number(value), metric.unit, _bound(metric, metric.target),
-            _bound(metric, beside), _verdict(metric, value),
+            metric.name, "–" if value is None else number(value), metric.unit,
+            _bound(metric, metric.target), _bound(metric, beside), _verdict(metric, value),
         )  # fmt: skip
     return made
 
@@ -54,7 +55,9 @@ def _bound(metric: Metric, value: float | None) -> str:
     return "–" if value is None else f"{'≥' if metric.more_is_better else '≤'} {number(value)}"
 
 
-def _verdict(metric: Metric, value: float) -> str:
+def _verdict(metric: Metric, value: float | None) -> str:
+    if value is None:
+        return "[red]not measured[/red]"
     if metric.target is None:
         return ""
     return "[green]met[/green]" if metric.met(value) else "[red]missed[/red]"

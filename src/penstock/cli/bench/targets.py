@@ -18,10 +18,14 @@ class Metric:
     aim: float | None = None
     more_is_better: bool = True
     reference: float | None = None
+    of_worst_run: bool = False  # and not the median: it says whether a run was valid
 
-    def met(self, value: float) -> bool:
+    def met(self, value: float | None) -> bool:
+        """None: it was not measured."""
         if self.target is None:
             return True
+        if value is None:
+            return False
         return value >= self.target if self.more_is_better else value <= self.target
 
 
@@ -68,12 +72,25 @@ CLUSTER_METRICS: Final = (
 CLUSTER_STAGES: Final = tuple(dict.fromkeys(metric.stage for metric in CLUSTER_METRICS))
 
 
+OFFERED_SHARE_MIN: Final = 0.95  # of the load that a stage is meant to have
+SINK_PER_S: Final = 5_000
+SUBSCRIBER_PER_S: Final = 1_000
+MEMORY_PER_S: Final = 1_000
+CACHE_PER_S: Final = 1_000
+
+
 def _live(name: str, stage: str, reference: float, target: float | None = None) -> Metric:
     return Metric(name, stage, "µs", target, more_is_better=False, reference=reference)
 
 
 def _handed(size: int, reference: float, target: float | None = None) -> Metric:
     return Metric(f"sink_batch{size}_per_s", "batches", "deltas/s", target, reference=reference)
+
+
+def offered(stage: str, per_s: int) -> Metric:
+    """The load under which a stage was measured. Below its bound the run says nothing."""
+    name, least = f"{stage}_offered_per_s", OFFERED_SHARE_MIN * per_s
+    return Metric(name, stage, "deltas/s", least, of_worst_run=True)
 
 
 def _told(name: str, stage: str) -> tuple[Metric, ...]:
@@ -85,12 +102,14 @@ def _told(name: str, stage: str) -> tuple[Metric, ...]:
 
 
 LIVE_METRICS: Final = (
+    offered("sink", SINK_PER_S),
     _live("commit_to_sink_us_p50", "sink", 175, 175),
     _live("commit_to_sink_us_p95", "sink", 780),
     _live("commit_to_sink_us_p99", "sink", 3300, 3300),
     _live("ingest_us_p50", "kernels", 5),
     _live("ingest_us_p95", "kernels", 15),
     _live("ingest_us_p99", "kernels", 50),
+    *_told("arrival_to_staged_us", "sink"),
     _live("order_us_p50", "sink", 10),
     _live("order_us_p95", "sink", 30),
     _live("order_us_p99", "sink", 100),
@@ -103,11 +122,15 @@ LIVE_METRICS: Final = (
     _live("index_us_p50", "kernels", 50),
     _live("index_us_p95", "kernels", 200),
     _live("index_us_p99", "kernels", 1000),
+    offered("subscriber", SUBSCRIBER_PER_S),
     _at_most("put_to_subscriber_ms_p50", "subscriber", "ms", 1.5),
     Metric("put_to_subscriber_ms_p95", "subscriber", "ms", None, more_is_better=False),
     Metric("put_to_subscriber_ms_p99", "subscriber", "ms", None, more_is_better=False),
     *_told("commit_to_subscriber_us", "subscriber"),
+    offered("memory", MEMORY_PER_S),
     *_told("commit_to_memory_us", "memory"),
+    offered("cache", CACHE_PER_S),
+    *_told("commit_to_cache_us", "cache"),
     _handed(1, 50_000),
     _handed(10, 200_000),
     _handed(100, 500_000),
