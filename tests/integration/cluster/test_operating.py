@@ -91,6 +91,28 @@ async def test_a_hung_follower_lags_when_its_stream_is_closed(cluster: Asking) -
     await cluster.destroy("topic_delete", "hung")
 
 
+async def test_who_restarts_nodes_can_wait_for_a_backlog(cluster: Asking) -> None:
+    await cluster.create("settling")
+    coordinator, _, slow = await cluster.until(lambda: _preferred(cluster, "settling"))
+    await cluster.has_all("settling", slow)
+    url, look = cluster.processes.url_of(coordinator), ("--topic", "settling", "--json")
+    cluster.processes.pause(slow)
+    for number in range(2 * CREDIT_ENTRIES):
+        await cluster.put("settling", b"%d" % number, at=coordinator)
+    assert (await penstock("cluster", "status", *look, url=url)).code == 0, "all is served"
+    wait = ("cluster", "wait", "--lag-max", "0", *look)
+    once = await penstock(*wait, "--timeout", "0", url=url)
+    assert (once.code, once.document["settled"]) == (1, False)
+    assert slow in once.document["missing"][0] and "settling/0" in once.document["missing"][0]
+    waiting = asyncio.create_task(penstock(*wait, "--timeout", "80", url=url))
+    cluster.processes.resume(slow)
+    waited = await waiting
+    assert (waited.code, waited.document["missing"]) == (0, [])
+    [*followers] = (await cluster.partition("settling", at=coordinator))["followers"]
+    assert [(f["connected"], f["counts"], f["lag"]) for f in followers] == [(True, True, 0)] * 2
+    await cluster.destroy("topic_delete", "settling")
+
+
 async def test_a_fourth_node_is_given_its_share_and_gives_it_back(cluster: Asking) -> None:
     await cluster.destroy("topic_delete", "lagging")  # in two replicas, of which no share is even
     for index in range(PARTITIONS):

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.cluster.moves import partition_of, pending, table_of
+from penstock.cli.cluster.settled import unsettled
 from penstock.cli.cluster.status import of_topic, troubles, warnings
 from penstock.cli.cluster.up import view_of as view_of_up
 from penstock.cli.cluster.view import PARTITIONS_SHOWN, view_of
@@ -15,8 +16,9 @@ from penstock.errors import NotFound
 
 def follower(node: str, **changes: Any) -> dict[str, Any]:
     return {
-        "node": node, "connected": True, "sequence": 1200, "lag": 0, "lagging": False,
-        "credits": 1000, "credits_max": 1000, "credit_bytes": 8 << 20, "credit_bytes_max": 8 << 20,
+        "node": node, "connected": True, "counts": True, "sequence": 1200, "lag": 0,
+        "lagging": False, "credits": 1000, "credits_max": 1000, "credit_bytes": 8 << 20,
+        "credit_bytes_max": 8 << 20,
     } | changes  # fmt: skip
 
 
@@ -91,6 +93,42 @@ def test_a_long_list_keeps_those_with_a_story() -> None:
     parts[77] = part(77, followers=[follower("n2", lagging=True, lag=5000), follower("n3")])
     text = drawn(view_of(status(*parts)))
     assert "n2 lagging" in text and f"and {100 - PARTITIONS_SHOWN} more that are fine" in text
+
+
+def lacks(*parts: dict[str, Any], **of: Any) -> list[str]:
+    return unsettled(status(*parts, **of), lag_max=100)
+
+
+def test_a_cluster_is_settled_when_any_node_may_be_missed() -> None:
+    near = part(0, followers=[follower("n2", lag=100), follower("n3")])
+    assert lacks(near, part(1, "n3")) == []
+    behind = part(0, followers=[follower("n2", lag=101), follower("n3")])
+    assert lacks(behind) == ["n2 is 101 entries behind in jobs/0"]
+    away = part(0, followers=[follower("n2"), follower("n3", connected=False)])
+    assert lacks(away) == ["n3 does not follow jobs/0"]
+    assert lacks(part(0, followers=[follower("n2")])) == ["n3 does not follow jobs/0"]
+    unheard = part(0, followers=[follower("n2", sequence=0, lag=1), follower("n3")])
+    assert lacks(unheard) == ["n2 has acknowledged nothing of jobs/0"]
+    other_disk = part(0, followers=[follower("n2", counts=False), follower("n3")])
+    assert lacks(other_disk) == ["n2 does not count yet for jobs/0"]
+
+
+def test_who_has_no_vote_need_not_have_caught_up_and_both_sets_must() -> None:
+    learns = [follower("n2", counts=False, lag=9999)]
+    learning = part(0, voters=["n1"], learners=["n2"], target=["n2"], followers=learns)
+    assert lacks(learning) == []
+    joint = part(0, voters=["n1"], joint=["n1", "n2"], followers=[follower("n2", lag=9999)])
+    assert lacks(joint) == ["n2 is 9999 entries behind in jobs/0"]
+
+
+def test_a_node_that_is_gone_or_no_coordinator_is_not_settled() -> None:
+    nodes = [node("n1"), node("n2"), node("n3", alive=False)]
+    assert lacks(part(0), nodes=nodes) == ["n3 is not there"]
+    assert lacks(part(0, voters=["n1", "n2"]), nodes=nodes) == []
+    electing = part(0, "", state="electing", followers=[])
+    assert lacks(electing) == ["not served: jobs/0"]
+    [told] = lacks(part(0), available=False)
+    assert "etcd is away" in told
 
 
 def test_one_topic_alone() -> None:

@@ -60,6 +60,24 @@ async def status(
     return Answer(document=found, view=lambda: view_of(found), code=code)
 
 
+@command(app, "wait")
+async def wait(
+    cli: Invocation,
+    timeout: Annotated[float, typer.Option(help="Seconds; 0 looks once.", min=0)] = 600.0,
+    lag_max: Annotated[int, typer.Option(help="Entries that are no lag.", min=0)] = 1000,
+    topic: Annotated[str | None, typer.Option(help="Only this topic's partitions.")] = None,
+) -> Answer:
+    """Until every voter follows and has caught up, so that a node may be restarted. Exit code 1
+    if that is not so in time."""
+    from penstock.cli.cluster import settled
+
+    found = await settled.wait(cli, topic=topic, lag_max=lag_max, timeout_s=timeout)
+    if found["settled"]:
+        return Answer(document=found, view="every voter has caught up")
+    told = f"not settled: {settled.view_of(found['missing'])}"
+    return Answer(document=found, view=told, code=Exit.FAILED)
+
+
 @command(app, "rebalance")
 async def rebalance(
     cli: Invocation, dry_run: DryRun = False, wait: Wait = True, force: Force = False

@@ -165,8 +165,9 @@ async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
 
 
 async def _settled(engine: Engine, cluster: Cluster) -> None:
-    """Until the replicas here follow or serve, bounded in time: whoever restarts one node after
-    the other waits for this one to say that it is ready."""
+    """Until the replicas here follow or serve, bounded in time: a node that says that it is ready
+    is known to the others. What it missed may take longer; who restarts one node after the other
+    waits for that, too (`penstock cluster wait`)."""
     deadline = time.monotonic() + SETTLE_S_MAX
     while time.monotonic() < deadline:
         ours = [k for k, h in cluster.control.records.items() if cluster.node in h.record.members]

@@ -11,6 +11,7 @@ from penstock.node.replicas.cluster import Cluster
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.ports import Key
 from penstock.node.topic import Topic
+from penstock.replication.coordinator import Coordinator
 from penstock.replication.standing import Standing
 
 UNKNOWN: Final[dict[str, Any]] = {
@@ -158,18 +159,28 @@ def coordinated(engine: Engine) -> list[dict[str, Any]]:
             "partition": key[1],
             "sequence_last": host.log.sequence_last,
             "sequence_committed": host.committed,
-            "followers": [_follower(found) for found in host.replica.coordinator.standings()],
+            "followers": [
+                _follower(found, counts=_counts(coordinator, found.node))
+                for found in coordinator.standings()
+            ],
         }
         for key, host in engine.hosts.items()
-        if host.partition is not None and host.replica.coordinator is not None
+        if host.partition is not None and (coordinator := host.replica.coordinator) is not None
     ]
 
 
-def _follower(standing: Standing) -> dict[str, Any]:
+def _counts(coordinator: Coordinator, node: str) -> bool:
+    """Whether what a node acknowledges makes a majority: it votes, with the disk that is meant."""
+    sender, record = coordinator.senders.get(node), coordinator.record
+    return sender is not None and record.is_voter(node) and record.uuids.get(node) == sender.uuid
+
+
+def _follower(standing: Standing, *, counts: bool) -> dict[str, Any]:
     credit = standing.credit
     return {
         "node": standing.node,
         "connected": credit is not None,
+        "counts": counts,
         "sequence": standing.durable,
         "lag": standing.lag,
         "lagging": standing.lagging,
@@ -186,6 +197,5 @@ def caught_up(host: Host, node: str) -> bool:
     sender = coordinator.senders.get(node) if coordinator else None
     if coordinator is None or sender is None or sender.lagging:
         return False
-    named = coordinator.record.uuids.get(node) == sender.uuid
     near = sender.lag(host.replica.log) <= host.replica.options.caught_up_entries
-    return named and near and coordinator.record.is_voter(node)
+    return near and _counts(coordinator, node)
