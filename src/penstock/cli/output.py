@@ -132,14 +132,16 @@ def say(text: str) -> None:
 
 
 class Advance(Protocol):
-    def __call__(self, done: float, total: float | None = None) -> None: ...
+    def __call__(
+        self, done: float, total: float | None = None, what: str | None = None
+    ) -> None: ...
 
 
 @contextmanager
 def progress(what: str, *, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """A progress bar on stderr. Without a terminal there is none, and its updates cost nothing."""
     if not sys.stderr.isatty():
-        yield lambda done, total=None: None
+        yield lambda done, total=None, what=None: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -154,10 +156,7 @@ def progress(what: str, *, total: float | None = None, unit: str = "") -> Iterat
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
 
-        def advance(done: float, total: float | None = None) -> None:
-            if total is None:
-                bar.update(task, completed=done)
-            else:
-                bar.update(task, completed=done, total=total)
+        def advance(done: float, total: float | None = None, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=what)
 
         yield advance

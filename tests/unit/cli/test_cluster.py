@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.cluster.moves import partition_of, pending, table_of
+from penstock.cli.cluster import moves
+from penstock.cli.cluster.moves import copied, partition_of, pending, table_of, watch
 from penstock.cli.cluster.settled import unsettled
 from penstock.cli.cluster.status import of_topic, troubles, warnings
 from penstock.cli.cluster.up import view_of as view_of_up
 from penstock.cli.cluster.view import PARTITIONS_SHOWN, view_of
-from penstock.errors import NotFound
+from penstock.errors import NotFound, Unavailable
 
 
 def follower(node: str, **changes: Any) -> dict[str, Any]:
     return {
         "node": node, "connected": True, "counts": True, "sequence": 1200, "lag": 0,
         "lagging": False, "credits": 1000, "credits_max": 1000, "credit_bytes": 8 << 20,
-        "credit_bytes_max": 8 << 20,
+        "credit_bytes_max": 8 << 20, "copying": None,
     } | changes  # fmt: skip
 
 
@@ -141,18 +142,95 @@ def test_one_topic_alone() -> None:
 
 
 def test_a_move_is_over_when_the_voters_are_those_wanted() -> None:
-    moves = [
-        {"topic": "jobs", "partition": n, "from": ["n1", "n2"], "to": ["n2", "n3"]}
-        for n in range(4)
-    ]
+    made = [move(number, "n2", "n3") for number in range(4)]
     found = status(
         part(0, voters=["n1", "n2"], target=["n2", "n3"]),
         part(1, voters=["n2", "n3"], joint=["n1", "n2"]),
         part(2, voters=["n2", "n3"], target=["n2", "n3"]),
         part(3, voters=["n3", "n2"]),  # the right nodes, but not the preferred coordinator
     )
-    assert [move["partition"] for move in pending(found, moves)] == [0, 1, 3]
-    assert "n1 n2" in drawn(table_of(moves))
+    assert [each["partition"] for each in pending(found, made)] == [0, 1, 3]
+    assert "n1 n2" in drawn(table_of(made))
+
+
+class Told:
+    """A node that answers with what comes next, and with the last of it from then on."""
+
+    def __init__(self, *statuses: dict[str, Any], waiting: Any = ()) -> None:
+        self.statuses, self.waiting, self.looks = list(statuses), waiting, 0
+
+    async def call(self, method: str) -> dict[str, Any]:
+        if method == "cluster_moves":
+            if isinstance(self.waiting, Exception):
+                raise self.waiting
+            return {"moves": list(self.waiting)}
+        self.looks += 1
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+
+def move(number: int, *to: str) -> dict[str, Any]:
+    return {"topic": "jobs", "partition": number, "from": ["n1", "n2"], "to": list(to)}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "POLL_S", 0.0)
+    monkeypatch.setattr(moves, "OVERRULED_S", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_moves_are_watched_until_they_are_done() -> None:
+    here, there = ["n1", "n2"], ["n2", "n3"]
+    wanted = [move(0, *there), move(1, *there)]
+    told = Told(
+        status(part(0, voters=here, target=there), part(1, voters=here)),
+        status(part(0, voters=there), part(1, voters=here, joint=there)),
+        status(part(0, voters=there)),  # the other one's topic was deleted
+        waiting=wanted[1:],
+    )
+    assert await watch(told, wanted) == (2, [])  # type: ignore[arg-type]
+    assert told.looks == 3
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_move_that_nobody_wants_any_more_is_not_waited_for() -> None:
+    here, there = ["n1", "n2"], ["n2", "n3"]
+    wanted = [move(0, *there), move(1, *there), move(2, *there)]
+    other = status(
+        part(0, voters=there),
+        part(1, voters=here, target=["n1", "n4"]),  # somebody else's
+        part(2, voters=here),  # its plan was replaced
+    )
+    assert await watch(Told(other), wanted) == (1, wanted[1:])  # type: ignore[arg-type]
+    moving = status(part(0, voters=there), part(1, voters=here, target=there), part(2, voters=here))
+    told = Told(moving, other)
+    assert await watch(told, wanted) == (1, wanted[1:])  # type: ignore[arg-type]
+    assert told.looks == 2, "as long as one goes on"
+
+
+@pytest.mark.usefixtures("quick")
+async def test_while_the_plan_cannot_be_read_nothing_is_given_up() -> None:
+    here, there = ["n1", "n2"], ["n2", "n3"]
+    told = Told(
+        status(part(0, voters=here)), status(part(0, voters=there)), waiting=Unavailable("etcd")
+    )
+    assert await watch(told, [move(0, *there)]) == (1, [])  # type: ignore[arg-type]
+
+
+def test_progress_is_what_new_replicas_hold() -> None:
+    learner = {"voters": ["n1", "n2"], "learners": ["n3"], "target": ["n2", "n3"]}
+    streams = part(0, **learner, followers=[follower("n2"), follower("n3", sequence=300)])
+    copies = follower("n3", connected=False, sequence=None, copying=500)
+    found = status(
+        streams,
+        part(1, **learner, followers=[follower("n2"), copies]),
+        part(2, voters=["n2", "n3"]),
+        part(3, voters=["n2", "n1"]),
+    )
+    made = [move(n, "n2", "n3") for n in range(3)]
+    assert copied(found, made) == (300 + 500 + 1200, 3 * 1200)
+    assert copied(found, [move(3, "n2", "n1")]) == (0, 0), "another order is no copy"
+    assert copied(found, [move(9, "n2", "n3")]) == (0, 0), "its topic is gone"
 
 
 def test_up_says_where_it_is_and_what_to_try() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.cli.cluster.status import Status, under_way
 from penstock.cli.command import Answer
+from penstock.cli.exits import Exit
 from penstock.cli.output import progress, show
-from penstock.errors import NotFound
+from penstock.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from penstock.client.connection import Connection
 
 POLL_S: Final = 0.5
+OVERRULED_S: Final = 5.0  # after which nobody wants a move: who is asked may hear of it late
+
 Move = dict[str, Any]
 
 
@@ -35,42 +40,101 @@ async def carry_out(
     cli: Invocation, change: Change, *, dry_run: bool, wait: bool, force: bool
 ) -> Answer:
     async with cli.connection() as connection:
-        planned = await connection.call(change.method, **change.arguments, dry_run=True)
-        moves: list[Move] = planned["moves"]
+        plan = await connection.call(change.method, **change.arguments, dry_run=True)
         if dry_run:
-            return _answer(moves, done=0, change=change)
-        if moves:
+            return _answer(plan, change=change)
+        if plan["moves"]:
             if not cli.json:
-                show(table_of(moves))
+                show(table_of(plan["moves"]))
             cli.confirm(change.question, force=force)
         # Also without moves: a node that holds nothing is still to be marked as drained.
-        begun = await connection.call(change.method, **change.arguments, dry_run=False)
-        moves = begun["moves"]
-        done = await watch(connection, moves) if wait and moves else 0
-    return _answer(moves, done=done, change=change, shown=True)
+        plan = await connection.call(change.method, **change.arguments, dry_run=False)
+        begun = Watched(done=0)
+        if wait and plan["moves"]:
+            begun = await watch(connection, plan["moves"])
+    return _answer(plan, change=change, watched=begun)
 
 
-async def watch(connection: Connection, moves: list[Move]) -> int:
-    """A bar until every move is done; how many were."""
-    with progress("moving", total=len(moves), unit="partitions") as advance:
+class Watched(NamedTuple):
+    """How many moves were done, and those that somebody else has decided otherwise on."""
+
+    done: int
+    overruled: Sequence[Move] = ()
+
+
+async def watch(connection: Connection, moves: list[Move]) -> Watched:
+    """A bar until every move is done, or no longer wanted."""
+    since: dict[tuple[str, int], float] = {}  # when a move was first seen to be nobody's wish
+    with progress("moving", total=1, unit="entries") as advance:
         while True:
+            waiting = await _waiting(connection)  # first: what has begun since is in the status
             status = await connection.call("cluster_status")
-            done = len(moves) - len(pending(status, moves))
-            advance(done)
-            if done == len(moves):
-                return done
+            left, now = pending(status, moves), time.monotonic()
+            unwanted = [m for m in left if waiting is not None and not wanted(status, waiting, m)]
+            since = {_place(move): since.get(_place(move), now) for move in unwanted}
+            overruled = [m for m in unwanted if now - since[_place(m)] >= OVERRULED_S]
+            if len(overruled) == len(left):
+                return Watched(len(moves) - len(left), overruled)
+            done, total = copied(status, moves)
+            told = f"moving, {len(moves) - len(left)} of {len(moves)} partitions are done"
+            advance(done, max(1, total), told)
             await asyncio.sleep(POLL_S)
+
+
+async def _waiting(connection: Connection) -> list[Move] | None:
+    """Moves that have not begun; None while the metadata are away, and with them the plan."""
+    try:
+        found: list[Move] = (await connection.call("cluster_moves"))["moves"]
+    except Unavailable:
+        return None
+    return found
 
 
 def pending(status: Status, moves: list[Move]) -> list[Move]:
     """The moves that are not over; a partition that is gone needs none."""
-    parts = {(part["topic"], part["partition"]): part for part in status["partitions"]}
-    found = []
+    parts = _by_place(status)
+    return [
+        move
+        for move in moves
+        if (part := parts.get(_place(move))) is not None
+        and (part["voters"] != move["to"] or under_way(part))
+    ]
+
+
+def wanted(status: Status, waiting: list[Move], move: Move) -> bool:
+    """Whether a move that is not over is still to be: it waits, or its partition is on its way."""
+    part = _by_place(status)[_place(move)]
+    if move["to"] in (part["target"], part["joint"]):
+        return True
+    return any(_place(each) == _place(move) and each["to"] == move["to"] for each in waiting)
+
+
+def copied(status: Status, moves: list[Move]) -> tuple[int, int]:
+    """Entries that the new replicas hold, and those that they are to hold."""
+    parts, done, total = _by_place(status), 0, 0
     for move in moves:
-        part = parts.get((move["topic"], move["partition"]))
-        if part is not None and (part["voters"] != move["to"] or under_way(part)):
-            found.append(move)
-    return found
+        part = parts.get(_place(move))
+        last = 0 if part is None else part["sequence_last"] or 0
+        for node in set(move["to"]) - set(move["from"]):
+            total += last
+            done += last if part is not None and node in part["voters"] else _held(part, node)
+    return done, total
+
+
+def _held(part: dict[str, Any] | None, node: str) -> int:
+    """How far a replica that learns has come, by its stream or as a copy that it takes."""
+    for follower in [] if part is None else part["followers"]:
+        if follower["node"] == node:
+            return int(follower["sequence"] or follower["copying"] or 0)
+    return 0
+
+
+def _by_place(status: Status) -> dict[tuple[str, int], dict[str, Any]]:
+    return {_place(part): part for part in status["partitions"]}
+
+
+def _place(of: Mapping[str, Any]) -> tuple[str, int]:
+    return of["topic"], of["partition"]
 
 
 def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
@@ -81,14 +145,26 @@ def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
     raise NotFound(f"no partition {topic}/{partition}", topic=topic)
 
 
-def _answer(moves: list[Move], *, done: int, change: Change, shown: bool = False) -> Answer:
-    document = {"moves": moves, "planned": len(moves), "done": done}
+def _answer(plan: dict[str, Any], *, change: Change, watched: Watched | None = None) -> Answer:
+    """What is planned, or what has become of it."""
+    moves, left = plan["moves"], plan["left"]
+    done, overruled = (0, []) if watched is None else (watched.done, list(watched.overruled))
+    document = {
+        "moves": moves, "planned": len(moves), "left": left, "done": done, "overruled": overruled,
+    }  # fmt: skip
     if not moves:
         return Answer(document=document, view=change.nothing)
-    if not shown:
+    if watched is None:
         return Answer(document=document, view=lambda: table_of(moves))
-    told = f"{done} moves are done" if done else f"{len(moves)} moves have begun"
-    return Answer(document=document, view=told)
+    told = [f"{done} moves are done" if done else f"{len(moves)} moves are planned"]
+    if overruled:
+        names = ", ".join(f"{move['topic']}/{move['partition']}" for move in overruled[:5])
+        more = f" and {len(overruled) - 5} more" if len(overruled) > 5 else ""
+        told = [f"{done} of {len(moves)} moves are done; others were decided on for {names}{more}"]
+    if left:
+        told.append(f"{left} more are needed: ask again")
+    code = Exit.FAILED if overruled or left else Exit.OK
+    return Answer(document=document, view="; ".join(told), code=code)
 
 
 def table_of(moves: list[Move]) -> Table:

@@ -2,7 +2,7 @@
 
 Everything here is a change in the metadata store that the nodes concerned hear of, followed by a
 bounded wait until they have acted on it. If this node ends in between, nothing is half done: a
-topic without records gets them from the oldest node, and the rest of a plan is made anew.
+topic without records gets them from the oldest node, which carries plans of moves out, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.cluster.placement import Move, place, plan_drain, plan_rebalance
+from penstock.cluster.plans import MOVES_MAX
 from penstock.cluster.store import until_won
 from penstock.errors import (
     FailedPrecondition,
@@ -34,15 +35,13 @@ REPLICAS: Final = 3  # of a topic that does not say, if there are as many nodes
 CALL_S_MAX: Final = 2.0
 POLL_S: Final = 0.05
 KNOWN_S_MAX: Final = 5.0  # until every node knows of a change
-MOVE_S_MAX: Final = 3600.0  # for one partition; then its place is given to the next
 REPAIR_S: Final = 5.0  # between looks for topics without records
 log = get_logger(__name__)
 
 
 class Administration:
-    def __init__(self, cluster: Cluster, *, spawn: Callable[..., object]) -> None:
-        self._cluster, self._spawn = cluster, spawn
-        self._moves: dict[Key, tuple[str, ...]] = {}  # that wait for their turn, or are under way
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
 
     # --- topics ---
 
@@ -154,12 +153,12 @@ class Administration:
 
     # --- replica sets ---
 
-    async def rebalance(self, *, dry_run: bool) -> list[dict[str, Any]]:
+    async def rebalance(self, *, dry_run: bool) -> dict[str, Any]:
         records = await self._cluster.records.list()
         moves = plan_rebalance(records, self._cluster.candidates(), policy=self._cluster.policy)
-        return self._begin(moves, records, dry_run=dry_run)
+        return await self._begin(moves, records, dry_run=dry_run)
 
-    async def drain(self, node: str, *, dry_run: bool) -> list[dict[str, Any]]:
+    async def drain(self, node: str, *, dry_run: bool) -> dict[str, Any]:
         """Move everything away from a node, which is given nothing more."""
         records = await self._cluster.records.list()
         known = self._cluster.alive.keys() | {n for r in records.values() for n in r.members}
@@ -168,7 +167,7 @@ class Administration:
         moves = plan_drain(node, records, self._cluster.candidates(), policy=self._cluster.policy)
         if not dry_run and node in self._cluster.alive:
             await self._cluster.ask(node, "replica_drain", draining=True)
-        return self._begin(moves, records, dry_run=dry_run)
+        return await self._begin(moves, records, dry_run=dry_run)
 
     async def remove_replica(self, key: Key, node: str) -> list[str]:
         """Take a replica out of its partition's set without a replacement."""
@@ -189,42 +188,34 @@ class Administration:
 
         return await until_won(swap)
 
-    def _begin(
-        self, moves: list[Move], records: Mapping[Key, PartitionRecord], *, dry_run: bool
-    ) -> list[dict[str, Any]]:
-        if not dry_run and moves:
-            self._moves = {(move.topic, move.partition): move.target for move in moves}
-            self._spawn(self._move_all(self._moves), name="moves")
-        topics = self._cluster.control.topics
+    async def waiting(self) -> list[dict[str, Any]]:
+        """Moves of a plan that have not begun."""
         return [
+            {"topic": self._name(move), "partition": move.partition, "to": list(move.target)}
+            for move in await self._cluster.plans.waiting()
+        ]
+
+    async def _begin(
+        self, moves: list[Move], records: Mapping[Key, PartitionRecord], *, dry_run: bool
+    ) -> dict[str, Any]:
+        """A later plan takes the place of an earlier one; what has begun goes on."""
+        planned = moves[:MOVES_MAX]
+        if not dry_run:  # also without moves: what waits may lead to where it should not any more
+            await self._cluster.plans.replace(planned)
+        told = [
             {
-                "topic": topics[move.topic].name if move.topic in topics else str(move.topic),
+                "topic": self._name(move),
                 "partition": move.partition,
                 "from": list(records[move.topic, move.partition].voters),
                 "to": list(move.target),
             }
-            for move in moves
+            for move in planned
         ]
+        return {"moves": told, "left": len(moves) - len(planned)}
 
-    async def _move_all(self, moves: dict[Key, tuple[str, ...]]) -> None:
-        """Some at a time, as long as no later plan has taken the place of this one."""
-        turns = asyncio.Semaphore(self._cluster.options.moves_max)
-
-        async def move(key: Key, target: tuple[str, ...]) -> None:
-            async with turns:
-                if self._moves is not moves:
-                    return
-                try:
-                    async with asyncio.timeout(MOVE_S_MAX):
-                        await self._cluster.records.set_target(*key, target)
-                        await self._cluster.control.settled(key, target)
-                except (TimeoutError, PenstockError) as error:
-                    log.warning("not moved", topic=key[0], partition=key[1], error=str(error))
-
-        async with asyncio.TaskGroup() as tasks:
-            for key, target in moves.items():
-                tasks.create_task(move(key, target))
-        log.info("moves done", count=len(moves))
+    def _name(self, move: Move) -> str:
+        topics = self._cluster.control.topics
+        return topics[move.topic].name if move.topic in topics else str(move.topic)
 
     # --- looking after ---
 
@@ -232,8 +223,7 @@ class Administration:
         """The oldest node completes what another has left half done."""
         while True:
             await asyncio.sleep(REPAIR_S)
-            ages = self._cluster.members.ages
-            if self._cluster.node != min(ages, key=lambda node: ages[node], default=""):
+            if not self._cluster.is_oldest:
                 continue
             try:
                 await self._complete()

@@ -53,12 +53,18 @@ async def cluster_status(engine: Engine, _: Caller, a: Arguments) -> dict[str, A
 
 @method(RebalanceArguments, audited=True)
 async def cluster_rebalance(engine: Engine, _: Caller, a: RebalanceArguments) -> dict[str, Any]:
-    return {"moves": await _cluster(engine).administration.rebalance(dry_run=a.dry_run)}
+    return await _cluster(engine).administration.rebalance(dry_run=a.dry_run)
 
 
 @method(DrainArguments, audited=True, subject="node")
 async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> dict[str, Any]:
-    return {"moves": await _cluster(engine).administration.drain(a.node, dry_run=a.dry_run)}
+    return await _cluster(engine).administration.drain(a.node, dry_run=a.dry_run)
+
+
+@method(Arguments)
+async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
+    """What waits of the last plan."""
+    return {"moves": await _cluster(engine).administration.waiting()}
 
 
 @method(RemoveReplicaArguments, audited=True)
@@ -118,9 +124,9 @@ async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> 
 
 @method(Arguments, between_nodes=True)
 async def replica_status(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
-    """The partitions that this node coordinates, and how their followers fare."""
+    """The partitions that this node coordinates, how their followers fare, and what it copies."""
     _cluster(engine)
-    return {"partitions": status.coordinated(engine)}
+    return {"partitions": status.coordinated(engine), "copies": status.copies(engine)}
 
 
 @method(DrainingArguments, between_nodes=True)

@@ -12,6 +12,7 @@ import msgspec
 from penstock.cluster.catalog import TOPIC_ID, Catalog
 from penstock.cluster.membership import Membership, NodeInfo
 from penstock.cluster.placement import Candidate, Policy
+from penstock.cluster.plans import Plans
 from penstock.cluster.records import Records
 from penstock.cluster.repeating import repeat
 from penstock.cluster.store import LeasingStore
@@ -56,7 +57,7 @@ class Cluster:
     ) -> None:
         self.node, self.options = info.id, options
         self.catalog, self.records = catalog, Records(store)
-        self.store = store
+        self.plans, self.store = Plans(store), store
         self.members = Membership(store, lease_ttl_s=options.lease_s)
         self.peers = Peers(info.id, connect=connect, spawn=spawn)
         self.uuid = ""  # of its metadata; known once this node has joined
@@ -152,6 +153,12 @@ class Cluster:
     @property
     def policy(self) -> Policy:
         return Policy(self.options.policy)
+
+    @property
+    def is_oldest(self) -> bool:
+        """Whether this node looks after what one node is enough for."""
+        ages = self.members.ages
+        return self.node == min(ages, key=lambda node: ages[node], default="")
 
     def candidates(self) -> list[Candidate]:
         """Nodes that replicas may be placed on."""

@@ -195,13 +195,6 @@ class ClusterControl:
             else:
                 self._waiters.pop(key, None)
 
-    async def settled(self, key: Key, target: tuple[str, ...]) -> None:
-        """Until the replicas are where they were told to go, or are told something else."""
-        while (held := self.records.get(key)) is not None:
-            if held.record.target != target and not held.record.joint:
-                return
-            await self.changed(key)
-
     def wake(self, keys: Mapping[Key, Held] | None = None) -> None:
         """Whoever waits for a change looks again."""
         for key in list(self._waiters) if keys is None else keys:

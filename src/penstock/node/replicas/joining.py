@@ -27,6 +27,7 @@ from penstock.node.replicas.administration import Administration
 from penstock.node.replicas.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.replicas.control import Held
 from penstock.node.replicas.host import Host
+from penstock.node.replicas.moving import Moving
 from penstock.node.replicas.pacing import Pace
 from penstock.node.replicas.peers import Connect
 from penstock.node.replicas.ports import Key
@@ -109,7 +110,7 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
         return await dispatch_call(engine, Caller(None, 0, peer=True), method, dict(arguments))
 
     cluster.call_self = call_self
-    cluster.administration = Administration(cluster, spawn=engine.spawn)
+    cluster.administration = Administration(cluster)
     engine.nodes = engine.cluster = cluster
     return cluster
 
@@ -124,6 +125,7 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     await cluster.start(_info(engine, port=port))
     for name, work in (
         ("administration", cluster.administration.run),
+        ("moves", Moving(cluster).run),
         ("returning", Returning(cluster, engine.hosts).run),
     ):
         trouble = f"{name} failed and begins anew"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.model.version import __version__
@@ -48,6 +49,11 @@ async def cluster_status(engine: Engine) -> dict[str, Any]:
         for answer in told.values()
         for part in answer["partitions"]
     }
+    copies = {
+        (copy["topic"], copy["partition"], node): copy["sequence"]
+        for node, answer in told.items()
+        for copy in answer["copies"]
+    }
     return {
         "cluster": cluster.options.name,
         "node": cluster.node,
@@ -59,7 +65,7 @@ async def cluster_status(engine: Engine) -> dict[str, Any]:
         },
         "nodes": _nodes(cluster),
         "partitions": [
-            _partition(cluster, key, served.get(key))
+            _partition(cluster, key, served.get(key), copies)
             for key in sorted(cluster.control.records)
             if key[0] in cluster.control.topics
         ],
@@ -130,7 +136,12 @@ def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
     return nodes
 
 
-def _partition(cluster: Cluster, key: Key, served: dict[str, Any] | None) -> dict[str, Any]:
+def _partition(
+    cluster: Cluster,
+    key: Key,
+    served: dict[str, Any] | None,
+    copies: Mapping[tuple[int, int, str], int],
+) -> dict[str, Any]:
     record = cluster.control.records[key].record
     state = "serving"
     if served is None:
@@ -148,6 +159,10 @@ def _partition(cluster: Cluster, key: Key, served: dict[str, Any] | None) -> dic
         "learners": list(record.learners),
         "target": list(record.target),
         **known,
+        "followers": [
+            {**follower, "copying": copies.get((*key, follower["node"]))}
+            for follower in known["followers"]
+        ],
     }
 
 
@@ -166,6 +181,15 @@ def coordinated(engine: Engine) -> list[dict[str, Any]]:
         }
         for key, host in engine.hosts.items()
         if host.partition is not None and (coordinator := host.replica.coordinator) is not None
+    ]
+
+
+def copies(engine: Engine) -> list[dict[str, Any]]:
+    """Replicas here that take a copy, as their logs are too far behind; how far they have come."""
+    return [
+        {"topic": key[0], "partition": key[1], "sequence": host.log.sequence_last}
+        for key, host in engine.hosts.items()
+        if host.following.copying
     ]
 
 

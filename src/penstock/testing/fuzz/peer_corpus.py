@@ -121,6 +121,7 @@ class PeerCorpus:
                 ("cluster_status", {}),
                 ("routes", {"topic": QUEUE}),
                 ("cluster_rebalance", {"dry_run": True}),
+                ("cluster_moves", {}),
             )
         )
         return Sent(FrameType.SUBSCRIBE, WANTED, number, Call(method, arguments))

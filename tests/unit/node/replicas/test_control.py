@@ -348,18 +348,3 @@ async def test_what_a_store_has_lost_is_kept(scene: Scene) -> None:
         while scene.local.topics != ["jobs", "later"]:
             await asyncio.sleep(0.01)
     assert scene.local.dropped == [] and scene.control.records[KEY].record == OURS
-
-
-async def test_a_move_is_over_when_its_target_is_cleared(scene: Scene) -> None:
-    await scene.start(OURS)
-    revision = scene.control.records[KEY].revision
-    target = ("b", "c", "d")
-    wanted = msgspec.structs.replace(OURS, target=target)
-    scene.control.on_record(KEY, Held(wanted, revision + 1))
-    moving = asyncio.ensure_future(scene.control.settled(KEY, target))
-    joint = msgspec.structs.replace(wanted, joint=target, target=())
-    scene.control.on_record(KEY, Held(joint, revision + 2))
-    await asyncio.sleep(0)
-    assert not moving.done()
-    scene.control.on_record(KEY, Held(PartitionRecord(voters=target), revision + 3))
-    await asyncio.wait_for(moving, 60)
