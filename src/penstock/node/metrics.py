@@ -144,7 +144,7 @@ class Metrics(Collector):
         self._stream_warnings = Counter(
             "penstock_follower_warnings",
             "Followers that ran low on credit, out of it, or fell behind, by what happened.",
-            ["topic", "what"],
+            ["topic", "partition", "follower", "what"],
         )
 
     def _make_live_instruments(self) -> None:
@@ -267,9 +267,9 @@ class Metrics(Collector):
     def truncated(self, topic: str, entries: int) -> None:
         self._truncated.add((topic,), entries)
 
-    def stream_warned(self, topic: str, what: str) -> None:
+    def stream_warned(self, topic: str, partition: int, follower: str, what: str) -> None:
         """`what` is one of credit_low, credit_exhausted, lagging, resumed."""
-        self._stream_warnings.add((topic, what))
+        self._stream_warnings.add((topic, str(partition), follower, what))
 
     def live_released(self, topic: str, count: int, seconds: float) -> None:
         self._live_push.observe((topic,), seconds, count)

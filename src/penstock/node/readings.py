@@ -9,6 +9,7 @@ from penstock.node.replica_metrics import FollowerReading, ReplicaReading
 from penstock.node.replicas.host import Host
 from penstock.node.topic import Topic
 from penstock.replication.coordinator import Coordinator
+from penstock.replication.standing import Standing
 
 
 def node_reading(engine: Engine) -> NodeReading:
@@ -77,12 +78,21 @@ def replica_reading(host: Host) -> ReplicaReading:
 def _followers(coordinator: Coordinator) -> tuple[FollowerReading, ...]:
     """Every other member: one that is away is what an alert is for."""
     return tuple(
-        FollowerReading(
-            node=standing.node,
-            lag=standing.lag,
-            credit=standing.credit_share,
-            lagging=standing.lagging,
-            learner=not coordinator.record.is_voter(standing.node),
-        )
+        _follower(standing, learner=not coordinator.record.is_voter(standing.node))
         for standing in coordinator.standings()
+    )
+
+
+def _follower(standing: Standing, *, learner: bool) -> FollowerReading:
+    credit = standing.credit
+    return FollowerReading(
+        node=standing.node,
+        lag=standing.lag,
+        credit=standing.credit_share,
+        credit_entries=credit.entries if credit else 0,
+        credit_entries_max=credit.entries_window if credit else 0,
+        credit_bytes=credit.bytes if credit else 0,
+        credit_bytes_max=credit.bytes_window if credit else 0,
+        lagging=standing.lagging,
+        learner=learner,
     )

@@ -14,6 +14,10 @@ class FollowerReading(NamedTuple):
     node: str
     lag: int = 0  # entries that it does not hold durably
     credit: float = 1.0  # left, as a share of its window; 0: none, or no stream to it
+    credit_entries: int = 0  # the balance, and the window that it is of
+    credit_entries_max: int = 0
+    credit_bytes: int = 0
+    credit_bytes_max: int = 0
     lagging: bool = False
     learner: bool = False
 
@@ -42,6 +46,10 @@ _REPLICA_GAUGES: Final = (
 _FOLLOWER_GAUGES: Final = (
     ("penstock_follower_lag_entries", "Entries that a follower does not hold yet.", "lag"),
     ("penstock_follower_credit_ratio", "Credit left to a follower, of its window.", "credit"),
+    ("penstock_follower_credit_entries", "Entries that a follower may be sent.", "credit_entries"),
+    ("penstock_follower_credit_entries_max", "Its window in entries.", "credit_entries_max"),
+    ("penstock_follower_credit_bytes", "Bytes that a follower may be sent.", "credit_bytes"),
+    ("penstock_follower_credit_bytes_max", "Its window in bytes.", "credit_bytes_max"),
     ("penstock_follower_lagging", "1: without credit for longer than allowed.", "lagging"),
     ("penstock_follower_learner", "1: it copies, and does not count.", "learner"),
 )

@@ -32,14 +32,20 @@ def follower(host: Host, node: str) -> FollowerReading:
 async def test_a_follower_that_is_away_has_no_credit_and_lags_in_time(cluster: Cluster) -> None:
     leader = await cluster.serving()
     await cluster.at_rest()
-    assert follower(leader, "c") == FollowerReading("c", lag=0, credit=1.0)
+    options = cluster.options
+    well = FollowerReading(
+        "c", lag=0, credit=1.0, credit_entries=options.credit_entries,
+        credit_entries_max=options.credit_entries, credit_bytes=options.credit_bytes,
+        credit_bytes_max=options.credit_bytes,
+    )  # fmt: skip
+    assert follower(leader, "c") == well
     cluster.isolate("c")
     await put(leader, [b"one", b"two"])
     assert follower(leader, "c") == FollowerReading("c", lag=2, credit=0.0)
     await cluster.until(lambda: follower(leader, "c").lagging)
     assert not follower(leader, "b").lagging
     cluster.heal("c")
-    await cluster.until(lambda: follower(leader, "c") == FollowerReading("c", lag=0, credit=1.0))
+    await cluster.until(lambda: follower(leader, "c") == well)
 
 
 async def test_who_only_learns_is_told_from_who_counts(cluster: Cluster) -> None:

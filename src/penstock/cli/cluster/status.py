@@ -51,7 +51,7 @@ def warnings(status: Status) -> list[str]:
     )
     if lagging:
         more = f" and {len(lagging) - 3} more" if len(lagging) > 3 else ""
-        found.append(f"lagging for over a minute: {', '.join(lagging[:3])}{more}")
+        found.append(f"lagging: {', '.join(lagging[:3])}{more}")
     moving = sum(1 for part in status["partitions"] if under_way(part))
     if moving:
         found.append(f"on the move: {moving} of {len(status['partitions'])} partitions")

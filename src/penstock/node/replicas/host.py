@@ -338,7 +338,9 @@ class Host:
         self.tenure.snapshot = replayed.snapshot
 
     def _warn(self, effect: do.Warn) -> None:
-        self.around.metrics.stream_warned(self.topic.config.name, effect.what)
+        self.around.metrics.stream_warned(
+            self.topic.config.name, self.index, effect.node, effect.what
+        )
         level = log.info if effect.what == "resumed" else log.warning
         if effect.what in _OF_CREDIT and not self._credit_is_news(effect):
             level = log.debug
