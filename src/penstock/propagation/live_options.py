@@ -14,7 +14,7 @@ class LiveOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How released deltas are pushed, and to which sinks of the node itself."""
 
     idle_s: float = 60.0  # that a partition stays folded after its last subscriber has left
-    subscriptions_max: int = 1000  # of one topic on this node
+    subscriptions_max: int = 1000  # of one topic's partitions here; sinks of the node not counted
     outbox_entries: int = 10_000  # released for a subscriber and not sent; more: it reads the log
     outbox_bytes: int = 8 << 20
     ingest_max: int = CAPACITY  # deltas of one topic that wait to be written; more are refused

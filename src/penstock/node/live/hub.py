@@ -208,7 +208,9 @@ class Hub:
 
     @property
     def subscribers(self) -> int:
-        return sum(len(live.subscriptions) for live in self.partitions.values())
+        """Subscriptions of clients, one for each partition; the node's own sinks are not asked."""
+        found = (s for live in self.partitions.values() for s in live.subscriptions)
+        return sum(not subscription.terms.hosted for subscription in found)
 
     # --- which partitions this node serves ---
 

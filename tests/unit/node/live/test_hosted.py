@@ -26,7 +26,7 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.config import Config
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, LimitExceeded
 from penstock.model.delta_log import deltas_of
 from penstock.node.live.hosted import HostedSink
 from penstock.propagation.live_options import LiveOptions
@@ -46,7 +46,8 @@ class Hosting(Node):
             "backoff_s_base": 0.001, "backoff_s_cap": 0.01, "breaker_open_s": 0.05, "batch_ms": 0,
             **table,
         }  # fmt: skip
-        super().__init__(path, Config(data=path, drain_s=5.0, live=LiveOptions(sink=(sink,))))
+        live = LiveOptions(sink=(sink,), subscriptions_max=2)
+        super().__init__(path, Config(data=path, drain_s=5.0, live=live))
 
     @property
     def sink(self) -> Any:
@@ -80,6 +81,14 @@ async def node(tmp_path: Path) -> AsyncIterator[Hosting]:
     node = await hosting(tmp_path / "data")
     yield node
     await node.stop()
+
+
+async def test_a_sink_of_the_node_takes_no_subscribers_place(node: Hosting) -> None:
+    await until(lambda: node.hosted.readings())
+    await subscribe(node)
+    await subscribe(node)
+    with pytest.raises(LimitExceeded):
+        await subscribe(node)
 
 
 async def test_a_sink_gets_every_release_in_order(node: Hosting) -> None:
