@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ulid import ULID
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.node.topic import Topic
 
 __all__ = ["committed", "enqueue_atomically", "resolve_in_doubt"]
+HOMES_MAX: Final = 16  # asked at the same time
 log = get_logger(__name__)
 
 
@@ -141,18 +142,50 @@ async def _abort(topic: Topic, home: int, participants: list[int], transaction: 
 
 
 async def resolve_in_doubt(topic: Topic, *, older_ms: int | None = None) -> int:
-    """Give what is prepared here, for that long at least, the decision of its home partition."""
-    resolved = 0
-    for partition in list(topic.local):
-        for transaction, prepared in list(partition.heap.prepared.items()):
-            if older_ms is not None and prepared.time_ms > partition.now_ms() - older_ms:
-                continue
-            decision = await _outcome(topic, prepared.home, transaction)
-            if partition.journal.failed is None and transaction in partition.heap.prepared:
-                append_decision(partition, transaction, commit=decision)
-            topic.wake()
-            resolved += 1
-    return resolved
+    """Give what is prepared here, for that long at least, the decision of its home partition.
+
+    Homes are asked side by side, and each fails by itself: what one of them cannot answer now must
+    not keep the batches of others invisible. Returns how many were resolved.
+    """
+    slots = asyncio.Semaphore(HOMES_MAX)
+
+    async def ask(home: int, doubts: list[tuple[Partition, bytes]]) -> int:
+        async with slots:
+            return await _resolve_of(topic, home, doubts)
+
+    async with asyncio.TaskGroup() as group:
+        asking = [
+            group.create_task(ask(home, doubts))
+            for home, doubts in _in_doubt(topic, older_ms).items()
+        ]
+    return sum(task.result() for task in asking)
+
+
+def _in_doubt(topic: Topic, older_ms: int | None) -> dict[int, list[tuple[Partition, bytes]]]:
+    """What is prepared in the partitions served here, by home."""
+    found: dict[int, list[tuple[Partition, bytes]]] = {}
+    for partition in topic.local:
+        for transaction, prepared in partition.heap.prepared.items():
+            if older_ms is None or prepared.time_ms <= partition.now_ms() - older_ms:
+                found.setdefault(prepared.home, []).append((partition, transaction))
+    return found
+
+
+async def _resolve_of(topic: Topic, home: int, doubts: list[tuple[Partition, bytes]]) -> int:
+    """Ask one home, as long as it answers; returns how many batches it told of."""
+    for resolved, (partition, transaction) in enumerate(doubts):
+        try:
+            decision = await _outcome(topic, home, transaction)
+        except PenstockError as error:
+            log.warning(
+                "still in doubt", topic=topic.config.name, home=home,
+                count=len(doubts) - resolved, error=error.message,
+            )  # fmt: skip
+            return resolved
+        if partition.journal.failed is None and transaction in partition.heap.prepared:
+            append_decision(partition, transaction, commit=decision)
+        topic.wake()
+    return len(doubts)
 
 
 async def _outcome(topic: Topic, home: int, transaction: bytes) -> bool:

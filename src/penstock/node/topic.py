@@ -26,7 +26,6 @@ from penstock.node.atomic import resolve_in_doubt
 from penstock.node.clock import Alarm, Clock, Timer
 from penstock.node.delivering import Deliveries
 from penstock.node.dispatching import Dispatch
-from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.partition import Partition
 from penstock.node.routing.demands import Demand
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
 DOUBT_PAUSE_MS: Final = 500  # before the next question, at least
-log = get_logger(__name__)
 
 
 class Topic:
@@ -403,8 +401,6 @@ class Topic:
     async def _resolve(self) -> None:
         try:
             await resolve_in_doubt(self, older_ms=IN_DOUBT_MS)
-        except PenstockError as error:
-            log.warning("still in doubt", topic=self.config.name, error=error.message)
         finally:
             self._doubt = None
             self._armed_for = []

@@ -22,7 +22,8 @@ from penstock.wire.messages import Call, Enqueue, Forwarded, Part, pack
 if TYPE_CHECKING:
     from penstock.node.topic import Topic
 
-DECIDE_S: Final = 10.0  # that a decision is asked for; the coordinator may change meanwhile
+DECIDE_S: Final = 10.0  # that a decision is tried; the home's coordinator may change meanwhile
+ASK_S: Final = 2.0  # that it is asked for: who is in doubt asks again
 
 Here = Callable[[Partition], Awaitable[bool]]
 
@@ -58,12 +59,14 @@ async def decide_at(
     topic: Topic, home: int, transaction: bytes, *, commit: bool, here: Here
 ) -> bool:
     """The decision that holds, committed in the home partition."""
-    return await _ask_home(topic, home, "transaction_decide", here, transaction, commit=commit)
+    return await _ask_home(
+        topic, home, "transaction_decide", here, transaction, within_s=DECIDE_S, commit=commit
+    )
 
 
 async def outcome_at(topic: Topic, home: int, transaction: bytes, *, here: Here) -> bool:
     """The decision, made now if there was none."""
-    return await _ask_home(topic, home, "transaction_outcome", here, transaction)
+    return await _ask_home(topic, home, "transaction_outcome", here, transaction, within_s=ASK_S)
 
 
 async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool) -> None:
@@ -79,8 +82,9 @@ async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool
 
 
 async def _ask_home(
-    topic: Topic, home: int, method: str, here: Here, transaction: bytes, **arguments: Any
-) -> bool:
+    topic: Topic, home: int, method: str, here: Here, transaction: bytes, *, within_s: float,
+    **arguments: Any,
+) -> bool:  # fmt: skip
     async def away(peer: PeerConnection) -> bool:
         answer = await _call(peer, method, topic, home, transaction, **arguments)
         if not isinstance(answer.get("commit"), bool):
@@ -88,7 +92,7 @@ async def _ask_home(
         return bool(answer["commit"])
 
     return await topic.router.at(
-        topic.key(home), here=here, away=away, repeat=True, within_s=DECIDE_S
+        topic.key(home), here=here, away=away, repeat=True, within_s=within_s
     )
 
 

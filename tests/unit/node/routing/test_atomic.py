@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, Enqueue, unpack
 
 
-async def put_all(cluster: Cluster, name: str = "a", sequence: int = 1, partitions: int = 3) -> Any:
+async def put_all(
+    cluster: Cluster, name: str = "a", sequence: int = 1, partitions: Sequence[int] = (0, 1, 2)
+) -> Any:
     """One entry for each partition, all or none."""
     parts = [
-        (i, 1, body([{"payload": b"%d" % i}], producer=(f"p{i}", 1, sequence)))
-        for i in range(partitions)
+        (i, 1, body([{"payload": b"%d" % i}], producer=(f"p{i}", 1, sequence))) for i in partitions
     ]
     return await cluster[name].connection.enqueue("jobs", parts, atomic=True)
 
@@ -147,6 +149,31 @@ async def test_a_batch_whose_driver_died_is_decided_against(cluster: Cluster, ho
         await task
     await put_all(cluster, "a")
     assert ready(cluster) == [1, 1, 1]
+
+
+async def test_a_home_that_is_away_keeps_nobody_else_in_doubt(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches are decided for, each in a home of its own, and c has heard of neither."""
+    monkeypatch.setattr("penstock.node.routing.transactions.ASK_S", 60.0)
+    await cluster.topic("jobs", "abc")
+    for sequence, home in ((1, 0), (2, 1)):
+        Saboteur(cluster, "a", "c", "apply", heard=False)
+        await put_all(cluster, sequence=sequence, partitions=(home, 2))
+        async with asyncio.timeout(60):
+            while "c" not in cluster.views["a"].peers:
+                await asyncio.sleep(0.005)
+    partition = cluster["c"].engine.topic("jobs").here(2)
+    assert [t.home for t in partition.heap.prepared.values()] == [0, 1]
+    cluster.give("jobs", 0, "")
+    async with asyncio.timeout(20):  # the home that is away is asked for longer than that
+        while len(partition.heap.prepared) > 1:
+            cluster["c"].clock.advance(6)
+            await asyncio.sleep(0.01)
+    assert partition.heap.ready == 1
+    cluster.give("jobs", 0, "a")
+    await doubts_resolved(cluster)
+    assert partition.heap.ready == 2
 
 
 class Silent:
