@@ -26,12 +26,14 @@ from hypothesis.stateful import (
 
 from penstock.errors import StaleProducer
 from penstock.heap import Heap
+from penstock.heap.transactions import ABORTED_MS, Place, pack_places
 from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
 from penstock.model.topic import Mode, TopicConfig, topic_config
 
 EXAMPLES = 40
 DEDUP_MS = 60_000
 WORST = (1 << 63) - 1
+PLACE = pack_places([Place(1, 5)])  # another partition's share of an atomic batch
 
 
 @dataclass
@@ -67,7 +69,8 @@ class Model:
     producers: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # epoch, last time
     placed: dict[tuple[bytes, int, int], tuple[int, int]] = field(default_factory=dict)
     prepared: dict[bytes, list[int]] = field(default_factory=dict)
-    decided: dict[bytes, bool] = field(default_factory=dict)
+    decided: dict[bytes, tuple[bool, int]] = field(default_factory=dict)  # outcome, its time
+    unconfirmed: set[bytes] = field(default_factory=set)  # decided for, others may ask
 
     def key(self, message: Message) -> tuple[int, int]:
         key = message.priority if self.config.mode is Mode.MIN else ~message.priority
@@ -104,6 +107,9 @@ entries = st.lists(entry, min_size=1, max_size=12)
 picks = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=8)
 
 
+names = st.sampled_from([b"tx%d" % i for i in range(6)])
+
+
 class HeapMachine(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(Mode),
@@ -118,10 +124,15 @@ class HeapMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.first_config = config
         self.model = Model(config)
-        self.heap = Heap(config, partition=3)
+        self.heap = self.forgetful(Heap(config, partition=3))
         self.log: list[Batch] = []
         self.now = 1_700_000_000_000
         self.write(Kind.SNAPSHOT_MARK, skip, {"through": [0]})
+
+    @staticmethod
+    def forgetful(heap: Heap) -> Heap:
+        heap.transactions.decided_max = 1
+        return heap
 
     # --- the log ---
 
@@ -168,7 +179,7 @@ class HeapMachine(RuleBasedStateMachine):
         producer=st.sampled_from([b"a", b"b"]),
         epoch=st.integers(1, 2),
         first=st.integers(0, 20),
-        transaction=st.sampled_from([None, None, b"tx1", b"tx2"]),
+        transaction=st.one_of(st.none(), names),
     )
     def enqueue_once(
         self, rows: list[Any], producer: bytes, epoch: int, first: int, transaction: bytes | None
@@ -218,7 +229,7 @@ class HeapMachine(RuleBasedStateMachine):
         for i, sequence in zip(fresh, sequences, strict=True):
             self.model.placed[producer, epoch, first + i] = (sequence, self.now)
         if transaction in self.model.decided:
-            self.conclude(transaction, self.model.decided[transaction])
+            self.conclude(transaction, self.model.decided[transaction][0])
 
     def body(self, rows: list[Any], producer: bytes, epoch: int, first: int) -> bytes:
         runs = {
@@ -227,13 +238,37 @@ class HeapMachine(RuleBasedStateMachine):
         }  # fmt: skip
         return SCHEMAS[Kind.ENQ].encode(len(rows), self.columns_of(rows) | runs, runs=1)
 
-    @rule(transaction=st.sampled_from([b"tx1", b"tx2"]), commit=st.booleans())
-    def decide(self, transaction: bytes, commit: bool) -> None:
-        self.write(Kind.DECIDE, 1, {"transaction": [transaction], "commit": [int(commit)]})
+    @rule(transaction=names, commit=st.booleans(), others=st.sampled_from([b"", PLACE, PLACE * 2]))
+    def decide(self, transaction: bytes, commit: bool, others: bytes) -> None:
+        values = {"transaction": [transaction], "commit": [int(commit)], "participants": [others]}
+        self.write(Kind.DECIDE, 1, values)
         if transaction not in self.model.decided:
-            self.model.decided[transaction] = commit
+            self.model.decided[transaction] = (commit, self.now)
+            if commit and others:
+                self.model.unconfirmed.add(transaction)
             self.conclude(transaction, commit)
-        assert self.heap.decision(transaction) is self.model.decided[transaction]
+        assert self.heap.decision(transaction) is self.model.decided[transaction][0]
+        self.forget()
+
+    @precondition(lambda self: self.model.unconfirmed)
+    @rule(picked=picks, stranger=st.booleans())
+    def confirm(self, picked: list[int], stranger: bool) -> None:
+        kept = sorted(self.model.unconfirmed)
+        some = list(dict.fromkeys(kept[p % len(kept)] for p in picked)) + [b"?"] * stranger
+        self.write(Kind.DECIDE, len(some), {"transaction": some, "commit": [2] * len(some)})
+        self.model.unconfirmed -= set(some)
+        assert self.heap.decision(b"?") is None
+        self.forget()
+
+    def forget(self) -> None:
+        """Which outcomes the heap gives up is its own affair, as long as nobody can miss them."""
+        known = {name for name in self.model.decided if self.heap.decision(name) is not None}
+        for name in self.model.decided.keys() - known:
+            commit, time_ms = self.model.decided.pop(name)
+            assert name not in self.model.unconfirmed, "somebody may still ask for a commit"
+            assert commit or time_ms <= self.now - ABORTED_MS, "a driver may still come"
+        rest = [n for n, (commit, _) in self.model.decided.items() if commit]
+        assert len(set(rest) - self.model.unconfirmed) <= 1
 
     def conclude(self, transaction: bytes, commit: bool) -> None:
         sequences = self.model.prepared.pop(transaction, [])
@@ -445,7 +480,7 @@ class HeapMachine(RuleBasedStateMachine):
     @rule()
     def restart_from_snapshot(self) -> None:
         data = b"".join(self.heap.snapshot())
-        restored = Heap.restore(self.first_config, data, partition=3)
+        restored = self.forgetful(Heap.restore(self.first_config, data, partition=3))
         assert b"".join(restored.snapshot()) == data
         assert restored.digest() == self.heap.digest()
         self.heap = restored
@@ -465,6 +500,9 @@ class HeapMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         heap, model = self.heap, self.model
         heap.validate()
+        assert heap.transactions.unconfirmed.keys() == model.unconfirmed
+        for name, (commit, _) in model.decided.items():
+            assert heap.decision(name) is commit
         assert heap.ready + heap.delayed == model.count("waiting")
         assert (heap.leased, heap.dead) == (model.count("leased"), model.count("dead"))
         assert heap.alive(1, heap.sequence_applied).tolist() == sorted(model.messages)
@@ -506,7 +544,7 @@ class HeapMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "heap"):
             return
-        replica = Heap(self.first_config, partition=3)
+        replica = self.forgetful(Heap(self.first_config, partition=3))
         for batch in self.log:
             replica.apply(batch, batch.columns(), 0)
         replica.validate()

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.heap import spine
+from penstock.heap import spine, transactions
 from penstock.heap.leases import LeaseBook
 from penstock.heap.state import HeapState
+from penstock.heap.transactions import Transactions
 from penstock.replication import assignment, rules, sender
 from penstock.replication.coordinator import Coordinator
 from penstock.replication.facts import LogFacts
@@ -153,6 +154,22 @@ def participants_decide_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tenure, "_resolve", resolve)
 
 
+def commits_are_forgotten_by_count(patch: pytest.MonkeyPatch) -> None:
+    """A home does not care who may still ask for what it has decided for."""
+    original = Transactions.decide
+
+    def decide(self: Transactions, name: bytes, decision: int, time_ms: int, _: Any = ()) -> Any:
+        return original(self, name, decision, time_ms)
+
+    patch.setattr(Transactions, "decide", decide)
+
+
+def late_drivers_are_believed(patch: pytest.MonkeyPatch) -> None:
+    """A home forgets that it decided against, and decides again."""
+    patch.setattr(transactions, "ABORTED_MS", 0)
+    patch.setattr(Transactions, "may_commit", lambda self, transaction, *, own: True)
+
+
 def used_up_lists_are_passed(patch: pytest.MonkeyPatch) -> None:
     """A partition whose candidates are all taken is left out, though it has more."""
 
@@ -201,6 +218,8 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (truncation_forgets_too_much, "crashes"),
         (retries_are_written_again, "network"),
         (participants_decide_alone, "crashes"),
+        (commits_are_forgotten_by_count, "calm"),
+        (late_drivers_are_believed, "calm"),
         (used_up_lists_are_passed, "calm"),
         (returned_ones_are_not_indexed, "calm"),
         (neighbours_are_mixed_up, "calm"),

@@ -11,7 +11,7 @@ from penstock.errors import Corruption, InvalidArgument, StaleProducer
 from penstock.heap.state import Applied, HeapState
 from penstock.heap.states import State
 from penstock.heap.table import Sequences
-from penstock.heap.transactions import ProducerRun, Share
+from penstock.heap.transactions import ProducerRun, Share, unpack_places
 from penstock.model.batch import Batch
 from penstock.model.columns import Columns
 from penstock.model.topic import TopicKind
@@ -165,10 +165,14 @@ def on_decide(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     names = columns.binary("transaction")
     if names is None:
         raise Corruption("a DECIDE names no transaction")
-    for name, commit in zip(names, columns.fixed("commit").tolist(), strict=True):
-        transaction = heap.transactions.decide(name, bool(commit), batch.time_ms)
+    participants = columns.binary("participants") or [b""] * columns.count
+    rows = zip(names, columns.fixed("commit").tolist(), participants, strict=True)
+    for name, decision, places in rows:
+        transaction = heap.transactions.decide(
+            name, decision, batch.time_ms, unpack_places(places)
+        )  # fmt: skip
         for share in transaction.shares if transaction is not None else ():
-            applied = _conclude(heap, share, batch.time_ms, commit=bool(commit))
+            applied = _conclude(heap, share, batch.time_ms, commit=bool(decision))
             total.enqueued += applied.enqueued
             total.woke += applied.woke
     return total

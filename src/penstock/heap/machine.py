@@ -306,7 +306,7 @@ class Heap(HeapState):
         assert len(np.unique(leased)) == len(leased) == self.leased, "a message has two leases"
         prepared = sum(t.count for t in self.prepared.values())
         assert prepared == self.table.counts[State.PREPARED], "a prepared message is orphaned"
-        assert not self.transactions.prepared.keys() & self.transactions.decided.keys()
+        self.transactions.validate()
         dead = set(self.table.all_in(frozenset({State.DEAD})).tolist())
         assert self.details.keys() <= dead, "a detail outlived its dead letter"
         assert len(self.table.counts) == STATES

@@ -25,7 +25,6 @@ from penstock.heap.leases import LeaseBook, LeaseRun
 from penstock.heap.ordering import Ordering
 from penstock.heap.states import ALIVE, State
 from penstock.heap.table import MessageTable
-from penstock.heap.transactions import Transactions
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.heap.state import HeapState
 
 VERSION: Final = 1
+UNCONFIRMED: Final = 2  # the version of a state with commits that participants may ask for
 _PREFIX: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"PSH1"
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -54,8 +54,8 @@ def load(heap: HeapState, data: Buffer) -> None:
     """Fill an empty heap."""
     view = memoryview(data)
     head, at = _read_head(view)
-    if head["version"] != VERSION:
-        raise Corruption(f"snapshot version {head['version']} is not {VERSION}")
+    if head["version"] not in (VERSION, UNCONFIRMED):
+        raise Corruption(f"snapshot version {head['version']} is not known")
     config: TopicConfig = msgspec.convert(head["config"], TopicConfig)
     if (config.id, head["partition"]) != (heap.config.id, heap.partition):
         raise Corruption("a snapshot belongs to another partition")
@@ -64,7 +64,7 @@ def load(heap: HeapState, data: Buffer) -> None:
     heap.sequence_enqueued = head["sequence_enqueued"]
     heap.time_ms = head["time_ms"]
     heap.dedup = Dedup.load(head["dedup"])
-    heap.transactions = Transactions.load(head["transactions"])
+    heap.transactions.load(head["transactions"])
     heap.details = dict(head["details"])
     heap.leases = _load_leases(head["leases"])
     _fill_table(heap.table, _read_columns(view, at, head["messages"]))
@@ -89,7 +89,7 @@ def digest(heap: HeapState) -> int:
 
 def _head(heap: HeapState, messages: int) -> dict[str, Any]:
     return {
-        "version": VERSION,
+        "version": UNCONFIRMED if heap.transactions.unconfirmed else VERSION,
         "config": msgspec.to_builtins(heap.config),
         "partition": heap.partition,
         "sequence_applied": heap.sequence_applied,

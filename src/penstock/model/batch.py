@@ -132,7 +132,16 @@ SCHEMAS: Final[dict[Kind, Schema]] = {
             Column("home", "uint32", Domain.SCALAR),  # the partition that holds the decision
         ),
     ),
-    Kind.DECIDE: Schema(1, (Column("transaction", "binary"), Column("commit", "uint8"))),
+    Kind.DECIDE: Schema(
+        2,
+        (
+            Column("transaction", "binary"),
+            Column("commit", "uint8"),  # a Decision
+            # Of a home that decides for: where the other shares lie, u32 partition and u64 sequence
+            # each. Since version 2.
+            Column("participants", "binary"),
+        ),
+    ),
     Kind.CONFIG: Schema(1, (Column("config", "binary", Domain.SCALAR),)),
     Kind.SNAPSHOT_MARK: Schema(1, (Column("through", "uint64", Domain.SCALAR),)),
 }
@@ -142,6 +151,12 @@ SCHEMAS: Final[dict[Kind, Schema]] = {
 _KINDS: Final = tuple(Kind)
 _CODECS: Final = tuple(Codec)
 _FLAGS: Final = (BatchFlag.NONE, BatchFlag.COMPACTED)
+
+
+class Decision(IntEnum):
+    ABORT = 0
+    COMMIT = 1
+    CONFIRMED = 2  # all participants have the commit: it need not be kept for them
 
 
 class DeadReason(IntEnum):

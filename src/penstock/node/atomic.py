@@ -9,7 +9,8 @@ driver may be any node, and so may the partitions' coordinators; each of them ma
 - A PREPARE is sent once. If nobody knows whether it was written, the batch is decided against, and
   a PREPARE that comes later than that is resolved by its coordinator.
 - A decision may be sent again and again: the first one in the home's log holds, and is the answer.
-- The other participants get a copy. Should it be lost, they ask, as after a restart.
+- The other participants get a copy. Should it be lost, they ask, as after a restart. The home keeps
+  what it decided for until all of them have it (`confirming`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import TYPE_CHECKING, Final
 from ulid import ULID
 
 from penstock.errors import BatchAborted, PenstockError
+from penstock.heap.transactions import Place
 from penstock.log.crash import crash_point
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition
 from penstock.node.preparing import (
     Prepared,
     Staged,
-    append_decision,
+    apply_here,
     committed,
     decide_here,
     outcome_here,
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from penstock.node.topic import Topic
 
 __all__ = ["committed", "enqueue_atomically", "resolve_in_doubt"]
+# That a batch may be prepared for before it is decided for. A home keeps its aborts for longer
+# (`heap.transactions.ABORTED_MS`), so a driver that is late finds them.
+COMMIT_S: Final = 60.0
 HOMES_MAX: Final = 16  # asked at the same time
 log = get_logger(__name__)
 
@@ -50,22 +55,39 @@ async def enqueue_atomically(
 ) -> None:
     """Write all parts or none; each part's request is answered."""
     transaction = ULID().bytes
-    home = parts[0][0].index
+    home = choose_home([port.index for port, _ in parts], transaction)
+    late = asyncio.get_running_loop().time() + COMMIT_S
     try:
         prepared = await _prepare_all(topic, parts, transaction, home)
         crash_point("node.atomic.prepared")
-        written = [p.partition for p in prepared if p.written]
-        if written:
-            if not await _decide(topic, home, transaction, commit=True):
-                raise BatchAborted("another decision came first")
-            crash_point("node.atomic.decided")
-            await _tell(topic, [i for i in written if i != home], transaction, commit=True)
+        places = [place for part in prepared for place in part.places]
+        if places:
+            await _commit(topic, home, transaction, places, late=late)
     except PenstockError as error:
         for _, part in parts:
             part.request.part_failed(error)
         return
     for (_, part), done in zip(parts, prepared, strict=True):
         part.request.part_placed(done.placed, done.duplicates)
+
+
+def choose_home(partitions: Sequence[int], transaction: bytes) -> int:
+    """One of the participants, each as often as the others: what homes keep is spread over them."""
+    return partitions[transaction[-1] % len(partitions)]
+
+
+async def _commit(
+    topic: Topic, home: int, transaction: bytes, places: list[Place], *, late: float
+) -> None:
+    """Have the home decide for the batch, and tell the others; raises if it is decided against."""
+    others = sorted({place.partition for place in places} - {home})
+    if asyncio.get_running_loop().time() > late:
+        await _abort(topic, home, others, transaction)
+        raise BatchAborted("it took too long to prepare")
+    if not await _decide(topic, home, transaction, commit=True, places=places):
+        raise BatchAborted("another decision came first")
+    crash_point("node.atomic.decided")
+    await _tell(topic, others, transaction, commit=True)
 
 
 async def _prepare_all(
@@ -101,34 +123,36 @@ async def _stage(
     return Staged(index, asyncio.ensure_future(work))
 
 
-async def _decide(topic: Topic, home: int, transaction: bytes, *, commit: bool) -> bool:
+async def _decide(
+    topic: Topic, home: int, transaction: bytes, *, commit: bool, places: Sequence[Place] = ()
+) -> bool:
     """Have the home decide; returns the decision that holds."""
 
     async def here(partition: Partition) -> bool:
-        return await decide_here(topic, partition, transaction, commit=commit)
+        return await decide_here(topic, partition, transaction, commit=commit, places=places)
 
-    return await decide_at(topic, home, transaction, commit=commit, here=here)
+    return await decide_at(topic, home, transaction, commit=commit, places=places, here=here)
 
 
 async def _tell(topic: Topic, partitions: list[int], transaction: bytes, *, commit: bool) -> None:
     """Give participants a copy of the decision. One that does not get it will ask."""
-    away: list[int] = []
-    for index in partitions:
-        port = topic.partitions[index]
-        if isinstance(port, Partition) and port.journal.failed is None:
-            append_decision(port, transaction, commit=commit)
-        else:
-            away.append(index)
-    topic.wake()
     results = await asyncio.gather(
-        *(apply_at(topic, index, transaction, commit=commit) for index in away),
+        *(_tell_one(topic, index, transaction, commit=commit) for index in partitions),
         return_exceptions=True,
     )
-    for index, result in zip(away, results, strict=True):
+    for index, result in zip(partitions, results, strict=True):
         if isinstance(result, PenstockError):
             log.info("a decision was not told", partition=index, error=result.message)
         elif isinstance(result, BaseException):
             raise result
+
+
+async def _tell_one(topic: Topic, index: int, transaction: bytes, *, commit: bool) -> None:
+    port = topic.partitions[index]
+    if isinstance(port, Partition) and port.journal.failed is None:
+        apply_here(topic, port, transaction, commit=commit)
+    else:
+        await apply_at(topic, index, transaction, commit=commit)
 
 
 async def _abort(topic: Topic, home: int, participants: list[int], transaction: bytes) -> None:
@@ -176,15 +200,14 @@ async def _resolve_of(topic: Topic, home: int, doubts: list[tuple[Partition, byt
     for resolved, (partition, transaction) in enumerate(doubts):
         try:
             decision = await _outcome(topic, home, transaction)
+            if partition.journal.failed is None:
+                apply_here(topic, partition, transaction, commit=decision)
         except PenstockError as error:
             log.warning(
                 "still in doubt", topic=topic.config.name, home=home,
                 count=len(doubts) - resolved, error=error.message,
             )  # fmt: skip
             return resolved
-        if partition.journal.failed is None and transaction in partition.heap.prepared:
-            append_decision(partition, transaction, commit=decision)
-        topic.wake()
     return len(doubts)
 
 

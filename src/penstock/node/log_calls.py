@@ -82,7 +82,7 @@ async def _stable(topic: Topic, partition: Partition) -> int:
     asked now, and answers for what is committed once all that it has seen is.
     """
     transactions = partition.heap.transactions
-    if not (transactions.prepared or transactions.decided):
+    if transactions.untouched:
         return partition.coordinator.sequence_committed
     through = partition.heap.sequence_applied
     undecided = min((t.first for t in transactions.prepared.values()), default=through + 1)

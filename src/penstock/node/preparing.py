@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BatchAborted
-from penstock.model.batch import SCHEMAS, Batch, Kind
+from penstock.errors import Backpressure, BatchAborted
+from penstock.heap.transactions import Doubts, Place, pack_places
+from penstock.model.batch import SCHEMAS, Batch, Decision, Kind
 from penstock.model.columns import Columns, Value
 from penstock.node.bodies import ENQ, subset
 from penstock.node.partition import Partition
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 PREPARE = SCHEMAS[Kind.PREPARE]
 EARLIER_S: Final = 1.0  # that an earlier attempt at the same entries is waited for
 LOOK_S: Final = 0.005  # between looks whether it is decided
+FULL_S: Final = 1.0  # after which a home that has too much to remember may be tried again
 
 
 class Prepared(NamedTuple):
@@ -32,8 +35,9 @@ class Prepared(NamedTuple):
     duplicates: list[Duplicate]
 
     @property
-    def written(self) -> bool:
-        return bool(self.placed)
+    def places(self) -> list[Place]:
+        """Where it was written; nowhere if all of it had been before."""
+        return [Place(self.partition, placed.sequence) for placed in self.placed]
 
 
 class Staged(NamedTuple):
@@ -53,6 +57,8 @@ async def stage_here(
 ) -> Staged:
     """Append a PREPARE of what was not written before."""
     partition.journal.check_commits()
+    if partition.index == home and partition.heap.transactions.full:
+        raise Backpressure("too many atomic batches wait for participants", retry_after_s=FULL_S)
     await partition.journal.make_room(len(part.columns.body) + 64)
     known = await _known(topic, partition, part)
     batch = _append(partition, part, transaction, home, known)
@@ -67,11 +73,18 @@ async def stage_here(
     return Staged(partition.index, asyncio.ensure_future(prepared()))
 
 
-async def decide_here(topic: Topic, home: Partition, transaction: bytes, *, commit: bool) -> bool:
-    """Write a decision, unless there is one; returns the one that holds, once it is committed."""
+async def decide_here(
+    topic: Topic, home: Partition, transaction: bytes, *, commit: bool, places: Sequence[Place] = ()
+) -> bool:
+    """Write a decision, unless there is one; returns the one that holds, once it is committed.
+
+    `places` are those of all shares: the home keeps a commit until the others have their copy."""
     if home.heap.decision(transaction) is None:
         home.journal.check_commits()
-        append_decision(home, transaction, commit=commit)
+        others = [place for place in places if place.partition != home.index]
+        own = len(others) < len(places)
+        commit = commit and home.heap.transactions.may_commit(transaction, own=own)
+        append_decision(home, transaction, commit=commit, others=others if commit else ())
     topic.wake()
     await committed(home, home.heap.sequence_applied)
     outcome = home.heap.decision(transaction)
@@ -91,9 +104,32 @@ def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit
         topic.wake()
 
 
-def append_decision(partition: Partition, transaction: bytes, *, commit: bool) -> Batch:
+async def doubts_here(topic: Topic, partition: Partition, home: int) -> Doubts:
+    """Batches of a home that wait for its decision here. A decision that is not committed yet may
+    still be lost: the answer is given once nothing in it can change."""
+    found = Doubts(partition.heap.sequence_applied, partition.heap.transactions.doubts(home))
+    topic.wake()
+    await committed(partition, found.sequence)
+    return found
+
+
+def append_decision(
+    partition: Partition, transaction: bytes, *, commit: bool, others: Sequence[Place] = ()
+) -> Batch:
     values: dict[str, Value | None] = {"transaction": [transaction], "commit": [int(commit)]}
+    if others:
+        values["participants"] = [pack_places(others)]
     return partition.journal.append_record(Kind.DECIDE, 1, values)
+
+
+def append_confirmed(partition: Partition, transactions: Sequence[bytes]) -> Batch:
+    """All participants have these commits of this home."""
+    count = len(transactions)
+    values: dict[str, Value | None] = {
+        "transaction": transactions,
+        "commit": [int(Decision.CONFIRMED)] * count,
+    }
+    return partition.journal.append_record(Kind.DECIDE, count, values)
 
 
 async def _known(topic: Topic, partition: Partition, part: EnqueuePart) -> list[Duplicate]:

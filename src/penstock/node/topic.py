@@ -24,6 +24,7 @@ from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.atomic import resolve_in_doubt
 from penstock.node.clock import Alarm, Clock, Timer
+from penstock.node.confirming import Confirming
 from penstock.node.delivering import Deliveries
 from penstock.node.dispatching import Dispatch
 from penstock.node.metrics import Metrics
@@ -73,6 +74,7 @@ class Topic:
         self._turn_due = False
         self._dispatch_waiters: list[asyncio.Future[None]] = []
         self._alarm = Alarm(clock, self._on_timer)
+        self._confirming = Confirming(self, clock)
         self._doubt: Timer | None = None  # set until what was prepared too long ago has asked
         self._armed_for: list[int] = []  # where the logs ended when the timers were set
         self.rotation = 0  # the partition that keyless messages go to next
@@ -370,6 +372,7 @@ class Topic:
             self._armed_for = ends
             self._arm_timer()
             self._arm_doubt()
+            self._confirming.arm()
 
     def _arm_timer(self) -> None:
         due = [w for p in self.local if (w := p.next_wakeup()) is not None]
@@ -416,6 +419,7 @@ class Topic:
             self._doubt.cancel()
         self.router.remove(self, self.config.id)
         self._alarm.cancel()
+        self._confirming.cancel()
         for waiter in self._dispatch_waiters:
             if not waiter.done():
                 waiter.set_exception(topic_not_found(self.config.name))

@@ -1,8 +1,12 @@
+import struct
+
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.errors import Corruption
 from penstock.heap import Heap
+from penstock.heap.transactions import Place, pack_places
 from penstock.model.batch import Kind
 
 
@@ -104,11 +108,30 @@ def test_a_foreign_snapshot_is_refused(busy) -> None:
 
 
 def test_a_newer_snapshot_is_refused(busy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.heap.snapshot.VERSION", 2)
+    monkeypatch.setattr("penstock.heap.snapshot.VERSION", 3)
     data = saved(busy)
     monkeypatch.undo()
-    with pytest.raises(Corruption, match="version 2"):
+    with pytest.raises(Corruption, match="version 3"):
         restored(busy, data)
+
+
+def test_a_commit_that_may_be_asked_for_raises_the_version(busy) -> None:
+    """A version that would not keep it must not take the snapshot."""
+    assert _version(saved(busy)) == 1
+    places = pack_places([Place(1, 5)])
+    values = {"transaction": [b"kept"], "commit": [1], "participants": [places]}
+    busy.write(Kind.DECIDE, 1, values)
+    assert _version(saved(busy)) == 2
+    again = restored(busy, saved(busy))
+    assert again.transactions.unconfirmed[b"kept"].places == (Place(1, 5),)
+    assert again.digest() == busy.heap.digest()
+    busy.write(Kind.DECIDE, 1, {"transaction": [b"kept"], "commit": [2]})
+    assert _version(saved(busy)) == 1
+
+
+def _version(data: bytes) -> int:
+    (size,) = struct.unpack_from("<I", data, 4)
+    return msgspec.msgpack.decode(data[8 : 8 + size])["version"]
 
 
 def test_many_pages_come_back(log) -> None:

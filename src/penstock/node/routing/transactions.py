@@ -7,12 +7,15 @@ ended: a decision may, a PREPARE may not.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from penstock.errors import Unavailable, from_wire
+from penstock.heap.transactions import Doubts, Place
 from penstock.node.partition import Partition
-from penstock.node.preparing import Prepared, apply_here, stage_here
+from penstock.node.preparing import Prepared, apply_here, doubts_here, stage_here
 from penstock.node.requests import EnqueuePart
 from penstock.node.routing.ports import PeerConnection
 from penstock.node.routing.remote import in_request
@@ -56,12 +59,14 @@ async def prepare_at(
 
 
 async def decide_at(
-    topic: Topic, home: int, transaction: bytes, *, commit: bool, here: Here
-) -> bool:
+    topic: Topic, home: int, transaction: bytes, *, commit: bool, places: Sequence[Place],
+    here: Here,
+) -> bool:  # fmt: skip
     """The decision that holds, committed in the home partition."""
     return await _ask_home(
-        topic, home, "transaction_decide", here, transaction, within_s=DECIDE_S, commit=commit
-    )
+        topic, home, "transaction_decide", here, transaction, within_s=DECIDE_S, commit=commit,
+        places=[list(place) for place in places],
+    )  # fmt: skip
 
 
 async def outcome_at(topic: Topic, home: int, transaction: bytes, *, here: Here) -> bool:
@@ -79,6 +84,24 @@ async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool
         await _call(peer, "transaction_apply", topic, index, transaction, commit=commit)
 
     await topic.router.at(topic.key(index), here=here, away=away)
+
+
+async def doubts_at(topic: Topic, index: int, *, home: int) -> Doubts:
+    """Which batches of a home wait for its decision in a partition."""
+
+    async def here(partition: Partition) -> Doubts:
+        return await doubts_here(topic, partition, home)
+
+    async def away(peer: PeerConnection) -> Doubts:
+        arguments = {"topic": topic.config.name, "partition": index, "home": home}
+        call = pack(Call("transaction_doubts", arguments))
+        answer: dict[str, Any] = await peer.ask(FrameType.SUBSCRIBE, dict, call)
+        try:
+            return msgspec.convert((answer["sequence"], answer["transactions"]), Doubts)
+        except (KeyError, msgspec.ValidationError) as error:
+            raise Unavailable("an answer does not say what is in doubt") from error
+
+    return await topic.router.at(topic.key(index), here=here, away=away, repeat=True)
 
 
 async def _ask_home(

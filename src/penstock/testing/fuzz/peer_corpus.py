@@ -140,9 +140,15 @@ class PeerCorpus:
             "topic": QUEUE, "partition": dice.randrange(2),
             "transaction": dice.choice((b"t" * 16, b"", dice.randbytes(16))),
         }  # fmt: skip
-        method = dice.choice(("transaction_decide", "transaction_outcome", "transaction_apply"))
-        if method != "transaction_outcome":
+        method = dice.choice(
+            ("transaction_decide", "transaction_outcome", "transaction_apply", "transaction_doubts")
+        )
+        if method == "transaction_doubts":
+            asked["home"] = dice.randrange(3)
+        elif method != "transaction_outcome":
             asked["commit"] = bool(dice.randrange(2))
+        if method == "transaction_decide":
+            asked["places"] = [(dice.randrange(3), dice.randrange(1 << 8))] * dice.randrange(3)
         return Sent(FrameType.SUBSCRIBE, WANTED, number, Call(method, asked))
 
     def _open(self, dice: random.Random, number: int) -> Sent:

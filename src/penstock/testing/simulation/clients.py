@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.heap.transactions import Place
 from penstock.testing.events import (
     Delivered,
     Enqueued,
@@ -193,7 +194,7 @@ class Consumer(Client):
 
 
 class AtomicProducer(Producer):
-    """All-or-none batches over all partitions: prepare in each, decide in the first, repeat."""
+    """All-or-none batches over all partitions: prepare in each, decide in one, repeat."""
 
     def next(self) -> None:
         self._number = getattr(self, "_number", 0) + 1
@@ -210,7 +211,7 @@ class AtomicProducer(Producer):
     def attempt(self, parts: list[tuple[int, Entries]], number: int) -> None:
         """One transaction; a batch that was decided against is tried again as another one."""
         transaction = b"%s:%d:%d" % (self.name.encode(), parts[0][1].first, number)
-        home = parts[0][0]
+        home = parts[(self._number + number) % len(parts)][0]
         placed: dict[int, int] = {}
         verdicts: dict[int, str] = {}
 
@@ -224,10 +225,14 @@ class AtomicProducer(Producer):
             if all(v == "known" for v in verdicts.values()):
                 self.finish(parts, placed)
                 return
-            decide(fine)
+            # Now and then so late that a participant has asked, and it was decided against.
+            late = self.schedule.chance(0.1)
+            self.after(self.schedule.between(1, 4) * 1000 * MS if late else 0, decide, fine)
 
         def decide(commit: bool) -> None:
-            self.caller.insist(Decide(home, transaction, commit), decided)
+            fresh = [partition for partition, _ in parts if verdicts[partition] == "ok"]
+            places = tuple(Place(partition, placed[partition]) for partition in fresh)
+            self.caller.insist(Decide(home, transaction, commit, places), decided)
 
         def decided(answer: Any, doubts: int) -> None:
             commit = answer[1]

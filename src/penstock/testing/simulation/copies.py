@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock.heap import Heap
 from penstock.model.batch import Batch
 from penstock.replication.facts import LogFacts
 from penstock.testing.simulation.disk import Snapshot, end_of
@@ -49,7 +48,7 @@ class Copies:
         self._seedings += 1
         number = self._seeding = self._seedings
         host.snapshot, host.committed = None, 0
-        host.heap = Heap(host.simulation.config, partition=host.partition)
+        host.heap = host.rebuilt()
 
         def dropped() -> None:
             host.node.point("seed.dropped")

@@ -103,6 +103,7 @@ class Host:
             heap = Heap(config, partition=self.partition)
         else:
             heap = Heap.restore(config, self.snapshot.data, partition=self.partition)
+        heap.transactions.decided_max = self.simulation.profile.decided_max
         self._apply(heap, self.committed)
         return heap
 

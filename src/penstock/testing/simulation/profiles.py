@@ -73,6 +73,7 @@ class Profile:
     producers: int = 3
     consumers: int = 2
     atomics: int = 1
+    decided_max: int = 0  # of atomic batches that are remembered though nobody can need them
     policy: Policy = Policy.BALANCED
     replication: ReplicationOptions = _QUICK
 

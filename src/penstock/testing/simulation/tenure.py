@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,7 +13,8 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.heap import ReturnPlan, Spine
-from penstock.model.batch import SCHEMAS, Batch, DeadReason, Kind, seal
+from penstock.heap.transactions import Doubts, Place, pack_places
+from penstock.model.batch import SCHEMAS, Batch, DeadReason, Decision, Kind, seal
 from penstock.model.columns import Columns, Value
 from penstock.testing.simulation.ranks import left_behind
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 EXPIRE_MAX: Final = 100
 DOUBT_MS: Final = 1500  # after which a prepared batch asks its home for the decision
+CONFIRM_MS: Final = 600  # between a home's questions whether its commits are everywhere
 Answer = Callable[[Any], None]
 _NAMES: Final = {kind: (kind.name, f"{kind.name.lower()}.staged") for kind in Kind}
 
@@ -89,14 +92,22 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Decide(msgspec.Struct, frozen=True):
-    """Decide, or repeat a decision; answers what holds. `commit` None: only if undecided, no."""
+    """Decide, or repeat a decision; answers what holds. `places` are those of all shares."""
 
     partition: int
     transaction: bytes
     commit: bool
+    places: tuple[Place, ...] = ()
 
 
-Request = Enqueue | Pop | Settle | Prepare | Decide
+class AskDoubts(msgspec.Struct, frozen=True):
+    """Which batches of a home wait for its decision."""
+
+    partition: int
+    home: int
+
+
+Request = Enqueue | Pop | Settle | Prepare | Decide | AskDoubts
 
 
 class Tenure:
@@ -108,6 +119,7 @@ class Tenure:
         self.serving = False
         self._waiting: deque[tuple[int, Callable[[], None], Answer]] = deque()
         self._asked: dict[bytes, int] = {}  # prepared batches -> when their home was asked
+        self._confirmed_ms = 0  # when participants were asked for their copies
         # Log time never steps back. The node's other partitions keep their own time: leases that
         # run there must not end early because a log from a faster clock was taken over here.
         self._ahead_ms = max(0, self._disk.end.time_ms - host.node.clock_ms)
@@ -199,6 +211,8 @@ class Tenure:
                     self._prepare(request, reply)
                 case Decide():
                     self._decide(request, reply)
+                case AskDoubts():
+                    self._tell_doubts(request, reply)
         except PenstockError as error:
             reply(("failed", error.code))
 
@@ -312,6 +326,8 @@ class Tenure:
         for name, transaction in list(self.heap.prepared.items()):
             if self.now_ms - max(transaction.time_ms, self._asked.get(name, 0)) > DOUBT_MS:
                 self._resolve(name)
+        if self.heap.transactions.unconfirmed and self.now_ms - self._confirmed_ms > CONFIRM_MS:
+            self._confirm()
 
     # --- atomic batches ---
 
@@ -334,13 +350,45 @@ class Tenure:
     def _decide(self, request: Decide, reply: Answer) -> None:
         decided = self.heap.decision(request.transaction)
         if decided is None:
+            others = [p for p in request.places if p.partition != self.host.partition]
+            own = len(others) < len(request.places)
+            decided = request.commit and self.heap.transactions.may_commit(
+                request.transaction, own=own
+            )
             values: dict[str, Value | None] = {
                 "transaction": [request.transaction],
-                "commit": [int(request.commit)],
+                "commit": [int(decided)],
+                "participants": [pack_places(others)] if decided and others else None,
             }
             self.append(Kind.DECIDE, 1, values)
-            decided = request.commit
         self._when_committed(self._disk.end.sequence, reply, lambda: ("ok", decided))
+
+    def _tell_doubts(self, request: AskDoubts, reply: Answer) -> None:
+        doubts = Doubts(
+            self.heap.sequence_applied, self.heap.transactions.doubts(request.home)
+        )  # fmt: skip
+        self._when_committed(doubts.sequence, reply, lambda: ("ok", doubts))
+
+    def _confirm(self) -> None:
+        """Ask the participants of what this home keeps whether they have their copies."""
+        self._confirmed_ms = self.now_ms
+        transactions, answers = self.heap.transactions, dict[int, Doubts]()
+        commits = transactions.unconfirmed.values()
+
+        def on_answer(index: int, answer: Any) -> None:
+            if answer[0] != "ok" or self.host.tenure is not self or not self.serving:
+                return
+            answers[index] = answer[1]
+            names = transactions.confirmed(answers)
+            if names and self.host.replica.writable(self.host.now) is None:
+                commit = [int(Decision.CONFIRMED)] * len(names)
+                self.append(Kind.DECIDE, len(names), {"transaction": names, "commit": commit})
+                self.host.pump()
+
+        for index in sorted({place.partition for commit in commits for place in commit.places}):
+            self.host.node.caller.call(
+                AskDoubts(index, self.host.partition), partial(on_answer, index)
+            )
 
     def _resolve(self, transaction: bytes) -> None:
         """A prepared share never decides alone: ask the home partition, which decides against the

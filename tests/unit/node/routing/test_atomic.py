@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tests.integration.harness import body, ids_of
 from tests.unit.node.routing.conftest import Cluster
+from ulid import ULID
 
-from penstock.errors import BatchAborted, PenstockError, RetryableError, Unavailable
+from penstock.errors import (
+    Backpressure,
+    BatchAborted,
+    PenstockError,
+    RetryableError,
+    Unavailable,
+)
+from penstock.heap.transactions import Transactions
+from penstock.node.atomic import choose_home
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, Enqueue, unpack
 
@@ -45,6 +55,24 @@ async def doubts_resolved(cluster: Cluster) -> None:
             for node in cluster.nodes.values():
                 node.clock.advance(6)
             await asyncio.sleep(0.01)
+
+
+async def confirmed(cluster: Cluster, but: int = 0) -> None:
+    """Let time pass until homes keep so many commits for participants, at most."""
+    async with asyncio.timeout(60):
+        while but < sum(
+            len(p.heap.transactions.unconfirmed)
+            for n in cluster.nodes.values() for p in n.engine.topic("jobs").local
+        ):  # fmt: skip
+            for node in cluster.nodes.values():
+                node.clock.advance(11)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def first_is_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test knows whom to hit."""
+    monkeypatch.setattr("penstock.node.atomic.choose_home", lambda partitions, _: partitions[0])
 
 
 class Saboteur:
@@ -174,6 +202,85 @@ async def test_a_home_that_is_away_keeps_nobody_else_in_doubt(
     cluster.give("jobs", 0, "a")
     await doubts_resolved(cluster)
     assert partition.heap.ready == 2
+
+
+def transactions(cluster: Cluster, name: str, index: int) -> Transactions:
+    return cluster[name].engine.topic("jobs").here(index).heap.transactions
+
+
+async def test_a_commit_is_not_forgotten_while_a_participant_may_ask(cluster: Cluster) -> None:
+    """c prepared, missed its copy, and is away while the home decides more than it remembers."""
+    await cluster.topic("jobs", "abc")
+    transactions(cluster, "a", 0).decided_max = 3
+    Saboteur(cluster, "a", "c", "apply", heard=False)
+    await put_all(cluster)
+    cluster.give("jobs", 2, "")
+    for sequence in range(2, 12):
+        await put_all(cluster, sequence=sequence, partitions=(0, 1))
+    await confirmed(cluster, but=1)
+    assert len(transactions(cluster, "a", 0).committed) == 3
+    cluster.give("jobs", 2, "c")
+    await doubts_resolved(cluster)
+    assert ready(cluster) == [11, 11, 1]
+    await confirmed(cluster)
+
+
+async def test_a_commit_is_confirmed_by_every_participant(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    await put_all(cluster)
+    (commit,) = transactions(cluster, "a", 0).unconfirmed.values()
+    assert [place.partition for place in commit.places] == [1, 2]
+    await confirmed(cluster)
+    assert not transactions(cluster, "b", 1).unconfirmed  # copies are nobody's to ask for
+
+
+async def test_a_home_that_must_remember_too_much_takes_on_no_more(cluster: Cluster) -> None:
+    await cluster.topic("jobs", "abc")
+    transactions(cluster, "a", 0).unconfirmed_max = 1
+    await put_all(cluster)
+    with pytest.raises(Backpressure):
+        await put_all(cluster, sequence=2)
+    await put_all(cluster, sequence=2, partitions=(1, 2))
+    await confirmed(cluster)
+    await put_all(cluster, sequence=3)
+    await doubts_resolved(cluster)
+    assert ready(cluster) == [2, 3, 3]
+
+
+async def test_a_driver_that_took_too_long_decides_against(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.topic("jobs", "abc")
+    monkeypatch.setattr("penstock.node.atomic.COMMIT_S", -1.0)
+    with pytest.raises(BatchAborted):
+        await put_all(cluster)
+    await doubts_resolved(cluster)
+    assert ready(cluster) == [0, 0, 0]
+
+
+async def test_a_late_commit_does_not_win_over_an_abort_that_was_forgotten(
+    cluster: Cluster,
+) -> None:
+    """The home decided against when it was asked, and remembers nothing of it."""
+    await cluster.topic("jobs", "abc")
+    silent = [Silent(cluster, "b", "a"), Silent(cluster, "b", "c")]
+    task = asyncio.create_task(put_all(cluster, "b"))
+    async with asyncio.timeout(60):
+        while undecided(cluster) < 3:
+            await asyncio.sleep(0.005)
+    await doubts_resolved(cluster)
+    transactions(cluster, "a", 0).aborted.clear()
+    for one in silent:
+        one.speak()
+    with pytest.raises(BatchAborted):
+        await task
+    assert ready(cluster) == [0, 0, 0]
+
+
+def test_every_participant_is_the_home_as_often_as_the_others() -> None:
+    homes = Counter(choose_home([3, 5, 8], ULID().bytes) for _ in range(600))
+    assert sorted(homes) == [3, 5, 8]
+    assert min(homes.values()) > 100
 
 
 class Silent:
