@@ -60,12 +60,11 @@ class NodeProcess(ServerProcess):
         """How it ended; None while it runs, or before its first start."""
         return None if self._process is None else self._process.returncode
 
-    async def ended(self, within_s: float) -> int | None:
+    async def ended_within(self, within_s: float) -> int | None:
         """Its exit code, if it ends by itself in time."""
-        assert self._process is not None
         try:
             async with asyncio.timeout(within_s):
-                return await self._process.wait()
+                return await self.ended()
         except TimeoutError:
             return None
 

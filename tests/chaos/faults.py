@@ -172,7 +172,7 @@ class Faults:
                 return {"node": node, "ended": await self._again(node)}
             with _may_end(process):
                 async with Strace(process.pid, f"{SYNCS}:error=EIO"):
-                    code = await process.ended(ENDS_S_MAX)
+                    code = await process.ended_within(ENDS_S_MAX)
             return {"node": node, "ended": code, "again": await self._failed(node, code)}
 
     async def disk_fails(self, dice: random.Random) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Faults:
         async with process.lock:
             with _may_end(process):
                 await asyncio.to_thread(disk.fail)
-                code = await process.ended(ENDS_S_MAX)
+                code = await process.ended_within(ENDS_S_MAX)
             if code is None:
                 await self._arena.kill(node)
             await asyncio.to_thread(disk.repair)

@@ -64,10 +64,6 @@ class Server(ServerProcess):
             arguments[arguments.index(option) + 1] = "-1"
         return ["env", f"PENSTOCK_CRASH={self.crash}", *arguments]
 
-    async def ended(self) -> int:
-        assert self._process is not None
-        return await self._process.wait()
-
 
 def server_in(folder: Path, point: str) -> Server:
     server = Server(data=folder, options=OPTIONS)

@@ -25,7 +25,7 @@ AT_START = ("log.recover.zeroed", "node.barrier.staged")
 PASSES = {
     "log.write": 40, "log.sync": 40, "log.floor": 20, "log.grow": 8, "log.seal": 3, "log.roll": 3,
     "log.snapshot": 5, "log.rewrite": 2, "log.drop": 1, "node.enqueue": 30, "node.ack": 20,
-    "node.commit": 60, "node.lease": 20, "node.snapshot": 5, "node.atomic": 4,
+    "node.commit": 60, "node.lease": 20, "node.snapshot": 5, "node.atomic": 10,
 }  # fmt: skip
 POINTS = [*LOG_POINTS, *NODE_POINTS]
 

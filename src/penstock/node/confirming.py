@@ -110,7 +110,7 @@ def _write(home: Partition, confirmed: list[bytes]) -> int:
     journal = home.journal
     for at in range(0, len(confirmed), RECORD_MAX):
         some = confirmed[at : at + RECORD_MAX]
-        if journal.failed is not None or journal.refusal() is not None:
+        if not journal.may_commit:
             return at
         if not journal.has_room(len(some) * RECORD_BYTES, enqueue=True):
             journal.grow(len(some) * RECORD_BYTES)

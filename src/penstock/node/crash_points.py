@@ -9,7 +9,12 @@ NODE_POINTS: Final = (
     "node.commit.unanswered",
     "node.lease.undelivered",
     "node.snapshot.committed",
+    # An atomic batch: whoever drives it,
     "node.atomic.staged",
     "node.atomic.prepared",
     "node.atomic.decided",
+    # a participant that has staged its share, the home its decision, a participant its copy.
+    "node.atomic.preparing",
+    "node.atomic.deciding",
+    "node.atomic.applying",
 )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import Backpressure, BatchAborted
 from penstock.heap.transactions import Doubts, Place, pack_places
+from penstock.log.crash import crash_point
 from penstock.model.batch import SCHEMAS, Batch, Decision, Kind
 from penstock.model.columns import Columns, Value
 from penstock.node.bodies import ENQ, subset
@@ -62,6 +63,7 @@ async def stage_here(
     await partition.journal.make_room(len(part.columns.body) + 64)
     known = await _known(topic, partition, part)
     batch = _append(partition, part, transaction, home, known)
+    crash_point("node.atomic.preparing")
     done = Prepared(partition.index, _placed(partition, part, batch, known), known)
     # What an earlier attempt wrote is answered as what this one writes: when it is committed.
     durable = committed(partition, partition.heap.sequence_applied)
@@ -85,6 +87,7 @@ async def decide_here(
         own = len(others) < len(places)
         commit = commit and home.heap.transactions.may_commit(transaction, own=own)
         append_decision(home, transaction, commit=commit, others=others if commit else ())
+        crash_point("node.atomic.deciding")
     topic.wake()
     await committed(home, home.heap.sequence_applied)
     outcome = home.heap.decision(transaction)
@@ -101,6 +104,7 @@ def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit
     """Let a participant follow the home's decision."""
     if transaction in partition.heap.prepared:
         append_decision(partition, transaction, commit=commit)
+        crash_point("node.atomic.applying")
         topic.wake()
 
 

@@ -120,6 +120,11 @@ class ServerProcess:
         """SIGTERM; the process's exit code."""
         return await self._end(signal.SIGTERM)
 
+    async def ended(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        assert self._process is not None
+        return await self._process.wait()
+
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
