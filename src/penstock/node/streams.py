@@ -29,6 +29,16 @@ def gone(sequence: int, *, sequence_first: int) -> NotFound:
     )
 
 
+def check_window(entries: int, bytes_: int) -> None:
+    """Raise unless a reader may ask for this much."""
+    for field, value, limit in (
+        ("credit_entries", entries, WINDOW_ENTRIES_MAX),
+        ("credit_bytes", bytes_, WINDOW_BYTES_MAX),
+    ):
+        if not 1 <= value <= limit:
+            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+
+
 class LogSource(Protocol):
     """A replica whose log may be read, as far as it is committed."""
 
@@ -119,14 +129,6 @@ class LogStream:
         end: Callable[[], None],
         through: int | None = None,
     ) -> None:
-        for field, value, limit in (
-            ("credit_entries", window_entries, WINDOW_ENTRIES_MAX),
-            ("credit_bytes", window_bytes, WINDOW_BYTES_MAX),
-        ):
-            if not 1 <= value <= limit:
-                raise InvalidArgument(
-                    f"{field} must be from 1 to {limit}", field=field, limit=limit
-                )
         self.source, self._log, self.partition = source, source.log, partition
         self.cursor = from_sequence
         self._window_entries, self._window_bytes = window_entries, window_bytes
@@ -171,15 +173,15 @@ class LogStream:
         )
 
     def _send_slice(self, batches: list[Batch], sequence_committed: int) -> bool:
-        """Send the leading batches that the credit covers; a lone batch may exceed the window."""
+        """Send the leading batches that the credit covers. One that comes when nothing is out may
+        exceed the window, in entries and in bytes."""
         fitting: list[Buffer] = []
         entries, size, last = self._entries_out, self._bytes_out, 0
         for batch in batches:
             padded = batch.size + (-batch.size & 7)
-            over = entries + batch.count > self._window_entries or (
-                size + padded > self._window_bytes
-            )
-            if over and (fitting or self._entries_out):
+            if entries and entries + batch.count > self._window_entries:
+                break
+            if size and size + padded > self._window_bytes:
                 break
             if self._through is not None and batch.first > self._through:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -23,7 +24,7 @@ from penstock.node.replicas.host import Host
 from penstock.node.replicas.transport import Sending
 from penstock.node.routing.demands import Demand
 from penstock.node.routing.log_relay import LogRelay
-from penstock.node.streams import LeaseStream, LogSource, LogStream, gone
+from penstock.node.streams import LeaseStream, LogSource, LogStream, check_window, gone
 from penstock.node.topic import Topic
 from penstock.replication.replica import Role
 from penstock.wire.frame import FrameFlag, FrameType
@@ -40,6 +41,9 @@ from penstock.wire.messages import (
 )
 from penstock.wire.supply import Asked, OpenSupply
 
+RELAYS_BYTES: Final = 32 << 20  # that a connection's relays share
+RELAY_BYTES_MAX: Final = 4 << 20
+RELAY_BYTES_MIN: Final = 64 << 10
 Stream = LeaseStream | LogStream | LiveStream | LogRelay
 Send = Callable[..., None]  # (type, number, *payload, flags=)
 
@@ -60,12 +64,15 @@ class Subscriptions:
         if len(self._streams) >= limit:
             raise LimitExceeded(f"a connection has at most {limit} streams", limit=limit)
 
+    def _add(self, number: int, topic: Topic, stream: Stream) -> None:
+        stream.blocked = self.blocked
+        self._streams[number] = (topic, stream)
+
     def block(self, blocked: bool) -> None:
         """The connection's send buffer is full, or has room again."""
         self.blocked = blocked
         for topic, stream in self._streams.values():
-            if not isinstance(stream, LogRelay):  # its reader's credit bounds what may come
-                stream.blocked = blocked
+            stream.blocked = blocked
             topic.wake()
         for topic, demand in self._demands.values():
             demand.blocked = blocked
@@ -175,7 +182,7 @@ class Subscriptions:
             send=send,
             key_id=key_id,
         )
-        self._streams[number] = (topic, stream)
+        self._add(number, topic, stream)
         self._send(FrameType.ACK, number, pack({"consumer": consumer}))
         topic.add_stream(stream)
 
@@ -188,6 +195,7 @@ class Subscriptions:
         """From a replica of this node, at its commit; if there is none that will do, from the
         coordinator."""
         topic = self._engine.topic(control.topic)
+        check_window(control.credit_entries, control.credit_bytes)
         source: LogSource
         port = topic.partition(control.partition)
         self._engine.check_reach(control.topic, control.partition)
@@ -221,7 +229,7 @@ class Subscriptions:
             end=lambda: self.end(number),
             through=control.through or None,
         )
-        self._streams[number] = (topic, stream)
+        self._add(number, topic, stream)
         self._send(FrameType.ACK, number, pack({"from_sequence": start}))
         topic.add_log_stream(stream)
 
@@ -240,8 +248,7 @@ class Subscriptions:
             self._send(type, number, *payload, flags=flags)
 
         stream = LiveStream(control.partition, send, end=lambda error: self.end(number, error))
-        stream.blocked = self.blocked
-        self._streams[number] = (topic, stream)
+        self._add(number, topic, stream)
         self._engine.spawn(stream.subscribe(topic, control), name="open-subscription")
 
     def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
@@ -256,8 +263,20 @@ class Subscriptions:
         def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
             self._send(type, number, *payload, flags=flags)
 
-        relay = LogRelay(peer, control, send=send, end=lambda error: self.end(number, error))
-        self._streams[number] = (topic, relay)
+        relay = LogRelay(
+            peer,
+            control,
+            bytes_lent=self._relay_share(),
+            send=send,
+            end=lambda error: self.end(number, error),
+        )
+        self._add(number, topic, relay)
+
+    def _relay_share(self) -> int:
+        """What one more relay may have on its way to a reader that does not read."""
+        relays = (s for _, s in self._streams.values() if isinstance(s, LogRelay))
+        left = RELAYS_BYTES - sum(relay.bytes_lent for relay in relays)
+        return max(RELAY_BYTES_MIN, min(RELAY_BYTES_MAX, left // 4))
 
 
 def _check_lease(control: OpenLease, config: TopicConfig) -> None:
