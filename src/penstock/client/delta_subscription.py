@@ -175,6 +175,14 @@ class ReleasedBatch:
         """The deltas as they are stored."""
         return [self._payloads[row] for row in self._rows]
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each row, its delta and its message's headers."""
+        found = np.diff(self._payloads.offsets).astype(np.int64)
+        if self._headers is not None:
+            found += np.diff(self._headers.offsets)
+        return found if self._whole else found[np.asarray(self._rows, np.int64)]
+
     def _column(self, name: str) -> NDArray[Any]:
         found = self._columns.fixed(name)
         return found if self._whole else found[np.asarray(self._rows, np.int64)]

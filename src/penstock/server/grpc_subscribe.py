@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -13,7 +14,7 @@ from penstock.server.fields import request_of
 from penstock.server.grpc_convert import fields_of
 from penstock.server.http_json import text_headers
 from penstock.server.pool import Pool
-from penstock.server.subscribing import Positions, subscribed
+from penstock.server.subscribing import Positions, pieces, subscribed
 
 Write = Callable[[pb.SubscribeResponse], Awaitable[None]]
 
@@ -25,8 +26,11 @@ async def subscribe(
     async with subscribed(pool, api_key, asked) as following:
         positions = await Positions.of(asked, following)
         async for batch in following:
-            changes = [change_of(one) for one in batch]
-            await write(pb.SubscribeResponse(changes=changes, positions=positions.reached(batch)))
+            for rows, last in pieces(batch):
+                reached = positions.reached(batch) if last else str(positions)
+                changes = [change_of(one) for one in rows]
+                await write(pb.SubscribeResponse(changes=changes, positions=reached))
+                await asyncio.sleep(0)
 
 
 def change_of(released: Released) -> pb.Change:

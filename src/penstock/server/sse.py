@@ -15,14 +15,14 @@ from urllib.parse import unquote
 
 import msgspec
 
-from penstock.client.delta_subscription import Released, ReleasedBatch
+from penstock.client.delta_subscription import Released
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.model.delta_document import document_of
 from penstock.server import requests as ask
 from penstock.server.fields import request_of
 from penstock.server.http_query import query_pairs
 from penstock.server.pool import Pool
-from penstock.server.subscribing import Positions, subscribed
+from penstock.server.subscribing import Positions, pieces, subscribed
 
 PATH: Final = ("/v1/deltas/", "/events")
 QUIET_S: Final = 15.0  # without an event a comment is sent, so that nobody between closes it
@@ -79,7 +79,9 @@ async def stream(
             await write(b"id: %b\n\n" % str(positions).encode())
             while True:
                 batch = await _waited_for(anext(following), write)
-                await write(events_of(batch, positions.reached(batch)))
+                for rows, last in pieces(batch):
+                    await write(events_of(rows, positions.reached(batch) if last else None))
+                    await asyncio.sleep(0)
         except PenstockError as error:
             await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
 
@@ -97,10 +99,11 @@ async def _waited_for(work: Awaitable[T], write: Write) -> T:
         waiting.cancel()
 
 
-def events_of(batch: ReleasedBatch, reached: str) -> bytes:
-    """A batch as text; only its end is a place to come back to."""
-    events = [b"event: delta\ndata: %b\n" % _json.encode(event_of(one)) for one in batch]
-    return b"\n".join(events) + b"id: %b\n\n" % reached.encode()
+def events_of(rows: list[Released], reached: str | None) -> bytes:
+    """Rows as text; only the end of a batch is a place to come back to."""
+    events = [b"event: delta\ndata: %b\n" % _json.encode(event_of(one)) for one in rows]
+    end = b"\n" if reached is None else b"id: %b\n\n" % reached.encode()
+    return b"\n".join(events) + end
 
 
 def event_of(released: Released) -> dict[str, Any]:

@@ -8,20 +8,26 @@ is left out it begins where the request says, which may be now.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import islice
+from typing import Final
 
 import msgspec
+import numpy as np
 
 from penstock.client.client import Client
 from penstock.client.connection import Connection
-from penstock.client.delta_subscription import Following, ReleasedBatch, What
+from penstock.client.delta_subscription import Following, Released, ReleasedBatch, What
 from penstock.client.options import Options
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Op
 from penstock.propagation.route import Route
 from penstock.server import requests as ask
 from penstock.server.pool import Pool
+
+PIECE_ROWS: Final = 50  # that are decoded and written in one step of the loop
+PIECE_BYTES: Final = 32 << 10  # of them, or a single one
 
 
 class _Source:
@@ -49,6 +55,19 @@ async def subscribed(
             yield following
         finally:
             await following.close()
+
+
+def pieces(batch: ReleasedBatch) -> Iterator[tuple[list[Released], bool]]:
+    """A batch little by little, and whether it is the end of it. Decoded and written in one go it
+    would hold up all who share the loop; so between two pieces, let them have their turn."""
+    rows, ends = iter(batch), np.cumsum(batch.sizes)
+    at = 0
+    while at < len(ends):
+        before = int(ends[at - 1]) if at else 0
+        fit = int(np.searchsorted(ends, before + PIECE_BYTES, side="right"))
+        end = min(max(fit, at + 1), at + PIECE_ROWS)
+        yield list(islice(rows, end - at)), end == len(ends)
+        at = end
 
 
 def _what(request: ask.Subscribe) -> What:
