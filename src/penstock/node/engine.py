@@ -27,6 +27,7 @@ from penstock.node.confirmations import Confirmations
 from penstock.node.ingesting import Ingesting
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
+from penstock.node.live.turns import Turns
 from penstock.node.logs import get_logger
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
@@ -80,6 +81,7 @@ class Engine:
     around: Surroundings = field(init=False)  # of hosts; a cluster puts in its own
     local: LocalControl = field(init=False)
     topics: dict[str, Topic] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)  # of subscribers that read on from logs
     hosts: dict[Key, Host] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
@@ -221,7 +223,7 @@ class Engine:
     def _open_hub(self, topic: Topic) -> Hub:
         return Hub(
             topic, options=self.config.live, cursors=self.cursors, clock=self.clock,
-            metrics=self.metrics, spawn=self.spawn,
+            metrics=self.metrics, turns=self.turns, spawn=self.spawn,
         )  # fmt: skip
 
     def add_topic(self, topic: Topic) -> None:

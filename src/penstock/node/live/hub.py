@@ -25,6 +25,7 @@ from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.starting import opened_at, position_of
 from penstock.node.live.subscription import Emit, State, Subscription
 from penstock.node.live.terms import Terms
+from penstock.node.live.turns import Turns
 from penstock.node.live_metrics import LiveReading
 from penstock.node.metrics import Metrics
 from penstock.propagation.live_options import LiveOptions
@@ -54,9 +55,11 @@ class Hub:
         cursors: Cursors,
         clock: Clock,
         metrics: Metrics,
+        turns: Turns,
         spawn: Spawn,
     ) -> None:
         self.topic, self.options, self.cursors = topic, options, cursors
+        self._turns = turns
         self._clock, self._metrics, self._spawn = clock, metrics, spawn
         self.partitions: dict[int, LivePartition] = {}
         self.sinks: list[HostedSink] = []
@@ -161,7 +164,7 @@ class Hub:
         self._take_over(place)  # from who came at the same time
         subscription = Subscription(
             live, terms, first=first, emit=emit(live), fail=fail, clock=self._clock,
-            forget=lambda gone: self._forget(live, place, gone),
+            turns=self._turns, forget=lambda gone: self._forget(live, place, gone),
         )  # fmt: skip
         subscription.opened = opened_at(live, first)
         live.add(subscription)

@@ -30,6 +30,7 @@ from penstock.node.live.catching_up import CatchingUp, Source
 from penstock.node.live.credit import Credit
 from penstock.node.live.outgoing import Outgoing
 from penstock.node.live.terms import Terms
+from penstock.node.live.turns import Turns
 from penstock.node.live.waiting import Pace, Waiting
 from penstock.node.logs import get_logger
 from penstock.propagation.outbox import bytes_of
@@ -67,9 +68,10 @@ class Subscription:
         emit: Emit,
         fail: Callable[[PenstockError], None],
         clock: Clock,
+        turns: Turns,
         forget: Callable[[Subscription], None],
     ) -> None:
-        self.source, self.terms = source, terms
+        self.source, self.terms, self._turns = source, terms, turns
         self._emit, self._on_fail, self._forget = emit, fail, forget
         self._clock, self._loop = clock, asyncio.get_running_loop()
         self.state = State.BEHIND
@@ -277,21 +279,25 @@ class Subscription:
     def _schedule(self) -> None:
         if not self._due and self.state is not State.CLOSED:
             self._due = True
-            self._loop.call_soon(self._pump_due)
+            if self._reading is None:
+                self._loop.call_soon(self._pump_due)
+            else:
+                self._turns.add(lambda: self._pump_due(turn=True))
 
-    def _pump_due(self) -> None:
+    def _pump_due(self, *, turn: bool = False) -> None:
         self._due = False
-        self._pump()
+        self._pump(turn=turn)
 
-    def _pump(self) -> None:
-        """Send what may be sent. Where states are to be copied, a step that is due is enough."""
+    def _pump(self, *, turn: bool = False) -> None:
+        """Send what may be sent; `turn`: it may read on from the log for it. Where states are to be
+        copied, a step that is due is enough."""
         if self.state is State.CLOSED or (self._due and self.terms.needs_fold):
             return
         try:
             if self._reading is None:
                 self._pump_outbox()
             else:
-                self._pump_log(self._reading)
+                self._pump_log(self._reading, turn=turn)
         except Exception as error:  # noqa: BLE001 - it ends this subscription, and is logged
             self.fail(error)
 
@@ -331,7 +337,7 @@ class Subscription:
         if waiting.full:
             self._fall_behind()
 
-    def _pump_log(self, reading: CatchingUp) -> None:
+    def _pump_log(self, reading: CatchingUp, *, turn: bool) -> None:
         while True:
             if reading.done:
                 self._reading, self.state = None, State.LIVE
@@ -341,7 +347,7 @@ class Subscription:
             if entries < 1 or size < 1:
                 return
             if reading.held is None:
-                if reading.fill():
+                if not turn or reading.fill():
                     self._schedule()  # others have their turn between two slices
                 return
             now_ms = self._clock.now_ms()
