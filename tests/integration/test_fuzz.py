@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from penstock.client.connection import open_connection
+from penstock.errors import NotFound
 from penstock.replication.assignment import PartitionRecord
 from penstock.testing.fuzz import corpus
 from penstock.testing.fuzz.command import fuzz, fuzz_cluster
 from penstock.testing.fuzz.driving import Case
 from penstock.testing.fuzz.mutation import MUTATIONS, frame_bytes
 from penstock.testing.fuzz.peer_corpus import PeerCorpus
+from penstock.testing.fuzz.targets import NodeTarget
+from penstock.testing.process import server_process
 from penstock.wire.frame import FrameDecoder
 
 CASES = range(600)
@@ -30,6 +34,22 @@ async def test_what_no_node_would_say_ends_no_node(tmp_path: Path) -> None:
     findings = await fuzz_cluster(tmp_path, seed=4, cases=CASES[:400], seconds=None)
     assert findings.problems == []
     assert findings.cases == 400
+
+
+@pytest.mark.parametrize("topic", [corpus.QUEUE, corpus.DELTAS])
+async def test_a_node_that_serves_only_a_part_is_found_out(tmp_path: Path, topic: str) -> None:
+    async with server_process(tmp_path / "data") as server:
+        target = NodeTarget(server)
+        await target.prepare()
+        for _ in range(3):
+            await target.use()
+        connection = await open_connection(server.url)
+        given = await connection.call("confirm", method="topic_delete", subject=topic)
+        await connection.call("topic_delete", topic=topic, force=True, confirm=given["confirm"])
+        with pytest.raises(NotFound):
+            await target.use()
+        await connection.close()
+        await target.close()
 
 
 def test_a_case_follows_from_its_seed_and_number() -> None:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+import uuid
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from penstock.client.connection import Connection, open_connection
+from penstock.client.streams import ChangeStream
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.records import Records
+from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
+from penstock.model.delivery import CHANGES
+from penstock.model.delta import Delta, Op, encode, hybrid_time
 from penstock.testing.cluster import ClusterProcesses
 from penstock.testing.fuzz import corpus, peer_corpus
 from penstock.testing.fuzz.corpus import Valid
 from penstock.testing.process import ServerProcess
+from penstock.wire.messages import Changes, OpenSubscription
 
+HEALTHY: Final = "healthy"
 TOPICS: Final = (
     {"name": corpus.QUEUE, "partitions": 2},
     {"name": corpus.DELTAS, "kind": "delta", "dimensions": corpus.DIMENSIONS},
@@ -30,6 +40,7 @@ class NodeTarget:
     def __init__(self, server: ServerProcess) -> None:
         self.servers: Sequence[ServerProcess] = [server]
         self._connection: Connection | None = None
+        self._numbers = itertools.count(1)
 
     async def prepare(self) -> None:
         connection = await self._connected()
@@ -37,7 +48,10 @@ class NodeTarget:
             await connection.call("topic_create", config=config)
 
     async def use(self) -> None:
-        await _put(await self._connected(), corpus.QUEUE)
+        """A message is taken, and a delta reaches who subscribes to it."""
+        connection = await self._connected()
+        await _put(connection, corpus.QUEUE)
+        await _heard(connection, f"v{next(self._numbers)}")
 
     async def _connected(self) -> Connection:
         if self._connection is None or not self._connection.alive:
@@ -96,3 +110,32 @@ class ClusterTarget:
 async def _put(connection: Connection, topic: str) -> None:
     body = SCHEMAS[Kind.ENQ].encode(1, {"payload": [b"healthy"]})
     await connection.enqueue(topic, [(0, 1, body)])
+
+
+async def _heard(connection: Connection, vector_id: str) -> None:
+    """Put a delta of a vector that is new, and wait until a subscriber has it."""
+    came: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+    def arrived(_: ChangeStream, changes: Changes, body: memoryview) -> None:
+        if changes.count and not came.done():
+            payloads = CHANGES.decode(body, changes.count).binary("payload")
+            came.set_result([] if payloads is None else payloads.tolist())
+
+    delta = encode(
+        Delta(
+            delta_id=uuid.uuid4().bytes, namespace=HEALTHY, vector_id=vector_id, op=Op.CREATE,
+            origin=HEALTHY, time=hybrid_time(time.time_ns() // 1_000_000), clock={HEALTHY: 1},
+            values=np.ones(corpus.DIMENSIONS, np.float32),
+        ),
+        dimensions=corpus.DIMENSIONS,
+    )  # fmt: skip
+    request = OpenSubscription(corpus.DELTAS, 0, [f"vector={HEALTHY}/{vector_id}"])
+    stream, _ = await connection.subscribe(request, arrived)
+    try:
+        body = SCHEMAS[Kind.ENQ].encode(1, {"payload": [delta]})
+        await connection.enqueue(corpus.DELTAS, [(0, 1, body)])
+        await asyncio.wait((came, stream.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not came.done() or came.result() != [delta]:
+            raise Unavailable(f"{vector_id} was put, and its subscriber was not told so")
+    finally:
+        await stream.close()
