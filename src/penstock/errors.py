@@ -219,12 +219,19 @@ BY_CODE: dict[str, type[PenstockError]] = _concrete(PenstockError)
 
 
 def from_wire(error: dict[str, Any]) -> PenstockError:
-    """Rebuild the exception that `to_wire` described; an unknown code stays a PenstockError."""
+    """Rebuild the exception that `to_wire` described; an unknown code stays a PenstockError. Raises
+    `Corruption` for what describes none."""
     fields = dict(error)
-    kind = BY_CODE.get(fields.pop("code", ""), PenstockError)
+    code, message = fields.pop("code", ""), fields.pop("message", "unknown error")
+    texts = isinstance(code, str) and isinstance(message, str)
+    if not (texts and isinstance(fields.get("retry_after_s", 0.0), int | float)):
+        raise Corruption("an error is not described as errors are")
+    kind = BY_CODE.get(code, PenstockError)
     fields.pop("status", None)
     fields.pop("retryable", None)
-    message = fields.pop("message", "unknown error")
     if issubclass(kind, InvalidArgument):
         fields.setdefault("field", "unknown")
-    return kind(message, **fields)
+    try:
+        return kind(message, **fields)
+    except TypeError as wrong:
+        raise Corruption(f"an error is not described as errors are: {wrong}") from wrong

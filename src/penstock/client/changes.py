@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from functools import partial
 from typing import Final
 
@@ -19,7 +19,7 @@ import msgspec
 from penstock.client.connection import Connection
 from penstock.client.link import passing
 from penstock.client.logreader import Source
-from penstock.client.streams import ChangeStream
+from penstock.client.streams import ChangeStream, Opened
 from penstock.model.columns import Columns
 from penstock.model.delivery import CHANGES
 from penstock.wire.messages import Changes, OpenSubscription
@@ -51,7 +51,7 @@ class Place:
             return self.request
         return msgspec.structs.replace(self.request, start="sequence", at=self._settled + 1)
 
-    def on_opened(self, stream: ChangeStream, answer: Mapping[str, int]) -> None:
+    def on_opened(self, stream: ChangeStream, answer: Opened) -> None:
         self._settle(answer["position"])
         if self.began is None:
             self.began = answer["position"]

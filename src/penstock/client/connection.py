@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.client.address import Address, Tls
 from penstock.client.exchange import GREETING_TIMEOUT_S, Exchange
-from penstock.client.streams import ChangeStream, LeaseStream, LogStream, Numbered
+from penstock.client.streams import ChangeStream, LeaseStream, LogStream, Numbered, Opened
 from penstock.errors import Unavailable
 from penstock.model.ids import LeaseToken
 from penstock.wire.frame import Buffer, FrameType
@@ -179,23 +179,23 @@ class Connection(Exchange):
         self,
         request: OpenSubscription,
         arrived: Callable[[ChangeStream, Changes, memoryview], None],
-    ) -> tuple[ChangeStream, dict[str, int]]:
+    ) -> tuple[ChangeStream, Opened]:
         """Open a stream of released deltas, handed on as they come; and where it starts."""
         stream = ChangeStream(self, self._next(), request=request, arrived=arrived)
-        return stream, await self._open(stream, request)
+        opened: Opened = await self._open(stream, request, Opened)
+        return stream, opened
 
     async def _open(
-        self, stream: Numbered, request: OpenLease | OpenLog | OpenSubscription
-    ) -> dict[str, Any]:
+        self, stream: Numbered, request: OpenLease | OpenLog | OpenSubscription, answer: Any = dict
+    ) -> Any:
         number = stream.number
         self._streams[number] = stream
         # Readers of a log may have to wait until somebody serves it, or has folded it.
         wait_s = 0.0 if isinstance(request, OpenLease) else math.inf
         try:
-            answer: dict[str, Any] = await self._ask(
-                FrameType.SUBSCRIBE, dict, pack(request), number=number, wait_s=wait_s
+            return await self._ask(
+                FrameType.SUBSCRIBE, answer, pack(request), number=number, wait_s=wait_s
             )
-            return answer
         except BaseException:
             # A caller that gave up waiting must not leave a stream behind that leases messages.
             if number in self._streams:

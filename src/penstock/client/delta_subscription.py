@@ -197,7 +197,7 @@ class ReleasedBatch:
             position=position,
             ordinal=ordinal,
             time_ms=time_ms,
-            headers=msgspec.msgpack.decode(packed) if packed else {},
+            headers=_headers(packed) if packed else {},
         )
 
     # --- being done ---
@@ -218,6 +218,13 @@ class ReleasedBatch:
         position = min(self.position, int(left.min()) - 1)
         if position > 0:
             self._arrived.place.acknowledge(position)
+
+
+def _headers(packed: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.msgpack.decode(packed, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"headers are no map: {error}", field="headers") from error
 
 
 class Following:

@@ -300,10 +300,10 @@ class Exchange(asyncio.Protocol):
             found[0].set_exception(error)
 
     def _on_stream_end(self, item: Frame) -> None:
+        error = _error_in(item) if len(item.payload) else None
         stream = self._streams.pop(item.sequence, None)
         if stream is None:
             return
-        error = _error_in(item) if len(item.payload) else None
         if error is not None:
             self._heed(error)
         stream.on_end(error)
@@ -349,8 +349,7 @@ class Exchange(asyncio.Protocol):
 
 
 def _error_in(item: Frame) -> PenstockError:
-    fields: dict[str, Any] = unpack(item.payload, dict)[0]
-    return from_wire(fields)
+    return from_wire(unpack(item.payload, dict[str, Any])[0])
 
 
 def _copy(error: PenstockError) -> PenstockError:

@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypedDict, TypeVar
 
 import msgspec
 
@@ -41,6 +41,12 @@ class Sender(Protocol):
 
     async def unsubscribe(self, number: int) -> None:
         """Returns once nothing more can come for this stream."""
+
+
+class Opened(TypedDict):
+    """The answer to a subscription, as far as it is used."""
+
+    position: int  # what comes is after it
 
 
 class Receiver(Protocol):
@@ -193,12 +199,12 @@ class LogStream(Stream[list[Batch]]):
         return Slice(*unpack(payload, LogSlice))
 
     def _take(self, arrived: Slice) -> list[Batch]:
-        head = arrived.head
+        head, batches = arrived.head, arrived.batches()
         self.sequence_committed = head.sequence_committed
         if not self._ended:
             grant = Grant(head.last - head.first + 1, len(arrived.data))
             self._sender.send(FrameType.ACK, self.number, pack(grant))
-        return arrived.batches()
+        return batches
 
 
 class ChangeStream:

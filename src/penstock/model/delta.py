@@ -28,6 +28,7 @@ from penstock.model.delta_format import (
     NO_ID,
     ORIGIN_BYTES_MAX,
     VERSION,
+    Head,
     Op,
     PriorityClass,
     Source,
@@ -124,6 +125,13 @@ def decode(payload: Buffer, *, checked: bool = False) -> Delta:
     if not checked:
         check(payload)
     head = head_of(payload)
+    try:
+        return _delta(payload, head)
+    except ValueError as error:  # a name that is no text, an op that is none
+        raise refuse(f"a delta cannot be read: {error}", "payload") from error
+
+
+def _delta(payload: Buffer, head: Head) -> Delta:
     at = head.names_at
     indexed = head.flags & HAS_INDICES
     clock = (CLOCK.unpack_from(payload, HEADER.size + i * CLOCK.size) for i in range(head.clocks))

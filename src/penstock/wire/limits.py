@@ -7,6 +7,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from penstock.model.topic import BATCH_ENTRIES_MAX
+
 CONTROL_BYTES_MAX: Final = 4 << 20
 GREETING_BYTES_MAX: Final = 64 << 10  # of the payload that a greeting is
 OPENING_BYTES_MAX: Final = 1 << 20  # of the control that opens a stream or calls something
@@ -24,5 +26,6 @@ Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 Route = Annotated[str, Meta(max_length=ROUTE_BYTES_MAX)]
 Cursor = Annotated[str, Meta(max_length=CURSOR_BYTES_MAX)]
 Headers = Annotated[bytes, Meta(max_length=HEADERS_BYTES_MAX)]
+Count = Annotated[int, Meta(ge=0, le=BATCH_ENTRIES_MAX)]  # of rows that are made room for
 Offers = Meta(max_length=OFFERS_MAX)
 Parts = Meta(max_length=PARTS_MAX)

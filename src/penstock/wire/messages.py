@@ -44,6 +44,7 @@ from penstock.wire.limits import (
     CONTROL_BYTES_MAX,
     ROUTES_MAX,
     TOLD_MAX,
+    Count,
     Cursor,
     Headers,
     Offers,
@@ -278,7 +279,7 @@ class Delivery(Message, frozen=True):
     partition: int
     epoch: int
     token_first: int
-    count: int
+    count: Count
     deadline_ms: int  # wall clock of the node, for display; the lease itself runs on its own clock
     visibility_ms: int
 
@@ -296,7 +297,7 @@ class Changes(Message, frozen=True):
     """Released deltas; `data` is a body in CHANGES layout, nothing if `count` is 0."""
 
     partition: int
-    count: int
+    count: Count
     position: int  # all that the subscription wants up to here is now sent
     sequence_committed: int
     folded: int = 0  # deltas that were merged into those of this frame
