@@ -33,6 +33,7 @@ from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
 ENV_PREFIX: Final = "PENSTOCK_"
 ENV_FILE: Final = "PENSTOCK_CONFIG"
+ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")  # as a browser writes it
 # Variables with our prefix that are not a node's options: the client's, Spark's, the crash tests'.
 ENV_ELSEWHERE: Final = frozenset(
     {ENV_FILE, "PENSTOCK_API_KEY", "PENSTOCK_CACHE", "PENSTOCK_CRASH", "PENSTOCK_URL"}
@@ -68,6 +69,10 @@ class UpkeepOptions(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_bytes: int = 256 << 20  # of log since the last snapshot, if that comes first
     retention_s: float = 60.0  # between looks for segments to drop or rewrite
     scrub_s: float = 24 * 3600.0  # in which every stored byte is read and verified once
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    cors_origins: tuple[str, ...] = ()  # of other sites, whose pages may use the gateway
 
 
 class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     native_port: int | None = 7440
     grpc_port: int | None = 7441
     http_port: int | None = 7442
+    http: HttpOptions = HttpOptions()
     tls: TlsOptions = TlsOptions()
     insecure: bool = False  # allow plain TCP where others can reach it
     require_key: bool | None = None  # None: as soon as a listener is not on loopback
@@ -164,6 +170,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.host} can be reached by others: API keys are required there",
                 field="require_key",
             )
+        for origin in self.http.cors_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise InvalidArgument(
+                    f"{origin} is no origin, such as https://app.example.com",
+                    field="http.cors_origins",
+                )
         if self.cluster.enabled:
             self._validate_cluster()
         return self

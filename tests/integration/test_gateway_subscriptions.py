@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock.client.client import Client
 from penstock.client.deltas import Deltas
-from penstock.config import Config
+from penstock.config import Config, HttpOptions
 from penstock.node.engine import Engine
 from penstock.server import sse
 from penstock.server._generated import penstock_pb2 as pb
@@ -25,6 +25,8 @@ from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
 from penstock.server.serve import listen, port_of
+
+PAGE = "https://app.example.com"
 
 
 class Site:
@@ -106,7 +108,10 @@ async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[Event]:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    config = Config(data=tmp_path, native_port=-1, grpc_port=0, http_port=0, drain_s=1.0)
+    http_options = HttpOptions(cors_origins=(PAGE,))
+    config = Config(
+        data=tmp_path, native_port=-1, grpc_port=0, http_port=0, drain_s=1.0, http=http_options
+    )
     async with AsyncExitStack() as stack:
         node = await open_embedded(tmp_path, config=config)
         stack.push_async_callback(node.close)
@@ -136,6 +141,15 @@ async def test_a_browser_gets_what_is_released_as_events(site: Site) -> None:
         await site.deltas.set("a", {1: 0.5})
         change = (await anext(events)).document
         assert (change["op"], change["indices"], change["values"]) == ("sparse", [1], [0.5])
+
+
+async def test_a_page_of_a_named_site_reads_events(site: Site) -> None:
+    path = "/v1/deltas/vectors/events?from_sequence=1"
+    async with site.http.stream("GET", path, headers={"origin": PAGE}) as answer:
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert (await anext(events_of(answer.aiter_lines()))).document["op"] == "create"
+    async with site.http.stream("GET", path, headers={"origin": "https://other"}) as answer:
+        assert answer.status_code == 401
 
 
 async def test_who_comes_back_goes_on_where_it_was(site: Site) -> None:

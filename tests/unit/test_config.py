@@ -8,6 +8,7 @@ from penstock.config import (
     GROUPS,
     OPTIONS,
     Config,
+    HttpOptions,
     Option,
     TlsOptions,
     host_port,
@@ -222,7 +223,8 @@ def test_host_and_port(text: str, parts: tuple[str, int]) -> None:
 def test_every_option_has_one_variable() -> None:
     assert len({Option.env(path) for path in OPTIONS}) == len(OPTIONS)
     assert set(BOUNDS) <= set(OPTIONS)
-    assert {"tls", "limits", "log", "upkeep", "audit", "cluster", "replication", "live"} == GROUPS
+    groups = {"http", "tls", "limits", "log", "upkeep", "audit", "cluster", "replication", "live"}
+    assert groups == GROUPS
     for path, (low, high) in BOUNDS.items():
         default = OPTIONS[path].default
         assert default is None or low <= default <= high
@@ -242,3 +244,16 @@ def test_sinks_of_the_node_are_json_in_the_environment() -> None:
     with pytest.raises(InvalidArgument) as refused:
         Config.load(environ={"PENSTOCK_LIVE_SINK": "memory"})
     assert refused.value.field == "live.sink"
+
+
+def test_sites_whose_pages_are_let_in_are_named() -> None:
+    environ = {"PENSTOCK_HTTP_CORS_ORIGINS": "https://app.example.com, http://localhost:3000"}
+    sites = ("https://app.example.com", "http://localhost:3000")
+    assert load(environ=environ).http.cors_origins == sites
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "app.example.com", "https://a.example/path", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Config(http=HttpOptions(cors_origins=(origin,))).validate()
+    assert refused.value.field == "http.cors_origins"

@@ -47,6 +47,16 @@ _STATIC: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b
 _HEAD: Final = b"content-type: %b\r\ncontent-length: %d\r\nx-request-id: %b\r\n" + b"".join(
     b"%b: %b\r\n" % header for header in _STATIC
 )
+# What a page of another site may send, once it is let in, and read.
+_PREFLIGHT: Final = (
+    (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, x-api-key, x-request-id, content-type, last-event-id",
+    ),
+    (b"access-control-max-age", b"600"),
+)
+_EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, retry-after")
 WHOLE: Final = "penstock.send_whole"  # in the scope, where the server can send a response at once
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -64,6 +74,7 @@ class HttpApp:
         self._pool = pool
         self._options = options
         self._metrics_text = metrics_text
+        self._origins = frozenset(origin.encode() for origin in options.cors_origins)
         self._routes = routes()
         self._document = msgspec.json.encode(document(self._routes.all))
         self._ids = count(1)
@@ -89,9 +100,14 @@ class HttpApp:
             return
         self._active += 1
         try:
-            if exchange.foreign:
+            if exchange.foreign and exchange.origin not in self._origins:
                 raise Unauthenticated("requests of other sites' pages are refused")
-            await self._answer(exchange)
+            if exchange.foreign:
+                exchange.share()
+            if exchange.foreign and scope["method"] == "OPTIONS":
+                await exchange.respond(200, JSON, b"{}", *_PREFLIGHT)
+            else:
+                await self._answer(exchange)
         except Disconnected:
             pass
         except PenstockError as error:
@@ -215,7 +231,9 @@ class Exchange:
         self._read_headers(scope["headers"])
 
     def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        host = origin = None
+        host: bytes | None = None
+        self.origin: bytes | None = None
+        self._shared: tuple[tuple[bytes, bytes], ...] = ()
         for name, value in headers:
             if name == b"authorization":
                 scheme, _, key = value.partition(b" ")
@@ -232,12 +250,17 @@ class Exchange:
             elif name == b"host":
                 host = value
             elif name == b"origin":
-                origin = value
+                self.origin = value
             elif name == b"last-event-id":
                 self.last_event_id = value.decode("latin-1") or None
         # A browser says which page a request comes from. A foreign page must not reach a gateway
         # that trusts its loopback.
-        self.foreign = origin is not None and origin.partition(b"://")[2] != host
+        self.foreign = self.origin is not None and self.origin.partition(b"://")[2] != host
+
+    def share(self) -> None:
+        """Let the page that asks read the answer, although it is another site's."""
+        allowed = (b"access-control-allow-origin", self.origin or b"")
+        self._shared = (allowed, _EXPOSED, (b"vary", b"origin"))
 
     async def body(self, limit: int) -> bytes:
         """The whole body; more than `limit` bytes are refused before they are read."""
@@ -287,6 +310,7 @@ class Exchange:
         self, status: int, content_type: bytes, content: bytes, *extra: tuple[bytes, bytes]
     ) -> None:
         whole = self.scope.get(WHOLE)
+        extra += self._shared
         if whole is not None and not extra:
             head = _HEAD % (content_type, len(content), self.request_id or b"")
             if whole(status, head, content):
@@ -303,7 +327,8 @@ class Exchange:
 
     async def begin_events(self) -> Callable[[bytes], Awaitable[None]]:
         """Answer with a body that has no end yet; what is returned adds to it."""
-        headers = [(b"content-type", EVENTS), (b"x-request-id", self.request_id or b""), *_STATIC]
+        named = [(b"content-type", EVENTS), (b"x-request-id", self.request_id or b"")]
+        headers = [*named, *_STATIC, *self._shared]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._begun = True
 

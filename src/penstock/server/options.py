@@ -19,6 +19,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: int  # of an enqueue over HTTP, or of one gRPC message
     idle_s: float  # between two requests on one connection
     drain_s: float  # for calls in progress when the gateway stops
+    cors_origins: tuple[str, ...] = ()  # of other sites, whose pages may use it
 
     keys_max: int = 256  # native connections kept, one per API key
     requests_max: int = 4096  # calls in progress at one listener
@@ -38,4 +39,5 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
             body_bytes_max=config.limits.frame_bytes_max,
             idle_s=config.limits.idle_s,
             drain_s=config.drain_s,
+            cors_origins=config.http.cors_origins,
         )

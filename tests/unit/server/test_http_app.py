@@ -1,13 +1,15 @@
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.errors import DiskFull, LeaseLost, NotFound, SequenceConflict, Unavailable
 from penstock.server.gateway import Gateway
+from penstock.server.options import GatewayOptions
 
 MESSAGE = {
     "message_id": "01JM0000000000000000000000",
@@ -208,6 +210,46 @@ async def test_a_foreign_web_page_is_refused(http: httpx.AsyncClient, node: Any)
         assert answer.status_code == 401 and not node.enqueues
     own = {"origin": str(http.base_url).rstrip("/")}
     assert (await http.post("/v1/enqueue", json=put, headers=own)).status_code == 200
+
+
+SITE = "https://app.example.com"
+
+
+@pytest.fixture
+async def shared(node: Any, options: GatewayOptions) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that lets pages of one other site in."""
+    options = msgspec.structs.replace(options, cors_origins=(SITE,))
+    gateway = Gateway(node.connect, options)
+    await gateway.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}") as client:
+        yield client
+    await gateway.stop()
+
+
+async def test_a_page_of_a_named_site_is_let_in(shared: httpx.AsyncClient, node: Any) -> None:
+    page, put = {"origin": SITE}, {"topic": "jobs", "payload": 1}
+    asked = page | {"access-control-request-method": "POST"}
+    preflight = await shared.options("/v1/enqueue", headers=asked)
+    assert preflight.status_code == 200 and not node.enqueues
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    answer = await shared.post("/v1/enqueue", json=put, headers=page)
+    assert answer.status_code == 200 and len(node.enqueues) == 1
+    refused = await shared.get("/v1/nowhere", headers=page)  # which the page may read as well
+    assert refused.status_code == 404
+    for one in (preflight, answer, refused):
+        assert one.headers["access-control-allow-origin"] == SITE
+        assert one.headers["vary"] == "origin"
+
+
+async def test_other_sites_stay_out(shared: httpx.AsyncClient, node: Any) -> None:
+    put = {"topic": "jobs", "payload": 1}
+    for origin in ("https://elsewhere.example", SITE + ".evil.example", "null"):
+        answer = await shared.post("/v1/enqueue", json=put, headers={"origin": origin})
+        assert answer.status_code == 401 and not node.enqueues
+        assert "access-control-allow-origin" not in answer.headers
+    plain = await shared.post("/v1/enqueue", json=put)
+    assert plain.status_code == 200 and "access-control-allow-origin" not in plain.headers
 
 
 async def test_a_request_id_is_kept_or_made(http: httpx.AsyncClient) -> None:
