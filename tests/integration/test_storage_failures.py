@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.crashing import Ledger, Traffic, check, server_in
@@ -143,9 +144,9 @@ async def test_a_node_does_not_start_on_a_disk_that_cannot_sync(
     await node.stop()
 
 
-async def test_a_pop_of_a_damaged_message_is_refused(small_node: Node) -> None:
-    node = small_node
-    topic = await node.topic()
+async def with_a_damaged_message(node: Node, **config: Any) -> str:
+    """A topic with 30 messages, of which the first cannot be read."""
+    topic = await node.topic(**config)
     for _ in range(30):
         await node.put(topic, b"x" * 8000)
     await node.call("snapshot", topic=topic)
@@ -154,11 +155,42 @@ async def test_a_pop_of_a_damaged_message_is_refused(small_node: Node) -> None:
     data = bytearray(oldest.read_bytes())
     data[3000] ^= 1
     oldest.write_bytes(data)
+    return topic
+
+
+async def test_a_pop_of_a_damaged_message_is_refused(small_node: Node) -> None:
+    node = small_node
+    topic = await with_a_damaged_message(node)
     async with asyncio.timeout(60):
         with pytest.raises(Corruption):
             await node.pop(topic)
     assert (await node.call("node_status"))["damage"]
     assert len(await node.pop(topic)) == 1  # the next one
+
+
+async def test_a_message_that_cannot_be_read_is_given_back_and_does_not_die(
+    small_node: Node,
+) -> None:
+    node = small_node
+    topic = await with_a_damaged_message(node, max_retries=0)
+    async with asyncio.timeout(60):
+        with pytest.raises(Corruption):
+            await node.pop(topic)
+        heap = node.engine.topic(topic).local[0].heap
+        while heap.leased:
+            await node.call("node_status")
+    assert (heap.delayed, heap.dead, heap.ready) == (1, 0, 29)
+
+
+async def test_a_damaged_message_does_not_keep_its_neighbours(small_node: Node) -> None:
+    node = small_node
+    topic = await with_a_damaged_message(node)
+    stream = await node.stream(topic, credits=10, batch_max=10)
+    got = 0
+    async with asyncio.timeout(60):
+        while got < 9:
+            got += (await anext(stream)).delivery.count
+    assert node.engine.topic(topic).local[0].heap.delayed == 1
 
 
 # --- disks that are full ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from penstock.node.reading import Rows
 from penstock.node.requests import ReturnRequest
 from penstock.node.streams import LeaseStream
 from penstock.wire.messages import Delivery
+
+UNREADABLE_MS: Final = 5_000  # until a message whose bytes are damaged is tried once more
 
 
 class Lease(NamedTuple):
@@ -72,10 +74,7 @@ class Deliveries:
     def _deliver(self, stream: LeaseStream, lease: Lease, rows: Rows | None = None) -> None:
         partition, messages = lease.partition, lease.messages
         if not stream.open:
-            tokens = np.arange(
-                lease.token_first, lease.token_first + len(messages), dtype=np.uint64
-            )
-            partition.settling.give_back(ReturnRequest(tokens, _ignore, delay_ms=0, counted=False))
+            _give_back(lease, delay_ms=0)
             return
         crash_point("node.lease.undelivered")
         sequences: list[int] = messages.tolist()
@@ -83,15 +82,11 @@ class Deliveries:
             try:
                 rows = partition.reader.gather(sequences, nowait=True)
             except PenstockError as error:
-                self._on_unreadable(stream, error)
+                self._on_unreadable(stream, lease, error)
                 return
         if rows is None:
             loading = self._loop.run_in_executor(None, partition.reader.load, sequences)
-            loading.add_done_callback(
-                lambda done: self._on_loaded(
-                    done, stream, lambda: self._deliver(stream, lease, done.result())
-                )
-            )
+            loading.add_done_callback(lambda done: self._on_loaded(done, stream, lease))
             return
         attempts = partition.heap.attempts(messages)
         delivery = Delivery(
@@ -100,22 +95,37 @@ class Deliveries:
         )  # fmt: skip
         stream.send(delivery, rows.encode(attempts))
 
-    def _on_unreadable(self, stream: LeaseStream, error: PenstockError) -> None:
-        """The leases stay and expire; their messages are dead letters in the end."""
+    def _on_unreadable(self, stream: LeaseStream, lease: Lease, error: PenstockError) -> None:
+        """Deliver what can be read of it. The rest goes back, and no try is counted: it is no fault
+        of the message, and another replica may have it whole."""
+        if len(lease.messages) > 1:
+            half = len(lease.messages) // 2
+            first, second = lease.messages[:half], lease.messages[half:]
+            self._deliver(stream, lease._replace(messages=first))
+            token = lease.token_first + half
+            self._deliver(stream, lease._replace(token_first=token, messages=second))
+            return
         self._on_damage(error)
+        _give_back(lease, delay_ms=UNREADABLE_MS)
         if stream.fail is not None:
             stream.fail(error)
 
-    def _on_loaded(
-        self, done: asyncio.Future[Rows], stream: LeaseStream, deliver: Callable[[], None]
-    ) -> None:
+    def _on_loaded(self, done: asyncio.Future[Rows], stream: LeaseStream, lease: Lease) -> None:
         error = done.exception()
         if error is None:
-            deliver()
+            self._deliver(stream, lease, done.result())
         elif isinstance(error, PenstockError):
-            self._on_unreadable(stream, error)
+            self._on_unreadable(stream, lease, error)
         else:
             self._on_fatal(error)
+
+
+def _give_back(lease: Lease, *, delay_ms: int) -> None:
+    first = lease.token_first
+    tokens = np.arange(first, first + len(lease.messages), dtype=np.uint64)
+    lease.partition.settling.give_back(
+        ReturnRequest(tokens, _ignore, delay_ms=delay_ms, counted=False)
+    )
 
 
 def _ignore(_: Any) -> None:
