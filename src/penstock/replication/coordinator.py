@@ -252,6 +252,14 @@ class Coordinator:
         alive.add(self.node)
         return alive
 
+    def has_heir(self, now: int) -> bool:
+        """Whether another replica that counts is heard, and holds all that is committed."""
+        alive = self._reachable(now)
+        return any(
+            node in alive and sender.durable >= self.sequence_committed
+            for node, sender in self.senders.items()
+        )
+
     def _moving(self, now: int) -> set[str]:
         """Those of whom we hear that take what they are sent. A batch as large as the window uses
         it up each time; only who gives nothing back for a while is slow."""

@@ -47,6 +47,14 @@ class Role(Enum):
     HALTED = "halted"  # a rule was broken; nothing is done any more
 
 
+class Health(Enum):
+    """What the driver has found of the log. Its end and the promise are true in any case."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"  # some of it cannot be read: better that others coordinate
+    FAULTY = "faulty"  # what a takeover needs of it cannot be read: it takes no part in any
+
+
 class Holding(ABC):
     """A member's copy; `Replica` adds taking over and coordinating."""
 
@@ -66,6 +74,7 @@ class Holding(ABC):
         self.log = log
         self.options, self.policy = options or ReplicationOptions(), policy
         self.role = Role.IDLE
+        self.health = Health.SOUND  # set by the driver; a log that is replaced is sound again
         self.record: PartitionRecord | None = None
         self.revision = 0
         self.coordinator: Coordinator | None = None
@@ -112,6 +121,18 @@ class Holding(ABC):
         named = record.uuids.get(self.node)
         return named == self.uuid or (named is None and record.quorums == ((self.node,),))
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether others have all that is committed, and let us copy it: one coordinates, and we
+        hear that the barrier of its epoch is committed."""
+        follower = self.follower
+        return (
+            self.role is Role.FOLLOWING
+            and follower is not None
+            and follower.state is Following.STREAMING
+            and self.log.epoch_at(self._committed) == self.epoch
+        )
+
     def _quorum_nodes(self) -> list[str]:
         assert self.record is not None
         return list(dict.fromkeys(self.record.voters + self.record.joint))
@@ -141,7 +162,10 @@ class Holding(ABC):
         """Do what has waited for the promise to be on disk, or for the log to be whole."""
         if self._busy:
             return []
-        effects: Effects = [Send(fence.node, self._fenced()) for fence in self.promise.ready()]
+        effects: Effects = []
+        for fence in self.promise.ready():
+            if self.health is not Health.FAULTY:  # else the taker might choose what we cannot lend
+                effects.append(Send(fence.node, self._fenced()))
         if self.promised != self.epoch:
             return effects
         if self.role is Role.FENCING and self.node not in self._ends:
@@ -218,7 +242,7 @@ class Holding(ABC):
 
     def on_seeded(self, log: LogFacts, committed: int, now: int) -> Effects:
         """The log was replaced by one that begins at a snapshot, or is empty if that failed."""
-        self.log, self._committed = log, committed
+        self.log, self._committed, self.health = log, committed, Health.SOUND
         self._busy = False
         return self._open_again(now) + self._proceed(now)
 

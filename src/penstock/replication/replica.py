@@ -28,7 +28,7 @@ from penstock.replication.effects import (
     TakeEpoch,
 )
 from penstock.replication.follower import State as Following
-from penstock.replication.holding import Holding, Role
+from penstock.replication.holding import Health, Holding, Role
 from penstock.replication.messages import (
     Ack,
     Append,
@@ -73,7 +73,7 @@ class Replica(Holding):
         self.record, self.revision = record, revision
         effects = self._step_down()
         self._close_stream(effects)
-        if not self.counts:
+        if not self.counts or self.health is Health.FAULTY:
             return effects
         self.role = Role.FENCING
         self._ends, self._sought = {}, None
@@ -199,7 +199,8 @@ class Replica(Holding):
         """Somebody wants our log: a follower of our epoch, or a taker that adopts it."""
         if self.coordinator is not None and follow.epoch == self.coordinator.epoch:
             return self.coordinator.on_follow(follow, now)
-        if follow.adopt and follow.epoch == self.promise.asked == self.promised and not self._busy:
+        lends = not self._busy and self.health is not Health.FAULTY
+        if follow.adopt and follow.epoch == self.promise.asked == self.promised and lends:
             lent = self._lent_to(follow.node)
             if lent is not None and lent.opened_by(follow):
                 return []  # a copy that the network made
@@ -345,7 +346,9 @@ class Replica(Holding):
         order = candidates(
             self.record, self._alive, policy=self.policy, lost=self._lost_coordinator
         )
-        if not self.counts or not self._nomination.due(order, now):
+        if self.health is not Health.SOUND:
+            order.sort(key=lambda node: node == self.node)  # whoever else can should be first
+        if self.health is Health.FAULTY or not self.counts or not self._nomination.due(order, now):
             return effects
         self._nomination.ask(self.epoch, now)
         others = [n for n in self._quorum_nodes() if n != self.node]
@@ -382,4 +385,4 @@ class Replica(Holding):
             self.follower.validate()
 
 
-__all__ = ["Halt", "Replica", "Role", "SteppedDown"]
+__all__ = ["Halt", "Health", "Replica", "Role", "SteppedDown"]
