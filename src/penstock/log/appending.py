@@ -33,6 +33,7 @@ from penstock.log.recovery import Recovered
 from penstock.log.segment import Segment, SegmentInfo
 from penstock.log.staging import Flush, LogOptions, Staging
 from penstock.log.table import SegmentTable
+from penstock.log.watch import Watch
 from penstock.log.writer import Writer
 from penstock.model.batch import Batch, verify_chain
 
@@ -52,6 +53,7 @@ class AppendLog:
         self._cache = BatchCache(options.cache_bytes)
         self._pending = Pending()
         self._reader = Reader(self._table, self._cache)
+        self.watch = Watch()  # over every read of what is stored
         self._staging = Staging(folder, options)
         self._writer = Writer(found.floor, floor_s=options.floor_s)
         self._failure = ""  # why nothing may be acknowledged any more
@@ -153,7 +155,8 @@ class AppendLog:
         if ahead is not None:
             return ahead
         self._check_held(sequence)
-        return self._reader.read(sequence, nowait=nowait)
+        with self.watch:
+            return self._reader.read(sequence, nowait=nowait)
 
     def _ahead(self, sequence: int) -> Batch | None:
         """A batch that was committed without this disk. It is in memory until it is durable."""
@@ -179,9 +182,10 @@ class AppendLog:
         if from_sequence > through:
             return []
         self._check_held(from_sequence)
-        return self._reader.slice(
-            from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
-        )
+        with self.watch:
+            return self._reader.slice(
+                from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
+            )
 
     def begin(self, flush: Flush) -> int | None:
         """Hand a flush to the page cache; returns the descriptor to sync before `finish`.
@@ -249,7 +253,8 @@ class AppendLog:
         through = min(through, self.sequence_durable)
         if through < self.sequence_first:
             return self.sequence_first
-        return self._reader.find_time(time_ms, through=through)
+        with self.watch:
+            return self._reader.find_time(time_ms, through=through)
 
     def extent(
         self, from_sequence: int, *, through: int, entries_max: int, bytes_max: int
@@ -259,9 +264,10 @@ class AppendLog:
         if from_sequence > through:
             return from_sequence - 1, 0
         self._check_held(from_sequence)
-        return self._reader.extent(
-            from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
-        )
+        with self.watch:
+            return self._reader.extent(
+                from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
+            )
 
     def epoch_runs(self, from_sequence: int) -> list[tuple[int, int]]:
         """(epoch, first sequence) of each run of one epoch from `from_sequence` on, durable ones.
@@ -269,11 +275,13 @@ class AppendLog:
         The first begins at `from_sequence`, or where the log does. Reads headers; blocks.
         """
         from_sequence = max(from_sequence, self.sequence_first)
-        return self._reader.epoch_runs(from_sequence, self.sequence_durable)
+        with self.watch:
+            return self._reader.epoch_runs(from_sequence, self.sequence_durable)
 
     def first_as_written(self) -> int:
         """The sequence from which on no batch is compacted: what a follower may copy. Blocks."""
-        return self._reader.first_as_written(self.sequence_durable)
+        with self.watch:
+            return self._reader.first_as_written(self.sequence_durable)
 
     # --- recovery and upkeep ---
 
@@ -283,11 +291,11 @@ class AppendLog:
         Bodies are views into read chunks of some MiB: copy what is to be kept.
         """
         from_sequence = max(from_sequence, self.sequence_first)
-        return self._reader.scan(from_sequence, self.sequence_durable)
+        return self.watch.over(self._reader.scan(from_sequence, self.sequence_durable))
 
     def scrub(self) -> Iterator[int]:
         """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
-        return self._reader.scrub()
+        return self.watch.over(self._reader.scrub())
 
     def segments(self) -> list[SegmentInfo]:
         return [segment.info() for segment in self._table.segments()]

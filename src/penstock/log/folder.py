@@ -12,6 +12,7 @@ from typing import Final, Self
 import msgspec
 
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
+from penstock.log.aside import remove_asides
 from penstock.log.files import Handle, sync_folder, write_whole
 
 FORMAT: Final = 3  # the newest that this version reads and writes
@@ -95,7 +96,9 @@ class DataFolder:
 
     def remove_partition(self, topic: int, partition: int) -> None:
         """Delete the files of one partition, which other nodes hold."""
-        _remove(self.partition(topic, partition))
+        folder = self.partition(topic, partition)
+        _remove(folder)
+        remove_asides(folder)
 
     def close(self) -> None:
         self._lock = None

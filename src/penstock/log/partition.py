@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import Corruption, FailedPrecondition, NotFound
+from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log.appending import AppendLog
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
@@ -47,8 +47,10 @@ class PartitionLog(AppendLog):
     def __init__(
         self, folder: Path, found: Recovered, *, topic: int, partition: int, options: LogOptions
     ) -> None:
-        self._upkeep = Lock()  # one drop, rewrite or cut at a time
+        self._upkeep = Lock()  # one drop, rewrite or cut at a time, and none once it is closed
+        self._saving = Lock()  # the same of snapshots
         self._snapshots = Snapshots(folder, topic=topic, partition=partition)
+        self._closed = False
         super().__init__(folder, found, topic=topic, partition=partition, options=options)
 
     @classmethod
@@ -98,6 +100,7 @@ class PartitionLog(AppendLog):
     def drop_before(self, sequence: int) -> int:
         """Delete sealed segments at the head that end before `sequence`; returns bytes freed."""
         with self._upkeep, storage_errors(self.folder):
+            self._check_open()
             segments = self._table.segments()
             gone: list[Segment] = []
             for segment in segments[:-1]:
@@ -119,13 +122,15 @@ class PartitionLog(AppendLog):
     def rewrite(self, first: int, alive: Callable[[int, int], NDArray[np.uint64]]) -> int:
         """Compact the sealed segment that begins at `first`; returns the bytes saved."""
         with self._upkeep, storage_errors(self.folder):
+            self._check_open()
             old = next((s for s in self._table.segments() if s.first == first), None)
             if old is None:
                 raise NotFound(f"no segment begins at sequence {first}", sequence=first)
             if not old.sealed:
                 raise FailedPrecondition(f"the segment at sequence {first} is not sealed")
             target = old.path.with_name(old.path.name + ".tmp")
-            compacted = compact(old, alive(old.first, old.last), target)
+            with self.watch:
+                compacted = compact(old, alive(old.first, old.last), target)
             if compacted is None:
                 return 0
             new, index = compacted
@@ -146,7 +151,8 @@ class PartitionLog(AppendLog):
         reached = min(self.sequence_durable, self.sequence_committed)
         if sequence > reached:
             raise ValueError(f"a snapshot at {sequence} is ahead of {reached}")
-        with storage_errors(self.folder):
+        with self._saving, storage_errors(self.folder):
+            self._check_open()
             self._writer.raise_floor()
             return self._snapshots.save(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
 
@@ -238,13 +244,19 @@ class PartitionLog(AppendLog):
 
     def close(self) -> None:
         """Persist the floor and let go of the files; what is staged and not written is lost."""
-        with storage_errors(self.folder):
+        with self._upkeep, self._saving, storage_errors(self.folder):
             if not self._failure:
                 self._writer.raise_floor()
             self._staging.close()
-        self._table.close()
+            self._table.close()
+            self._closed = True
 
     # --- inside ---
+
+    def _check_open(self) -> None:
+        """Raise if the folder may be another log's by now."""
+        if self._closed:
+            raise Unavailable(f"{self.folder} is closed")
 
     def _check_boundary(self, sequence: int) -> None:
         """Raise unless a batch ends at `sequence`, which is held, or the log begins behind it."""

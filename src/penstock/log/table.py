@@ -27,6 +27,7 @@ class SegmentTable:
     def __init__(self, *, index_bytes: int) -> None:
         self._index_bytes = index_bytes
         self._lock = Lock()
+        self._closed = False
         self._empty_at = 1  # where the log begins while there is no segment
         self._open: OrderedDict[Segment, None] = OrderedDict()
         self._latest: Segment | None = None  # the last of `_open`
@@ -109,13 +110,19 @@ class SegmentTable:
             return None  # it was cut meanwhile
 
     def open_file(self, segment: Segment) -> Handle | None:
-        """The file of exactly this segment; None once it was dropped, cut or rewritten."""
+        """The file of exactly this segment; None once it was dropped, cut or rewritten. Raises
+        `NotFound` once the log is closed."""
         with self._lock:  # not while a rewrite swaps the file
+            if self._closed:
+                raise NotFound("the log is closed")
             return Handle(segment.path) if segment in self._view[1] else None
 
     def close(self) -> None:
-        for segment in self.segments():
-            segment.opened = None
+        """No file is opened any more: under the same names there may soon be others."""
+        with self._lock:
+            self._closed = True
+            for segment in self._view[1]:
+                segment.opened = None
 
     def touch(self, segment: Segment) -> None:
         """Note that an open, sealed segment was just used; it may close others."""

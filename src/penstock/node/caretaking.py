@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
-from penstock.errors import Corruption, PenstockError
+from penstock.errors import Corruption, NotFound, PenstockError
 from penstock.node.engine import Engine
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition, SnapshotFacts
@@ -59,8 +59,6 @@ async def _look_after(engine: Engine, host: Host, retention_due: bool) -> None:
             if await retaining:
                 await host.on_shrunk()
             await asyncio.to_thread(engine.reserve.hold)
-    except Corruption as error:
-        engine.on_damage(error)
     except PenstockError as error:  # a full disk, mostly: the next round tries again
         log.warning("upkeep failed", topic=topic.config.name, error=error.message)
 
@@ -75,17 +73,24 @@ async def run_scrub(engine: Engine) -> None:
         await asyncio.sleep(max(0, every_s - (time.monotonic() - started)))
 
 
-async def verify(engine: Engine, within_s: float = 0.0) -> int:
-    """Verify all sealed segments; damage is reported, not raised. Returns bytes read."""
+class Verified(NamedTuple):
+    bytes: int  # that were read
+    damage: str | None  # the first that was found
+
+
+async def verify(engine: Engine, within_s: float = 0.0) -> Verified:
+    """Verify all sealed segments; damage is reported, not raised."""
     total = sum(host.log.bytes_total for host in engine.hosts.values())
     bytes_per_s = max(SCRUB_BYTES_PER_S, total / within_s) if within_s else float("inf")
-    done = 0
+    done, damage = 0, None
     for host in list(engine.hosts.values()):
         try:
             done += await scrub(host.log, bytes_per_s)
         except Corruption as error:
-            engine.on_damage(error)
-    return done
+            damage = damage or error.message  # the host has heard of it, and does what it can
+        except NotFound:
+            log.debug("closed while it was verified", topic=host.topic.config.name)
+    return Verified(done, damage)
 
 
 async def snapshot(engine: Engine, topic: Topic, partition: Partition) -> SnapshotFacts:

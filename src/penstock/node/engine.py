@@ -16,7 +16,7 @@ from penstock.cluster.keys import KeyRing
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.config import Config
-from penstock.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
 from penstock.log.folder import FORMAT_DELTAS, DataFolder
 from penstock.model.batch import Kind
 from penstock.model.topic import TopicConfig, TopicKind, topic_config
@@ -86,7 +86,7 @@ class Engine:
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
     fatal_error: BaseException | None = None
-    damage: str | None = None  # what verification found, for status and health
+    damages: dict[Key, str] = field(default_factory=dict)  # what was found, for status and health
     started_ms: int = 0
     # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -112,7 +112,7 @@ class Engine:
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
             transport=None, spawn=self.spawn_for_host, on_damage=self.on_damage,
-            on_fatal=self.on_fatal, reserve_bytes=self.config.log.reserve_bytes,
+            on_mended=self.on_mended, on_fatal=self.on_fatal, reserve_bytes=self.config.log.reserve_bytes,
         )  # fmt: skip
 
     # --- topics ---
@@ -235,17 +235,25 @@ class Engine:
             host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
-    async def open_host(self, topic: Topic, index: int, *, uuid: str = "") -> Host:
+    async def open_host(
+        self, topic: Topic, index: int, *, uuid: str = "", only: bool = False
+    ) -> Host:
         """Recover a replica; it does nothing before it is told of a record."""
         alone = self.around.transport is None
 
         def recover() -> Opened:
             return open_replica(
                 self.folder.partition(topic.config.id, index), topic.config, index,
-                options=self.config.log, accept_rot=self.config.accept_rot, alone=alone, uuid=uuid,
+                options=self.config.log, accept_rot=self.config.accept_rot, alone=alone, only=only,
+                uuid=uuid,
             )  # fmt: skip
 
-        host = Host(topic, index, await asyncio.to_thread(recover), self.around)
+        try:
+            opened = await asyncio.to_thread(recover)
+        except Corruption as error:
+            self.on_damage(error)
+            raise
+        host = Host(topic, index, opened, self.around)
         self.hosts[host.key] = host
         return host
 
@@ -293,10 +301,21 @@ class Engine:
         task.add_done_callback(self.spawned.discard)
         return task
 
+    @property
+    def damage(self) -> str | None:
+        return next(iter(self.damages.values()), None)
+
     def on_damage(self, error: PenstockError) -> None:
         """Stored bytes are not what was written. The rest of the node goes on; health says so."""
-        self.damage = error.message
+        key = (error.details.get("topic", 0), error.details.get("partition", 0))
+        if key in self.damages:
+            return  # whoever reads there meets it again, or more of it
+        self.damages[key] = error.message
         log.critical("stored data is damaged", error=error.message, **error.details)
+
+    def on_mended(self, key: Key) -> None:
+        """A partition's log was replaced."""
+        self.damages.pop(key, None)
 
     def on_fatal(self, error: BaseException) -> None:
         if self.fatal_error is None:

@@ -138,6 +138,9 @@ class Metrics(Collector):
         self._promises = Counter(
             "penstock_fences", "Epochs that replicas of this node have promised.", ["topic"]
         )
+        self._renewed = Counter(
+            "penstock_replicas_renewed", "Damaged replicas that were begun anew.", ["topic"]
+        )
         self._truncated = Counter(
             "penstock_truncated_entries", "Entries cut off that never committed.", ["topic"]
         )
@@ -263,6 +266,9 @@ class Metrics(Collector):
 
     def promised(self, topic: str) -> None:
         self._promises.add((topic,))
+
+    def replica_renewed(self, topic: str) -> None:
+        self._renewed.add((topic,))
 
     def truncated(self, topic: str, entries: int) -> None:
         self._truncated.add((topic,), entries)

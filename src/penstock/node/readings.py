@@ -71,6 +71,7 @@ def replica_reading(host: Host) -> ReplicaReading:
         sequence_committed=host.committed,
         sequence_last=host.log.sequence_last,
         sequence_applied=host.heap.sequence_applied,
+        damaged=bool(host.mending.damage),
         followers=() if replica.coordinator is None else _followers(replica.coordinator),
     )
 

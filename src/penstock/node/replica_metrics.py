@@ -32,6 +32,7 @@ class ReplicaReading(NamedTuple):
     sequence_committed: int = 0
     sequence_last: int = 0
     sequence_applied: int = 0
+    damaged: bool = False
     followers: tuple[FollowerReading, ...] = ()
 
 
@@ -41,6 +42,7 @@ _REPLICA_GAUGES: Final = (
     ("penstock_replica_committed", "Last sequence known to be committed.", "sequence_committed"),
     ("penstock_replica_last", "Last sequence of a replica's log.", "sequence_last"),
     ("penstock_replica_applied", "Last sequence in a replica's heap.", "sequence_applied"),
+    ("penstock_replica_damaged", "1: some of its log cannot be read.", "damaged"),
 )
 # The same of FollowerReading.
 _FOLLOWER_GAUGES: Final = (
@@ -68,7 +70,7 @@ def replica_gauges(replicas: list[ReplicaReading]) -> Iterator[Metric]:
         family = GaugeMetricFamily(name, help, labels=["topic", "partition"])
         for reading in replicas:
             place = [reading.topic, str(reading.partition)]
-            family.add_metric(place, getattr(reading, attribute))
+            family.add_metric(place, float(getattr(reading, attribute)))
         yield family
     for name, help, attribute in _FOLLOWER_GAUGES:
         family = GaugeMetricFamily(name, help, labels=["topic", "partition", "follower"])

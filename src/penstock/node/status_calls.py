@@ -172,7 +172,8 @@ async def verify_share(
 
 async def _verified(engine: Engine) -> dict[str, Any]:
     found = await caretaking.verify(engine)
-    return {"node": engine.identity.node, "bytes": found, "damage": engine.damage}
+    damage = found.damage or engine.damage
+    return {"node": engine.identity.node, "bytes": found.bytes, "damage": damage}
 
 
 @method(Arguments)

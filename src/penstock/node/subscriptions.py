@@ -26,7 +26,7 @@ from penstock.node.routing.demands import Demand
 from penstock.node.routing.log_relay import LogRelay
 from penstock.node.streams import LeaseStream, LogSource, LogStream, check_window, gone
 from penstock.node.topic import Topic
-from penstock.replication.replica import Role
+from penstock.replication.replica import Health, Role
 from penstock.wire.frame import FrameFlag, FrameType
 from penstock.wire.messages import (
     Delivery,
@@ -202,7 +202,7 @@ class Subscriptions:
         host = self._engine.hosts.get(topic.key(control.partition))
         if isinstance(port, Partition):
             source = port
-        elif host is not None and host.role is Role.FOLLOWING and _has(host, control):
+        elif host is not None and _readable(host) and _has(host, control):
             source = host
         else:
             self._relay(number, control, topic)
@@ -293,6 +293,11 @@ def _check_lease(control: OpenLease, config: TopicConfig) -> None:
     ):
         if value is not None and not 1 <= value <= limit:
             raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+
+
+def _readable(host: Host) -> bool:
+    """Whether a replica that does not serve may show its log."""
+    return host.role is Role.FOLLOWING and host.replica.health is Health.SOUND
 
 
 def _has(host: Host, control: OpenLog) -> bool:

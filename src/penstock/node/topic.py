@@ -32,7 +32,7 @@ from penstock.node.partition import Partition
 from penstock.node.routing.demands import Demand
 from penstock.node.routing.ports import Key, PartitionPort
 from penstock.node.routing.router import Router
-from penstock.node.streams import LeaseStream, LogStream
+from penstock.node.streams import LeaseStream, LogSource, LogStream
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
@@ -122,14 +122,23 @@ class Topic:
             self.ingesting.fail(index, moved)
         gone.enqueueing.fail(moved)
         gone.settling.fail(moved)
-        for stream in tuple(self._log_streams):
-            if stream.source is gone:
-                stream.fail(moved)
+        self.end_readers(gone)
         if self.live is not None:
             self.live.unserve(index)
         self._recount()
         self._dispatching.rounds.renew()
         self.wake()
+
+    def end_readers(self, source: LogSource) -> None:
+        """A log is not to be read here any more: whoever does looks for it elsewhere."""
+        for stream in tuple(self._log_streams):
+            if stream.source is source:
+                stream.fail(
+                    Unavailable(
+                        f"partition {stream.partition} of {self.config.name} moved",
+                        partition=stream.partition,
+                    )
+                )
 
     def reached(self, index: int | None = None) -> bool:
         """Whether a partition, or each of them, can be served: here, or by a node that we reach."""

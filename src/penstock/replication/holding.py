@@ -121,18 +121,6 @@ class Holding(ABC):
         named = record.uuids.get(self.node)
         return named == self.uuid or (named is None and record.quorums == ((self.node,),))
 
-    @property
-    def replaceable(self) -> bool:
-        """Whether others have all that is committed, and let us copy it: one coordinates, and we
-        hear that the barrier of its epoch is committed."""
-        follower = self.follower
-        return (
-            self.role is Role.FOLLOWING
-            and follower is not None
-            and follower.state is Following.STREAMING
-            and self.log.epoch_at(self._committed) == self.epoch
-        )
-
     def _quorum_nodes(self) -> list[str]:
         assert self.record is not None
         return list(dict.fromkeys(self.record.voters + self.record.joint))

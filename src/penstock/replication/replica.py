@@ -328,6 +328,19 @@ class Replica(Holding):
             return False
         return follower.resigned or now - follower.heard_ms > self.options.silence_ms
 
+    def replaceable(self, now: int) -> bool:
+        """Whether another has all that is committed, and lets us copy it: it coordinates, we hear
+        it, and the barrier of its epoch is committed."""
+        follower = self.follower
+        return (
+            self.role is Role.FOLLOWING
+            and follower is not None
+            and follower.state is Following.STREAMING
+            and not follower.broken
+            and not self.lost(now)
+            and self.log.epoch_at(self._committed) == self.epoch
+        )
+
     def on_probe(self, probe: Probe, now: int) -> Effects:
         silent = probe.epoch >= self.epoch and self.lost(now)
         return [Send(probe.node, Probed(self.node, probe.epoch, silent))]

@@ -32,21 +32,23 @@ def streaming(*, committed: int) -> Replica:
 
 
 def test_a_copy_may_go_once_the_barrier_of_another_is_committed() -> None:
-    assert streaming(committed=3).replaceable
+    assert streaming(committed=3).replaceable(0)
 
 
 def test_a_copy_stays_while_what_is_committed_may_be_on_it_alone() -> None:
-    assert not streaming(committed=2).replaceable  # of the epoch before
-    assert not replica(log=facts(1, 1), committed=2).replaceable  # it follows nobody
-    assert not serving().replaceable
+    assert not streaming(committed=2).replaceable(0)  # of the epoch before
+    assert not replica(log=facts(1, 1), committed=2).replaceable(0)  # it follows nobody
+    assert not serving().replaceable(0)
     fenced = streaming(committed=3)
     fenced.on_fence(Fence("c", 3), 0)
-    assert not fenced.replaceable
+    assert not fenced.replaceable(0)
+    silent = streaming(committed=3)
+    assert not silent.replaceable(silent.options.silence_ms + 1)
 
 
 def test_a_stream_that_is_not_open_says_nothing_of_its_source() -> None:
     machine, _ = following(log=facts(1, 1, 2), epoch=2, committed=3)
-    assert not machine.replaceable
+    assert not machine.replaceable(0)
 
 
 @pytest.mark.parametrize(("health", "answers"), [(Health.DAMAGED, 1), (Health.FAULTY, 0)])

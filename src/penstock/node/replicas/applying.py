@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
+from penstock.errors import Corruption
 from penstock.heap import Heap
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
@@ -57,9 +58,12 @@ class Applying:
         *,
         spawn: Spawn,
         on_rebuilt: Callable[[Replayed], None],
+        on_unreadable: Callable[[Corruption], None],
     ) -> None:
         self.heap, self._log = heap, log
         self._spawn, self._on_rebuilt = spawn, on_rebuilt
+        self._on_unreadable = on_unreadable
+        self._broken = False  # the log cannot be read where the heap is: it stays behind
         self._target = 0  # apply up to here
         self._scheduled = False
         self._reading = False  # a thread reads, or builds the heap
@@ -80,10 +84,11 @@ class Applying:
             self._schedule()
 
     async def catch_up(self, sequence: int, *, wanted: Callable[[], bool]) -> bool:
-        """Apply everything up to `sequence`, committed or not; False once it is not `wanted`."""
+        """Apply everything up to `sequence`, committed or not; False once it is not `wanted`, or
+        cannot be."""
         before, self._target = self._target, max(self._target, sequence)
         while not self.settled:
-            if not wanted():
+            if self._broken or not wanted():
                 self._target = before
                 return False
             self._schedule()
@@ -91,7 +96,8 @@ class Applying:
         return wanted()
 
     def _schedule(self) -> None:
-        if not (self._scheduled or self._reading or self._held or self.settled):
+        idle = self._broken or self._held or self.settled
+        if not (self._scheduled or self._reading or idle):
             self._scheduled = True
             self._loop.call_soon(self._apply_some)
 
@@ -109,7 +115,10 @@ class Applying:
             self._reading = True
             self._spawn(self._rebuild())
             return
-        batches = self._read(SLICE_BYTES, nowait=True)
+        try:
+            batches = self._read(SLICE_BYTES, nowait=True)
+        except Corruption:
+            batches = None  # it is met again, where it is told
         if batches is None:
             self._reading = True
             self._spawn(self._apply_cold())
@@ -133,6 +142,9 @@ class Applying:
         """The page cache misses: read in a thread, then go on."""
         try:
             batches = await asyncio.to_thread(self._read, COLD_BYTES, nowait=False)
+        except Corruption as error:
+            self._break(error)
+            return
         finally:
             self._reading = False
         if not self._stale:
@@ -155,7 +167,7 @@ class Applying:
         self._target, self._stale = 0, True
         while self._reading:
             await self._progress()
-        self._stale, self._held = True, True
+        self._stale, self._held, self._broken = True, True, False
 
     def resume(self, committed: int) -> None:
         """The log was cut or replaced: go on from what is there."""
@@ -170,9 +182,17 @@ class Applying:
             replayed = await asyncio.to_thread(replay, log, config, through=through)
             self.heap, self._stale = replayed.heap, False
             self._on_rebuilt(replayed)
+        except Corruption as error:
+            self._break(error)
+            return
         finally:
             self._reading = False
         self._schedule()
+        self._tell()
+
+    def _break(self, error: Corruption) -> None:
+        self._broken, self._reading = True, False
+        self._on_unreadable(error)
         self._tell()
 
     def _tell(self) -> None:

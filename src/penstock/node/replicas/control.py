@@ -62,6 +62,10 @@ class Local(Protocol):
         """The highest epoch that the replica here has promised to follow."""
         ...
 
+    async def renew_replica(self, key: Key) -> None:
+        """Close the host and set its folder aside: what is opened next is another replica."""
+        ...
+
     async def drop_replica(self, key: Key) -> None:
         """Close the host and remove its folder: others hold the partition."""
         ...
@@ -91,7 +95,7 @@ class ClusterControl:
         self._unfollowed: dict[int, TopicConfig] = {}  # in trouble here; tried again and again
         self._following = asyncio.Lock()  # one topic at a time is added, changed or dropped
         self._opening: set[Key] = set()
-        self._retiring: set[Key] = set()  # their files are being removed
+        self._retiring: set[Key] = set()  # their files are being removed, or set aside
         self._openings = asyncio.Semaphore(OPENING_MAX)
         self._waiters: dict[Key, list[asyncio.Future[None]]] = {}
         self._read = {"topics": asyncio.Event(), "records": asyncio.Event()}
@@ -103,6 +107,11 @@ class ClusterControl:
 
     def change_record(self, key: Key, record: PartitionRecord, revision: int) -> None:
         self._spawn(self._change_record(key, record, revision), name=f"record-{key[0]}-{key[1]}")
+
+    def renew(self, key: Key, *, uuid: str, epoch: int) -> None:
+        if key not in self._retiring:
+            self._retiring.add(key)
+            self._spawn(self._renew(key, uuid, epoch), name=f"renew-{key[0]}-{key[1]}")
 
     def retire(self, key: Key) -> None:
         if key in self._retiring:
@@ -150,6 +159,42 @@ class ClusterControl:
                 host.on_change_lost()
             return
         self.on_record(key, Held(record, swapped))
+
+    async def _renew(self, key: Key, uuid: str, epoch: int) -> None:
+        try:
+            if key not in self._local.hosts or not await self._disowned(key, uuid, epoch):
+                return
+            await self._local.renew_replica(key)
+        except PenstockError as error:
+            log.warning("not renewed", topic=key[0], partition=key[1], error=error.message)
+        finally:
+            self._retiring.discard(key)
+        self._open_if_ours(key)
+
+    async def _disowned(self, key: Key, uuid: str, epoch: int) -> bool:
+        """Have the record count on this disk no more, before anything of it is dropped.
+
+        From then on no set of replicas is settled on because of what it holds, whatever was under
+        way. One at a time: of two that copy, neither could help if the third is damaged too.
+        """
+        entry = await self._store.get(record_key(key))
+        if entry is None:
+            return False
+        record = decode_record(entry.value)
+        voters = {*record.voters, *record.joint} - {self.node}
+        if record.epoch != epoch or record.coordinator not in {*record.voters} - {self.node}:
+            return False
+        if record.uuids.get(self.node) != uuid:
+            return True  # it does not count as it is
+        if not voters <= record.uuids.keys():
+            return False  # another is being replaced
+        uuids = {node: disk for node, disk in record.uuids.items() if node != self.node}
+        without = msgspec.structs.replace(record, uuids=uuids)
+        revision = await self._store.put(
+            entry.key, encode_record(without), expected_revision=entry.revision
+        )
+        self.on_record(key, Held(without, revision))
+        return True
 
     async def _retire(self, key: Key) -> None:
         try:

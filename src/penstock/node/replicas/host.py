@@ -17,12 +17,14 @@ from typing import Any, Final
 
 from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.heap import Heap
+from penstock.log.aside import remove_asides
 from penstock.model.batch import Batch
 from penstock.node.flushing import Flusher
 from penstock.node.logs import get_logger
 from penstock.node.partition import Partition, SnapshotFacts
 from penstock.node.replicas.applying import Applying, Replayed
 from penstock.node.replicas.following import Following
+from penstock.node.replicas.mending import Mending
 from penstock.node.replicas.opening import Opened
 from penstock.node.replicas.performing import Performing, Slow
 from penstock.node.replicas.ports import Key, Letter, SeedHead
@@ -67,6 +69,13 @@ class Host:
             self._do, perform=self._perform, spawn=around.spawn, on_error=self._on_error,
             on_fatal=around.on_fatal,
         )  # fmt: skip
+        self.mending = Mending(
+            self.key, self.replica, control=around.control, now=around.now, resign=self._hand_over,
+            report=around.on_damage,
+        )  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        opened.log.watch.tell = self._hear_of_damage
+        self._aside = opened.aside  # damaged copies are kept until this one counts
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
             on_write=around.metrics.log_written, on_durable=self._on_durable,
@@ -77,6 +86,7 @@ class Host:
             opened.log,
             spawn=self._performing.spawn,
             on_rebuilt=self._on_rebuilt,
+            on_unreadable=self._on_unapplied,
         )
         self.following = Following(
             self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
@@ -87,6 +97,7 @@ class Host:
             self.sending = Sending(
                 self.key, self.replica, opened.log, transport=around.transport, now=around.now,
                 pace=around.pace, perform=self._perform, spawn=self._performing.spawn,
+                on_unreadable=self._on_unsent,
             )  # fmt: skip
         self.tenure = Tenure(
             topic, index, self.replica, flusher=self.flusher, applying=self.applying,
@@ -139,6 +150,9 @@ class Host:
 
     def on_record(self, record: PartitionRecord, revision: int) -> None:
         self._perform(self.replica.on_record(record, revision, self._now))
+        if self._aside and self.replica.counts:
+            self._aside = False
+            self._performing.spawn(self._forget_asides())
 
     def on_epoch_taken(self, record: PartitionRecord, revision: int) -> None:
         self._perform(self.replica.on_epoch_taken(record, revision, self._now))
@@ -184,6 +198,8 @@ class Host:
 
     def on_tick(self) -> None:
         self._perform(self.replica.on_tick(self._now))
+        if not (self.closed or self.halted):
+            self.mending.on_tick()
 
     def persist_floor(self) -> None:
         """Remember on disk how far an idle log was acknowledged."""
@@ -215,6 +231,8 @@ class Host:
         if self.closed:
             return
         self.closed = True
+        self.log.watch.end()
+        self.topic.end_readers(self)
         self.tenure.end(Unavailable("the node is stopping; the outcome is unknown"))
         self._performing.stop()
         if self.sending is not None:
@@ -222,6 +240,37 @@ class Host:
         await self.following.stop()
         if self.flusher.failed is None:
             await self.flusher.alone(self.log.close)
+
+    # --- damage ---
+
+    def _hear_of_damage(self, error: Corruption) -> None:
+        """On whichever thread has met it."""
+        self._loop.call_soon_threadsafe(self._on_damaged, error)
+
+    def _on_damaged(self, error: Corruption) -> None:
+        if not self.closed:
+            self.mending.on_damage(error)
+
+    def _on_unsent(self, error: Corruption) -> None:
+        self.mending.on_damage(error, faulty=self.replica.coordinator is None)
+
+    def _on_unapplied(self, error: Corruption) -> None:
+        if self.around.transport is None or "file" not in error.details:
+            self._on_error(error)  # nobody has it whole, or what is whole makes no sense
+        else:
+            self.mending.on_damage(error, faulty=True)
+
+    def _hand_over(self) -> None:
+        self._tell(log.warning, "a damaged replica hands over")
+        self._performing.spawn(self.resign())
+
+    async def _forget_asides(self) -> None:
+        try:
+            await asyncio.to_thread(remove_asides, self.log.folder)
+        except OSError as error:
+            self._tell(log.warning, "a damaged copy is not removed", error=str(error))
+        else:
+            self._tell(log.info, "a mended replica counts; its damaged copy is removed")
 
     # --- effects ---
 
@@ -309,6 +358,8 @@ class Host:
     def _reseed(self, effect: do.Reseed) -> None:
         assert self.around.transport is not None
         self._tell(log.warning, "a replica starts over from a snapshot", source=effect.source)
+        self.mending.on_replaced()
+        self.around.on_mended(self.key)
         self.following.reseed(effect.source, self.around.transport.fetch_seed)
 
     def _on_durable(self, sequence: int) -> None:

@@ -16,6 +16,7 @@ from penstock.cluster.repeating import repeat
 from penstock.cluster.store import LeasingStore
 from penstock.config import Config, host_port
 from penstock.errors import FailedPrecondition, RevisionConflict
+from penstock.log.aside import set_aside
 from penstock.log.files import write_whole
 from penstock.log.folder import FORMAT_DELTAS
 from penstock.model.topic import TopicConfig, TopicKind
@@ -68,11 +69,24 @@ class EngineLocal:
     async def open_replica(self, config: TopicConfig, index: int, held: Held) -> Host:
         engine, record = self._engine, held.record
         uuid = record.uuids.get(engine.identity.node, "") if record.epoch == 0 else ""
-        return await engine.open_host(engine.topic(config.name), index, uuid=uuid)
+        only = record.quorums == ((engine.identity.node,),)
+        return await engine.open_host(engine.topic(config.name), index, uuid=uuid, only=only)
 
     def promised(self, key: Key) -> int:
         host = self._engine.hosts.get(key)
         return host.replica.promised if host else 0
+
+    async def renew_replica(self, key: Key) -> None:
+        engine = self._engine
+        host = engine.hosts.get(key)
+        if host is None:
+            return  # its topic was deleted meanwhile
+        await engine.close_hosts([key])
+        kept = await asyncio.to_thread(set_aside, host.log.folder)
+        engine.on_mended(key)
+        name = host.topic.config.name
+        engine.metrics.replica_renewed(name)
+        log.warning("a damaged replica starts over", topic=name, partition=key[1], kept=str(kept))
 
     async def drop_replica(self, key: Key) -> None:
         engine = self._engine

@@ -58,5 +58,8 @@ class LocalControl:
         """There is nothing to change: the only replica is named from the start."""
         self._hosts[key].on_change_lost()
 
+    def renew(self, key: Key, *, uuid: str, epoch: int) -> None:
+        """There is nobody to copy from."""
+
     def retire(self, key: Key) -> None:
         """Nobody else could hold it."""

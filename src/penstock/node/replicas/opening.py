@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import Corruption
+from penstock.log.aside import asides, set_aside
 from penstock.log.partition import LogOptions, PartitionLog
-from penstock.log.replica import NAME, ReplicaFile
+from penstock.log.replica import ReplicaFile
 from penstock.model.topic import TopicConfig
 from penstock.node.logs import get_logger
 from penstock.node.replicas.applying import Replayed, replay
@@ -24,6 +25,7 @@ class Opened:
     file: ReplicaFile
     facts: LogFacts
     replayed: Replayed
+    aside: bool = False  # damaged copies of it are kept
 
 
 def open_replica(
@@ -34,14 +36,16 @@ def open_replica(
     options: LogOptions,
     accept_rot: bool = False,
     alone: bool = True,
+    only: bool = False,
     uuid: str = "",
 ) -> Opened:
     """Recover a partition's folder, made if missing.
 
     `uuid` is who a new replica becomes. It is given only where the partition's record is at epoch
     0: nothing was ever written then, so an empty disk may count as one of those it names.
-    `alone`: nobody else has the data, so damage is refused with `Corruption`. Otherwise a damaged
-    replica is dropped, and comes back under a new uuid as a copy of the others.
+    `alone`: the node is in no cluster; `only`: it is, and the partition has no other voter. In both
+    cases nobody else has the data, so damage is refused with `Corruption`. Otherwise a damaged
+    replica is set aside, and comes back under a new uuid as a copy of the others.
     """
     if alone:
         stored = PartitionLog.open(
@@ -51,31 +55,35 @@ def open_replica(
         return Opened(stored, file, _end_of(stored), replay(stored, config))
     try:
         file = ReplicaFile(folder, uuid=uuid)
-        stored = PartitionLog.open(folder, topic=config.id, partition=index, options=options)
+        stored = PartitionLog.open(
+            folder, topic=config.id, partition=index, options=options,
+            accept_rot=accept_rot and only,
+        )  # fmt: skip
         if stored.seeding:  # a copy was cut short; nothing of it counts yet
             empty(stored)
-        return Opened(stored, file, facts_of(stored), replay(stored, config))
+        return _opened(stored, file, config)
     except Corruption as error:
+        if only:
+            raise
         return _start_over(folder, config, index, options=options, why=error)
 
 
 def _start_over(
     folder: Path, config: TopicConfig, index: int, *, options: LogOptions, why: Corruption
 ) -> Opened:
-    """Become another replica, without data. What was promised stays promised, if it is known."""
+    """Become another replica, without data. Nobody knows yet whether the others have all of it."""
     log.critical(
         "a damaged replica starts over as a copy of the others",
-        topic=config.name, partition=index, error=why.message,
+        topic=config.name, partition=index, error=why.message, kept=str(set_aside(folder)),
     )  # fmt: skip
-    try:
-        file = ReplicaFile(folder)
-        file.renew()
-    except Corruption:
-        (folder / NAME).unlink()
-        file = ReplicaFile(folder)
-    stored = PartitionLog.recreate(folder, topic=config.id, partition=index, options=options)
-    stored.finish_seeding()
-    return Opened(stored, file, facts_of(stored), replay(stored, config))
+    file = ReplicaFile(folder)
+    stored = PartitionLog.open(folder, topic=config.id, partition=index, options=options)
+    return _opened(stored, file, config)
+
+
+def _opened(stored: PartitionLog, file: ReplicaFile, config: TopicConfig) -> Opened:
+    aside = bool(asides(stored.folder))
+    return Opened(stored, file, facts_of(stored), replay(stored, config), aside)
 
 
 def empty(stored: PartitionLog) -> None:

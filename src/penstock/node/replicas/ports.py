@@ -104,6 +104,12 @@ class Control(Protocol):
         """Swap the record if it still has that revision; `on_record` or `on_change_lost` tells."""
         ...
 
+    def renew(self, key: Key, *, uuid: str, epoch: int) -> None:
+        """Our copy, this disk's, is damaged, and whoever holds `epoch` has all that is committed:
+        the host may be closed and another opened, which copies the log anew. Nothing happens if
+        the record says something else by now, or while another replica is being replaced."""
+        ...
+
     def retire(self, key: Key) -> None:
         """The record names us no longer: the host may be closed and its folder removed."""
         ...

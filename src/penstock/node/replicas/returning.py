@@ -19,7 +19,7 @@ from penstock.node.replicas.cluster import Cluster
 from penstock.node.replicas.host import Host
 from penstock.node.replicas.ports import Key
 from penstock.replication.follower import State as Following
-from penstock.replication.replica import Role
+from penstock.replication.replica import Health, Role
 
 LOOK_S: Final = 1.0
 RETURNS_MAX: Final = 4  # per look
@@ -57,6 +57,7 @@ class Returning:
             and not record.joint
             and not record.target
             and replica.counts
+            and replica.health is Health.SOUND
             and replica.role is Role.FOLLOWING
             and follower is not None
             and follower.state is Following.STREAMING

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from penstock.errors import NotFound
+from penstock.errors import Corruption, NotFound
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.node.replicas.pacing import Pace
@@ -51,7 +51,9 @@ class Sending:
         now: Callable[[], int],
         perform: Callable[[Effects], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_unreadable: Callable[[Corruption], None],
     ) -> None:
+        self._on_unreadable = on_unreadable
         self._key, self._replica, self._log = key, replica, log
         self._transport, self._pace, self._now = transport, pace, now
         self._perform, self._spawn = perform, spawn
@@ -101,6 +103,9 @@ class Sending:
                 batches = self._read(window, nowait=True)
             except NotFound:
                 batches = []
+            except Corruption as error:
+                self._give_up(node, stream, error)
+                return
             if batches is None:
                 stream.reading = True
                 self._spawn(self._read_cold(node, stream, window))
@@ -120,6 +125,10 @@ class Sending:
             batches = await asyncio.to_thread(self._read, window, nowait=False)
         except NotFound:  # dropped by retention meanwhile
             batches = []
+        except Corruption as error:
+            if self.streams.get(node) is stream:
+                self._give_up(node, stream, error)
+            return
         finally:
             stream.reading = False
         if self.streams.get(node) is not stream:
@@ -167,6 +176,12 @@ class Sending:
 
         stream.resting = True
         asyncio.get_running_loop().call_later(self._pace.take(size), rested)
+
+    def _give_up(self, node: str, stream: _Stream, error: Corruption) -> None:
+        """What the reader needs is damaged here. It hears no more on this stream, and looks for
+        another."""
+        self._on_unreadable(error)
+        self._drop(node, stream)
 
     def _drop(self, node: str, stream: _Stream) -> None:
         """Have a reader open its stream anew: it will be told to start over from a snapshot."""

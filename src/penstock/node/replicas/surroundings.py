@@ -13,7 +13,7 @@ from penstock.node.clock import Clock
 from penstock.node.metrics import Metrics
 from penstock.node.reading import ReadCache
 from penstock.node.replicas.pacing import Pace
-from penstock.node.replicas.ports import Control, Transport
+from penstock.node.replicas.ports import Control, Key, Transport
 from penstock.node.syncer import Syncer
 from penstock.node.writer import WriterPool
 from penstock.replication.nomination import Policy
@@ -36,6 +36,7 @@ class Surroundings:
     transport: Transport | None  # None: this node is alone, and needs nobody's agreement
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     on_damage: Callable[[PenstockError], None]
+    on_mended: Callable[[Key], None]
     on_fatal: Callable[[BaseException], None]
     reserve_bytes: int  # of each log: for settling when the disk is full
     options: ReplicationOptions = field(default_factory=ReplicationOptions)

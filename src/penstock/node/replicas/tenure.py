@@ -95,7 +95,8 @@ class Tenure:
             return self._holds(epoch)
 
         if not await self._applying.catch_up(self._flusher.log.sequence_last, wanted=wanted):
-            return []
+            # Still wanted: some of it is damaged.
+            return self._replica.resign(self._around.now()) if wanted() else []
         try:
             await self._flusher.make_room(BARRIER_BYTES, enqueue=False)
         except DiskFull as error:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import PenstockError, Unavailable
 from penstock.log import LogOptions
+from penstock.log.aside import set_aside
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.model.topic import TopicConfig, topic_config
 from penstock.node.bodies import ENQ
@@ -103,6 +104,9 @@ class Network:
         else:
             asyncio.get_running_loop().call_soon(self._cluster.hosts[self._node].on_change_lost)
 
+    def renew(self, key: Key, *, uuid: str, epoch: int) -> None:
+        self._cluster.renew(self._node, uuid)
+
     def retire(self, key: Key) -> None:
         """The tests remove no replica."""
 
@@ -111,9 +115,10 @@ class Cluster:
     """Nodes a, b, c … and the record of one partition. `cut` names those that reach nobody."""
 
     def __init__(
-        self, folder: Path, *, nodes: str = "abc", credit: tuple[int, int] = (1000, 8 << 20)
-    ) -> None:
-        self.folder, self.names = folder, list(nodes)
+        self, folder: Path, *, nodes: str = "abc", credit: tuple[int, int] = (1000, 8 << 20),
+        log: LogOptions = LOG,
+    ) -> None:  # fmt: skip
+        self.folder, self.names, self.log = folder, list(nodes), log
         self.config: TopicConfig = topic_config({"name": "jobs", "id": 1, "retention_ms": 1000})
         self.record = PartitionRecord(
             voters=tuple(nodes), uuids={node: f"uuid-{node}" for node in nodes}
@@ -128,6 +133,9 @@ class Cluster:
         self.now_ms = 1000
         self.clock = ManualClock(START_MS)
         self.fatal: list[BaseException] = []
+        self.damages: list[PenstockError] = []
+        self.mended: list[Key] = []
+        self.renewing: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.options = ReplicationOptions(credit_entries=credit[0], credit_bytes=credit[1])
         self._writers: dict[str, WriterPool] = {}
@@ -138,7 +146,7 @@ class Cluster:
         for name in names or self.names:
             topic = self._topic(name)
             opened = await asyncio.to_thread(
-                open_replica, self.folder / name / "t" / "p", self.config, 0, options=LOG,
+                open_replica, self.folder / name / "t" / "p", self.config, 0, options=self.log,
                 alone=False, uuid=f"uuid-{name}",
             )  # fmt: skip
             host = Host(topic, 0, opened, self._around(name, topic))
@@ -149,7 +157,7 @@ class Cluster:
     def _topic(self, name: str) -> Topic:
         return Topic(
             self.config, clock=self.clock, metrics=Metrics(node=name),
-            on_damage=self.fatal.append, on_fatal=self.fatal.append,
+            on_damage=self.damages.append, on_fatal=self.fatal.append,
             router=Router(lambda: AlwaysHere(name), spawn=self._run, consumers=b""),
         )  # fmt: skip
 
@@ -159,8 +167,8 @@ class Cluster:
         return Surroundings(
             node=name, clock=self.clock, metrics=topic.metrics, writers=writers, syncer=None,
             cache=ReadCache(1 << 20), control=network, transport=network, spawn=self._spawn,
-            on_damage=self.fatal.append, on_fatal=self.fatal.append,
-            reserve_bytes=LOG.reserve_bytes, options=self.options,
+            on_damage=self.damages.append, on_mended=self.mended.append,
+            on_fatal=self.fatal.append, reserve_bytes=LOG.reserve_bytes, options=self.options,
             pace=Pace(self.options.seed_bytes_per_s), now=lambda: self.now_ms,
         )  # fmt: skip
 
@@ -171,6 +179,21 @@ class Cluster:
             await host.close()
             await self._writers.pop(name).close()
         self._tell_members()
+
+    def renew(self, name: str, uuid: str) -> None:
+        if name not in self.renewing | self.cut and len(self.record.uuids) == len(self.names):
+            self.renewing.add(name)
+            self._spawn(self._renew(name, uuid))
+
+    async def _renew(self, name: str, uuid: str) -> None:
+        assert self.record.uuids[name] == uuid
+        uuids = {node: disk for node, disk in self.record.uuids.items() if node != name}
+        self.tell(msgspec.structs.replace(self.record, uuids=uuids))
+        folder = self.hosts[name].log.folder
+        await self.stop(name)
+        await asyncio.to_thread(set_aside, folder)
+        await self.start(name)
+        self.renewing.discard(name)
 
     def _tell_members(self) -> None:
         alive = {name: self.names.index(name) + 1 for name in self.hosts if name not in self.cut}

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,6 +47,7 @@ class FakeLocal:
         self.hosts: dict[Key, FakeHost] = {}
         self.topics: list[str] = []
         self.dropped: list[object] = []
+        self.renewed: list[FakeHost] = []
         self.promise = 0
         self.removing: asyncio.Event | None = None  # what removing files waits for
         self.troubles: list[Exception] = []  # of the next attempts to add or change a topic
@@ -70,6 +72,9 @@ class FakeLocal:
 
     def promised(self, key: Key) -> int:
         return self.promise
+
+    async def renew_replica(self, key: Key) -> None:
+        self.renewed.append(self.hosts.pop(key))
 
     async def drop_replica(self, key: Key) -> None:
         self.hosts.pop(key, None)
@@ -289,6 +294,60 @@ async def test_a_replica_that_comes_back_is_opened_when_its_old_files_are_gone(
     scene.local.removing.set()
     await scene.spawn.done()
     assert (list(scene.local.hosts), scene.local.dropped) == ([KEY], [KEY])
+
+
+UUIDS = {"a": "u1", "b": "u2", "c": "u3"}
+SERVED = PartitionRecord(voters=("a", "b", "c"), epoch=4, coordinator="b", uuids=UUIDS)
+
+
+async def renew(scene: Scene, record: PartitionRecord) -> PartitionRecord:
+    """Ask for a new replica in place of disk u1, because epoch 4 is served; the record then."""
+    await scene.start(record)
+    scene.control.renew(KEY, uuid="u1", epoch=4)
+    scene.control.renew(KEY, uuid="u1", epoch=4)
+    await scene.spawn.done()
+    return await scene.records.get(*KEY)
+
+
+async def test_a_disk_that_is_given_up_is_counted_on_no_more(scene: Scene) -> None:
+    record = await renew(scene, SERVED)
+    assert record == msgspec.structs.replace(SERVED, uuids={"b": "u2", "c": "u3"})
+    [old] = scene.local.renewed
+    assert list(scene.local.hosts) == [KEY] and scene.local.hosts[KEY] is not old
+    assert scene.told("record")[-1] == ("record", 4, scene.control.records[KEY].revision)
+
+
+async def test_a_disk_that_does_not_count_is_given_up_without_a_change(scene: Scene) -> None:
+    unnamed = msgspec.structs.replace(SERVED, uuids={**UUIDS, "a": "u9"})
+    assert await renew(scene, unnamed) == unnamed
+    assert len(scene.local.renewed) == 1
+
+
+KEPT = {
+    "another epoch was taken": {"epoch": 5},
+    "it was taken by us": {"coordinator": "a"},
+    "the coordinator is replaced": {"voters": ("a",), "uuids": {"a": "u1"}},
+    "another replica starts over": {"uuids": {"a": "u1", "b": "u2"}},
+}
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+async def test_a_disk_is_not_given_up_when(scene: Scene, change: dict[str, Any]) -> None:
+    record = msgspec.structs.replace(SERVED, **change)
+    assert await renew(scene, record) == record
+    assert scene.local.renewed == []
+
+
+async def test_a_disk_is_not_given_up_while_the_store_is_away(scene: Scene) -> None:
+    await scene.start(SERVED)
+    scene.store.away = True
+    scene.control.renew(KEY, uuid="u1", epoch=4)
+    await scene.spawn.done()
+    assert scene.local.renewed == []
+    scene.store.away = False
+    scene.control.renew(KEY, uuid="u1", epoch=4)
+    await scene.spawn.done()
+    assert len(scene.local.renewed) == 1
 
 
 async def test_topics_are_followed(scene: Scene) -> None:

@@ -1,0 +1,66 @@
+"""What a replica does about damage to its log: hand over, then start over as a copy of the others.
+
+Nothing is dropped before another replica coordinates with a barrier of its own that is committed:
+that one has all that was ever committed. Until then the damaged replica follows and votes, because
+where its log ends and what it has promised is true; whoever has the only other copy may need that
+vote. It coordinates only if nobody else does, so that one bad block does not stop a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from penstock.errors import Corruption
+from penstock.node.replicas.ports import Control, Key
+from penstock.replication.replica import Health, Replica
+
+ASK_AGAIN_MS: Final = 1_000  # while it may not be replaced yet: another one is, or etcd is away
+RESIGN_AGAIN_MS: Final = 10_000  # doubled each time: perhaps all of them are damaged
+RESIGN_AGAIN_MS_MAX: Final = 600_000
+
+
+class Mending:
+    def __init__(
+        self,
+        key: Key,
+        replica: Replica,
+        *,
+        control: Control,
+        now: Callable[[], int],
+        resign: Callable[[], None],
+        report: Callable[[Corruption], None],
+    ) -> None:
+        self._key, self._replica, self._control = key, replica, control
+        self._now, self._resign, self._report = now, resign, report
+        self.damage = ""  # what was found first
+        self._due_ms = 0  # nothing is tried before
+        self._resign_again_ms = RESIGN_AGAIN_MS
+
+    def on_damage(self, error: Corruption, *, faulty: bool = False) -> None:
+        """Some of the log cannot be read; `faulty`: what coordinating or lending it takes."""
+        if faulty:
+            self._replica.health = Health.FAULTY
+        elif self._replica.health is Health.SOUND:
+            self._replica.health = Health.DAMAGED
+        if not self.damage:
+            self.damage = error.message
+            self._report(error)
+
+    def on_replaced(self) -> None:
+        """The log is another one now."""
+        self.damage = ""
+
+    def on_tick(self) -> None:
+        now = self._now()
+        if not self.damage or now < self._due_ms:
+            return
+        coordinator = self._replica.coordinator
+        if coordinator is not None:
+            if coordinator.serving and coordinator.has_heir(now):
+                self._due_ms = now + self._resign_again_ms
+                self._resign_again_ms = min(2 * self._resign_again_ms, RESIGN_AGAIN_MS_MAX)
+                self._resign()
+        elif self._replica.replaceable(now):
+            self._due_ms = now + ASK_AGAIN_MS
+            self._control.renew(self._key, uuid=self._replica.uuid, epoch=self._replica.epoch)
