@@ -112,7 +112,8 @@ class Engine:
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
             transport=None, spawn=self.spawn_for_host, on_damage=self.on_damage,
-            on_mended=self.on_mended, on_fatal=self.on_fatal, reserve_bytes=self.config.log.reserve_bytes,
+            on_mended=self.on_mended, on_fatal=self.on_fatal,
+            reserve_bytes=self.config.log.reserve_bytes,
         )  # fmt: skip
 
     # --- topics ---
