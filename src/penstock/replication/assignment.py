@@ -68,6 +68,22 @@ class PartitionRecord(msgspec.Struct, frozen=True, kw_only=True):
                 return False
         return True
 
+    def disowned(self, node: str, *, uuid: str, epoch: int) -> PartitionRecord | None:
+        """The record once a node has given this disk up, because whoever coordinates in `epoch` has
+        all that is committed; None if it may not.
+
+        From then on no set of replicas is settled on because of what the disk holds, whatever was
+        under way. One at a time: of two that copy, neither could help if the third is damaged too.
+        """
+        if self.epoch != epoch or self.coordinator == node or self.coordinator not in self.voters:
+            return None
+        if self.uuids.get(node) != uuid:
+            return self  # it does not count as it is
+        if any(other != node and other not in self.uuids for other in self.voters + self.joint):
+            return None  # another is being replaced
+        uuids = {other: disk for other, disk in self.uuids.items() if other != node}
+        return msgspec.structs.replace(self, uuids=uuids)
+
     def committed(self, durable: Mapping[str, int]) -> int:
         """The highest sequence that a quorum holds, given how far each node is durable.
 

@@ -172,29 +172,18 @@ class ClusterControl:
         self._open_if_ours(key)
 
     async def _disowned(self, key: Key, uuid: str, epoch: int) -> bool:
-        """Have the record count on this disk no more, before anything of it is dropped.
-
-        From then on no set of replicas is settled on because of what it holds, whatever was under
-        way. One at a time: of two that copy, neither could help if the third is damaged too.
-        """
+        """Have the record count on this disk no more, before anything of it is dropped."""
         entry = await self._store.get(record_key(key))
         if entry is None:
             return False
         record = decode_record(entry.value)
-        voters = {*record.voters, *record.joint} - {self.node}
-        if record.epoch != epoch or record.coordinator not in {*record.voters} - {self.node}:
-            return False
-        if record.uuids.get(self.node) != uuid:
-            return True  # it does not count as it is
-        if not voters <= record.uuids.keys():
-            return False  # another is being replaced
-        uuids = {node: disk for node, disk in record.uuids.items() if node != self.node}
-        without = msgspec.structs.replace(record, uuids=uuids)
-        revision = await self._store.put(
-            entry.key, encode_record(without), expected_revision=entry.revision
-        )
-        self.on_record(key, Held(without, revision))
-        return True
+        without = record.disowned(self.node, uuid=uuid, epoch=epoch)
+        if without is not None and without is not record:
+            revision = await self._store.put(
+                entry.key, encode_record(without), expected_revision=entry.revision
+            )
+            self.on_record(key, Held(without, revision))
+        return without is not None
 
     async def _retire(self, key: Key) -> None:
         try:

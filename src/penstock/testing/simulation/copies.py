@@ -45,6 +45,7 @@ class Copies:
     def reseed(self, source: str) -> None:
         host = self._host
         host.log("reseed", source)
+        host.mending.on_replaced()
         self._seedings += 1
         number = self._seeding = self._seedings
         host.snapshot, host.committed = None, 0
@@ -65,6 +66,9 @@ class Copies:
         if host.snapshot is None:
             return  # it asks again
         batches = host.disk.read(host.snapshot.at.sequence + 1, through=host.committed)
+        if host.platter.reads_bad(batches):
+            host.on_rot()
+            return
         host.simulation.network.send(
             host.node.name, reader, "on_seed", host.partition, number, host.snapshot, batches
         )

@@ -55,15 +55,30 @@ class Platter:
     batches: list[Batch] = field(default_factory=list)
     snapshot: Snapshot | None = None
     floor: int = 0  # how far the log is known to be committed
-    rotten: bool = False
+    rotten: bool = False  # in a way that shows at the next start
+    bad: int = 0  # a sequence that cannot be read any more; 0: none, or it is gone
 
     def empty(self) -> None:
         self.base, self.batches, self.snapshot, self.floor = ORIGIN, [], None, 0
+        self.bad = 0
 
     def renew(self, uuid: str) -> None:
         """The copy cannot be trusted: begin a new one. The promise is kept."""
         self.uuid, self.rotten = uuid, False
         self.empty()
+
+    @property
+    def damaged(self) -> bool:
+        return self.rotten or self.reads_bad(self.batches)
+
+    def reads_bad(self, batches: list[Batch]) -> bool:
+        """Whether one of these cannot be read here."""
+        return self.bad > 0 and any(b.first <= self.bad <= b.last for b in batches)
+
+    @property
+    def replays_bad(self) -> bool:
+        """Whether a process that starts would meet it: it reads what its snapshot does not hold."""
+        return self.damaged and (self.snapshot is None or self.bad > self.snapshot.at.sequence)
 
     @property
     def last(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from penstock.testing.simulation.node import Node
+from penstock.testing.simulation.node import SCRUB_US, Node
 from penstock.testing.simulation.schedule import MS, SECOND
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ RARE_POINTS: Final = (
     "persist.asked", "persist.done", "fence.answered", "truncate.asked", "truncate.done",
     "barrier.staged", "serving.began", "serving.ended", "epoch.asked", "epoch.taken",
     "change.asked", "change.done", "snapshot.asked", "seed.dropped", "seed.stored",
-    "prepare.staged", "decide.staged", "expire.staged",
+    "prepare.staged", "decide.staged", "expire.staged", "renew.asked", "renew.disowned",
+    "renew.done",
 )  # fmt: skip
 
 
@@ -239,9 +240,15 @@ class Faults:
     def _rot(self) -> None:
         node = self._some_node()
         partitions = [p for p in node.platters if self._may_lose(node, p)]
-        if partitions:
-            partition = self._schedule.rng.choice(partitions)
-            node.platters[partition].rotten = True
+        if not partitions:
+            return
+        partition = self._schedule.rng.choice(partitions)
+        platter = node.platters[partition]
+        if platter.batches and self._schedule.chance(0.75):
+            platter.bad = self._schedule.rng.choice(platter.batches).last
+            node.after(self._schedule.skewed(*SCRUB_US), node.scrub, partition)
+        else:
+            platter.rotten = True
             node.crash("rot")
 
     def _wipe(self) -> None:
@@ -263,6 +270,6 @@ class Faults:
             platter = simulation.nodes[name].platters.get(partition)
             if name == node.name:
                 continue
-            if platter is None or platter.rotten or record.uuids.get(name) != platter.uuid:
+            if platter is None or platter.damaged or record.uuids.get(name) != platter.uuid:
                 return False
         return True

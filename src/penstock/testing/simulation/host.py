@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import Corruption
 from penstock.heap import Heap
 from penstock.model.batch import Batch
+from penstock.node.replicas.mending import Mending
 from penstock.replication.effects import (
     AnswerUnknown,
     AppendBarrier,
@@ -87,6 +89,11 @@ class Host:
             policy=self.simulation.profile.policy,
         )
 
+        self.mending = Mending(
+            (1, partition), self.replica, control=node, now=lambda: self.now, resign=self.resign,
+            report=lambda error: self.log("rot found", error.message),
+        )  # fmt: skip
+
     @property
     def now(self) -> int:
         return (self._schedule.now + self.node.monotonic_us) // MS
@@ -132,6 +139,8 @@ class Host:
         if self.tenure is not None:
             self.tenure.on_tick()
             self.pump()
+        if not self._closed:
+            self.mending.on_tick()
 
     def on_message(self, message: Any) -> None:
         replica, now = self.replica, self.now
@@ -175,6 +184,19 @@ class Host:
 
     def resign(self) -> None:
         self.perform(self.replica.resign(self.now))
+
+    # --- rot ---
+
+    def scrub(self) -> None:
+        if self.platter.damaged:
+            self.on_rot()
+
+    def on_rot(self, *, faulty: bool = False) -> None:
+        if not self._closed:
+            self.mending.on_damage(Corruption(f"at {self.platter.bad}"), faulty=faulty)
+
+    def on_unsent(self) -> None:
+        self.on_rot(faulty=self.replica.coordinator is None)
 
     # --- effects ---
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TICK_US: Final = 100 * MS
 KEEP_ALIVE_US: Final = 500 * MS
 LIST_RETRY_US: Final = 200 * MS
+SCRUB_US: Final = (5 * MS, 800 * MS)  # until it meets what has gone bad
 EPOCH_MS: Final = 1_700_000_000_000  # what wall clocks show when a simulation begins
 
 
@@ -137,9 +138,11 @@ class Node:
         self._members, self._coordinators = {}, {}
         self.caller.reset()
         for partition, platter in self.platters.items():
-            if platter.rotten:
+            if platter.rotten or platter.replays_bad:
                 self.simulation.log(self.name, partition, "rot found")
                 platter.renew(self.new_uuid())
+            elif platter.bad:
+                self.after(self.simulation.schedule.skewed(*SCRUB_US), self.scrub, partition)
         self._list()
         self.after(self.simulation.schedule.between(0, TICK_US), self._tick)
         self._keep_alive()
@@ -159,6 +162,11 @@ class Node:
         self.fuse = self.trap = self._paused = None
         self.hosts.clear()
         self.simulation.network.node_stopped(self.name, refuses=not power)
+
+    def scrub(self, partition: int) -> None:
+        host = self.hosts.get(partition)
+        if host is not None:
+            host.scrub()
 
     def new_uuid(self) -> str:
         self._uuids += 1
@@ -245,6 +253,42 @@ class Node:
             store.request(self.name, lambda: store.records[partition], read, lossy=False)
 
         ask()
+
+    def renew(self, key: tuple[int, int], *, uuid: str, epoch: int) -> None:
+        """As the driver does: first the record counts on the disk no more, then it is dropped."""
+        store, partition = self.simulation.store, key[1]
+        host = self.hosts[partition]
+
+        def read(found: tuple[PartitionRecord, int] | None) -> None:
+            without = found and found[0].disowned(self.name, uuid=uuid, epoch=epoch)
+            if found is None or without is None or self.hosts.get(partition) is not host:
+                return
+            if without is found[0]:
+                start_over(*found)
+                return
+            self.point("renew.asked")
+            store.request(
+                self.name,
+                lambda: store.swap(partition, without, found[1]),
+                lambda revision: start_over(without, revision) if revision else None,
+                lossy=True,
+            )
+
+        def start_over(record: PartitionRecord, revision: int) -> None:
+            if self.hosts.get(partition) is not host:
+                return
+            host.on_record(record, revision)
+            self.point("renew.disowned")
+            self.simulation.log(self.name, partition, "renewed")
+            self.simulation.network.close(self.name, partition)
+            host.close()
+            promised = host.platter.promised
+            self.platters[partition] = Platter(self.new_uuid(), promised=promised)
+            del self.hosts[partition]
+            self.point("renew.done")
+            self._on_record(partition, record, revision)
+
+        store.request(self.name, lambda: store.records[partition], read, lossy=False)
 
     def take_epoch(self, partition: int) -> None:
         store = self.simulation.store

@@ -40,6 +40,11 @@ class Sending:
                 batches = host.disk.read_some(window)
                 if not batches:
                     break
+                if host.platter.reads_bad(batches):
+                    host.on_unsent()
+                    host.simulation.network.break_stream(stream)
+                    host.on_follower_lost(stream)
+                    break
                 for effect in self._send(node, batches):
                     host.do(effect)
 
