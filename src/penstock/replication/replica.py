@@ -330,10 +330,12 @@ class Replica(Holding):
 
     def replaceable(self, now: int) -> bool:
         """Whether another has all that is committed, and lets us copy it: it coordinates, we hear
-        it, and the barrier of its epoch is committed."""
-        follower = self.follower
+        it, and the barrier of its epoch is committed. Meanwhile a quorum must do without us."""
+        record, follower = self.record, self.follower
         return (
             self.role is Role.FOLLOWING
+            and record is not None
+            and record.majority([node for node in self._alive if node != self.node])
             and follower is not None
             and follower.state is Following.STREAMING
             and not follower.broken

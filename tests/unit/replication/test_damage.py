@@ -28,6 +28,7 @@ def streaming(*, committed: int) -> Replica:
     machine, follow = following(log=facts(1, 1), epoch=2, committed=1)
     machine.on_followed(followed(follow, 2), 0)
     machine.on_append(append(follow, committed), [batch(3, epoch=2, previous=1)], 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
     return machine
 
 
@@ -46,8 +47,15 @@ def test_a_copy_stays_while_what_is_committed_may_be_on_it_alone() -> None:
     assert not silent.replaceable(silent.options.silence_ms + 1)
 
 
+def test_a_copy_stays_while_no_quorum_can_do_without_it() -> None:
+    machine = streaming(committed=3)
+    machine.on_members({"a": 1, "b": 2}, 0)
+    assert not machine.replaceable(0)
+
+
 def test_a_stream_that_is_not_open_says_nothing_of_its_source() -> None:
     machine, _ = following(log=facts(1, 1, 2), epoch=2, committed=3)
+    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
     assert not machine.replaceable(0)
 
 

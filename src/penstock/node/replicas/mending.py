@@ -1,9 +1,10 @@
 """What a replica does about damage to its log: hand over, then start over as a copy of the others.
 
 Nothing is dropped before another replica coordinates with a barrier of its own that is committed:
-that one has all that was ever committed. Until then the damaged replica follows and votes, because
-where its log ends and what it has promised is true; whoever has the only other copy may need that
-vote. It coordinates only if nobody else does, so that one bad block does not stop a partition.
+that one has all that was ever committed. Nor is it while there would be no majority without it.
+Until then the damaged replica follows and votes, because where its log ends and what it has promised
+is true; whoever has the only other copy may need that vote. It coordinates only if nobody else
+does, so that one bad block does not stop a partition.
 """
 
 from __future__ import annotations

@@ -136,8 +136,9 @@ async def test_nothing_is_dropped_while_nobody_else_serves(cluster: Cluster) -> 
     assert cluster.hosts["a"] is leader and leader.replica.health is Health.DAMAGED
     assert leader.role is Role.SERVING and asides(leader.log.folder) == []
     cluster.heal("b")
-    await cluster.until(renewed(cluster, "a"))
+    await cluster.until(lambda: cluster.hosts["b"].role is Role.SERVING)
     cluster.heal("c")
+    await cluster.until(renewed(cluster, "a"))
     await check_whole(cluster)
 
 
@@ -153,8 +154,8 @@ async def test_a_follower_is_not_dropped_while_nobody_coordinates(cluster: Clust
     assert cluster.hosts["b"] is follower and cluster.record.uuids["b"] == "uuid-b"
     cluster.quiet.clear()
     await cluster.until(lambda: cluster.record.coordinator == "c")  # it lets the other go first
-    await cluster.until(renewed(cluster, "b"))
     await cluster.start("a")
+    await cluster.until(renewed(cluster, "b"))
     await check_whole(cluster)
 
 
@@ -168,12 +169,30 @@ async def test_two_of_three_are_damaged_in_different_places(cluster: Cluster) ->
 
 
 async def test_with_two_replicas_the_sound_one_takes_over(tmp_path: Path) -> None:
+    """The other stays: nothing could be written while it copies."""
     async with started(tmp_path, "ab") as cluster:
         leader = await fill(cluster)
         damage(leader)
         await find(leader)
-        await cluster.until(renewed(cluster, "a"))
-        await check_whole(cluster)
+        await cluster.until(lambda: cluster.hosts["b"].role is Role.SERVING)
+        for _ in range(500):
+            await cluster.tick()
+        assert payloads(await cluster.serving()) == MESSAGES
+        assert cluster.record.coordinator == "b" and cluster.hosts["a"] is leader
+
+
+async def test_a_damaged_replica_that_is_needed_for_the_majority_stays(cluster: Cluster) -> None:
+    leader = await fill(cluster)
+    await cluster.stop("c")
+    follower = cluster.hosts["b"]
+    damage(follower)
+    await find(follower)
+    for _ in range(200):
+        await put(leader, [b"x"])
+        await cluster.tick()
+    assert cluster.hosts["b"] is follower
+    await cluster.start("c")
+    await cluster.until(renewed(cluster, "b"))
 
 
 async def test_one_replica_alone_reports_damage_and_goes_on(tmp_path: Path) -> None:
