@@ -21,7 +21,6 @@ from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
 from penstock.log.cutting import begin_anew, cut_after
 from penstock.log.files import make_folder, storage_errors, sync_folder
-from penstock.log.floor import Floor
 from penstock.log.index import sidecar
 from penstock.log.layout import FloorFlag
 from penstock.log.recovery import Recovered, Recovery
@@ -71,20 +70,6 @@ class PartitionLog(AppendLog):
             log = cls(folder, found, topic=topic, partition=partition, options=options)
             log._grow_ahead()
             return log
-
-    @classmethod
-    def recreate(
-        cls, folder: Path, *, topic: int, partition: int, options: LogOptions | None = None
-    ) -> PartitionLog:
-        """Forget a log that cannot be opened; returns an empty one that is `seeding`.
-
-        Only for a replica whose data others have, and only after it took another uuid.
-        """
-        with storage_errors(folder):
-            make_folder(folder)
-            floor = Floor(folder / "floor", accept_rot=True)
-            begin_anew(folder, floor=floor, first=1, chain=0, epoch=0)
-        return cls.open(folder, topic=topic, partition=partition, options=options)
 
     @property
     def base(self) -> Base:

@@ -42,16 +42,6 @@ class ReplicaFile:
             if not whole:
                 self._write(self._record)
 
-    @classmethod
-    def anew(cls, folder: Path) -> ReplicaFile:
-        """A new replica's file in place of a damaged one: what that one promised is lost with it.
-
-        Sound because a replica with another uuid has no vote until it is given one.
-        """
-        with storage_errors(folder):
-            (folder / NAME).unlink(missing_ok=True)
-        return cls(folder)
-
     @property
     def uuid(self) -> str:
         return self._record.uuid
@@ -68,12 +58,6 @@ class ReplicaFile:
                 raise ValueError(f"epoch {epoch} is below the promised {self.promised}")
             if epoch > self.promised:
                 self._write(self._record._replace(promised=epoch))
-
-    def renew(self) -> str:
-        """Become another replica, because the log was lost; what was promised stays promised."""
-        with self._lock, storage_errors(self.path.parent):
-            self._write(self._record._replace(uuid=str(uuids.uuid4())))
-            return self.uuid
 
     def _write(self, record: ReplicaRecord) -> None:
         record = record._replace(generation=self._record.generation + 1)

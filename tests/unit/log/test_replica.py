@@ -26,14 +26,6 @@ def test_a_promise_is_kept_and_never_falls(folder):
     assert ReplicaFile(folder).promised == 7
 
 
-def test_renewing_changes_the_uuid_and_keeps_the_promise(folder):
-    replica = ReplicaFile(folder, uuid="old")
-    replica.promise(5)
-    assert replica.renew() == replica.uuid != "old"
-    again = ReplicaFile(folder)
-    assert (again.uuid, again.promised) == (replica.uuid, 5)
-
-
 @pytest.mark.parametrize("at", [0, 512])
 def test_damage_to_one_record_forgets_no_promise_and_is_repaired(folder, at):
     ReplicaFile(folder, uuid="u").promise(3)
@@ -79,12 +71,3 @@ def test_opening_the_log_does_not_disturb_the_making_of_the_file(folder, open_lo
     half_written.write_bytes(b"by another thread")
     open_log()
     assert half_written.exists()
-
-
-def test_a_damaged_file_is_replaced_by_that_of_a_new_replica(folder):
-    old = ReplicaFile(folder)
-    old.promise(3)
-    (folder / "replica").write_bytes(b"rot")
-    new = ReplicaFile.anew(folder)
-    assert new.uuid != old.uuid and new.promised == 0
-    assert ReplicaFile(folder).uuid == new.uuid

@@ -195,26 +195,6 @@ def test_staged_batches_are_dropped_by_a_reset(stale, pen_on, folder):
     assert stale.read(9, nowait=True) is not None
 
 
-def test_a_log_that_cannot_be_opened_is_made_anew(stale, open_log, folder):
-    replica = ReplicaFile(folder)
-    replica.promise(4)
-    stale.close()
-    path = min(folder.glob("*.seg"))
-    path.write_bytes(b"rot" + path.read_bytes()[3:])
-    with pytest.raises(Corruption):
-        open_log()
-    uuid = replica.renew()
-    log = PartitionLog.recreate(folder, topic=7, partition=3, options=TINY)
-    assert log.seeding and log.sequence_last == 0 and log.snapshot_sequences() == []
-    assert (ReplicaFile(folder).uuid, ReplicaFile(folder).promised) == (uuid, 4)
-
-
-def test_even_without_a_floor_it_is_made_anew(stale, folder):
-    (folder / "floor").write_bytes(b"rot" * 400)
-    log = PartitionLog.recreate(folder, topic=7, partition=3, options=TINY)
-    assert log.seeding and log.sequence_last == 0
-
-
 def test_fsck_accepts_what_is_seeded_and_notes_what_is_not_whole(source, tmp_path):
     with DataFolder.open(tmp_path / "data") as data:
         path = data.partition(7, 3)

@@ -70,7 +70,7 @@ class Host:
             on_fatal=around.on_fatal,
         )  # fmt: skip
         self.mending = Mending(
-            self.key, self.replica, control=around.control, now=around.now, resign=self._hand_over,
+            self.replica, now=around.now, resign=self._hand_over, renew=self._start_over,
             report=around.on_damage,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
@@ -263,6 +263,9 @@ class Host:
     def _hand_over(self) -> None:
         self._tell(log.warning, "a damaged replica hands over")
         self._performing.spawn(self.resign())
+
+    def _start_over(self) -> None:
+        self.around.control.renew(self.key, uuid=self.replica.uuid, epoch=self.replica.epoch)
 
     async def _forget_asides(self) -> None:
         try:

@@ -2,9 +2,9 @@
 
 Nothing is dropped before another replica coordinates with a barrier of its own that is committed:
 that one has all that was ever committed. Nor is it while there would be no majority without it.
-Until then the damaged replica follows and votes, because where its log ends and what it has promised
-is true; whoever has the only other copy may need that vote. It coordinates only if nobody else
-does, so that one bad block does not stop a partition.
+Until then the damaged replica follows and votes, because where its log ends and what it has
+promised is true; whoever has the only other copy may need that vote. It coordinates only if nobody
+else does, so that one bad block does not stop a partition.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Final
 
 from penstock.errors import Corruption
-from penstock.node.replicas.ports import Control, Key
 from penstock.replication.replica import Health, Replica
 
 ASK_AGAIN_MS: Final = 1_000  # while it may not be replaced yet: another one is, or etcd is away
@@ -24,16 +23,15 @@ RESIGN_AGAIN_MS_MAX: Final = 600_000
 class Mending:
     def __init__(
         self,
-        key: Key,
         replica: Replica,
         *,
-        control: Control,
         now: Callable[[], int],
         resign: Callable[[], None],
+        renew: Callable[[], None],
         report: Callable[[Corruption], None],
     ) -> None:
-        self._key, self._replica, self._control = key, replica, control
-        self._now, self._resign, self._report = now, resign, report
+        self._replica, self._now = replica, now
+        self._resign, self._renew, self._report = resign, renew, report
         self.damage = ""  # what was found first
         self._due_ms = 0  # nothing is tried before
         self._resign_again_ms = RESIGN_AGAIN_MS
@@ -64,4 +62,4 @@ class Mending:
                 self._resign()
         elif self._replica.replaceable(now):
             self._due_ms = now + ASK_AGAIN_MS
-            self._control.renew(self._key, uuid=self._replica.uuid, epoch=self._replica.epoch)
+            self._renew()

@@ -90,7 +90,8 @@ class Host:
         )
 
         self.mending = Mending(
-            (1, partition), self.replica, control=node, now=lambda: self.now, resign=self.resign,
+            self.replica, now=lambda: self.now, resign=self.resign,
+            renew=lambda: node.renew(partition, uuid=self.replica.uuid, epoch=self.replica.epoch),
             report=lambda error: self.log("rot found", error.message),
         )  # fmt: skip
 

@@ -254,10 +254,9 @@ class Node:
 
         ask()
 
-    def renew(self, key: tuple[int, int], *, uuid: str, epoch: int) -> None:
+    def renew(self, partition: int, *, uuid: str, epoch: int) -> None:
         """As the driver does: first the record counts on the disk no more, then it is dropped."""
-        store, partition = self.simulation.store, key[1]
-        host = self.hosts[partition]
+        store, host = self.simulation.store, self.hosts[partition]
 
         def read(found: tuple[PartitionRecord, int] | None) -> None:
             without = found and found[0].disowned(self.name, uuid=uuid, epoch=epoch)
