@@ -10,15 +10,15 @@ from penstock.replication.messages import Follow
 from penstock.replication.replica import Role
 from penstock.testing.simulation.network import Stream
 from penstock.testing.simulation.node import Node
-from penstock.testing.simulation.profiles import PROFILES
+from penstock.testing.simulation.profiles import PROFILES, Profile
 from penstock.testing.simulation.schedule import SECOND
 from penstock.testing.simulation.simulation import Simulation
 
 QUIET = replace(PROFILES["calm"], name="quiet", partitions=1, atomics=0, consumers=0, faults={})
 
 
-def running() -> Simulation:
-    simulation = Simulation(0, QUIET)
+def running(profile: Profile = QUIET) -> Simulation:
+    simulation = Simulation(0, profile)
     simulation.serial = True
     simulation.start()
     simulation.schedule.run_until(2 * SECOND)
@@ -76,3 +76,35 @@ def test_a_copy_stays_when_a_watch_tells_of_what_was_long_ago() -> None:
     node.hosts[0].on_record(gone, revision + 1)
     simulation.schedule.run_until(3 * SECOND)
     assert node.hosts[0].replica.role is Role.FOLLOWING and 0 in node.platters
+
+
+def test_rot_that_a_scrub_meets_makes_another_replica() -> None:
+    for coordinates in (False, True):
+        simulation = running()
+        node, record, _ = follower_of(simulation)
+        if coordinates:
+            node = simulation.nodes[record.coordinator]
+        before = node.platters[0]
+        before.bad = before.batches[len(before.batches) // 2].last
+        node.scrub(0)
+        simulation.schedule.run_until(6 * SECOND)
+        simulation.heal()
+        now, _ = simulation.store.records[0]
+        assert now.uuids[node.name] == node.platters[0].uuid != before.uuid
+        assert (now.epoch > record.epoch) is coordinates
+        assert simulation.verdict().problems == []
+
+
+def test_rot_that_a_reader_is_to_be_sent_ends_the_tenure() -> None:
+    simulation = running(replace(QUIET, snapshot_batches=0))
+    follower, record, _ = follower_of(simulation)
+    coordinator = simulation.nodes[record.coordinator]
+    follower.crash("killed")
+    follower.wipe()
+    bad = coordinator.platters[0]
+    bad.bad = bad.batches[0].last
+    follower.boot()
+    simulation.schedule.run_until(6 * SECOND)
+    simulation.heal()
+    assert simulation.store.records[0][0].uuids[coordinator.name] != bad.uuid
+    assert simulation.verdict().problems == []

@@ -33,7 +33,8 @@ class Mending:
         self._replica, self._now = replica, now
         self._resign, self._renew, self._report = resign, renew, report
         self.damage = ""  # what was found first
-        self._due_ms = 0  # nothing is tried before
+        self._ask_ms = 0  # to be replaced, and not before
+        self._resign_ms = 0  # the same
         self._resign_again_ms = RESIGN_AGAIN_MS
 
     def on_damage(self, error: Corruption, *, faulty: bool = False) -> None:
@@ -51,15 +52,14 @@ class Mending:
         self.damage = ""
 
     def on_tick(self) -> None:
-        now = self._now()
-        if not self.damage or now < self._due_ms:
+        if not self.damage:
             return
-        coordinator = self._replica.coordinator
+        now, coordinator = self._now(), self._replica.coordinator
         if coordinator is not None:
-            if coordinator.serving and coordinator.has_heir(now):
-                self._due_ms = now + self._resign_again_ms
+            if now >= self._resign_ms and coordinator.serving and coordinator.has_heir(now):
+                self._resign_ms = now + self._resign_again_ms
                 self._resign_again_ms = min(2 * self._resign_again_ms, RESIGN_AGAIN_MS_MAX)
                 self._resign()
-        elif self._replica.replaceable(now):
-            self._due_ms = now + ASK_AGAIN_MS
+        elif now >= self._ask_ms and self._replica.replaceable(now):
+            self._ask_ms = now + ASK_AGAIN_MS
             self._renew()

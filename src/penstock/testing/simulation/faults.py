@@ -272,4 +272,7 @@ class Faults:
                 continue
             if platter is None or platter.damaged or record.uuids.get(name) != platter.uuid:
                 return False
+            host = simulation.nodes[name].hosts.get(partition)
+            if host is not None and host.mending.damage:
+                return False  # it is about to give its copy up
         return True

@@ -106,9 +106,9 @@ class Simulation:
         if batch is None:
             self.checker.broken("gaps", f"{who} commits {sequence} where no batch ends")
             return
-        self.checker.add(
-            Committed(host.partition, host.node.name, host.node.life, sequence, batch.chain)
-        )
+        # A replica that starts over has another watermark: it goes by its disk.
+        disk = host.platter.uuid
+        self.checker.add(Committed(host.partition, disk, host.node.life, sequence, batch.chain))
         ledger = self.ledger[host.partition]
         end = ledger[-1].last if ledger else 0
         if sequence > end:
