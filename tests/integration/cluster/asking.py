@@ -50,7 +50,11 @@ class Asking:
         """Make a topic; if all nodes are there, its partitions have gone where they belong."""
         await self.call("topic_create", config={"name": name, "replication_factor": 3, **config})
         if len(self.processes.running) == len(self.processes.nodes):
-            await self.until(lambda: self._at_home(name))
+            await self.at_home(name)
+
+    async def at_home(self, topic: str) -> None:
+        """Until the preferred replicas of a topic coordinate."""
+        await self.until(lambda: self._at_home(topic))
 
     async def _at_home(self, topic: str) -> bool:
         status = await self.call("cluster_status")

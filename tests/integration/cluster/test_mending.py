@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,7 +13,7 @@ from tests.integration.cluster.asking import Asking, asking
 
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.errors import PenstockError
-from penstock.log import PartitionLog, verify_folder
+from penstock.log import PartitionLog
 from penstock.model.ids import LeaseToken
 from penstock.node.replicas.control import record_key
 from penstock.replication.assignment import PartitionRecord, decode_record
@@ -37,8 +37,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ask
 
 
 async def fill(cluster: Asking, topic: str) -> int:
-    """A topic whose messages die with the first failed try, on all nodes; its id."""
-    await cluster.create(topic, max_retries=0)
+    """A topic whose messages die soon if nobody can read them, on all nodes; its id."""
+    await cluster.create(topic, max_retries=2, visibility_ms=5000)
     for at in range(0, len(MESSAGES), 10):
         await asyncio.gather(*(cluster.put(topic, m, at="n1") for m in MESSAGES[at : at + 10]))
     for node in cluster.processes.nodes:
@@ -89,12 +89,19 @@ async def consume(cluster: Asking, topic: str) -> set[bytes]:
         for node in cluster.processes.running:
             try:
                 popped = await cluster.call("pop", at=node, topic=topic, limit=10, wait_ms=200)
-                tokens = [LeaseToken.parse(m["lease_token"]) for m in popped["messages"]]
-                await (await cluster.connection(node)).settle(topic, tokens)
             except PenstockError:
-                continue
+                continue  # what it leased and could not deliver comes again
+            tokens = [LeaseToken.parse(m["lease_token"]) for m in popped["messages"]]
+            if tokens:
+                await cluster.until(lambda at=node, of=tokens: settled(cluster, topic, at, of))
             got += [message["payload"] for message in popped["messages"]]
     return set(got)
+
+
+async def settled(cluster: Asking, topic: str, node: str, tokens: list[LeaseToken]) -> bool:
+    async with asyncio.timeout(10):
+        await (await cluster.connection(node)).settle(topic, tokens)
+    return True
 
 
 async def check_whole(cluster: Asking, name: str, topic: int) -> None:
@@ -108,6 +115,7 @@ async def check_whole(cluster: Asking, name: str, topic: int) -> None:
 def chain_of(folder: Path, topic: int) -> tuple[int, int]:
     log = PartitionLog.open(folder, topic=topic, partition=0)
     try:
+        assert sum(log.scrub()) > 0
         return log.sequence_last, log.chain_last
     finally:
         log.close()
@@ -151,12 +159,38 @@ async def test_a_node_that_starts_on_damage(cluster: Asking) -> None:
     await check_whole(cluster, "started", topic)
 
 
+async def test_the_only_copy_is_refused_and_kept(cluster: Asking) -> None:
+    await cluster.create("lonely", replication_factor=1)
+    node = await cluster.coordinator("lonely")
+    for message in MESSAGES[:20]:
+        await cluster.put("lonely", message, at=node)
+    topics = (await cluster.call("topic_list"))["topics"]
+    topic = next(int(config["id"]) for config in topics if config["name"] == "lonely")
+    await cluster.processes.kill(node)
+    folder = folder_of(cluster, node, topic)
+    newest = max(folder.glob("*.seg"))
+    newest.write_bytes(bytes(newest.stat().st_size))
+    held = sorted(path.name for path in folder.iterdir())
+    await cluster.processes.start(node)
+
+    async def reported() -> bool:
+        return str(folder) in ((await cluster.call("node_status", at=node))["damage"] or "")
+
+    await cluster.until(reported)
+    assert sorted(path.name for path in folder.iterdir()) == held
+    assert not folder.with_name("0000.rot").exists()
+
+
 async def test_at_rest_all_logs_are_equal(cluster: Asking) -> None:
     """Of the tests before this one."""
-    found: dict[str, Any] = {}
-    topics = [int(c["id"]) for c in (await cluster.call("topic_list"))["topics"]]
-    await asyncio.gather(*(cluster.processes.stop(node) for node in cluster.processes.running))
-    for node, process in cluster.processes.nodes.items():
-        assert verify_folder(process.data).first_bad is None
-        found[node] = [chain_of(folder_of(cluster, node, t), t) for t in topics]
-    assert len({str(chains) for chains in found.values()}) == 1 and len(topics) == 3
+    topics = (await cluster.call("topic_list"))["topics"]
+    replicated = {c["name"]: int(c["id"]) for c in topics if c["replication_factor"] == 3}
+    for name in replicated:
+        await cluster.at_home(name)  # so that no more epochs are taken
+    for name, node in itertools.product(replicated, cluster.processes.nodes):
+        await cluster.has_all(name, node)
+    await cluster.processes.close()
+    for topic in replicated.values():
+        folders = [folder_of(cluster, node, topic) for node in cluster.processes.nodes]
+        assert len({chain_of(folder, topic) for folder in folders}) == 1
+    assert len(replicated) == 3

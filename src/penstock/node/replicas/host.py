@@ -248,7 +248,9 @@ class Host:
         self._loop.call_soon_threadsafe(self._on_damaged, error)
 
     def _on_damaged(self, error: Corruption) -> None:
-        if not self.closed:
+        # What is not committed may have been cut off while somebody read it.
+        committed = error.details.get("sequence", 0) <= self.log.sequence_committed
+        if committed and not self.closed:
             self.mending.on_damage(error)
 
     def _on_unsent(self, error: Corruption) -> None:

@@ -159,6 +159,15 @@ async def test_a_follower_is_not_dropped_while_nobody_coordinates(cluster: Clust
     await check_whole(cluster)
 
 
+async def test_what_is_cut_off_while_it_is_read_is_not_damage(cluster: Cluster) -> None:
+    leader = await fill(cluster)
+    for sequence, health in ((1, Health.SOUND), (0, Health.DAMAGED)):
+        leader.log.watch.tell(Corruption("zeros", sequence=leader.committed + sequence))
+        await cluster.tick()
+        assert leader.replica.health is health
+    await cluster.until(renewed(cluster, "a"))
+
+
 async def test_two_of_three_are_damaged_in_different_places(cluster: Cluster) -> None:
     leader = await fill(cluster)
     damage(leader, 0)
