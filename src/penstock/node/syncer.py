@@ -60,7 +60,11 @@ class Syncer:
             self._loop.call_soon(self._submit)
 
     def close(self) -> None:
+        """Nothing may be under way. What the kernel keeps for it is a share of what all processes
+        may have together, so it is given back now and not when the garbage is collected."""
         self._loop.remove_reader(self._context.fileno)
+        self._gathered.clear()
+        del self._context
 
     def _submit(self) -> None:
         """Hand over what has gathered. The kernel takes all before the first that it refuses."""

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from tests.unit.log.mounts import cut_power, ext4, make_ext4
 
-from penstock.node.syncer import Syncer, open_syncer
+from penstock.node.syncer import REQUESTS_MAX, Syncer, open_syncer
+
+AIO_MAX = Path("/proc/sys/fs/aio-max-nr")
 
 
 async def synced(syncer: Syncer, descriptor: int) -> OSError | None:
@@ -66,6 +68,19 @@ async def test_a_sync_that_is_not_begun_takes_none_of_its_turn_with_it(tmp_path:
     syncer.close()
     assert [isinstance(result, OSError) for result in results] == [False, True, False, True, False]
     assert not syncer.full
+
+
+async def test_a_closed_one_leaves_the_kernel_what_it_had(tmp_path: Path) -> None:
+    """More than all processes together may have at a time, one after the other."""
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    closed = []  # somebody still refers to them
+    for _ in range(int(AIO_MAX.read_text()) // REQUESTS_MAX + 1):
+        syncer = open_syncer()
+        assert syncer is not None
+        assert await synced(syncer, file) is None
+        syncer.close()
+        closed.append(syncer)
+    os.close(file)
 
 
 async def test_where_the_kernel_has_none_left_threads_do_it(
