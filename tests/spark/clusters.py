@@ -76,8 +76,8 @@ def _wait(address: str, workers: int) -> None:
             with urllib.request.urlopen(address, timeout=30) as answer:
                 if json.load(answer)["aliveworkers"] == workers:
                     return
-        except OSError:
-            pass  # the master is not up yet
+        except (OSError, json.JSONDecodeError):
+            pass  # the master is not up yet, or shows its page wherever one asks
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {workers} workers at {address}")
         time.sleep(0.2)

@@ -164,7 +164,7 @@ async def test_any_node_passes_a_subscription_on(cluster: Asking) -> None:
     stream, answer = await cluster.until(
         lambda: connection.subscribe(request, lambda _, changes, __: arrived.put_nowait(changes))
     )
-    assert answer["position"] == answer["sequence_committed"]
+    assert answer["position"] > 0  # from now on: behind the coordinator's barrier
     async with asyncio.timeout(100), penstock.connect(cluster.processes.url) as client:
         vectors = client.deltas("passed", origin="w")
         for number in range(12):  # more than its credit, unless that comes back

@@ -77,7 +77,7 @@ async def test_only_nodes_may_speak_as_nodes(nodes: list[Engine], tls: TlsOption
         with pytest.raises(Unauthenticated):
             await caller.call(method, **arguments)
     peer = await connect(KEY)
-    assert (await peer.call("replica_status")).keys() == {"partitions"}
+    assert (await peer.call("replica_status")).keys() == {"partitions", "copies"}
     await caller.close()
     await peer.close()
 
