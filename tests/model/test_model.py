@@ -27,7 +27,7 @@ def nothing_breaks(bounds: Bounds) -> int:
     ("bounds", "at_least"),
     [
         pytest.param(
-            Bounds(epochs=3, entries=2, length=3, lag=False), 150_000, id="three-epochs-short-logs"
+            Bounds(epochs=3, entries=3, length=3, lag=False), 150_000, id="three-epochs-three-long"
         ),
         pytest.param(Bounds(epochs=3, entries=1, lag=False), 100_000, id="three-epochs-whole-logs"),
         pytest.param(Bounds(epochs=2, entries=1), 30_000, id="late-messages"),
