@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 
 from penstock.errors import InvalidArgument, Unsupported
 from penstock.model.topic import NAME, TopicKind
@@ -69,6 +70,9 @@ def check_sinks(engine: Engine) -> None:
     """Raise unless every sink of the configuration can be made. None is opened."""
     for plan in plans(engine.config.live.sink):
         _sink(engine, plan, numbering="", writer=EngineTopicWriter(engine))
+    # Arrow loads pandas, where it is there, with the first scalar: a second or more that the node
+    # has before it serves, and that the first change would have to wait for.
+    pa.scalar(0)
 
 
 def host_sinks(engine: Engine, topic: Topic) -> None:
