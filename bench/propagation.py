@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.model.columns import Binary
-from penstock.model.deltas import DeltaBatch, validate
-from penstock.propagation.partition import Propagator
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_checks import validate
+from penstock.propagation.fold.propagator import Propagator
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 128

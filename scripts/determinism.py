@@ -18,8 +18,11 @@ from typing import Any
 
 from penstock.spark.session import spark_session
 from penstock.testing.corpus import CorpusOptions
-from penstock.testing.determinism import Ways
 from penstock.testing.process import ServerProcess
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from verification.determinism import Ways
 
 
 def arguments() -> argparse.Namespace:

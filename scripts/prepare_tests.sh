@@ -1,6 +1,6 @@
 #!/bin/sh
 # What the tests need besides .venv: they break real file systems, networks and system calls, which
-# takes root, mount, mkfs.ext4, ip, iptables and strace, and start etcd servers of their own. Fetches
+# takes root, mount, mkfs.ext4, ip, iptables, strace and libfaketime, and start etcd servers of their own. Fetches
 # the Debian packages that are missing; says so when it cannot.
 set -eu
 
@@ -21,6 +21,7 @@ command -v mkfs.ext4 >/dev/null 2>&1 || missing="$missing e2fsprogs"
 command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
 command -v iptables >/dev/null 2>&1 || missing="$missing iptables"
 command -v strace >/dev/null 2>&1 || missing="$missing strace"
+ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || missing="$missing libfaketime"
 etcd=""
 command -v etcd >/dev/null 2>&1 || etcd="etcd-server"
 if [ -n "$missing$etcd" ]; then

@@ -16,7 +16,9 @@ settings.register_profile("penstock", deadline=None, print_blob=True)
 settings.load_profile("penstock")
 
 # What takes minutes comes first: at the end nobody waits long for the other.
-FIRST = ("spark", "chaos", "simulation", "model", "integration", "conformance", "property")
+FIRST = (
+    "spark", "chaos", "hostile", "simulation", "model", "integration", "conformance", "property",
+)  # fmt: skip
 SPARK = "tests/spark/"
 # Of the tests there, those that need no session: their Spark is in another process.
 OWN_SPARK = {f"{SPARK}test_{name}.py" for name in ("chaos", "demo", "source_cluster")}

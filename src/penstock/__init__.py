@@ -18,21 +18,19 @@ from typing import TYPE_CHECKING, Any
 from penstock.model.version import __version__
 
 if TYPE_CHECKING:
-    from penstock.client.address import Tls
     from penstock.client.client import Client
-    from penstock.client.connection import Connection
-    from penstock.client.consumer import BatchConsumer, MessageConsumer
-    from penstock.client.deadletters import DeadLetters
-    from penstock.client.delta_fold import Vector
-    from penstock.client.delta_subscription import Released, ReleasedBatch
-    from penstock.client.deltas import Deltas
-    from penstock.client.entries import Item
-    from penstock.client.leases import LeasedMessage, MessageBatch
-    from penstock.client.logreader import LogReader
-    from penstock.client.messages import DeadMessage, Message
+    from penstock.client.delta.deltas import Deltas
+    from penstock.client.delta.fold import Vector
+    from penstock.client.delta.subscription import Released, ReleasedBatch
+    from penstock.client.network.connection import Connection
+    from penstock.client.network.endpoints import Tls
     from penstock.client.options import Options
-    from penstock.client.stats import PartitionStats, TopicStats
-    from penstock.client.topic import Topic
+    from penstock.client.queue.consumer import BatchConsumer, MessageConsumer
+    from penstock.client.queue.entries import Item
+    from penstock.client.queue.leases import LeasedMessage, MessageBatch
+    from penstock.client.queue.log_reader import LogReader
+    from penstock.client.queue.messages import DeadLetters, DeadMessage, Message
+    from penstock.client.topic import PartitionStats, Topic, TopicStats
     from penstock.errors import (
         AlreadyExists,
         Backpressure,
@@ -77,33 +75,33 @@ _ERRORS = (
 
 # Where each public name lives; imported when it is first asked for.
 _HOMES = {
-    "BatchConsumer": "penstock.client.consumer",
+    "BatchConsumer": "penstock.client.queue.consumer",
     "Client": "penstock.client.client",
     "Compression": "penstock.model.topic",
-    "Connection": "penstock.client.connection",
-    "DeadLetters": "penstock.client.deadletters",
-    "DeadMessage": "penstock.client.messages",
+    "Connection": "penstock.client.network.connection",
+    "DeadLetters": "penstock.client.queue.messages",
+    "DeadMessage": "penstock.client.queue.messages",
     "Delta": "penstock.model.delta",
-    "Deltas": "penstock.client.deltas",
-    "Item": "penstock.client.entries",
-    "LeasedMessage": "penstock.client.leases",
-    "LogReader": "penstock.client.logreader",
-    "Message": "penstock.client.messages",
-    "MessageBatch": "penstock.client.leases",
-    "MessageConsumer": "penstock.client.consumer",
+    "Deltas": "penstock.client.delta.deltas",
+    "Item": "penstock.client.queue.entries",
+    "LeasedMessage": "penstock.client.queue.leases",
+    "LogReader": "penstock.client.queue.log_reader",
+    "Message": "penstock.client.queue.messages",
+    "MessageBatch": "penstock.client.queue.leases",
+    "MessageConsumer": "penstock.client.queue.consumer",
     "Mode": "penstock.model.topic",
     "Op": "penstock.model.delta_format",
     "Options": "penstock.client.options",
-    "PartitionStats": "penstock.client.stats",
+    "PartitionStats": "penstock.client.topic",
     "PriorityClass": "penstock.model.delta_format",
-    "Released": "penstock.client.delta_subscription",
-    "ReleasedBatch": "penstock.client.delta_subscription",
+    "Released": "penstock.client.delta.subscription",
+    "ReleasedBatch": "penstock.client.delta.subscription",
     "Source": "penstock.model.delta_format",
     "Topic": "penstock.client.topic",
     "TopicConfig": "penstock.model.topic",
     "TopicKind": "penstock.model.topic",
-    "TopicStats": "penstock.client.stats",
-    "Vector": "penstock.client.delta_fold",
+    "TopicStats": "penstock.client.topic",
+    "Vector": "penstock.client.delta.fold",
     **dict.fromkeys(_ERRORS, "penstock.errors"),
 }
 
@@ -180,9 +178,8 @@ def connect(
     PENSTOCK_URL counts, and else the folder `./penstock-data`. `api_key` defaults to
     PENSTOCK_API_KEY.
     """
-    from penstock.client.address import Address
     from penstock.client.client import Client
-    from penstock.client.endpoints import Remote
+    from penstock.client.network.endpoints import Address, Remote
     from penstock.client.options import Options
 
     key = api_key if api_key is not None else os.environ.get("PENSTOCK_API_KEY") or None

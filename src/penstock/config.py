@@ -24,20 +24,25 @@ import msgspec
 
 from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.errors import InvalidArgument
-from penstock.log.partition import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
 from penstock.model.topic import NAME
-from penstock.propagation.live_options import LiveOptions
+from penstock.propagation.options import LiveOptions
 from penstock.replication.options import ReplicationOptions
-from penstock.wire.frame import PAYLOAD_BYTES_MAX
+from penstock.wire.limits import LIMIT_BOUNDS, TEXT_LENGTH_MAX
+from penstock.wire.limits import Limits as Limits
 
 ENV_PREFIX: Final = "PENSTOCK_"
 ENV_FILE: Final = "PENSTOCK_CONFIG"
 ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")  # as a browser writes it
+HOST: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|[0-9A-Fa-f:.]+")
 # Variables with our prefix that are not a node's options: the client's, Spark's, the crash tests'.
 ENV_ELSEWHERE: Final = frozenset(
     {ENV_FILE, "PENSTOCK_API_KEY", "PENSTOCK_CACHE", "PENSTOCK_CRASH", "PENSTOCK_URL"}
 )
+
+CLUSTER_KEY_LENGTH_MIN: Final = 32  # characters; 128 bits, if they are random hexadecimal digits
+CLUSTER_KEY_VARIETY_MIN: Final = 8  # different ones; so few are in one of 10^7 random keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -51,17 +56,6 @@ class TlsOptions(msgspec.Struct, frozen=True, kw_only=True):
     require_client: bool = False
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one caller may make the node hold."""
-
-    frame_bytes_max: int = PAYLOAD_BYTES_MAX  # payload of one frame, HTTP body, gRPC message
-    raw_bytes_max: int = PAYLOAD_BYTES_MAX  # the same after decompression
-    header_bytes_max: int = 64 << 10  # HTTP headers or gRPC metadata of one request
-    idle_s: float = 60.0  # silence after which a connection is closed
-    connections_max: int = 4096
-    streams_max: int = 1000  # open at once on one connection
-
-
 class UpkeepOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How often the node looks after its data."""
 
@@ -73,6 +67,7 @@ class UpkeepOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # of other sites, whose pages may use the gateway
+    hosts: tuple[str, ...] = ()  # further names that requests may be addressed to
 
 
 class AuditOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +85,16 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "penstock"  # clusters of other names may share the etcd
     zone: str = ""  # replicas of a partition go to different zones as far as there are some
     advertise: str = ""  # host or host:port that others reach this node at; empty: as it listens
-    key: str = ""  # what nodes show each other; needed where callers need keys
+    key: str = ""  # what nodes show each other and nobody else; needed where callers need keys
     policy: Literal["balanced", "oldest"] = "balanced"  # who coordinates a partition
     lease_s: int = (
         EtcdOptions().lease_ttl_s
     )  # a node that has not been heard of for so long is no longer a member
     moves_max: int = 4  # partitions that change their replicas at the same time
     serve_s: float = 30.0  # until the partitions of a new topic serve
+    generation_s: float = 60.0  # a copy of the data folder that is older than this is found out
+    clock_offset_s: float = 2.0  # off from a majority by more: the node coordinates nothing
+    accept_rollback: bool = False  # count on a data folder that was restored from an older copy
 
     @property
     def enabled(self) -> bool:
@@ -128,6 +126,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 10.0  # for requests under way when the node is told to stop
     log_level: LogLevel = "info"
     accept_rot: bool = False  # start on damaged data by cutting it off there
+    accept_missing: bool = False  # start without files that belong to the folder
     ready_file: Path | None = None  # gets the ports as JSON once the node serves
     ready_fd: int | None = None  # the same, to an inherited descriptor
 
@@ -148,7 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cluster_name(self) -> str:
-        """Empty: the node is alone."""
+        """The name of the node's cluster; empty where the node is alone."""
         return self.cluster.name if self.cluster.enabled else ""
 
     @property
@@ -165,6 +164,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 )
         self._validate_ports()
         self._validate_tls()
+        least = self.limits.held_bytes_least
+        if self.limits.held_bytes_max < least:
+            raise InvalidArgument(
+                f"limits.held_bytes_max must be {least} or more: what limits.frame_bytes_max and "
+                "limits.raw_bytes_max allow has to fit into one caller's part of it",
+                field="limits.held_bytes_max",
+                limit=least,
+            )
         if self.exposed and not self.keys_required:
             raise InvalidArgument(
                 f"{self.host} can be reached by others: API keys are required there",
@@ -176,6 +183,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     f"{origin} is no origin, such as https://app.example.com",
                     field="http.cors_origins",
                 )
+        for name in self.http.hosts:
+            if not HOST.fullmatch(name):
+                raise InvalidArgument(
+                    f"http.hosts: {name!r} is no name, such as queue.example.com",
+                    field="http.hosts",
+                )
+        if self.cluster.key:
+            _check_cluster_key(self.cluster.key)
         if self.cluster.enabled:
             self._validate_cluster()
         return self
@@ -251,6 +266,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return config.validate()
 
 
+def _check_cluster_key(key: str) -> None:
+    """A key that is short or hardly varies can be guessed, and who has it can pretend to be a
+    node. Whether a long one is random cannot be seen."""
+    if not CLUSTER_KEY_LENGTH_MIN <= len(key) <= TEXT_LENGTH_MAX:
+        raise InvalidArgument(
+            f"cluster.key has {len(key)} characters, must have from {CLUSTER_KEY_LENGTH_MIN} to "
+            f"{TEXT_LENGTH_MAX}; `openssl rand -hex 32` makes one",
+            field="cluster.key",
+            limit=CLUSTER_KEY_LENGTH_MIN,
+        )
+    if len(set(key)) < CLUSTER_KEY_VARIETY_MIN:
+        raise InvalidArgument(
+            f"cluster.key has {len(set(key))} different characters, must have at least "
+            f"{CLUSTER_KEY_VARIETY_MIN}; `openssl rand -hex 32` makes one",
+            field="cluster.key",
+            limit=CLUSTER_KEY_VARIETY_MIN,
+        )
+
+
 _PORT: Final = (-1, 65535)
 _COUNT: Final = (1, 1 << 20)
 _MILLISECONDS: Final = (10, 3600_000)
@@ -259,12 +293,7 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "native_port": _PORT,
     "grpc_port": _PORT,
     "http_port": _PORT,
-    "limits.frame_bytes_max": (64 << 10, PAYLOAD_BYTES_MAX),
-    "limits.raw_bytes_max": (64 << 10, 1 << 30),
-    "limits.header_bytes_max": (1 << 10, 1 << 20),
-    "limits.idle_s": _SECONDS,
-    "limits.connections_max": _COUNT,
-    "limits.streams_max": _COUNT,
+    **{f"limits.{name}": bounds for name, bounds in LIMIT_BOUNDS.items()},
     "log.segment_bytes": (4 << 10, 1 << 40),
     "log.allocate_bytes": (4 << 10, 1 << 30),
     "log.reserve_bytes": (0, 1 << 30),
@@ -280,6 +309,8 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "cluster.lease_s": (2, 3600),
     "cluster.moves_max": (1, 10_000),
     "cluster.serve_s": (0.1, 3600.0),
+    "cluster.generation_s": (0.1, 24 * 3600.0),
+    "cluster.clock_offset_s": (0.05, 3600.0),
     "replication.heartbeat_ms": _MILLISECONDS,
     "replication.silence_ms": _MILLISECONDS,
     "replication.stagger_ms": _MILLISECONDS,
@@ -403,7 +434,7 @@ def _from_text(path: str, text: str) -> Any:
 
 
 def _from_json(path: str, text: str) -> Any:
-    """Tables do not fit a line of text otherwise."""
+    """Tables of the file, which in a variable or an option are written as JSON."""
     try:
         return msgspec.json.decode(text, type=TABLES)
     except msgspec.DecodeError as error:

@@ -6,6 +6,7 @@
     │   ├── NotFound                no such topic, message, key or subscription
     │   ├── AlreadyExists           a topic of that name with another shape
     │   ├── Unauthenticated         no key, an unknown one, or a revoked one
+    │   ├── Misdirected             the request is addressed to a name that is not the listener's
     │   ├── FailedPrecondition      the call needs something that is not so (a confirmation, a mode)
     │   ├── Unsupported             this implementation cannot do that at all
     │   └── SinkRejected            a sink can never take these rows; it took all the others
@@ -36,7 +37,7 @@ from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
-    """The root. `code` is stable and specific, `status` is one of the canonical seven."""
+    """The root. `code` is stable and specific, `status` is one of the canonical eight."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[str] = "UNAVAILABLE"
@@ -87,6 +88,13 @@ class AlreadyExists(CallerError):
 class Unauthenticated(CallerError):
     code = "unauthenticated"
     status = "UNAUTHENTICATED"
+
+
+class Misdirected(CallerError):
+    """An HTTP request for another host. Only HTTP has it."""
+
+    code = "misdirected"
+    status = "MISDIRECTED"
 
 
 class FailedPrecondition(CallerError):
@@ -205,6 +213,7 @@ STATUS_TABLE: dict[str, tuple[int, int]] = {
     "ABORTED": (10, 409),
     "UNAVAILABLE": (14, 503),
     "UNAUTHENTICATED": (16, 401),
+    "MISDIRECTED": (9, 421),
 }
 
 

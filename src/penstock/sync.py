@@ -12,27 +12,19 @@ Every method here runs its async twin on that loop and waits for it. Nothing is 
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock import connect as connect_async
-from penstock.client import (
-    client,
-    consumer,
-    deadletters,
-    delta_subscription,
-    deltas,
-    leases,
-    logreader,
-    topic,
-)
-from penstock.client.address import Tls
+from penstock.client import client, topic
+from penstock.client.bridge import ThreadBridge
+from penstock.client.delta import deltas, subscription
+from penstock.client.network.endpoints import Tls
 from penstock.client.options import Options
-from penstock.client.tracing import Span
+from penstock.client.queue import consumer, leases, log_reader, messages
+from penstock.client.spans import TraceSpan
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 
@@ -42,44 +34,11 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-class Portal:
-    """A loop in a thread, and the way to run something on it."""
-
-    def __init__(self) -> None:
-        self._loop = _new_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Run `work` to its end; an interrupted caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def do(self, action: Callable[[], R]) -> R:
-        """Run a plain function on the loop."""
-
-        async def act() -> R:
-            return action()
-
-        return self.run(act())
-
-    def close(self) -> None:
-        self.run(self._loop.shutdown_asyncgens())
-        self.run(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 class Twin(Generic[A]):
-    """An object whose async original lives on the portal's loop."""
+    """An object whose async original lives on the bridge's loop."""
 
-    def __init__(self, portal: Portal, original: A) -> None:
-        self._portal, self._original = portal, original
+    def __init__(self, bridge: ThreadBridge, original: A) -> None:
+        self._bridge, self._original = bridge, original
 
 
 def blocking(
@@ -88,7 +47,7 @@ def blocking(
     """The twin of an async method: same arguments, same result, but it waits."""
 
     def wait(self: Twin[A], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._portal.run(method(self._original, *args, **kwargs))
+        return self._bridge.run(method(self._original, *args, **kwargs))
 
     wait.__doc__, wait.__name__ = method.__doc__, method.__name__
     return wait
@@ -97,7 +56,7 @@ def blocking(
 class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
     """`with message:` acknowledges it at the end, or gives it back on an error."""
 
-    _span: Span | None = None
+    _span: TraceSpan | None = None
     ack = blocking(leases.LeasedMessage.ack)
     nack = blocking(leases.LeasedMessage.nack)
     reject = blocking(leases.LeasedMessage.reject)
@@ -113,7 +72,7 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
         return getattr(self._original, name)
 
     def __enter__(self) -> Self:
-        self._portal.do(self._original.begin)
+        self._bridge.do(self._original.begin)
         self._span = self._original.trace()
         return self
 
@@ -124,7 +83,7 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._portal.run(self._original.finish(error))
+            self._bridge.run(self._original.finish(error))
         finally:
             if self._span is not None:
                 self._span.end(error)
@@ -151,10 +110,10 @@ class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
         return len(self._original)
 
     def __getitem__(self, index: int) -> LeasedMessage[T]:
-        return LeasedMessage(self._portal, self._original[index])
+        return LeasedMessage(self._bridge, self._original[index])
 
     def __iter__(self) -> Iterator[LeasedMessage[T]]:
-        return (LeasedMessage(self._portal, message) for message in self._original)
+        return (LeasedMessage(self._bridge, message) for message in self._original)
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +124,7 @@ class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._portal.run(self._original.__aexit__(kind, error, traceback))
+        self._bridge.run(self._original.__aexit__(kind, error, traceback))
 
 
 class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):
@@ -174,14 +133,17 @@ class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):
     close = blocking(consumer.Consumer.aclose)
 
     def __init__(
-        self, portal: Portal, original: consumer.Consumer[T, Any], wrap: Callable[[Portal, Any], R]
+        self,
+        bridge: ThreadBridge,
+        original: consumer.Consumer[T, Any],
+        wrap: Callable[[ThreadBridge, Any], R],
     ) -> None:
-        super().__init__(portal, original)
+        super().__init__(bridge, original)
         self._wrap = wrap
 
     def __iter__(self) -> Iterator[R]:
-        for unit in _iterate(self._portal, self._original.__aiter__()):
-            yield self._wrap(self._portal, unit)
+        for unit in self._bridge.iterate(self._original.__aiter__()):
+            yield self._wrap(self._bridge, unit)
 
     def __enter__(self) -> Self:
         return self
@@ -190,22 +152,22 @@ class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):
         self.close()
 
 
-class DeadLetters(Twin[deadletters.DeadLetters[T]], Generic[T]):
-    peek = blocking(deadletters.DeadLetters.peek)
-    list = blocking(deadletters.DeadLetters.list)
-    replay = blocking(deadletters.DeadLetters.replay)
-    delete = blocking(deadletters.DeadLetters.delete)
+class DeadLetters(Twin[messages.DeadLetters[T]], Generic[T]):
+    peek = blocking(messages.DeadLetters.peek)
+    list = blocking(messages.DeadLetters.list)
+    replay = blocking(messages.DeadLetters.replay)
+    delete = blocking(messages.DeadLetters.delete)
 
     def __iter__(self) -> Iterator[Any]:
-        return _iterate(self._portal, self._original.__aiter__())
+        return self._bridge.iterate(self._original.__aiter__())
 
 
-class LogReader(Twin[logreader.LogReader[T]], Generic[T]):
+class LogReader(Twin[log_reader.LogReader[T]], Generic[T]):
     def __iter__(self) -> Iterator[Any]:
-        return _iterate(self._portal, self._original.__aiter__())
+        return self._bridge.iterate(self._original.__aiter__())
 
     def batches(self) -> Iterator[Batch]:
-        return _iterate(self._portal, self._original.batches())
+        return self._bridge.iterate(self._original.batches())
 
 
 class Topic(Twin[topic.Topic[T]], Generic[T]):
@@ -231,38 +193,38 @@ class Topic(Twin[topic.Topic[T]], Generic[T]):
 
     @property
     def dlq(self) -> DeadLetters[T]:
-        return DeadLetters(self._portal, self._original.dlq)
+        return DeadLetters(self._bridge, self._original.dlq)
 
     def pop(self, *args: Any, **kwargs: Any) -> list[LeasedMessage[T]]:
-        found = self._portal.run(self._original.pop(*args, **kwargs))
-        return [LeasedMessage(self._portal, message) for message in found]
+        found = self._bridge.run(self._original.pop(*args, **kwargs))
+        return [LeasedMessage(self._bridge, message) for message in found]
 
     def consume(self, **kwargs: Any) -> Consumer[T, LeasedMessage[T]]:
-        made = self._portal.do(lambda: self._original.consume(**kwargs))
-        return Consumer(self._portal, made, LeasedMessage)
+        made = self._bridge.do(lambda: self._original.consume(**kwargs))
+        return Consumer(self._bridge, made, LeasedMessage)
 
     def consume_batches(self, *args: Any, **kwargs: Any) -> Consumer[T, MessageBatch[T]]:
-        made = self._portal.do(lambda: self._original.consume_batches(*args, **kwargs))
-        return Consumer(self._portal, made, MessageBatch)
+        made = self._bridge.do(lambda: self._original.consume_batches(*args, **kwargs))
+        return Consumer(self._bridge, made, MessageBatch)
 
     def log(self, *args: Any, **kwargs: Any) -> LogReader[T]:
-        return LogReader(self._portal, self._original.log(*args, **kwargs))
+        return LogReader(self._bridge, self._original.log(*args, **kwargs))
 
 
-class ReleasedBatch(Twin[delta_subscription.ReleasedBatch]):
+class ReleasedBatch(Twin[subscription.ReleasedBatch]):
     """Deltas of one partition, in columns."""
 
     def ack(self) -> None:
         """All of it is handled, and all that came before."""
-        self._portal.do(self._original.ack)
+        self._bridge.do(self._original.ack)
 
     def __len__(self) -> int:
         return len(self._original)
 
-    def __getitem__(self, index: int) -> delta_subscription.Released:
+    def __getitem__(self, index: int) -> subscription.Released:
         return self._original[index]
 
-    def __iter__(self) -> Iterator[delta_subscription.Released]:
+    def __iter__(self) -> Iterator[subscription.Released]:
         return iter(self._original)
 
     def __getattr__(self, name: str) -> Any:
@@ -299,14 +261,14 @@ class Deltas(Twin[deltas.Deltas]):
     def dimensions(self) -> int:
         return self._original.dimensions
 
-    def subscribe(self, **kwargs: Any) -> Iterator[delta_subscription.Released]:
+    def subscribe(self, **kwargs: Any) -> Iterator[subscription.Released]:
         """Deltas in causal order; it goes on for ever, so leave the loop when it is enough."""
-        return _iterate(self._portal, self._original.subscribe(**kwargs))
+        return self._bridge.iterate(self._original.subscribe(**kwargs))
 
     def subscribe_batches(self, **kwargs: Any) -> Iterator[ReleasedBatch]:
         """The same in columns."""
-        for batch in _iterate(self._portal, self._original.subscribe_batches(**kwargs)):
-            yield ReleasedBatch(self._portal, batch)
+        for batch in self._bridge.iterate(self._original.subscribe_batches(**kwargs)):
+            yield ReleasedBatch(self._bridge, batch)
 
 
 class Client(Twin[client.Client]):
@@ -317,11 +279,11 @@ class Client(Twin[client.Client]):
     call = blocking(client.Client.call)
 
     def __init__(self, make: Callable[[], client.Client]) -> None:
-        portal = Portal()
+        bridge = ThreadBridge()
         try:
-            super().__init__(portal, portal.do(make))
+            super().__init__(bridge, bridge.do(make))
         except BaseException:
-            portal.close()
+            bridge.close()
             raise
 
     @overload
@@ -330,27 +292,27 @@ class Client(Twin[client.Client]):
     def topic(self, name: str, of: Any = bytes, **kwargs: Any) -> Topic[Any]: ...
     def topic(self, name: str, of: Any = bytes, **kwargs: Any) -> Topic[Any]:
         """A topic, opened: it exists when this returns."""
-        made = self._portal.do(lambda: self._original.topic(name, of, **kwargs))
-        return Topic(self._portal, self._portal.run(made.opened()))
+        made = self._bridge.do(lambda: self._original.topic(name, of, **kwargs))
+        return Topic(self._bridge, self._bridge.run(made.opened()))
 
     def deltas(self, topic: str, **kwargs: Any) -> Deltas:
         """The vectors of a delta topic, opened: it exists when this returns."""
-        made = self._portal.do(lambda: self._original.deltas(topic, **kwargs))
-        return Deltas(self._portal, self._portal.run(made.opened()))
+        made = self._bridge.do(lambda: self._original.deltas(topic, **kwargs))
+        return Deltas(self._bridge, self._bridge.run(made.opened()))
 
     def __enter__(self) -> Self:
         try:
-            self._portal.run(self._original.__aenter__())
+            self._bridge.run(self._original.__aenter__())
         except BaseException:
-            self._portal.close()
+            self._bridge.close()
             raise
         return self
 
     def __exit__(self, *exited: object) -> None:
         try:
-            self._portal.run(self._original.close())
+            self._bridge.run(self._original.close())
         finally:
-            self._portal.close()
+            self._bridge.close()
 
 
 def connect(
@@ -362,29 +324,3 @@ def connect(
 ) -> Client:
     """As `penstock.connect`, for `with`."""
     return Client(lambda: connect_async(url, api_key, tls, options=options))
-
-
-def _iterate(portal: Portal, source: AsyncIterator[R]) -> Iterator[R]:
-    """An async iterator, step by step; leaving it early closes it there."""
-
-    async def step() -> R:
-        return await anext(source)
-
-    try:
-        while True:
-            try:
-                yield portal.run(step())
-            except StopAsyncIteration:
-                return
-    finally:
-        close = getattr(source, "aclose", None)
-        if close is not None:
-            portal.run(close())
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

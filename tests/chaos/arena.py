@@ -7,6 +7,7 @@ spare: it runs only while replicas are moved to it and back.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from tests.chaos.disks import Disk, disks
 from tests.chaos.network import Network, network
 
-from penstock.client.connection import open_connection
+from penstock.client.network.endpoints import open_connection
+from penstock.cluster.etcd import EtcdStore, cluster_prefix
+from penstock.cluster.keys import KEYS, KeyRecord
 from penstock.errors import PenstockError, Unavailable
 from penstock.testing.cluster import CALL_S_MAX, ClusterProcesses
 from penstock.testing.etcd import EtcdProcess
@@ -27,13 +31,15 @@ NODES: Final = ("n1", "n2", "n3")
 SPARE: Final = "n4"
 ETCD: Final = "etcd"
 PORT: Final = 7440
-KEY: Final = "chaos"  # of the nodes; clients show it too
+CLUSTER_KEY: Final = "chaos-0123456789abcdef0123456789abcdef"  # that the nodes show each other
+SECRET: Final = "of all that call the nodes"
+KEY: Final = f"pk_chaos_{SECRET}"  # that clients show
 LOOK_S: Final = 0.5
 START_TRIES: Final = 5
 # Small segments and frequent snapshots, so that minutes see what usually takes days.
 OPTIONS: Final[dict[str, Any]] = {
     "insecure": "true",
-    "cluster.key": KEY,
+    "cluster.key": CLUSTER_KEY,
     "cluster.lease_s": 3,
     "log.segment_bytes": 1 << 20,
     "log.allocate_bytes": 128 << 10,
@@ -106,10 +112,21 @@ class Arena(ClusterProcesses):
 
     async def open(self) -> None:
         await asyncio.to_thread(self.etcd.start)
+        await self._make_key()
         async with asyncio.TaskGroup() as tasks:
             for node in NODES:
                 tasks.create_task(self.start(node))
         await self.wait_ready()
+
+    async def _make_key(self) -> None:
+        """The clients' key, before there is a node that could be asked for one."""
+        digest = hashlib.sha256(SECRET.encode()).digest()
+        record = KeyRecord(id="chaos", name="chaos", digest=digest, created_ms=0)
+        store = EtcdStore([self.etcd.endpoint], prefix=cluster_prefix(self.name))
+        try:
+            await store.put(KEYS + record.id, msgspec.json.encode(record))
+        finally:
+            await store.close()
 
     async def start(self, node: str) -> float:
         """Start it if it does not run, more than once if need be: what it needs may be away."""

@@ -16,12 +16,13 @@ from tests.chaos.history import History, Operation, now_us
 from tests.chaos.producing import JOBS, RETRY_S
 
 import penstock
-from penstock.client.connection import Connection, open_connection
-from penstock.client.leases import LeasedMessage
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import open_connection
+from penstock.client.queue.leases import LeasedMessage
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch
 from penstock.model.ids import LeaseToken
-from penstock.testing.events import Committed, Delivered, Extended, Released, Settled, digest_of
+from verification.events import Committed, Delivered, Extended, Released, Settled, digest_of
 
 VISIBILITY_S: Final = 3.0
 CLOCKS_US: Final = 50_000

@@ -1,6 +1,6 @@
 """What happened, as JSON lines: for the checker, and for whoever looks for a cause.
 
-`events-<topic>.jsonl` holds the events of `penstock.testing.events`. `operations.jsonl` holds one
+`events-<topic>.jsonl` holds the events of `verification.events`. `operations.jsonl` holds one
 object for each request of a client and for each fault: what it was, when it began and ended (in
 microseconds of one clock), how it ended (ok, failed, unknown) and the ids or tokens it was about.
 """
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from penstock.errors import CallerError, LeaseLost, PenstockError, SequenceConflict
-from penstock.testing.events import AnyEvent
+from verification.events import AnyEvent
 
 _OFFSET_US: Final = (time.time_ns() - time.monotonic_ns()) // 1000
 REFUSALS: Final = (CallerError, LeaseLost, SequenceConflict)  # that is how it is, not "unknown"

@@ -21,10 +21,10 @@ from penstock.heap import Heap
 from penstock.log import LogOptions, PartitionLog, verify_folder
 from penstock.model.batch import Batch, Kind
 from penstock.model.topic import TopicConfig
-from penstock.node.replicas.applying import replay
-from penstock.testing.checkers import VIOLATIONS, Checker, Verdict
-from penstock.testing.events import AtRest, Committed, Entered, Stuck, log_events
-from penstock.testing.replay import LogReplay
+from penstock.node.replica.heap_applier import replay
+from verification.checkers import VIOLATIONS, Checker, Verdict
+from verification.events import AtRest, Committed, Entered, Stuck, log_events
+from verification.replay import LogReplay
 
 TOPICS: Final = (JOBS, LEDGER)
 QUIET_ROUNDS: Final = int(VISIBILITY_S / 0.5) + 6  # empty pops of half a second, past any lease
@@ -85,7 +85,7 @@ def read_disk(data: Path, configs: dict[str, TopicConfig], through: dict[Place, 
         found.ends[topic, partition] = [(b.last, b.chain) for b in batches if b.last <= last]
         heap = Heap(config, partition=partition)
         for batch in batches:
-            heap.apply(batch, batch.columns(), batch.time_ms)
+            heap.apply(batch, batch.columns())
         if replay(log, config).heap.digest() != heap.digest():
             found.unequal.append((topic, partition))
     return found

@@ -16,16 +16,16 @@ from tests.chaos.arena import KEY
 from tests.chaos.history import History, Operation, now_us
 
 from penstock.client.client import Client
-from penstock.client.connection import Connection, open_connection
-from penstock.client.endpoints import Remote
-from penstock.client.entries import Identity, Item, encode_key
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import Remote, open_connection
 from penstock.client.options import Options
+from penstock.client.queue.entries import Item, encode_key
+from penstock.client.queue.shipment import ProducerIdentity
 from penstock.errors import CallerError, PenstockError, SequenceConflict, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import MessageId
 from penstock.model.partitioning import partitions_of
-from penstock.testing.events import Atomic, Enqueued, Enqueuing, Refused, digest_of
-from penstock.wire.answers import ids_of
+from verification.events import Atomic, Enqueued, Enqueuing, Refused, digest_of
 
 JOBS: Final = "jobs"
 LEDGER: Final = "ledger"  # appended to by `expected_sequence` only
@@ -36,7 +36,7 @@ Take = tuple[int, int, int]  # partition, first sequence, count
 Act = Callable[[list[Item]], Awaitable[list[str]]]
 
 
-class RecordingIdentity(Identity):
+class RecordingIdentity(ProducerIdentity):
     """Tells of each key, and of the payload under it, before it is used; a retry uses the ones
     it has."""
 
@@ -223,7 +223,7 @@ class Appender:
             answer = await self._connection.enqueue(
                 LEDGER, [(partition, 1, body)], expected_sequence=expected
             )
-        [message_id] = ids_of(answer, 1)
+        [message_id] = answer.ids(1)
         if not message_id:
             raise Unavailable("the answer names no message")
         return MessageId.parse(message_id).sequence

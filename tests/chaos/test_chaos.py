@@ -10,7 +10,7 @@ from tests.chaos.judging import UNMEASURED, summed
 from tests.chaos.playing import Run, play
 from tests.chaos.schedule import QUICK, WEIGHTS, plan
 
-from penstock.testing.checkers import VIOLATIONS, Verdict
+from verification.checkers import VIOLATIONS, Verdict
 
 
 def test_a_seed_decides_the_schedule() -> None:

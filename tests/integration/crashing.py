@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from tests.integration.harness import Node, body, delivered_tokens, ids_of
 
-from penstock.client.connection import Connection, open_connection
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.log import LogOptions, verify_folder
 from penstock.model.delivery import DELIVERY

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.client.connection import Connection
-from penstock.client.streams import DeliveredBatch, LeaseStream
+from penstock.client.network.connection import Connection
+from penstock.client.network.streams import DeliveredBatch, LeaseStream
 from penstock.config import Config
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import LeaseToken, MessageId
@@ -210,8 +210,4 @@ def delivered_payloads(batches: Iterable[DeliveredBatch]) -> list[bytes]:
 
 
 def delivered_tokens(batches: Iterable[DeliveredBatch]) -> list[LeaseToken]:
-    return [
-        LeaseToken(b.delivery.partition, b.delivery.epoch, b.delivery.token_first + i)
-        for b in batches
-        for i in range(b.delivery.count)
-    ]
+    return [b.delivery.token(i) for b in batches for i in range(b.delivery.count)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.model.batch import Codec
 from penstock.node.engine import Engine
-from penstock.node.listener import listen, port_of
+from penstock.node.session.session import listen, port_of
 from penstock.wire import frame
 from penstock.wire.compression import expanded
 from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.bench.live_runner import measure_live
-from penstock.cli.bench.targets import LIVE_METRICS, LIVE_STAGES
+from penstock.bench.runner import measure
+from penstock.bench.subjects import SUBJECTS
+
+LIVE = SUBJECTS["live"]
 
 
-@pytest.mark.parametrize("stage", LIVE_STAGES)
+@pytest.mark.parametrize("stage", LIVE.names)
 async def test_a_stage_measures_what_it_says(stage: str, tmp_path: Path) -> None:
-    document = await measure_live((stage,), runs=1, quick=True, folder=tmp_path)
+    document = await measure(LIVE, (stage,), runs=1, quick=True, folder=tmp_path)
     assert document["missing"] == []
-    metrics = [metric for metric in LIVE_METRICS if metric.stage == stage]
+    metrics = [metric for metric in LIVE.metrics if metric.stage == stage]
     assert {metric.name for metric in metrics} == document["runs"][stage][0].keys()
     assert all(math.isfinite(document[metric.name]) for metric in metrics)
     assert set(document["targets"]) == {m.name for m in metrics if m.target is not None}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.integration.cluster.asking import until
 
 import penstock
 from penstock.model.partitioning import partition_of
@@ -49,8 +50,13 @@ def key_of(partition: int) -> str:
 async def committed(cluster: ClusterProcesses, topic: penstock.Topic[Any]) -> Counter[Any]:
     """Every message in the topic's log, with how often it stands there."""
     found: Counter[Any] = Counter()
-    parts = (await cluster.status())["partitions"]
-    for state in (part for part in parts if part["topic"] == topic.name):
+
+    async def served() -> list[dict[str, Any]] | None:
+        """Nothing while a partition is being handed back to a node that has returned."""
+        parts = [p for p in (await cluster.status())["partitions"] if p["topic"] == topic.name]
+        return parts if all(p["sequence_committed"] is not None for p in parts) else None
+
+    for state in await until(served):
         last = state["sequence_committed"]
         async for batch in topic.log(state["partition"]).batches():
             if batch.kind.name == "ENQ":

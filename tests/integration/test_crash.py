@@ -15,7 +15,7 @@ import pytest
 from tests.integration.crashing import Ledger, check, crash_once
 
 from penstock.log.crash import LOG_POINTS
-from penstock.node.crash_points import NODE_POINTS
+from penstock.node.storage.crash_points import NODE_POINTS
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.integration.harness import Node, body, ids_of
 
-from penstock.client.connection import Connection
+from penstock.client.network.connection import Connection
 from penstock.errors import StaleProducer
 from penstock.wire.messages import Enqueued
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.integration.harness import Node, ids_of
+from tests.integration.harness import Node, body, ids_of
 
 from penstock.errors import InvalidArgument, SequenceConflict, StaleProducer
+from penstock.model.batch import Kind
+from penstock.model.entries import PRODUCER_NUMBER_MAX
 
 ROWS = [{"payload": b"a"}, {"payload": b"b"}, {"payload": b"c"}]
 
@@ -137,3 +139,46 @@ async def test_expected_sequence_needs_one_partition(node: Node) -> None:
     rows = [{"payload": b"x", "key": b"%d" % i} for i in range(20)]
     with pytest.raises(InvalidArgument, match="expected_sequence"):
         await node.enqueue(topic, rows, expected_sequence=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "epoch", "sequence"),
+    [
+        ("run_epoch", PRODUCER_NUMBER_MAX + 1, 1),
+        ("run_sequence", 1, PRODUCER_NUMBER_MAX),
+        ("run_sequence", 1, (1 << 64) - 1),
+    ],
+)
+async def test_numbers_that_no_snapshot_could_hold_are_refused(
+    node: Node, field: str, epoch: int, sequence: int
+) -> None:
+    """Before, the largest were taken over the native protocol, and from then on no snapshot of the
+    partition could be made."""
+    topic = await node.topic(partitions=1)
+    with pytest.raises(InvalidArgument, match=field):
+        await node.enqueue(topic, [{"payload": b"x"}], producer=("p", epoch, sequence))
+    assert await node.counts() == (0, 0, 0, 0)
+
+
+async def test_a_log_with_such_numbers_still_has_snapshots(node: Node) -> None:
+    """It was written before they were refused. Before, each snapshot failed with an OverflowError,
+    and so nothing of the log was ever let go."""
+    topic = await node.topic(partitions=1)
+    partition = node.engine.topic(topic).here(0)
+    packed = body([{"payload": b"x"}], producer=("p", 1, (1 << 64) - 1))
+    batch = partition.journal.append(Kind.ENQ, packed, 1)
+    node.engine.topic(topic).wake()
+    await partition.journal.committed(batch.last)
+    await node.call("snapshot")
+    await node.crash()
+    assert await node.popped(topic) == [b"x"]
+
+
+async def test_duplicates_of_a_batch_come_in_its_order(node: Node) -> None:
+    """Before, they came in the order in which the partitions had answered."""
+    topic = await node.topic(partitions=4)
+    rows = [{"payload": b"%d" % i, "key": b"%d" % i} for i in range(40)]
+    first = await node.enqueue(topic, rows, producer=("p", 1, 1))
+    again = await node.enqueue(topic, rows, producer=("p", 1, 1))
+    assert [known.index for known in again.duplicates] == list(range(40))
+    assert ids_of(again) == ids_of(first)

@@ -12,7 +12,7 @@ from penstock.errors import InvalidArgument
 from penstock.model.batch import Kind
 from penstock.model.delta import Delta, Op, encode, vector_hash
 from penstock.model.partitioning import partitions_of_digests
-from penstock.node.upkeep import retain
+from penstock.node.upkeep.sweeps import retain
 
 DIMENSIONS = 4
 

@@ -16,10 +16,10 @@ from penstock.config import Config
 from penstock.errors import Backpressure, NotFound
 from penstock.model.batch import Kind
 from penstock.model.delta import PriorityClass
-from penstock.model.deltas import DeltaBatch
-from penstock.node.ingesting import TURN_ENTRIES
-from penstock.propagation.ingest import Ingest
-from penstock.propagation.live_options import LiveOptions
+from penstock.model.delta_batch import DeltaBatch
+from penstock.node.serve.ingest import TURN_ENTRIES
+from penstock.propagation.flow.ingest import IngestQueue
+from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import OpenSubscription
 
 CRITICAL, _, NORMAL, LOW = PriorityClass
@@ -41,10 +41,10 @@ class Room:
         self.node.clock.advance(0.01)  # it is looked at again after a while
 
 
-def queue_of(node: Node, topic: str) -> Ingest[Any]:
-    ingesting = node.engine.topic(topic).ingesting
-    assert ingesting is not None
-    return ingesting.queue
+def queue_of(node: Node, topic: str) -> IngestQueue[Any]:
+    ingest = node.engine.topic(topic).ingest
+    assert ingest is not None
+    return ingest.queue
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def written_deltas(node: Node, topic: str) -> int:
 async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> None:
     node, got, failed = narrow_node, list[int](), list[Exception]()
     topic = node.engine.topic(await delta_topic(node))
-    await topic.subscribe(
+    await node.engine.hub(topic).subscribe(
         0, OpenSubscription("vectors", 0, start="sequence", at=1),
         send=lambda changes, _: got.append(changes.count), fail=failed.append,
     )  # fmt: skip
@@ -231,4 +231,4 @@ async def test_those_who_wait_are_told_when_the_topic_goes(node: Node) -> None:
 
 async def test_a_queue_topic_has_none_of_it(node: Node) -> None:
     topic = await node.topic("jobs")
-    assert node.engine.topic(topic).ingesting is None
+    assert node.engine.topic(topic).ingest is None

@@ -9,7 +9,7 @@ from tests.integration.harness import Node, body, delivered_tokens
 
 from penstock.errors import InvalidArgument, LimitExceeded, NotFound
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress
-from penstock.model.topic import (
+from penstock.model.entries import (
     BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,
     HEADERS_BYTES_MAX,
@@ -47,7 +47,7 @@ async def test_entries_at_their_limits_are_taken(node: Node) -> None:
         "payload": b"x" * 100, "key": b"k" * KEY_BYTES_MAX, "max_retries": RETRIES_MAX,
         "headers": {"h": b"x" * (HEADERS_BYTES_MAX - 16)},
     }  # fmt: skip
-    await node.enqueue(topic, [row], producer=("p" * PRODUCER_ID_BYTES_MAX, 2**64 - 1, 2**63))
+    await node.enqueue(topic, [row], producer=("p" * PRODUCER_ID_BYTES_MAX, 2**63 - 1, 2**63 - 2))
     (message,) = await node.pop(topic)
     assert (message["payload"], message["key"]) == (row["payload"], row["key"])
     with pytest.raises(InvalidArgument, match="run_producer"):

@@ -122,8 +122,8 @@ async def test_a_folder_has_one_node(node: Node, tmp_path: Path) -> None:
 
 async def test_a_newer_format_is_refused(node: Node) -> None:
     await node.stop()
-    (node.path / "FORMAT").write_text('{"format": 4, "product": "penstock"}')
-    with pytest.raises(FailedPrecondition, match="format 4"):
+    (node.path / "FORMAT").write_text('{"format": 5, "product": "penstock"}')
+    with pytest.raises(FailedPrecondition, match="format 5"):
         await node.start()
 
 
@@ -167,3 +167,32 @@ async def test_messages_of_many_files_come_in_one_delivery(small_node: Node) -> 
         messages = await node.pop(topic, 300)
     assert [m["priority"] for m in messages] == list(range(300))
     assert all(m["key"] == b"%d" % int(m["payload"][:3]) for m in messages)
+
+
+@pytest.mark.parametrize("how", ["restart", "crash", "snapshot"])
+async def test_totals_are_those_of_the_log_after_a_restart(node: Node, how: str) -> None:
+    """Before, all of them were zero after each start of the node."""
+    topic = await node.topic(max_retries=1, backoff_ms_base=0, visibility_ms=1000, partitions=2)
+    for i in range(6):
+        await node.put(topic, b"%d" % i, key=b"%d" % i)
+    first, second, third, fourth = await node.pop(topic, 4)
+    await node.ack(topic, [first, second])
+    await node.nack(topic, [third], reject=True)
+    await node.nack(topic, [fourth])
+    assert len(await node.pop(topic, 3)) == 3
+    await node.advance(1)  # one of them for the second time, which is once too often
+    before = await totals(node)
+    expected = {"enqueued": 6, "acked": 2, "retried": 3, "dead": 2, "expired": 3}
+    assert before == expected
+    if how == "snapshot":
+        await node.call("snapshot")
+    await (node.restart() if how == "restart" else node.crash())
+    assert await totals(node) == expected
+    await node.put(topic, b"more")
+    assert (await totals(node))["enqueued"] == 7
+
+
+async def totals(node: Node) -> dict[str, int]:
+    found = await node.stats()
+    names = ("enqueued", "acked", "retried", "dead", "expired")
+    return {name: found[f"{name}_total"] for name in names}

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.harness import Node
 
-from penstock.errors import InvalidArgument
+from penstock.client.network.connection import Connection
+from penstock.client.network.memory import memory_pair
+from penstock.config import ClusterOptions, Config
+from penstock.errors import InvalidArgument, Unauthenticated
+from penstock.node.session.session import Session
+
+CLUSTER_KEY = "c" * 32
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    options = ClusterOptions(key=CLUSTER_KEY)
+    started = await Node(tmp_path, Config(data=tmp_path, cluster=options)).start()
+    yield started
+    await started.stop()
 
 
 async def share(node: Node, of: str, partitions: list[int], **arguments: Any) -> dict[str, Any]:
-    return await node.call("share", topic="jobs", of=of, partitions=partitions, arguments=arguments)
+    other = Connection(client="penstock-node/other", cluster_key=CLUSTER_KEY)
+    memory_pair(other, Session(node.engine))
+    await other.greeted()
+    try:
+        return await other.call(
+            "share", topic="jobs", of=of, partitions=partitions, arguments=arguments
+        )
+    finally:
+        await other.close()
+
+
+async def test_a_client_may_not_ask_for_one(tmp_path: Path) -> None:
+    """Before, every caller of a node without a cluster's key was taken for a node."""
+    node = await Node(tmp_path).start()
+    await node.topic("jobs")
+    with pytest.raises(Unauthenticated):
+        await node.call(
+            "share", topic="jobs", of="peek_share", partitions=[0], arguments={"limit": 1}
+        )
+    await node.stop()
 
 
 async def test_a_share_is_done_for_the_partitions_that_are_named(node: Node) -> None:

@@ -14,7 +14,7 @@ from tests.integration.harness import (
 )
 
 from penstock.errors import Unavailable
-from penstock.node import session
+from penstock.node.session import session
 
 
 async def test_never_more_than_the_credit_is_out(node: Node) -> None:

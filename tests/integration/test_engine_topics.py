@@ -138,19 +138,28 @@ async def paused(node: Node, topic: str) -> None:
 
 async def k(node: Node, topic: str) -> None:
     await node.update(topic, k=7)
-    assert node.engine.topic(topic)._dispatching._spine.k == 7
+    assert node.engine.topic(topic).dispatch._spine.k == 7
 
 
 async def retention_ms(node: Node, topic: str) -> None:
     await node.nack(topic, await node.pop(topic), reject=True)
     await node.update(topic, retention_ms=1000)
+    assert node.engine.topic(topic).config.retention_ms == 1000
+    await node.advance(2)
+    await retained(node, topic)
+    assert len(await node.dead()) == 1
+
+
+async def dlq_retention_ms(node: Node, topic: str) -> None:
+    await node.nack(topic, await node.pop(topic), reject=True)
+    await node.update(topic, dlq_retention_ms=1000)
     await node.advance(2)
     await retained(node, topic)
     assert await node.dead() == []
 
 
 async def retained(node: Node, topic: str) -> None:
-    from penstock.node.upkeep import retain
+    from penstock.node.upkeep.sweeps import retain
 
     found = node.engine.topic(topic)
     for partition in found.partitions:
@@ -164,6 +173,7 @@ CHANGES: dict[str, Callable[[Node, str], Awaitable[Any]]] = {
         visibility_ms, visibility_ms_max, max_retries, backoff_ms_base, backoff_ms_cap,
         payload_bytes_max, compression, inflight_max, consumer_leases_max, key_streams_max,
         dedup_ms, ageing_per_s, dlq, replay_per_s, paused, k, retention_ms,
+        dlq_retention_ms,
     )
 }  # fmt: skip
 

@@ -14,13 +14,10 @@ from tests.integration.harness import Node, body
 from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
 from penstock.config import Config, Limits
-from penstock.node.flow import (
-    INFLIGHT_BYTES_MAX,
-    NODE_INFLIGHT_BYTES_MAX,
-    UNREAD_BYTES_MAX,
-    Flow,
-)
-from penstock.node.session import READS_MAX, Session
+from penstock.node.door.budget import Account, Budget, Held
+from penstock.node.door.flow import INFLIGHT_BYTES_MAX, UNREAD_BYTES_MAX, Flow
+from penstock.node.session.call_desk import READS_MAX
+from penstock.node.session.session import Session
 from penstock.wire.frame import FrameType, encode
 from penstock.wire.messages import Call, Enqueue, Enqueued, Hello, Part, pack
 
@@ -103,7 +100,7 @@ async def test_who_never_reads_is_cut_off(impatient: Node) -> None:
         peek(peer, *range(1, 101))
         await until(lambda: unsent(session) > UNREAD_BYTES_MAX)
         await until(lambda: session not in impatient.engine.connections)
-        await until(lambda: impatient.engine.inflight_bytes == 0)
+        await until(lambda: impatient.engine.budget.held == 0)
 
 
 async def test_who_is_thrown_out_and_does_not_read_is_cut_off(impatient: Node) -> None:
@@ -141,12 +138,12 @@ class Sluggish:
 
 
 @pytest.fixture
-def flow(node: Node) -> Flow:
-    return Flow(node.engine)
+async def flow() -> Flow:
+    return Flow(Budget(1 << 30), Limits(), lambda reason: None)
 
 
 @pytest.fixture
-def transport(flow: Flow) -> Sluggish:
+async def transport(flow: Flow) -> Sluggish:
     made = Sluggish()
     flow.start(made)
     return made
@@ -158,10 +155,10 @@ def silent(flow: Flow) -> bool:
     return flow.silent_s() >= 60
 
 
-def test_reading_goes_on_when_nothing_is_in_the_way(flow: Flow, transport: Sluggish) -> None:
+async def test_reading_goes_on_when_nothing_is_in_the_way(flow: Flow, transport: Sluggish) -> None:
     flow.take(INFLIGHT_BYTES_MAX + 1)
     transport.size = UNREAD_BYTES_MAX + 1
-    flow.on_unsent()
+    flow.on_unsent(0)
     assert not transport.reading
     flow.give_back(INFLIGHT_BYTES_MAX + 1)
     assert not transport.reading
@@ -169,15 +166,15 @@ def test_reading_goes_on_when_nothing_is_in_the_way(flow: Flow, transport: Slugg
     assert transport.reading
 
 
-def test_who_reads_slowly_is_alive(flow: Flow, transport: Sluggish) -> None:
+async def test_who_reads_slowly_is_alive(flow: Flow, transport: Sluggish) -> None:
     transport.size = 2 * UNREAD_BYTES_MAX
-    flow.on_unsent()
+    flow.on_unsent(0)
     assert silent(flow)
     transport.size -= 1
     assert not silent(flow) and silent(flow)
 
 
-def test_who_waits_for_the_node_is_alive(flow: Flow, transport: Sluggish) -> None:
+async def test_who_waits_for_the_node_is_alive(flow: Flow, transport: Sluggish) -> None:
     assert silent(flow)
     flow.take(INFLIGHT_BYTES_MAX + 1)
     assert not silent(flow) and not silent(flow)
@@ -194,31 +191,37 @@ def enqueue(number: int, size: int) -> bytes:
     return b"".join(encode(FrameType.BATCH, number, control, columns, flags=WANTED))
 
 
+def fill(budget: Budget) -> Account:
+    """As if other callers held all that is not kept for those who hold little."""
+    others = budget.account()
+    others.take(budget.bytes_large_max - budget.held, Held.REQUESTS)
+    return others
+
+
 async def test_the_part_of_a_frame_that_is_here_counts(node: Node) -> None:
     await node.topic()
     whole, engine = enqueue(1, 900_000), node.engine
     async with connected(node) as (peer, _):
         peer.write(whole[:500_000])
-        await until(lambda: engine.inflight_bytes == 500_000)
+        await until(lambda: engine.budget.held == 500_000)
         peer.write(whole[500_000:] + whole[:300_000])
         assert (await peer.answer(1, Enqueued)).placed[0].count == 1
-        await until(lambda: engine.inflight_bytes == 300_000)
-    await until(lambda: engine.inflight_bytes == 0)  # it went with the connection
+        await until(lambda: engine.budget.held == 300_000)
+    await until(lambda: engine.budget.held == 0)  # it went with the connection
 
 
 @pytest.mark.parametrize("sent", [20, 500_000])
 async def test_a_frame_that_the_node_has_no_room_for_is_passed_over(node: Node, sent: int) -> None:
     await node.topic()
     whole, engine = enqueue(7, 900_000), node.engine
-    others = NODE_INFLIGHT_BYTES_MAX - 600_000  # as if that much were under way
-    engine.inflight_bytes += others
+    others = fill(engine.budget)
     async with connected(node) as (peer, _):
         peer.write(whole[:sent])
         assert (await peer.answer(7))["code"] == "backpressure"
         peer.write(whole[sent:-1])
         peer.write(whole[-1:] + enqueue(8, 100_000))  # the next one fits
         assert (await peer.answer(8, Enqueued)).placed[0].count == 1
-        assert engine.inflight_bytes == others
+        assert engine.budget.held == others.held
 
 
 async def test_a_frame_is_given_up_when_others_have_filled_the_node(node: Node) -> None:
@@ -226,11 +229,11 @@ async def test_a_frame_is_given_up_when_others_have_filled_the_node(node: Node) 
     whole, engine = enqueue(7, 900_000), node.engine
     async with connected(node) as (peer, _):
         peer.write(whole[:500_000])
-        await until(lambda: engine.inflight_bytes == 500_000)
-        engine.inflight_bytes += NODE_INFLIGHT_BYTES_MAX - 700_000
+        await until(lambda: engine.budget.held == 500_000)
+        others = fill(engine.budget)
         peer.write(whole[500_000:600_000])
         assert (await peer.answer(7))["code"] == "backpressure"
-        assert engine.inflight_bytes == NODE_INFLIGHT_BYTES_MAX - 700_000
-        engine.inflight_bytes = 0
+        assert engine.budget.held == others.held
+        others.give_back(others.held, Held.REQUESTS)
         peer.write(whole[600_000:] + whole)
         assert (await peer.answer(7, Enqueued)).placed[0].count == 1

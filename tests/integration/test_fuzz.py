@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.connection import open_connection
+from penstock.client.network.endpoints import open_connection
 from penstock.errors import NotFound
 from penstock.replication.assignment import PartitionRecord
-from penstock.testing.fuzz import corpus
-from penstock.testing.fuzz.command import fuzz, fuzz_cluster
-from penstock.testing.fuzz.driving import Case
-from penstock.testing.fuzz.mutation import MUTATIONS, frame_bytes
-from penstock.testing.fuzz.peer_corpus import PeerCorpus
-from penstock.testing.fuzz.targets import NodeTarget
 from penstock.testing.process import server_process
 from penstock.wire.frame import FrameDecoder
+from verification.fuzz import corpus
+from verification.fuzz.command import fuzz, fuzz_cluster, fuzz_gateway
+from verification.fuzz.driving import Case
+from verification.fuzz.mutation import MUTATIONS, frame_bytes
+from verification.fuzz.peer_corpus import PeerCorpus
+from verification.fuzz.targets import NodeTarget
 
 CASES = range(600)
 RECORD = PartitionRecord(voters=("n1", "n2", "n3"), uuids={"n1": "u1", "n2": "u2"})
@@ -34,6 +34,14 @@ async def test_what_no_node_would_say_ends_no_node(tmp_path: Path) -> None:
     findings = await fuzz_cluster(tmp_path, seed=4, cases=CASES[:400], seconds=None)
     assert findings.problems == []
     assert findings.cases == 400
+
+
+async def test_hostile_requests_are_never_the_gateways_own_failure(tmp_path: Path) -> None:
+    """Before, the third case found a request over gRPC that was answered with UNKNOWN, as the
+    node's own failure."""
+    findings = await fuzz_gateway(tmp_path, seed=5, cases=CASES[:400], seconds=None)
+    assert findings.problems == []
+    assert findings.cases == 400 and findings.answers > 20_000
 
 
 @pytest.mark.parametrize("topic", [corpus.QUEUE, corpus.DELTAS])

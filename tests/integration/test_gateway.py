@@ -48,7 +48,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         node = await open_embedded(tmp_path, config=config)
         stack.push_async_callback(node.close)
-        gateway = Gateway(node.connect, config, node.engine.metrics.text)
+        gateway = Gateway(node.connect, config, metrics_text=node.engine.metrics.text)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}")
@@ -245,3 +245,42 @@ async def test_deltas_go_in_and_are_not_popped(site: Site) -> None:
     assert (heap.kind, heap.dimensions) == (pb.DELTA, 2)
     with pytest.raises(grpc.aio.AioRpcError, match="is a delta topic"):
         await site.stub.Peek(pb.PeekRequest(topic="vectors"))
+
+
+async def made_again(site: Site) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A leased message of `jobs`, and one of its successor that stands in the same place."""
+    held = []
+    for payload in ("old", "new"):
+        await site.post("/v1/enqueue", topic="jobs", payload=payload)
+        held += await site.pop("jobs")
+        if payload == "old":
+            confirmed = await site.confirmed("topic_delete", topic="jobs")
+            await site.http.request("DELETE", "/v1/heaps/jobs", params=confirmed)
+            await site.post("/v1/heaps", topic="jobs")
+    return held[0], held[1]
+
+
+async def test_a_token_of_a_deleted_heap_settles_nothing_of_its_successor(site: Site) -> None:
+    """Before, both tokens were the same, and the old one finished the new message."""
+    old, new = await made_again(site)
+    token = {"topic": "jobs", "lease_token": old["lease_token"]}
+    for path, fields in (
+        ("/v1/ack", {}),
+        ("/v1/nack", {"reject": True}),
+        ("/v1/extend", {"extend_ms": 10_000}),
+    ):
+        answer = await site.http.post(path, json=token | fields)
+        assert answer.json()["code"] == "lease_lost", path
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await site.stub.Ack(pb.AckRequest(topic="jobs", lease_token=old["lease_token"]))
+    assert dict(refused.value.trailing_metadata() or ())["penstock-code"] == "lease_lost"
+    tokens = [old["lease_token"], new["lease_token"]]
+    lost = await site.stub.AckBatch(pb.AckBatchRequest(topic="jobs", lease_tokens=tokens))
+    assert list(lost.lost) == tokens[:1]
+
+
+async def test_a_token_of_the_earlier_form_says_what_it_lacks(site: Site) -> None:
+    answer = await site.http.post("/v1/ack", json={"topic": "jobs", "lease_token": "0.1.3"})
+    error = answer.json()
+    assert (answer.status_code, error["field"]) == (400, "lease_token")
+    assert "names no topic" in error["message"]

@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
 from penstock.config import Config
-from penstock.server import grpc_subscribe, sse
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
+from penstock.server.grpc import streams
+from penstock.server.http import events as sse
 from penstock.server.serve import listen, port_of
-from penstock.server.subscribing import PIECE_BYTES, PIECE_ROWS
+from penstock.server.subscriptions import PIECE_BYTES, PIECE_ROWS
 
 WIDE = 4096
 VECTORS = 2000  # of 16 KiB each: 32 MiB, of which a reader's credit is a quarter
-HEAD = b"GET /v1/deltas/vectors/events?from_sequence=1 HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"GET /v1/deltas/vectors/events?from_sequence=1 HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 class Site:
@@ -71,7 +72,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         node = await open_embedded(tmp_path, config=config)
         stack.push_async_callback(node.close)
-        gateway = Gateway(node.connect, config, node.engine.metrics.text)
+        gateway = Gateway(node.connect, config, metrics_text=node.engine.metrics.text)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ports['grpc']}")
@@ -141,7 +142,7 @@ class Turns:
 async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Turns]:
     turns = Turns()
     monkeypatch.setattr(sse, "event_of", turns.counting(sse.event_of))
-    monkeypatch.setattr(grpc_subscribe, "change_of", turns.counting(grpc_subscribe.change_of))
+    monkeypatch.setattr(streams, "change_of", turns.counting(streams.change_of))
     yield turns
     turns.stop()
 

@@ -20,15 +20,15 @@ import pytest_asyncio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.client.connection import Connection
+from penstock.client.network.connection import Connection
 from penstock.config import Config
 from penstock.server._generated import penstock_pb2 as pb
+from penstock.server.arguments import PopOpen
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
-from penstock.server.grpc_server import SERVICE
-from penstock.server.http_routes import routes
-from penstock.server.openapi import document
-from penstock.server.requests import PopOpen
+from penstock.server.grpc.listener import SERVICE
+from penstock.server.http.openapi import document
+from penstock.server.http.routes import routes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,7 +40,7 @@ CALLS = [
 ]
 PUBLIC = {"Health", "Ready", "OpenApi"}
 ID = "01M7GJXPV1000G008000000002"
-TOKEN = "0.1.99"
+TOKEN = "1.0.1.99"
 # One valid set of arguments for every call; a new call needs one here.
 VALID: dict[str, dict[str, Any]] = {
     "Metrics": {},
@@ -171,7 +171,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
         good = (await node.engine.keys.create("good")).text
         connection = await node.connect(good)
         stack.push_async_callback(connection.close)
-        gateway = Gateway(node.connect, config, node.engine.metrics.text)
+        gateway = Gateway(node.connect, config, metrics_text=node.engine.metrics.text)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         site = Site(gateway, connection, {"good": good})

@@ -16,15 +16,16 @@ import pytest
 
 import penstock
 from penstock.client.client import Client
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
 from penstock.config import Config, HttpOptions
 from penstock.node.engine import Engine
-from penstock.server import sse
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
+from penstock.server.http import events as sse
 from penstock.server.serve import listen, port_of
+from penstock.server.subscriptions import WINDOW_BYTES
 
 PAGE = "https://app.example.com"
 
@@ -115,7 +116,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         node = await open_embedded(tmp_path, config=config)
         stack.push_async_callback(node.close)
-        gateway = Gateway(node.connect, config, node.engine.metrics.text)
+        gateway = Gateway(node.connect, config, metrics_text=node.engine.metrics.text)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         server = await listen(node.engine, host="127.0.0.1", port=0, tls=None)
@@ -182,7 +183,7 @@ async def test_who_is_cut_off_before_the_first_event_misses_nothing(site: Site) 
     async with site.events(**{"last-event-id": begun}) as events:
         came = [(await anext(events)).document for _ in names]
     assert {(one["vector_id"], one["op"]) for one in came} == {(name, "sparse") for name in names}
-    assert await site.first_id("from_sequence=1") == "0:0,1:0"
+    assert await site.first_id("from_sequence=1") == "1@0:0,1:0"
 
 
 async def test_a_partition_without_a_position_begins_where_the_request_says(site: Site) -> None:
@@ -257,7 +258,7 @@ async def test_what_takes_longer_to_open_has_its_head_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "REFUSED_S", 0.0)
-    assert await site.first_id("from_sequence=1") == "0:0,1:0"
+    assert await site.first_id("from_sequence=1") == "1@0:0,1:0"
     async with site.events("cursor=sink-memory") as events:
         end = await anext(events)
     assert (end["event"], end.document["field"]) == ("end", "cursor")
@@ -266,7 +267,7 @@ async def test_what_takes_longer_to_open_has_its_head_at_once(
 async def test_a_gateway_that_stops_ends_its_streams(tmp_path: Path) -> None:
     config = Config(data=tmp_path, native_port=-1, grpc_port=-1, http_port=0, drain_s=60.0)
     node = await open_embedded(tmp_path, config=config)
-    gateway = Gateway(node.connect, config, node.engine.metrics.text)
+    gateway = Gateway(node.connect, config, metrics_text=node.engine.metrics.text)
     await gateway.start()
     connection = await node.connect()
     topic = {"name": "vectors", "kind": "delta", "dimensions": 4}
@@ -282,6 +283,16 @@ async def test_a_gateway_that_stops_ends_its_streams(tmp_path: Path) -> None:
                 pass
     await connection.close()
     await node.close()
+
+
+async def test_a_stream_holds_half_a_mebibyte_on_its_way(site: Site) -> None:
+    """Before, it was 8 MiB."""
+    async with site.events("from_sequence=1&credits=100000"):
+        await site.opened()
+        status = await site.deltas.topic.link.call("live_status")
+        windows = [one["credit_bytes"] for one in status["topics"][0]["subscriptions"]]
+    assert windows
+    assert max(windows) <= WINDOW_BYTES
 
 
 async def test_grpc_streams_what_is_released(site: Site) -> None:
@@ -354,3 +365,19 @@ async def test_grpc_refuses_by_name(site: Site, wrong: dict[str, str]) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     trailing = dict(refused.value.trailing_metadata() or ())
     assert [trailing["penstock-field"]] == list(wrong)
+
+
+async def test_an_id_of_a_deleted_topic_is_no_place_in_its_successor(site: Site) -> None:
+    """Before, a browser that came back was not told: its stream was opened on the successor."""
+    await site.fill()
+    known = await site.first_id()
+    await site.deltas.topic.delete(force=True)
+    await site.engine.create_topic(
+        {"name": "vectors", "kind": "delta", "dimensions": 4, "partitions": 2}, exists_ok=False
+    )
+    for how in ({"headers": {"last-event-id": known}}, {"params": {"positions": known}}):
+        answer = await site.http.get("/v1/deltas/vectors/events", **how)
+        assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+    with pytest.raises(grpc.aio.AioRpcError, match="made again"):
+        await site.stub.Subscribe(pb.SubscribeRequest(topic="vectors", positions=known)).read()
+    assert (await site.first_id("from_sequence=1")).startswith("2@")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
 from penstock.config import Config
 from penstock.node.engine import Engine
-from penstock.propagation.live_options import LiveOptions
+from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
 from penstock.sinks.cache import CacheSink
@@ -39,8 +39,7 @@ class Site:
     def _sinks(self) -> list[dict[str, Any]]:
         live = self._engine.topic("vectors").live
         assert live is not None
-        found: list[dict[str, Any]] = live.status()["sinks"]
-        return found
+        return [row for _, kind, row in live.rows(range(1024), "") if kind == "sinks"]
 
     @property
     def breaker(self) -> str:

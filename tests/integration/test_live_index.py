@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
 from penstock.config import Config
 from penstock.errors import (
     Backpressure,
@@ -20,7 +20,8 @@ from penstock.errors import (
     NotFound,
     Unavailable,
 )
-from penstock.propagation.live_options import LiveOptions
+from penstock.node.calls import live as search_calls
+from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
 from penstock.sinks.memory_index import MemoryIndexSink
@@ -122,3 +123,42 @@ async def test_a_wrong_question_is_refused(tmp_path: Path) -> None:
             await deltas.search([1, 0], 0)
         with pytest.raises(FailedPrecondition, match="called other"):
             await deltas.search([1, 0], sink="other")
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 1001])
+async def test_a_search_is_for_a_thousand_neighbours_at_most(tmp_path: Path, limit: int) -> None:
+    """Before, the node took up to 10 000 of them, and refused others in the name of an argument
+    `k` that its call has not got."""
+    async with running(tmp_path, INDEX) as deltas:
+        await deltas.create("a", [1, 0])
+        await found(deltas, ["a"], 1, 0)
+        ask = (await deltas.topic.link.connection()).call
+        with pytest.raises(InvalidArgument, match="limit must be from 1 to 1000") as refused:
+            await ask("vector_search", topic="vectors", vector=[1.0, 0.0], limit=limit)
+        assert (refused.value.field, refused.value.limit) == ("limit", 1000)
+        with pytest.raises(InvalidArgument, match=f"k is {limit}, must be from 1") as refused:
+            await deltas.search([1, 0], limit)
+        assert (refused.value.field, refused.value.limit) == ("k", 1000)
+
+
+async def test_a_search_finds_as_many_as_its_answer_holds(tmp_path: Path) -> None:
+    """Before, all ten were in one answer of 5 MB."""
+    async with running(tmp_path, INDEX) as deltas:
+        names = [f"v{number}" for number in range(10)]
+        for number, name in enumerate(names):
+            await deltas.create(name, [number, 0], metadata={"text": "x" * 500_000})
+        await found(deltas, ["v9"], 9, 0)
+        neighbours = await deltas.search([0, 0], 10)
+        assert [one["vector_id"] for one in neighbours] == names[:6]
+
+
+def test_what_is_nearer_than_the_end_of_a_cut_list_is_sure() -> None:
+    """A node had no room for its third: the other's vector past its second may not be nearest."""
+
+    def told(*distances: float, cut: bool = False) -> dict[str, Any]:
+        neighbours = [{"vector_id": f"v{each}", "distance": each} for each in distances]
+        return {"neighbours": neighbours, "cut": cut}
+
+    nearest = search_calls._nearest([told(1, 4, cut=True), told(2, 3, 5, 6)], 10)
+    assert [one["distance"] for one in nearest] == [1, 2, 3, 4]
+    assert len(search_calls._nearest([told(1, 4), told(2, 3, 5, 6)], 10)) == 6

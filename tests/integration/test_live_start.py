@@ -10,10 +10,10 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from penstock.config import Config
-from penstock.propagation.live_options import LiveOptions
+from penstock.propagation.options import LiveOptions
 from tests.integration.harness import Node
 
-SINK = {"topic": "vectors", "kind": "penstock.testing.live_sink:NullSink", "name": "null"}
+SINK = {"topic": "vectors", "kind": "penstock.bench.live.sinks:NullSink", "name": "null"}
 
 async def main(folder):
     node = Node(folder, Config(data=folder, live=LiveOptions(sink=(SINK,))))

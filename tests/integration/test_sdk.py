@@ -17,7 +17,7 @@ import penstock
 import penstock.sync
 from penstock.model.batch import Kind
 from penstock.model.ids import MessageId
-from penstock.node.listener import listen, port_of
+from penstock.node.session.session import listen, port_of
 from penstock.server.embedded import EmbeddedNode, open_embedded
 
 

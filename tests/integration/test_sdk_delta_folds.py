@@ -10,11 +10,11 @@ import pytest
 from tests.integration.harness import START_MS, Node
 
 from penstock.client.client import Client
-from penstock.client.connection import Connection
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
+from penstock.client.network.connection import Connection
 from penstock.client.options import Options
 from penstock.model.delta import Delta, Op
-from penstock.node.upkeep import retain
+from penstock.node.upkeep.sweeps import retain
 
 HOUR_S = 3600
 
@@ -86,7 +86,7 @@ async def test_a_fold_reads_only_what_is_new(node: Node, vectors: Deltas) -> Non
     assert await first(vectors) == 99
     await vectors.put(delta(100))
     last = node.engine.topic("v").partitions[0].log.sequence_last
-    fold = vectors._fold(0)
+    fold = vectors.folds.kept(0)
     released = [len(o.released) async for o in fold.outcomes(sequence_first=1, through=last)]
     assert released == [1]
     assert await first(vectors) == 100

@@ -14,9 +14,9 @@ import penstock
 from penstock.client.options import Options
 from penstock.config import Config
 from penstock.errors import Backpressure
-from penstock.node.listener import listen
-from penstock.node.topic import Topic
-from penstock.propagation.live_options import LiveOptions
+from penstock.node.serve.topic import Topic
+from penstock.node.session.session import listen
+from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 
 
@@ -28,8 +28,8 @@ class Place:
 
     @property
     def depth(self) -> int:
-        assert self.topic.ingesting is not None
-        return self.topic.ingesting.queue.depth
+        assert self.topic.ingest is not None
+        return self.topic.ingest.queue.depth
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ async def test_a_put_waits_for_room_as_long_as_it_may(place: Place) -> None:
 async def test_a_client_that_is_full_itself_says_so(place: Place) -> None:
     waiting = filling(place)
     await until(lambda: place.depth == 10)
-    producer = await place.vectors.topic.producer()
-    producer._entries += 1 << 30
+    producer = await place.vectors.topic.handle.opened()
+    producer.inflight.entries += 1 << 30
     with pytest.raises(Backpressure, match="under way"):
         await place.vectors.create("late", [1, 2], timeout=0)
-    producer._entries -= 1 << 30
+    producer.inflight.entries -= 1 << 30
     place.room = 1000
     await asyncio.gather(*waiting)
 

@@ -8,16 +8,22 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import msgspec
 import numpy as np
 import pytest
 
 import penstock
 import penstock.sync
 from penstock import Op, PriorityClass
+from penstock.model.batch import SCHEMAS, Kind
+from penstock.model.delta import encode
+from penstock.model.plain import UNREADABLE
 from penstock.node.engine import Engine
-from penstock.node.listener import listen, port_of
+from penstock.node.session.session import listen, port_of
 from penstock.server.embedded import open_embedded
+from verification.malformed_maps import MALFORMED_MAPS
 
 ZEROS = [0.0, 0.0, 0.0, 0.0]
 
@@ -272,3 +278,31 @@ def test_the_same_without_async(tmp_path: Path) -> None:
         batches.close()
         vectors.create("new", ZEROS)
         assert next(vectors.subscribe(cursor="c")).delta.vector_id == "new"
+
+
+async def test_headers_that_cannot_be_read_do_not_end_a_subscription(
+    vectors: penstock.Deltas, engine: Engine
+) -> None:
+    """They are in a log from before they were checked. Before, the subscriber got an error there
+    and nothing that followed."""
+    headers = list(MALFORMED_MAPS.values())
+    partition = engine.topic("v").here(0)
+    await vectors.create("a", ZEROS)
+    [one] = await some(vectors.subscribe(), 1)
+    payloads = [
+        encode(
+            msgspec.structs.replace(one.delta, delta_id=uuid4().bytes, vector_id=f"b{i}"),
+            dimensions=4,
+        )
+        for i in range(len(headers))
+    ]
+    packed = SCHEMAS[Kind.ENQ].encode(len(headers), {"headers": headers, "payload": payloads})
+    batch = partition.journal.append(Kind.ENQ, packed, len(headers))
+    engine.topic("v").wake()
+    await partition.journal.committed(batch.last)
+    routed = vectors.subscribe(routes=["header:a=b"])
+    found = await some(vectors.subscribe(), len(headers) + 1)
+    told = [set(r.headers) for r in found if r.delta.vector_id != "a"]
+    assert told == [{UNREADABLE}] * len(headers)
+    await vectors.create("c", ZEROS, headers={"a": "b"})
+    assert [r.delta.vector_id for r in await some(routed, 1)] == ["c"]

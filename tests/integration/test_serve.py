@@ -17,7 +17,9 @@ import pytest
 from tests.integration.crashing import OPTIONS, server_in
 from tests.integration.harness import Caller, Node
 
-from penstock.client.connection import open_connection
+from penstock.client.network.endpoints import open_connection
+from penstock.errors import PenstockError
+from penstock.testing.process import server_process
 
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
 
@@ -93,3 +95,73 @@ async def test_a_stopped_server_loses_nothing_and_says_goodbye(tmp_path: Path) -
     ready, _, leased, _ = await caller.counts(topic)
     assert ready + leased >= len(answered) > 0
     assert await server.stop() == 0
+
+
+async def test_nobody_has_to_guess_what_a_server_did_that_stops(tmp_path: Path) -> None:
+    """Whatever a client has under way is answered, or refused as not done. Before, the server
+    closed the connection on requests that were on their way: it was reset, and with it went the
+    answers to requests that had been done."""
+    async with server_process(tmp_path / "data", options=OPTIONS) as server:
+        callers = [Caller(await open_connection(server.url)) for _ in range(4)]
+        topic = await callers[0].topic()
+        errors: list[PenstockError] = []
+
+        async def put(caller: Caller) -> None:
+            try:
+                while True:
+                    await caller.put(topic, b"x" * 2000)
+            except PenstockError as error:
+                errors.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for caller in callers * 50:
+                tasks.create_task(put(caller))
+            await asyncio.sleep(0.5)
+            os.kill(server.pid, signal.SIGTERM)
+        assert await server.ended() == 0
+    assert len(errors) == 200
+    doubtful = [e for e in errors if not (e.details.get("elsewhere") or "sent" in e.details)]
+    assert not doubtful, doubtful[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"node":"\xff","replica_uuid":"x"}'])
+async def test_a_damaged_node_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """Before, the process ended with a traceback and the exit code of a defect."""
+    async with server_process(tmp_path / "data", options=OPTIONS) as server:
+        assert await server.stop() == 0
+    (tmp_path / "data" / "node.json").write_bytes(content)
+    code, error = await refused(tmp_path / "data")
+    assert (code, error["code"]) == (1, "corruption")
+    assert error["file"] == str(tmp_path / "data" / "node.json")
+
+
+async def test_what_a_node_writes_is_its_users_alone(tmp_path: Path) -> None:
+    """Before, `meta/store.bin` was 0644 and the folder 0755, or 0666 and 0777 under this umask."""
+    before = os.umask(0)
+    try:
+        async with server_process(tmp_path / "data", options=OPTIONS) as server:
+            caller = Caller(await open_connection(server.url))
+            topic = await caller.topic(partitions=2)
+            for _ in range(5):
+                await caller.put(topic, b"x" * 100_000)
+            await caller.call("snapshot", topic=topic)
+            await caller.call("key_create", name="somebody")
+            found = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
+            modes = {each: each.stat().st_mode & 0o777 for each in found}
+            assert await server.stop() == 0
+    finally:
+        os.umask(before)
+    names = {each.name for each in found}
+    assert {"store.bin", "FORMAT", "LOCK", "node.json", "audit.jsonl", "floor"} <= names
+    assert {each: mode for each, mode in modes.items() if mode not in (0o700, 0o600)} == {}
+
+
+async def test_a_node_goes_on_when_its_terminal_hangs_up(tmp_path: Path) -> None:
+    """Before, SIGHUP ended the process at once, without a clean stop."""
+    async with server_process(tmp_path / "data", options=OPTIONS) as server:
+        caller = Caller(await open_connection(server.url))
+        topic = await caller.topic()
+        os.kill(server.pid, signal.SIGHUP)
+        assert len(await caller.put(topic, b"x")) == 1
+        assert await server.stop() == 0
+        assert "SIGHUP is ignored" in server.log_path.read_text()

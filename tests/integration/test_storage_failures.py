@@ -16,12 +16,12 @@ from tests.integration.crashing import Ledger, Traffic, check, server_in
 from tests.integration.harness import Node, ids_of
 from tests.unit.log.mounts import cut_power, ext4, fill, make_ext4, tmpfs
 
-from penstock.client.connection import open_connection
+from penstock.client.network.endpoints import open_connection
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import Corruption, DiskFull, StorageFailed, Unavailable
 from penstock.log import LogOptions, verify_folder
-from penstock.node.syncer import Syncer
-from penstock.node.upkeep import retain
+from penstock.node.storage.syncer import Syncer
+from penstock.node.upkeep.sweeps import retain
 
 # --- disks that fail ---
 

@@ -15,18 +15,19 @@ import zstandard
 from tests.integration.harness import START_MS, Node, body
 from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
-from penstock.client.connection import Connection
-from penstock.client.memory import memory_pair
+from penstock.client.network.connection import Connection
+from penstock.client.network.memory import memory_pair
 from penstock.config import Config
 from penstock.errors import Backpressure, InvalidArgument
 from penstock.model.batch import Codec, compress
 from penstock.model.delta import Delta, Op, PriorityClass, encode
-from penstock.node.flow import INFLIGHT_BYTES_MAX, NODE_INFLIGHT_BYTES_MAX
-from penstock.node.session import Session
-from penstock.propagation.live_options import LiveOptions
+from penstock.node.door.budget import Held
+from penstock.node.door.flow import INFLIGHT_BYTES_MAX
+from penstock.node.session.session import Session
+from penstock.propagation.options import LiveOptions
 from penstock.wire import frame
 from penstock.wire.compression import compressed
-from penstock.wire.frame import FrameFlag, FrameType, class_of_flags, flags_of_class
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
 from penstock.wire.messages import (
     Call,
     Enqueue,
@@ -114,7 +115,7 @@ async def test_a_large_frame_waits_for_the_welcome(node: Node) -> None:
 @pytest.mark.parametrize("flags", [0, WANTED])
 async def test_requests_are_answered_wanted_or_not(node: Node, flags: int) -> None:
     await node.topic()
-    columns, tokens = body([{"payload": b"x"}]), [TokenPart(0, 1, 1)]
+    columns, tokens = body([{"payload": b"x"}]), [TokenPart(0, 1, 1, 1)]
     enqueue = [pack(Enqueue("jobs", [Part(0, 1, len(columns))])), columns]
     token = (99).to_bytes(8, "little")
     async with raw_peer(node.engine) as peer:
@@ -146,7 +147,7 @@ async def test_streams_say_where_they_begin_and_why_they_end(node: Node, flags: 
         name = (await peer.answer(2))["consumer"]
         assert re.fullmatch(rf"{node.engine.identity.node}/[0-9a-f]{{8}}/\d+/2/worker", name)
         peer.send(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0, through=1)), flags=flags)
-        assert await peer.answer(7) == {"from_sequence": 1}
+        assert await peer.answer(7) == {"from_sequence": 1, "topic": 1}
         kinds = [(await peer.frame() or pytest.fail("it hung up")) for _ in range(2)]
         assert [(f.type, len(f.payload) > 0) for f in kinds] == [
             (FrameType.BATCH, True),
@@ -234,15 +235,16 @@ async def test_what_is_kept_decompressed_counts_as_that(node: Node) -> None:
     topic = await node.topic()
     raw = body([{"payload": bytes(1 << 20)}] * 8)
     part, lengths = (0, 8, compress(Codec.ZSTD, raw)), [len(raw)]
-    others = NODE_INFLIGHT_BYTES_MAX - 12 * (1 << 20)  # as if that much were under way
-    node.engine.inflight_bytes += others
+    budget = node.engine.budget
+    others = budget.account()  # as if that much were under way for others
+    others.take(budget.bytes_large_max - 14 * (1 << 20), Held.REQUESTS)
 
     async def put() -> Any:
         return await node.connection.enqueue(topic, [part], codec=Codec.ZSTD, raw_lengths=lengths)
 
     answers = await asyncio.gather(put(), put(), return_exceptions=True)
     assert [isinstance(answer, Backpressure) for answer in answers] == [False, True]
-    assert node.engine.inflight_bytes == others
+    assert budget.held == others.held
 
 
 async def test_what_was_not_agreed_on_is_not_decompressed(node: Node) -> None:
@@ -307,7 +309,7 @@ async def test_changes_say_how_urgent_they_are(node: Node) -> None:
             peer.send(FrameType.DELTA, 9, pack(PutDelta("vectors")), payload)
             found = await peer.frame()
             assert found is not None and found.type is FrameType.BATCH and found.sequence == 1
-            assert class_of_flags(found.flags) == priority and found.flags & FrameFlag.BATCHED
+            assert found.flags == flags_of_class(priority) | FrameFlag.BATCHED
             assert bool(found.flags & FrameFlag.HIGH) == (priority is PriorityClass.CRITICAL)
             assert bytes(found.payload).rstrip(b"\0").endswith(payload.rstrip(b"\0"))
 
@@ -391,5 +393,5 @@ async def test_what_is_refused_is_no_longer_under_way(node: Node) -> None:
     for _ in range(INFLIGHT_BYTES_MAX // len(wrong) + 2):
         with pytest.raises(InvalidArgument):
             await node.connection.enqueue(topic, [(0, 1, wrong)])
-    assert node.engine.inflight_bytes == 0
+    assert node.engine.budget.held == 0
     assert len(await node.put(topic, b"still read")) == 1

@@ -7,9 +7,9 @@ import pytest
 
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
-from penstock.testing.model_check import CHANGES, Outcome, explore
-from penstock.testing.replication_model import Model, Step
-from penstock.testing.replication_world import Bounds, Member, Seat, World, facts, put, seated
+from verification.model.check import CHANGES, Outcome, explore
+from verification.model.replication import Model, Step
+from verification.model.world import Bounds, Member, Seat, World, facts, put, seated
 
 # What earlier takeovers may have left behind, none of which got further than its own disk.
 UNDECIDED = Bounds(epochs=4, entries=1, length=2, lag=False, logs=((1,), (2,), ()))

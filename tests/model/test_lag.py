@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 from tests.model.mistakes import LATE, MISTAKES, SMALL
 
-from penstock.testing.model_check import explore
-from penstock.testing.replication_model import Model
-from penstock.testing.replication_world import Bounds
+from verification.model.check import explore
+from verification.model.replication import Model
+from verification.model.world import Bounds
 
 pytestmark = pytest.mark.timeout(900)
 

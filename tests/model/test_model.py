@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.model.mistakes import MISTAKES, REASSIGNED
 
-from penstock.testing.model_check import CHANGES, explore, main
-from penstock.testing.replication_model import Model
-from penstock.testing.replication_world import VOTER, Bounds, Member, World, written
+from verification.model.check import CHANGES, explore, main
+from verification.model.replication import Model
+from verification.model.world import VOTER, Bounds, Member, World, written
 
 pytestmark = pytest.mark.timeout(900)  # a minute's work; a busy machine gets its time
 

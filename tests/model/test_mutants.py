@@ -13,8 +13,8 @@ from tests.unit.replication.parts import followed, following
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.effects import Halt, Truncate
-from penstock.testing.model_check import explore
-from penstock.testing.replication_model import Model
+from verification.model.check import explore
+from verification.model.replication import Model
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -30,7 +30,7 @@ from tests.integration.harness import Node, Row, body, ids_of
 from penstock.config import Config, UpkeepOptions
 from penstock.log import LogOptions, verify_folder
 from penstock.model.ids import LeaseToken, MessageId
-from penstock.node.upkeep import retain
+from penstock.node.upkeep.sweeps import retain
 
 EXAMPLES, STEPS = 30, 30
 VISIBILITY_MS, VISIBILITY_MS_MAX = 10_000, 40_000
@@ -130,6 +130,7 @@ class EngineModel(RuleBasedStateMachine):
                 mode=mode, partitions=partitions, compression=compression, backoff_ms_base=0,
                 max_retries=MAX_RETRIES, visibility_ms=VISIBILITY_MS,
                 visibility_ms_max=VISIBILITY_MS_MAX, retention_ms=RETENTION_MS,
+                dlq_retention_ms=RETENTION_MS,
             )
         )  # fmt: skip
 

@@ -26,14 +26,14 @@ from hypothesis.stateful import (
 
 from penstock.errors import StaleProducer
 from penstock.heap import Heap
-from penstock.heap.transactions import ABORTED_MS, Place, pack_places
+from penstock.heap.transactions import ABORTED_MS, SharePlace, pack_places
 from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
 from penstock.model.topic import Mode, TopicConfig, topic_config
 
 EXAMPLES = 40
 DEDUP_MS = 60_000
 WORST = (1 << 63) - 1
-PLACE = pack_places([Place(1, 5)])  # another partition's share of an atomic batch
+PLACE = pack_places([SharePlace(1, 5)])  # another partition's share of an atomic batch
 
 
 @dataclass
@@ -143,7 +143,7 @@ class HeapMachine(RuleBasedStateMachine):
             count, self.now, len(body), 0, 0, body,
         )  # fmt: skip
         self.log.append(batch)
-        self.applied = self.heap.apply(batch, batch.columns(), self.now)
+        self.applied = self.heap.apply(batch, batch.columns())
         return batch
 
     def tokens(self, picked: list[int]) -> list[int]:
@@ -546,7 +546,7 @@ class HeapMachine(RuleBasedStateMachine):
             return
         replica = self.forgetful(Heap(self.first_config, partition=3))
         for batch in self.log:
-            replica.apply(batch, batch.columns(), 0)
+            replica.apply(batch, batch.columns())
         replica.validate()
         assert replica.digest() == self.heap.digest()
         ready = self.model.ready(self.now)

@@ -21,7 +21,7 @@ def write(heap: Heap, kind: Kind, count: int, values: dict[str, object], runs: i
         kind, Codec.NONE, BatchFlag.NONE, 0, 0, 1, 1, heap.sequence_applied + 1, count, count, NOW,
         len(body), 0, 0, body,
     )  # fmt: skip
-    heap.apply(batch, batch.columns(), NOW)
+    heap.apply(batch, batch.columns())
 
 
 def heaps_of(priorities: list[list[int]]) -> list[Heap]:

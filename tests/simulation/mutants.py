@@ -15,9 +15,9 @@ from penstock.replication.coordinator import Coordinator
 from penstock.replication.facts import LogFacts
 from penstock.replication.replica import Replica
 from penstock.replication.rules import Fit
-from penstock.testing.simulation.host import Host
-from penstock.testing.simulation.metadata import MetadataStore
-from penstock.testing.simulation.tenure import Decide, Tenure
+from verification.simulation.host import Host
+from verification.simulation.metadata import MetadataStore
+from verification.simulation.tenure import Decide, Tenure
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -196,6 +196,11 @@ def neighbours_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tenure, "_payload", payload)
 
 
+def takers_go_by_their_own_clock(patch: pytest.MonkeyPatch) -> None:
+    """As it was before: a fast clock ended delays early."""
+    patch.setattr(Replica, "quorum_ms", lambda self, own_ms, now: own_ms)
+
+
 MUTANTS: dict[str, tuple[Mutant, str]] = {
     mutant.__name__: (mutant, profile)
     for mutant, profile in (
@@ -223,5 +228,6 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         (used_up_lists_are_passed, "calm"),
         (returned_ones_are_not_indexed, "calm"),
         (neighbours_are_mixed_up, "calm"),
+        (takers_go_by_their_own_clock, "clocks"),
     )
 }

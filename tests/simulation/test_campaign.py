@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.testing.simulation import campaign
-from penstock.testing.simulation.campaign import Summary, Worker, results, runs_of
-from penstock.testing.simulation.command import main
+from verification.simulation import campaign
+from verification.simulation.campaign import Summary, Worker, results, runs_of
+from verification.simulation.command import main
 
 
 def test_a_process_that_dies_names_its_seed() -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.columns import Value
-from penstock.testing.checkers import Checker, Verdict
-from penstock.testing.events import (
+from verification.checkers import Checker, Verdict
+from verification.events import (
     Atomic,
     AtRest,
     Committed,

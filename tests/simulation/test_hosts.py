@@ -8,11 +8,11 @@ from penstock.replication.assignment import PartitionRecord
 from penstock.replication.effects import Persist
 from penstock.replication.messages import Follow
 from penstock.replication.replica import Role
-from penstock.testing.simulation.network import Stream
-from penstock.testing.simulation.node import Node
-from penstock.testing.simulation.profiles import PROFILES, Profile
-from penstock.testing.simulation.schedule import SECOND
-from penstock.testing.simulation.simulation import Simulation
+from verification.simulation.network import Stream
+from verification.simulation.node import Node
+from verification.simulation.profiles import PROFILES, Profile
+from verification.simulation.schedule import SECOND
+from verification.simulation.simulation import Simulation
 
 QUIET = replace(PROFILES["calm"], name="quiet", partitions=1, atomics=0, consumers=0, faults={})
 

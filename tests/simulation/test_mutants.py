@@ -3,7 +3,7 @@
 import pytest
 from tests.simulation.mutants import MUTANTS
 
-from penstock.testing.simulation.simulation import run_seed
+from verification.simulation.simulation import run_seed
 
 SEEDS_MAX = 120
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.testing.checkers import Verdict
-from penstock.testing.simulation.disk import Disk
-from penstock.testing.simulation.profiles import PROFILES
-from penstock.testing.simulation.schedule import MS, SECOND
-from penstock.testing.simulation.simulation import Simulation
+from verification.checkers import Verdict
+from verification.simulation.disk import Disk
+from verification.simulation.profiles import PROFILES
+from verification.simulation.schedule import MS, SECOND
+from verification.simulation.simulation import Simulation
 
 QUIET = replace(PROFILES["calm"], name="quiet", partitions=1, atomics=0, consumers=0, faults={})
 OLD, TAKER, THIRD = "n0", "n1", "n2"

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from penstock.testing.simulation.campaign import RUN_SECONDS_MAX, results, runs_of
-from penstock.testing.simulation.command import describe
-from penstock.testing.simulation.profiles import PROFILES
-from penstock.testing.simulation.simulation import run_seed
+from verification.simulation.campaign import RUN_SECONDS_MAX, results, runs_of
+from verification.simulation.command import describe
+from verification.simulation.profiles import PROFILES
+from verification.simulation.simulation import run_seed
 
 SEEDS = 504
 CPU_SECONDS_MAX = 240  # two minutes on two cores; what else the machine does is not counted

@@ -173,12 +173,11 @@ class Scene:
 
     async def load(self, *, seconds: float) -> None:
         """The whole corpus, evenly over `seconds`; what was not answered is sent again."""
-        from penstock.spark.source.access import NodeAccess
-        from penstock.spark.source.topic_writer import NodeTopicWriter
-        from penstock.testing.determinism import items_of
+        from penstock.spark.source.access import NodeAccess, NodeTopicWriter
+        from verification.determinism import items_of
 
         access = NodeAccess(self.server.url)
-        writer = NodeTopicWriter(access)
+        writer = NodeTopicWriter(lambda: access)
         pause = seconds / max(1, len(self.corpus) // CHUNK)
         try:
             for chunk in self.corpus.chunks(CHUNK):

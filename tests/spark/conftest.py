@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from penstock import sync
 from penstock.config import Config
 from penstock.node.lifecycle import running_engine
-from penstock.node.listener import listen, port_of
+from penstock.node.session.session import listen, port_of
 from penstock.spark.session import spark_session
 from penstock.spark.source.access import NodeAccess
 

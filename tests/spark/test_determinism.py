@@ -20,15 +20,14 @@ from tests.spark.jobs.support import MIXED, load, make_topic
 
 from penstock import Released
 from penstock.config import Config
-from penstock.propagation.live_options import LiveOptions
+from penstock.propagation.options import LiveOptions
 from penstock.sinks.lake import LakeSink
-from penstock.spark.jobs.differences import Comparison
-from penstock.spark.jobs.history_diff import COMPARED, compare_history
+from penstock.spark.jobs.comparison import COMPARED, Comparison, compare_history
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeAccess
 from penstock.testing.corpus import CorpusOptions, generate
-from penstock.testing.determinism import Ways
+from verification.determinism import Ways
 
 SHORT = CorpusOptions(
     deltas=60_000, vectors=6_000, duplicates=0.05, disorder=0.2, concurrent=0.1, origins=4, seed=11

@@ -18,16 +18,15 @@ from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
 from penstock.errors import FailedPrecondition, Unavailable
+from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.options import PropagationOptions
-from penstock.propagation.partition import Propagator
 from penstock.sinks.protocol import Feed, Items, Work
-from penstock.spark.fold.change_file import Part
-from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.fold.changes import ChangeLog, ChangePart
 from penstock.spark.fold.log_deltas import read_deltas
 from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.source.topic_writer import NodeTopicWriter
+from penstock.spark.source.access import NodeTopicWriter
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 8
@@ -106,7 +105,7 @@ def delta_topic(node: RunningNode, *, partitions: int = PARTITIONS) -> None:
 
 def put(node: RunningNode, corpus: Corpus, first: int, last: int) -> None:
     """Append the corpus' arrivals from `first` on, in small batches."""
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
     for at in range(first, last, 250):
         chunk = corpus.chunk(at, min(at + 250, last))
         payloads = pa.array(chunk.payloads.tolist(), pa.binary())
@@ -208,7 +207,7 @@ def test_a_failure_that_passes_ends_the_query_and_not_the_pipeline(
     pipeline = Pipeline(settings_of(node, tmp_path), session=spark)
     commit, failures = ChangeLog.commit, iter([Unavailable("the folder is away")])
 
-    def flaky(changes: ChangeLog, trigger: int, parts: Iterable[Part]) -> bool:
+    def flaky(changes: ChangeLog, trigger: int, parts: Iterable[ChangePart]) -> bool:
         for failure in failures:
             raise failure
         return commit(changes, trigger, parts)

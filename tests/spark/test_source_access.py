@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from tests.spark.conftest import RunningNode
 
-from penstock.client.entries import Item
+from penstock.client.queue.entries import Item
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import NotFound
 from penstock.log import LogOptions
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.spark.source import access
 from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.bounds import Bounds
 from penstock.spark.source.options import ReadOptions
+from penstock.spark.source.ranges import LogBounds
 
 
 def payloads(batches: list[Batch]) -> list[bytes]:
@@ -88,10 +88,7 @@ def test_an_enqueue_again_changes_nothing(node: RunningNode) -> None:
     }  # fmt: skip
     part = (0, 2, SCHEMAS[Kind.ENQ].encode(2, columns, runs=1))
 
-    first, second = (node.access().enqueue("jobs", [part]) for _ in range(2))
-
-    assert [placed.count for placed in first.placed] == [2]
-    assert not second.placed and len(second.duplicates) == 2
+    assert [node.access().enqueue_all("jobs", [[part]]) for _ in range(2)] == [2, 0]
     assert payloads(read(node, "jobs")) == [b"a", b"b"]
 
 
@@ -139,9 +136,9 @@ def test_what_retention_dropped_is_told(tmp_path: Path) -> None:
             list(node.access().read_range("jobs", 0, 1, first))
         assert gone.value.details["sequence_first"] >= first
         with pytest.raises(NotFound, match="the first that can be read is"):
-            Bounds(node.access(), options).held({"jobs": {0: 1}})
+            LogBounds(node.access(), options).held({"jobs": {0: 1}})
         lenient = msgspec.structs.replace(options, fail_on_data_loss=False)
-        assert Bounds(node.access(), lenient).held({"jobs": {0: 1}})["jobs"][0] >= first
+        assert LogBounds(node.access(), lenient).held({"jobs": {0: 1}})["jobs"][0] >= first
     finally:
         NodeAccess.close_shared()
         node.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from tests.spark.conftest import RunningNode
 
-from penstock.client.entries import Item
+from penstock.client.queue.entries import Item
 
 
 def table(spark: SparkSession, node: RunningNode, **options: Any) -> DataFrame:
@@ -57,7 +57,8 @@ def test_conditions_choose_what_is_read(spark: SparkSession, node: RunningNode) 
 
 def test_a_time_finds_what_came_after_it(spark: SparkSession, node: RunningNode) -> None:
     topic = node.topic("jobs", [b"old"])
-    while (now := datetime.now(UTC)) <= topic_time(spark, node):
+    # A time is sought by the millisecond, so it has to be another one.
+    while (now := datetime.now(UTC)) <= topic_time(spark, node) + timedelta(milliseconds=1):
         pass
     topic.put_many([b"new"])
     frame = table(spark, node, topic="jobs")

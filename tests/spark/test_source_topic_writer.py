@@ -9,7 +9,7 @@ from tests.spark.conftest import RunningNode
 
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Items, TopicWriter
-from penstock.spark.source.topic_writer import NodeTopicWriter
+from penstock.spark.source.access import NodeTopicWriter
 
 
 def items(*sequences: int) -> Items:
@@ -26,7 +26,7 @@ def held(node: RunningNode, topic: str, partition: int = 0) -> list[bytes]:
 
 def test_what_is_appended_again_is_there_once(node: RunningNode) -> None:
     node.topic("notify", [])
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
     assert isinstance(writer, TopicWriter)
 
     for chunk in ((1, 2, 5), (2, 5, 6), (1, 2, 5, 6, 7)):
@@ -37,7 +37,7 @@ def test_what_is_appended_again_is_there_once(node: RunningNode) -> None:
 
 def test_messages_go_to_the_sources_partition(node: RunningNode) -> None:
     node.topic("notify", [], partitions=2)
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
 
     writer.append("notify", producer="p", epoch=1, items=items(1, 2), partition=3)
 
@@ -47,7 +47,7 @@ def test_messages_go_to_the_sources_partition(node: RunningNode) -> None:
 
 def test_many_items_are_cut_to_the_limits(node: RunningNode) -> None:
     node.topic("notify", [])
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
     numbers = np.arange(1, 25_001)
     many = Items(
         sequences=numbers,
@@ -65,7 +65,7 @@ def test_many_items_are_cut_to_the_limits(node: RunningNode) -> None:
 
 def test_what_the_node_refuses_is_told(node: RunningNode) -> None:
     node.topic("notify", [], payload_bytes_max=10)
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
     large = Items(sequences=np.array([1]), payloads=pa.array([b"x" * 11], pa.binary()))
 
     with pytest.raises(InvalidArgument) as refused:

@@ -1,3 +1,4 @@
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from penstock.config import (
     BOUNDS,
     GROUPS,
     OPTIONS,
+    ClusterOptions,
     Config,
     HttpOptions,
     Option,
@@ -15,7 +17,7 @@ from penstock.config import (
     is_loopback,
 )
 from penstock.errors import InvalidArgument
-from penstock.log.partition import LogOptions
+from penstock.log.flush import LogOptions
 
 TLS = {"tls.cert": "cert.pem", "tls.key": "key.pem"}
 
@@ -204,7 +206,10 @@ def test_a_list_may_be_written_with_commas() -> None:
         ({"cluster.lease_s": 0}, "cluster.lease_s"),
         ({"replication.silence_ms": 1}, "replication.silence_ms"),
         ({"require_key": True}, "cluster.key"),
-        ({"host": "0.0.0.0", "insecure": True, "cluster.key": "k"}, "cluster.advertise"),
+        (
+            {"host": "0.0.0.0", "insecure": True, "cluster.key": "0123456789abcdef" * 2},
+            "cluster.advertise",
+        ),
     ],
 )
 def test_a_cluster_s_node_is_told_what_is_missing(overrides: dict[str, Any], field: str) -> None:
@@ -257,3 +262,20 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         Config(http=HttpOptions(cors_origins=(origin,))).validate()
     assert refused.value.field == "http.cors_origins"
+
+
+@pytest.mark.parametrize("name", ["*", "https://a.example", "a.example:80", "a b", "", ".example"])
+def test_what_is_no_name_of_a_host_is_refused(name: str) -> None:
+    assert Config(http=HttpOptions(hosts=("queue.example", "::1", "a"))).validate()
+    with pytest.raises(InvalidArgument) as refused:
+        Config(http=HttpOptions(hosts=(name,))).validate()
+    assert refused.value.field == "http.hosts"
+
+
+@pytest.mark.parametrize("key", ["k", "0123456789abcdef" * 2 + "x" * 4096, "x" * 64, "01" * 32])
+def test_a_cluster_s_key_that_can_be_guessed_is_refused(key: str) -> None:
+    """Before, one letter would do."""
+    with pytest.raises(InvalidArgument, match="openssl rand -hex 32") as refused:
+        Config(cluster=ClusterOptions(key=key)).validate()
+    assert refused.value.field == "cluster.key" and refused.value.limit in (32, 8)
+    assert Config(cluster=ClusterOptions(key=secrets.token_hex(16))).validate()

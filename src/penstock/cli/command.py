@@ -2,31 +2,99 @@
 
 A command is a plain or async function whose first parameter is the `Invocation`; it returns an
 `Answer` and raises Penstock's errors. `command` adds `--json` (and `--url`, `--api-key` where it
-talks to a node), runs the function, prints the answer, and turns errors into exit codes.
+talks to a node), runs the function, prints the answer, and turns errors into exit codes, of which
+`docs/cli.md` has the reader's table. A command that talks to a node has one connection.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
+import json
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
-from penstock.cli.exits import Exit, exit_of
-from penstock.cli.output import console, say, show, to_json
-from penstock.errors import FailedPrecondition, PenstockError
+from penstock.cli.output import show
+from penstock.console import console, say, to_json
+from penstock.errors import (
+    CallerError,
+    FailedPrecondition,
+    Fatal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    RetryableError,
+    Unauthenticated,
+    Unavailable,
+    WorldMoved,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.client.connection import Connection
+    from penstock.client.client import Client
+    from penstock.client.network.connection import Connection
+
+
+class Exit(IntEnum):
+    OK = 0
+    FAILED = 1  # a check did not hold, or stored data is damaged
+    USAGE = 2  # the command line is wrong
+    NOT_FOUND = 3  # no such topic, message or key
+    CALLER = 4  # the request is wrong, or was not confirmed
+    UNAVAILABLE = 5  # try again later: no node, no space, a bound is reached
+    UNAUTHENTICATED = 6  # no API key, an unknown one, or a revoked one
+    CONFLICT = 7  # the world moved on: a lease was lost, a sequence is taken
+    INTERNAL = 70  # a bug in this command
+    INTERRUPTED = 130  # Ctrl-C
+
+
+# The first class that matches decides, so the specific ones stand first.
+_BY_ERROR: tuple[tuple[type[PenstockError], Exit], ...] = (
+    (NotFound, Exit.NOT_FOUND),
+    (Unauthenticated, Exit.UNAUTHENTICATED),
+    (CallerError, Exit.CALLER),
+    (RetryableError, Exit.UNAVAILABLE),
+    (WorldMoved, Exit.CONFLICT),
+    (Fatal, Exit.FAILED),
+)
+
+
+def exit_of(error: PenstockError) -> Exit:
+    """The exit code that tells a script what kind of error this was."""
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.INTERNAL)
+
+
+def pairs_of(texts: Iterable[str] | None, *, option: str) -> dict[str, str]:
+    """The given pairs as a map; raises `InvalidArgument` that names the option."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise InvalidArgument(f"--{option} needs name=value, not {text!r}", field=option)
+        found[name] = value
+    return found
+
+
+def values_of(texts: Iterable[str] | None, *, option: str) -> dict[str, Any]:
+    """As `pairs_of`, with each value as JSON reads it (numbers, true, false), else as text."""
+    return {name: _value(text) for name, text in pairs_of(texts, option=option).items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
 
 URL_DEFAULT: Final = "penstock://127.0.0.1:7440"
 _CONNECTION: Final = ("url", "api_key", "ca")
@@ -53,8 +121,6 @@ class Invocation:
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """A native connection to the node at `url`, or to one run inside the folder `url`."""
-        from penstock.cli.connect import connected
-
         async with connected(self.url, api_key=self.api_key, ca=self.ca) as connection:
             yield connection
 
@@ -70,15 +136,16 @@ class Invocation:
 
 Body = Callable[..., Answer | Coroutine[Any, Any, Answer | None] | None]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
 Url = Annotated[str | None, typer.Option("--url", help="The node's url, or a data folder.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="The API key.")]
 Ca = Annotated[Path | None, typer.Option("--ca", help="Authorities to trust for penstocks://.")]
 
 
-def group(help: str, *, name: str | None = None) -> typer.Typer:
+def group(help: str | None = None, *, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
     """A set of commands; without one of them it prints its help."""
     return typer.Typer(
-        name=name,
+        cls=cls,
         help=help,
         no_args_is_help=True,
         add_completion=False,
@@ -135,6 +202,8 @@ def _invocation(ctx: typer.Context, arguments: dict[str, Any], *, connects: bool
 
 def execute(body: Body, invocation: Invocation, arguments: dict[str, Any]) -> Exit:
     """Run one command to its exit code; everything it has to say is printed on the way."""
+    import asyncio  # not needed to list commands, and slow to import
+
     try:
         result = body(invocation, **arguments)
         answer = asyncio.run(result) if inspect.iscoroutine(result) else result
@@ -174,6 +243,124 @@ def _print(answer: Answer, *, as_json: bool) -> None:
     show(answer.view() if callable(answer.view) else answer.view)
 
 
+async def watched(
+    cli: Invocation,
+    look: Callable[[], Awaitable[Answer]],
+    *,
+    interval_s: float,
+    rounds: int | None,
+) -> None:
+    """Show what `look` finds again and again: for ever, or so many times."""
+    import asyncio
+
+    from rich.live import Live
+
+    done = 0
+    with Live(console=console(), auto_refresh=False) as live:
+        while rounds is None or done < rounds:
+            if done:
+                await asyncio.sleep(interval_s)
+            answer = await look()
+            if cli.json:
+                print(to_json(answer.document, indent=None), flush=True)
+            elif answer.view is not None:
+                live.update(answer.view() if callable(answer.view) else answer.view, refresh=True)
+            done += 1
+
+
 def folder_of(url: str) -> Path | None:
     """The data folder that `url` names, or None when it is the address of a node."""
     return None if "://" in url else Path(url)
+
+
+def quiet_logs() -> None:
+    """Errors alone, and to stderr: stdout is for the command's own answer."""
+    from penstock.node.observe.logs import configure
+
+    configure("error")
+
+
+@asynccontextmanager
+async def connected(
+    url: str, *, api_key: str | None = None, ca: Path | None = None
+) -> AsyncIterator[Connection]:
+    """Connect to the node at `url`; a folder's path runs the engine inside this process."""
+    quiet_logs()
+    folder = folder_of(url)
+    if folder is None:
+        async with _remote(url, api_key=api_key, ca=ca) as connection:
+            yield connection
+        return
+    from penstock.server.embedded import open_embedded
+
+    if not folder.is_dir():
+        raise NotFound(f"no data folder at {folder}", folder=str(folder))
+    node = await open_embedded(folder)
+    try:
+        connection = await node.connect(api_key=api_key)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+    finally:
+        await node.close()
+
+
+@asynccontextmanager
+async def opened_client(
+    url: str, *, api_key: str | None = None, ca: Path | None = None
+) -> AsyncIterator[Client]:
+    """The same as a client of the SDK, for commands that do more than call."""
+    from penstock import connect
+
+    quiet_logs()
+    folder = folder_of(url)
+    if folder is not None and not folder.is_dir():
+        raise NotFound(f"no data folder at {folder}", folder=str(folder))
+    async with connect(url, api_key, ca) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _remote(url: str, *, api_key: str | None, ca: Path | None) -> AsyncIterator[Connection]:
+    from penstock.client.network.endpoints import open_connection
+
+    try:
+        connection = await open_connection(url, api_key=api_key, tls=ca)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error.message}; start a node with `penstock serve`,"
+            " or name a data folder with --url",
+            url=url,
+        ) from error
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def confirmation(connection: Connection, method: str, subject: str) -> dict[str, Any]:
+    """The arguments that let one destructive call through."""
+    granted = await connection.call("confirm", method=method, subject=subject)
+    return {"force": True, "confirm": granted["confirm"]}
+
+
+async def destroyed(
+    cli: Invocation, method: str, topic: str, *, question: str, force: bool, **arguments: Any
+) -> dict[str, Any]:
+    """The answer to a destructive call about a topic that is there, once the caller agrees."""
+    async with cli.connection() as connection:
+        await connection.call("topic_get", topic=topic)
+        cli.confirm(question, force=force)
+        granted = await confirmation(connection, method, topic)
+        answer: dict[str, Any] = await connection.call(method, topic=topic, **arguments, **granted)
+    return answer
+
+
+async def listed(
+    connection: Connection, method: str, field: str, /, **arguments: Any
+) -> dict[str, Any]:
+    """The answer to a call with the rows of all pages under `field`."""
+    from penstock.client.network.connection import all_pages
+
+    return await all_pages(connection.call, method, field, **arguments)

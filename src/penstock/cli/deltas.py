@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import cell, progress, table, to_json, when
-from penstock.cli.pairs import pairs_of
+from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of
+from penstock.cli.output import table, when
+from penstock.console import cell, progress, to_json
 from penstock.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
-    from penstock.client.delta_subscription import Released
-    from penstock.client.deltas import Deltas
+    from penstock.client.delta.deltas import Deltas
+    from penstock.client.delta.subscription import Released
     from penstock.model.delta import Delta
 
-app = group("Change vectors, look at them, and follow their changes.")
+app = group()
 
 Topic = Annotated[str, typer.Argument(help="The delta topic's name.")]
 VectorId = Annotated[str, typer.Argument(help="The vector's id.")]
@@ -35,7 +35,7 @@ PUT_DELTAS_MAX: Final = 1000  # written at once
 async def _deltas(
     cli: Invocation, topic: str, *, namespace: str = "default", origin: str | None = None
 ) -> AsyncIterator[Deltas]:
-    from penstock.cli.connect import opened_client
+    from penstock.cli.command import opened_client
 
     async with opened_client(cli.url, api_key=cli.api_key, ca=cli.ca) as client:
         yield await client.deltas(topic, namespace=namespace, origin=origin)
@@ -114,7 +114,7 @@ async def _write(deltas: Deltas, changes: list[dict[str, Any]]) -> list[Delta]:
     """Write some at once. Their vectors are known by then, so that each finds its place in turn."""
     from penstock.model.delta import vector_hash
 
-    await deltas.look_up(vector_hash(c["namespace"], c["vector_id"]) for c in changes)
+    await deltas.folds.look_up(vector_hash(c["namespace"], c["vector_id"]) for c in changes)
     return await asyncio.gather(*(deltas.change(**change) for change in changes))
 
 
@@ -199,6 +199,7 @@ async def tail(
     count: Annotated[int | None, typer.Option("--count", "-n", help="Stop after these.")] = None,
 ) -> Answer | None:
     """Print deltas in causal order as they are released, one per line."""
+    from penstock.client.options import milliseconds
     from penstock.model.delta_format import Op
 
     wanted = None if op is None else _member(Op, op, "op")
@@ -207,7 +208,7 @@ async def tail(
         source = deltas.subscribe(
             namespace=namespace, vector_id=vector_id, op=wanted, routes=route or (),
             from_sequence=start or "now", from_time=None if since is None else _time(since),
-            cursor=cursor, coalesce_ms=round(coalesce * 1000),
+            cursor=cursor, coalesce_ms=milliseconds(coalesce, field="coalesce"),
         )  # fmt: skip
         try:
             while left != 0:
@@ -250,7 +251,8 @@ async def live(
 ) -> Answer:
     """Show who is sent what a topic releases: subscribers, hosted sinks, and how far they are."""
     async with cli.connection() as connection:
-        found = await connection.call("live_status", topic=topic)
+        found = await listed(connection, "live_status", "topics", topic=topic)
+    found["topics"] = whole_topics(found["topics"])
     names = ("topic", "partition", "name", "state", "position", "lag", "sent", "rate/s")
     rows = [
         [one["topic"], *map(row.get, ("partition", "name", "state", "position", "lag_entries",
@@ -271,10 +273,21 @@ async def cursors(
     async with cli.connection() as connection:
         if delete is not None:
             await connection.call("cursor_delete", topic=topic, name=delete)
-        found = (await connection.call("cursor_list", topic=topic))["cursors"]
+        found = (await listed(connection, "cursor_list", "cursors", topic=topic))["cursors"]
     names = ("name", "partition", "position", "moved")
     rows = [(c["name"], c["partition"], c["position"], when(c["time_ms"])) for c in found]
     return Answer(document={"cursors": found}, view=lambda: table(*names, rows=rows))
+
+
+def whole_topics(topics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each topic of `live_status` once, also where it goes on over several pages."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in topics:
+        known = found.setdefault(one["topic"], one)
+        if known is not one:
+            for name in ("ingest", "partitions", "subscriptions", "sinks"):
+                known[name] += one[name]
+    return list(found.values())
 
 
 def line_of(released: Released, *, as_json: bool) -> str:
@@ -296,9 +309,9 @@ def line_of(released: Released, *, as_json: bool) -> str:
 
 
 def document_of(delta: Delta) -> dict[str, Any]:
-    from penstock.model import delta_document
+    from penstock.model import delta as model
 
-    return delta_document.document_of(delta)
+    return model.document_of(delta)
 
 
 def _short(value: Any) -> Any:

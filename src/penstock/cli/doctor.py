@@ -1,38 +1,75 @@
-"""`penstock doctor`: is this machine, and this folder, fit to run a node?"""
+"""`penstock doctor`: is this machine, and this folder, fit to run a node?
+
+`penstock fsck` proves, without a node, that a data folder holds what was written; the doctor does
+that too.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.exits import Exit
+from penstock.cli.command import Answer, Exit, Invocation, command, group
 from penstock.cli.output import size
-from penstock.errors import PenstockError
+from penstock.console import cell, progress
+from penstock.errors import NotFound, PenstockError
 
-app = group("Health of a machine and a folder.")
+if TYPE_CHECKING:
+    from penstock.log.verify import Report
+
+
+app = group()
 
 PYTHON_MIN: Final = (3, 11)
 DISK_BYTES_WARN: Final = 2 << 30
 DISK_BYTES_MIN: Final = 256 << 20
 FSYNC_MS_WARN: Final = 20.0
-FSYNC_ROUNDS: Final = 20
 CLOCK_START_MIN: Final = 1_735_689_600  # 2025: an older wall clock was never set
 PORTS: Final = {"native": 7440, "grpc": 7441, "http": 7442}
 NEEDED: Final = ("numpy", "msgspec", "crc32c", "xxhash", "zstandard", "lz4", "uvloop")
 OPTIONAL: Final = {"grpcio": "gRPC gateway", "starlette": "HTTP gateway", "uvicorn": "HTTP gateway"}
+
+
+@command(app, "fsck", connects=False)
+def fsck(
+    cli: Invocation, folder: Annotated[Path, typer.Argument(help="The data folder.")]
+) -> Answer:
+    """Verify a folder at rest: gapless, CRC, hash chain. Exit code 1 on damage."""
+    if not folder.is_dir():
+        raise NotFound(f"no data folder at {folder}", folder=str(folder))
+    report = verify(folder)
+    document = report.to_dict()
+    code = Exit.OK if report.ok else Exit.FAILED
+    return Answer(document=document, view=lambda: report_view(document), code=code)
+
+
+def verify(folder: Path) -> Report:
+    from penstock.log.verify import verify_folder
+
+    with progress(f"fsck {folder}", total=1, unit="bytes") as advance:
+        return verify_folder(folder, progress=advance)
+
+
+def report_view(document: dict[str, Any]) -> str:
+    seen = (
+        f"{cell(document['partitions'])} partitions, {cell(document['messages'])} messages,"
+        f" {cell(document['batches'])} batches, {size(document['bytes'])}"
+    )
+    notes = "".join(f"\n  note: {note}" for note in document["notes"])
+    bad = document["first_bad"]
+    if bad is None:
+        return f"[green]ok[/green]: {seen}{notes}"
+    where = ", ".join(f"{name} {value}" for name, value in bad.items() if name != "reason")
+    return f"[red]damaged[/red]: {bad['reason']}\n  {where}\n  {seen}{notes}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +84,7 @@ def doctor(
     cli: Invocation,
     data: Annotated[Path, typer.Option(help="The data folder.")] = Path("penstock-data"),
 ) -> Answer:
-    """Check python, packages, disk, fsync, ports, clock and the data folder."""
+    """Check this machine and the data folder: python, packages, disk, fsync, ports and clock."""
     checks = list(examine(data))
     healthy = all(check.status != "fail" for check in checks)
     return Answer(
@@ -100,21 +137,14 @@ def check_space(folder: Path) -> Check:
 
 def check_fsync(folder: Path) -> Check:
     """How long an acknowledgement waits for the disk at least."""
+    from penstock.log.files import measure_sync
+
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-            took = [_sync_ms(file.fileno(), turn) for turn in range(FSYNC_ROUNDS)]
+        took = measure_sync(folder)
     except OSError as error:
         return Check("fsync", "fail", f"cannot write in {folder}: {error.strerror}")
-    median, worst = statistics.median(took), max(took)
-    slow = median > FSYNC_MS_WARN
-    return Check("fsync", "warn" if slow else "ok", f"median {median:.2f} ms, worst {worst:.2f} ms")
-
-
-def _sync_ms(descriptor: int, turn: int) -> float:
-    os.pwrite(descriptor, b"penstock" * 512, turn * 4096)
-    start = time.perf_counter()
-    os.fdatasync(descriptor)
-    return (time.perf_counter() - start) * 1000
+    slow = took.median_ms > FSYNC_MS_WARN
+    return Check("fsync", "warn" if slow else "ok", str(took))
 
 
 def check_clock() -> Check:
@@ -140,8 +170,6 @@ def check_folder(data: Path) -> Check:
     """A folder at rest is verified as `fsck` does; one that a node holds is left alone."""
     if not data.is_dir():
         return Check("data folder", "ok", f"{data} is not there yet; serve creates it")
-    from penstock.cli.fsck import verify
-
     try:
         report = verify(data)
     except PenstockError as error:

@@ -1,20 +1,65 @@
-"""`penstock put`, `pop` and `peek`: messages one has in hand."""
+"""`penstock put`, `pop`, `ack`, `nack` and `peek`: messages in hand; `penstock dlq`: dead ones."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import cell, preview, progress, table, when
-from penstock.cli.pairs import pairs_of
+from penstock.cli.command import Answer, Force, Invocation, command, destroyed, group, pairs_of
+from penstock.cli.output import preview, table, when
+from penstock.console import cell, progress
 from penstock.errors import InvalidArgument, NotFound
 
-app = group("Messages.")
+if TYPE_CHECKING:
+    from penstock.client.network.connection import Connection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributes:
+    """What a command's messages have in common."""
+
+    priority: int = 0
+    key: bytes = b""
+    delay_ms: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    max_retries: int | None = None
+
+
+def body_of(payloads: Sequence[bytes], attributes: Attributes) -> bytes:
+    """One ENQ body; an attribute that has its default costs no column."""
+    from penstock.client.queue.entries import encode_headers
+    from penstock.model.entries import ENQ
+
+    count = len(payloads)
+    columns: dict[str, Any] = {"payload": payloads}
+    if attributes.priority:
+        columns["priority"] = [attributes.priority] * count
+    if attributes.delay_ms:
+        columns["delay_ms"] = [attributes.delay_ms] * count
+    if attributes.max_retries is not None:
+        columns["max_retries"] = [attributes.max_retries] * count
+    if attributes.key:
+        columns["key"] = [attributes.key] * count
+    if attributes.headers:
+        columns["headers"] = [encode_headers(attributes.headers)] * count
+    return ENQ.encode(count, columns)
+
+
+async def enqueue(
+    connection: Connection, topic: str, payloads: Sequence[bytes], attributes: Attributes
+) -> list[str]:
+    """Enqueue the payloads wherever the node puts them; their ids once they are durable."""
+    part = (0, len(payloads), body_of(payloads, attributes))
+    answer = await connection.enqueue(topic, [part], partitioned=False)
+    return answer.ids(len(payloads))
+
+
+app = group()
 
 Topic = Annotated[str, typer.Argument(help="The topic's name.")]
 PUT_ENTRIES_MAX: Final = 1000  # in one request
@@ -40,15 +85,17 @@ async def put(
     """Enqueue messages; returns when they are durable."""
     data = _payload(value, file)
     payloads = (data.splitlines() if lines else [data]) * count
-    from penstock.cli.enqueue import Attributes, enqueue
+    from penstock.client.options import milliseconds
+    from penstock.client.queue.entries import check, encode_key
 
     attributes = Attributes(
         priority=priority,
-        key=key.encode() if key else b"",
-        delay_ms=round(delay * 1000),
+        key=encode_key(key),
+        delay_ms=milliseconds(delay, field="delay"),
         headers=pairs_of(header, option="header"),
         max_retries=max_retries,
     )
+    check(b"", priority, delay_ms=attributes.delay_ms, max_retries=max_retries, limit=0)
     ids: list[str] = []
     async with cli.connection() as connection:
         with progress("put", total=len(payloads), unit="messages") as advance:
@@ -72,9 +119,12 @@ async def pop(
     raw: Annotated[bool, typer.Option("--raw", help="Write the bare payloads.")] = False,
 ) -> Answer | None:
     """Take the best messages. Exit code 3 when there is none."""
-    asked: dict[str, Any] = {"topic": topic, "limit": count, "wait_ms": round(wait * 1000)}
+    from penstock.client.options import milliseconds
+
+    asked: dict[str, Any] = {"topic": topic, "limit": count}
+    asked["wait_ms"] = milliseconds(wait, field="wait")
     if visibility is not None:
-        asked["visibility_ms"] = round(visibility * 1000)
+        asked["visibility_ms"] = milliseconds(visibility, field="visibility")
     async with cli.connection() as connection:
         messages = (await connection.call("pop", **asked))["messages"]
         if not messages:
@@ -116,10 +166,11 @@ async def nack(
     reason: Annotated[str, typer.Option(help="Kept with the dead letter.")] = "",
 ) -> Answer:
     """Give leased messages back for a retry, or reject them."""
+    from penstock.client.options import milliseconds
     from penstock.model.ids import LeaseToken
 
     tokens = [LeaseToken.parse(text) for text in lease_token]
-    delay_ms = None if delay is None else round(delay * 1000)
+    delay_ms = None if delay is None else milliseconds(delay, field="delay")
     async with cli.connection() as connection:
         lost = await connection.give_back(
             topic, tokens, delay_ms=delay_ms, reject=reject, reason=reason
@@ -207,3 +258,79 @@ def message_table(messages: list[dict[str, Any]], *, leased: bool = False) -> An
         for row, message in zip(rows, messages, strict=True):
             row.append(message["lease_token"])
     return table(*columns, rows=rows)
+
+
+# --- dead letters ---
+
+dead_letters = group()
+Ids = Annotated[list[str] | None, typer.Argument(help="Message ids.")]
+All = Annotated[bool, typer.Option("--all", help="Every dead letter of the topic.")]
+
+
+@command(dead_letters, "list")
+async def list_dead(
+    cli: Invocation,
+    topic: Topic,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1)] = 100,
+    after: Annotated[str | None, typer.Option(help="Go on at this cursor.")] = None,
+) -> Answer:
+    """List dead letters with the reason of their death."""
+    page = {"limit": limit} if after is None else {"limit": limit, "after": after}
+    async with cli.connection() as connection:
+        found = await connection.call("dlq_list", topic=topic, **page)
+    return Answer(document={"topic": topic, **found}, view=lambda: dead_table(found))
+
+
+@command(dead_letters, "replay")
+async def replay(
+    cli: Invocation,
+    topic: Topic,
+    ids: Ids = None,
+    everything: All = False,
+    limit: Annotated[int | None, typer.Option(help="At most this many.", min=1)] = None,
+) -> Answer:
+    """Make dead letters ready again, with their attempts at zero."""
+    asked: dict[str, Any] = _chosen(ids, everything)
+    if limit is not None:
+        asked["limit"] = limit
+    async with cli.connection() as connection:
+        result = await connection.call("dlq_replay", topic=topic, **asked)
+    return Answer(document=result, view=f"{cell(result['replayed'])} messages are ready again")
+
+
+@command(dead_letters, "delete")
+async def delete(
+    cli: Invocation,
+    topic: Topic,
+    ids: Ids = None,
+    everything: All = False,
+    force: Force = False,
+) -> Answer:
+    """Delete dead letters for good."""
+    asked = _chosen(ids, everything)
+    which = f"{len(ids)} dead letters" if ids else "every dead letter"
+    question = f"Delete {which} of {topic}?"
+    result = await destroyed(cli, "dlq_delete", topic, question=question, force=force, **asked)
+    return Answer(document=result, view=f"{cell(result['deleted'])} dead letters are gone")
+
+
+def _chosen(ids: list[str] | None, everything: bool) -> dict[str, Any]:
+    if bool(ids) == everything:
+        raise InvalidArgument("name message ids, or say --all", field="message_ids")
+    return {"message_ids": ids} if ids else {}
+
+
+def dead_table(found: dict[str, Any]) -> Any:
+    rows = [
+        [
+            m["message_id"], m["priority"], m["attempts"], when(m["dead_ms"]),
+            m["reason"], m["detail"] or "", preview(m["payload"]),
+        ]
+        for m in found["messages"]
+    ]  # fmt: skip
+    made = table(
+        "message", ">priority", ">attempts", "dead since", "reason", "detail", "payload", rows=rows
+    )
+    if found.get("next"):
+        made.caption = f"more: --after {found['next']}"
+    return made

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import console, to_json
-from penstock.cli.pairs import pairs_of
+from penstock.cli.command import Answer, Invocation, command, folder_of, group, pairs_of
+from penstock.console import console, to_json
+from penstock.errors import InvalidArgument, Unauthenticated
 
 if TYPE_CHECKING:
+    from penstock.client.network.connection import Connection
     from penstock.config import Config
 
-app = group("Nodes.")
+
+app = group()
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")]
 GrpcPort = Annotated[int | None, typer.Option(help="gRPC; 0 any, -1 off. [default: 7441]")]
@@ -56,6 +59,9 @@ def serve(
     accept_rot: Annotated[
         bool | None, typer.Option("--accept-rot", help="Start on damaged data by cutting it off.")
     ] = None,
+    accept_missing: Annotated[
+        bool | None, typer.Option("--accept-missing", help="Start without files that are missing.")
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Join one.", metavar="etcd://HOST:PORT[,HOST:PORT]")
     ] = None,
@@ -73,6 +79,7 @@ def serve(
         "data": data, "host": host, "native_port": port, "grpc_port": grpc_port,
         "http_port": http_port, "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
         "log_level": log_level, "ready_file": ready_file, "accept_rot": accept_rot,
+        "accept_missing": accept_missing,
         "cluster.etcd": cluster.removeprefix("etcd://") if cluster else None,
         "node": node_id, "cluster.zone": zone, "cluster.advertise": advertise,
         **pairs_of(options, option="set"),
@@ -91,7 +98,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 async def _serve(cli: Invocation, config: Config) -> None:
     import msgspec
 
-    from penstock.node.logs import configure
+    from penstock.node.observe.logs import configure
     from penstock.server.serve import serve as serve_node
 
     configure(config.log_level)
@@ -134,3 +141,59 @@ def announce(addresses: dict[str, str], *, as_json: bool) -> None:
         return
     for name, address in addresses.items():
         console().print(f"{name:<7} {address}", markup=False)
+
+
+@command(app, "gateway")
+def gateway(
+    cli: Invocation,
+    host: Host = None,
+    grpc_port: GrpcPort = None,
+    http_port: HttpPort = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    insecure: Insecure = None,
+    config: ConfigFile = None,
+    log_level: LogLevel = None,
+    options: Options = None,
+) -> Answer | None:
+    """Translate gRPC and HTTP for the node at --url, until SIGTERM or Ctrl-C."""
+    from penstock.config import Config
+
+    if folder_of(cli.url) is not None:
+        raise InvalidArgument("a gateway needs a node's url, not a folder", field="url")
+    loaded = Config.load(
+        config,
+        overrides={
+            "host": host, "native_port": -1, "grpc_port": grpc_port, "http_port": http_port,
+            "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
+            "log_level": log_level, **pairs_of(options, option="set"),
+        },
+    )  # fmt: skip
+    run_loop(_translate(cli, loaded))
+    return None
+
+
+async def _translate(cli: Invocation, config: Config) -> None:
+    from penstock.client.network.endpoints import open_connection
+    from penstock.node.observe.logs import configure
+    from penstock.server.serve import ignore_hangup, load_gateway
+
+    async def connect(api_key: str | None) -> Connection:
+        # The node may trust its loopback; whoever comes from outside still needs a key.
+        if api_key is None and config.keys_required:
+            raise Unauthenticated("an API key is required")
+        return await open_connection(cli.url, api_key=api_key or cli.api_key, tls=cli.ca)
+
+    configure(config.log_level)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    ignore_hangup(loop)
+    running = load_gateway()(connect, config)
+    await running.start()
+    try:
+        announce(addresses_of(config, running.ports), as_json=cli.json)
+        await stop.wait()
+    finally:
+        await running.stop()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.sinks.index import Index
     from penstock.sinks.neighbours import Neighbour
 
-app = group("Search.")
+app = group()
 
 
 @command(app, "search", connects=False)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import console, duration, size, table, to_json
+from penstock.cli.command import Answer, Invocation, command, group, listed, watched
+from penstock.cli.output import duration, size, table
 
 if TYPE_CHECKING:
-    from penstock.client.connection import Connection
+    from penstock.client.network.connection import Connection
 
-app = group("Statistics.")
+app = group()
 Stats = dict[str, Any]
 
 
@@ -31,40 +30,32 @@ async def stats(
     subject = {} if topic is None else {"topic": topic}
     async with cli.connection() as connection:
         if watch:
-            await _watch(
-                cli, connection, subject, interval=interval, rounds=rounds, partitions=partitions
-            )
+            looks = _Looks(connection, subject, partitions=partitions)
+            await watched(cli, looks.look, interval_s=interval, rounds=rounds)
             return None
-        found = await connection.call("stats", **subject)
+        found = await listed(connection, "stats", "topics", **subject)
     return Answer(document=found, view=lambda: view_of(found, partitions=partitions))
 
 
-async def _watch(
-    cli: Invocation,
-    connection: Connection,
-    subject: dict[str, str],
-    *,
-    interval: float,
-    rounds: int | None,
-    partitions: bool,
-) -> None:
-    from rich.live import Live
+class _Looks:
+    """Looks at the same topics, each with the rates since the one before."""
 
-    before: Stats | None = None
-    at_before = 0.0
-    done = 0
-    with Live(console=console(), auto_refresh=False, screen=False) as live:
-        while rounds is None or done < rounds:
-            if done:
-                await asyncio.sleep(interval)
-            found = await connection.call("stats", **subject)
-            at = time.monotonic()
-            rates = rates_of(before, found, at - at_before) if before else {}
-            if cli.json:
-                print(to_json({**found, "rates": rates}, indent=None), flush=True)
-            else:
-                live.update(view_of(found, partitions=partitions, rates=rates), refresh=True)
-            before, at_before, done = found, at, done + 1
+    def __init__(
+        self, connection: Connection, subject: dict[str, str], *, partitions: bool
+    ) -> None:
+        self._connection, self._subject, self._partitions = connection, subject, partitions
+        self._before: tuple[Stats, float] | None = None
+
+    async def look(self) -> Answer:
+        found = await listed(self._connection, "stats", "topics", **self._subject)
+        at, rates = time.monotonic(), dict[str, dict[str, float]]()
+        if self._before is not None:
+            rates = rates_of(self._before[0], found, at - self._before[1])
+        self._before = found, at
+        return Answer(
+            document={**found, "rates": rates},
+            view=lambda: view_of(found, partitions=self._partitions, rates=rates),
+        )
 
 
 def rates_of(before: Stats, after: Stats, seconds: float) -> dict[str, dict[str, float]]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import preview, to_json, when
+from penstock.cli.output import preview, when
+from penstock.console import to_json
 
 if TYPE_CHECKING:
-    from penstock.client.connection import Connection
+    from penstock.client.network.connection import Connection
     from penstock.model.batch import Batch
 
-app = group("The log.")
+app = group()
 QUEUE_BATCHES_MAX: Final = 64  # read ahead of the printer, over all partitions
 Row = dict[str, Any]
 
@@ -113,10 +114,9 @@ async def _show_all(
 
 def rows_of(batch: Batch) -> Iterator[Row]:
     """Each entry of a batch with the columns that it has."""
-    import msgspec
-
     from penstock.model.columns import Domain
     from penstock.model.ids import MessageId
+    from penstock.model.plain import headers_of
 
     columns = batch.columns()
     present = [c for c in columns.schema.columns if c.name in columns and c.domain is Domain.ENTRY]
@@ -135,7 +135,7 @@ def rows_of(batch: Batch) -> Iterator[Row]:
         if kind in ("enq", "prepare"):
             where = MessageId(batch.time_ms, batch.topic, batch.partition, sequence)
             row["message_id"] = str(where)
-            row["headers"] = msgspec.msgpack.decode(row["headers"]) if row.get("headers") else {}
+            row["headers"] = headers_of(row.get("headers") or b"")
         yield row
 
 
@@ -143,5 +143,6 @@ def line_of(row: Row) -> str:
     head = f"{when(row['time_ms'])}  {row['partition']}/{row['sequence']:<10} {row['kind']:<8}"
     if "payload" in row:
         return f"{head} p={row.get('priority', 0):<6} {preview(row['payload'], length_max=100)}"
-    shown = ("message", "token", "through", "extend_ms", "not_before_ms", "reason", "commit")
+    shown = ("message", "token", "through", "extend_ms", "not_before_ms", "reason", "commit",
+             "producer", "producer_epoch")  # fmt: skip
     return f"{head} " + " ".join(f"{name}={row[name]}" for name in shown if name in row)

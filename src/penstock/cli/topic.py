@@ -6,13 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.connect import confirmation, create_topic
-from penstock.cli.output import cell, duration, size, table
-from penstock.cli.pairs import values_of
+from penstock.cli.command import (
+    Answer,
+    Force,
+    Invocation,
+    command,
+    destroyed,
+    group,
+    listed,
+    values_of,
+)
+from penstock.cli.output import duration, size, table
+from penstock.console import cell
 from penstock.errors import InvalidArgument
 
-app = group("Make, show, change and delete topics.")
+app = group()
 
 Name = Annotated[str, typer.Argument(help="The topic's name.")]
 Settings = Annotated[
@@ -44,7 +52,7 @@ async def create(
         **values_of(settings, option="set"),
     }
     async with cli.connection() as connection:
-        config = await create_topic(connection, exists_ok=exists_ok, **fields)
+        config = await connection.call("topic_create", config=fields, exists_ok=exists_ok)
     return Answer(document=config, view=lambda: config_table(config))
 
 
@@ -52,7 +60,7 @@ async def create(
 async def list_topics(cli: Invocation) -> Answer:
     """List all topics."""
     async with cli.connection() as connection:
-        found = await connection.call("topic_list")
+        found = await listed(connection, "topic_list", "topics")
     names = ("name", "kind", "mode", "partitions", "k", "max_retries", "paused")
     return Answer(
         document=found,
@@ -86,14 +94,11 @@ async def update(cli: Invocation, name: Name, settings: Settings = None) -> Answ
 async def delete(
     cli: Invocation,
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Do not ask.")] = False,
+    force: Force = False,
 ) -> Answer:
     """Delete a topic with all its messages."""
-    async with cli.connection() as connection:
-        await connection.call("topic_get", topic=name)
-        cli.confirm(f"Delete topic {name} with all its messages?", force=force)
-        granted = await confirmation(connection, "topic_delete", name)
-        await connection.call("topic_delete", topic=name, **granted)
+    question = f"Delete topic {name} with all its messages?"
+    await destroyed(cli, "topic_delete", name, question=question, force=force)
     return Answer(document={"deleted": name}, view=f"topic {name} is deleted")
 
 
@@ -101,14 +106,11 @@ async def delete(
 async def purge(
     cli: Invocation,
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Do not ask.")] = False,
+    force: Force = False,
 ) -> Answer:
     """Drop a topic's ready and delayed messages; the topic stays."""
-    async with cli.connection() as connection:
-        await connection.call("topic_get", topic=name)
-        cli.confirm(f"Drop every ready and delayed message of {name}?", force=force)
-        granted = await confirmation(connection, "purge", name)
-        result = await connection.call("purge", topic=name, **granted)
+    question = f"Drop every ready and delayed message of {name}?"
+    result = await destroyed(cli, "purge", name, question=question, force=force)
     return Answer(document=result, view=f"{cell(result['purged'])} messages are gone")
 
 

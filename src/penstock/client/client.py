@@ -7,19 +7,21 @@ import logging
 import os
 import secrets
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from penstock.client.entries import Identity
-from penstock.client.link import Link, Source
+from penstock.client.network.connection import all_pages
+from penstock.client.network.endpoints import ConnectionSource
+from penstock.client.network.link import Link
 from penstock.client.options import Options
+from penstock.client.queue.shipment import ProducerIdentity
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
-from penstock.model.topic import PRODUCER_ID_BYTES_MAX, Mode
+from penstock.model.entries import PRODUCER_ID_BYTES_MAX
+from penstock.model.topic import Mode
 
 if TYPE_CHECKING:
-    from penstock.client.delta_writer import Writer
-    from penstock.client.deltas import Deltas
+    from penstock.client.delta.deltas import Deltas
+    from penstock.client.delta.writer import DeltaWriter
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.client")
@@ -28,7 +30,7 @@ log = logging.getLogger("penstock.client")
 class Client:
     """Use it as an async context manager; leaving it drains what is under way."""
 
-    def __init__(self, source: Source, options: Options) -> None:
+    def __init__(self, source: ConnectionSource, options: Options) -> None:
         self.link = Link(source, options)
         self._name = options.producer or f"{os.getpid():x}-{secrets.token_hex(8)}"
         limit = PRODUCER_ID_BYTES_MAX - len(".1023")
@@ -38,22 +40,18 @@ class Client:
             )
         # A later client of the same producer name fences off an earlier one.
         self._epoch = time.time_ns()
-        self._identities: dict[str, Identity] = {}
+        self._identities: dict[str, ProducerIdentity] = {}
         self._options = options
         self._topics: dict[Any, Topic[Any]] = {}
         self._deltas: dict[Any, Deltas] = {}
-        self._writers: dict[Any, Writer] = {}  # two of one origin would count the same deltas twice
+        # By topic and origin: two writers of one origin would count the same deltas twice.
+        self._writers: dict[Any, DeltaWriter] = {}
 
     async def __aenter__(self) -> Self:
         await self.link.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exited: object) -> None:
         await self.close()
 
     @overload
@@ -90,7 +88,14 @@ class Client:
         key = (name, of, create, repr(sorted(wanted.items())))
         found = self._topics.get(key)
         if found is None:
-            found = self._topics[key] = Topic(self, name, of=of, create=create, config=wanted)
+            found = self._topics[key] = Topic(
+                self.link,
+                name,
+                of=of,
+                identity=self.identity(name),
+                create=create,
+                config=wanted,
+            )
         return found
 
     def deltas(
@@ -107,8 +112,8 @@ class Client:
         """The vectors of a delta topic. `origin` names this writer: one that is alive at a time.
 
         `create` makes the topic, with `dimensions`, if it is not there yet."""
-        from penstock.client.delta_writer import Writer
-        from penstock.client.deltas import Deltas
+        from penstock.client.delta.deltas import Deltas
+        from penstock.client.delta.writer import DeltaWriter
 
         wanted = {"kind": "delta", "dimensions": dimensions, **config} if create else {}
         owner = self.topic(topic, bytes, partitions=partitions, create=create, **wanted)
@@ -117,27 +122,29 @@ class Client:
         if found is None:
             found = self._deltas[key] = Deltas(
                 owner,
-                writer=self._writers.setdefault((topic, origin), Writer(origin)),
+                writer=self._writers.setdefault((topic, origin), DeltaWriter(origin)),
                 namespace=namespace,
                 dimensions=dimensions,
             )
         return found
 
-    def identity(self, topic: str) -> Identity:
+    def identity(self, topic: str) -> ProducerIdentity:
         """The producer key of a topic: one per client, or two objects would reuse sequences."""
         found = self._identities.get(topic)
         if found is None:
-            found = self._identities[topic] = Identity(self._name, self._epoch)
+            found = self._identities[topic] = ProducerIdentity(
+                self._name, self._epoch, lasting=self._options.producer is not None
+            )
         return found
 
     async def topics(self) -> list[dict[str, Any]]:
         """The configuration of every topic."""
-        found: list[dict[str, Any]] = (await self.call("topic_list"))["topics"]
+        found: list[dict[str, Any]] = (await all_pages(self.call, "topic_list", "topics"))["topics"]
         return found
 
     async def stats(self) -> dict[str, Any]:
         """The node's and every topic's numbers."""
-        return await self.call("stats")
+        return await all_pages(self.call, "stats", "topics")
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """Any administrative call of the protocol."""

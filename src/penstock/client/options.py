@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 from datetime import timedelta
+from typing import Any, Final
 
 import msgspec
 
 from penstock.errors import InvalidArgument
+from penstock.model.entries import DELAY_MS_MAX
 from penstock.model.topic import Compression
 
+SECONDS_MAX: Final = DELAY_MS_MAX // 1000  # that any duration may last: a leap year
 Duration = float | int | timedelta  # seconds unless it says otherwise
 
 
@@ -21,11 +24,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     requests_max: int = 4  # enqueue requests of one topic that wait for an answer at once
     batch_entries_max: int = 1000  # puts that share one request
     batch_bytes_max: int = 1 << 20
-    stay_s: float = 0.02  # with one partition of a cluster, for puts that may go anywhere
-    stay_entries: int = 100  # after so many they go to the next one all the same
+    stay_s: float = 0.02  # how long puts without a key stay with one partition of a cluster
+    stay_entries: int = 100  # how many of them do; the others go to the next partition
     inflight_entries_max: int = 20_000  # entries put and not yet answered; further puts wait
     inflight_bytes_max: int = 64 << 20
-    attempt_s: float | None = 10.0  # for a node's answer, then it is asked again; None: for ever
+    attempt_s: float | None = 10.0  # how long a node may take to answer one try; None: for ever
     retry_s: float = 60.0  # how long a retryable failure is retried before it is raised
     retry_wait_s: float = 0.05  # before the first retry; doubles
     retry_wait_s_max: float = 2.0
@@ -51,7 +54,22 @@ def deadline(timeout: Duration | None) -> float | None:
 
 def milliseconds(value: Duration, *, field: str) -> int:
     """A duration of the API as the protocol carries it."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    wrong = f"{field} must be seconds or a timedelta, not {value!r:.100}"
+    given: Any = value
+    if isinstance(given, str | bytes):  # which `float` would read
+        raise InvalidArgument(wrong, field=field)
+    try:
+        seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(wrong, field=field) from error
     if not seconds >= 0:
         raise InvalidArgument(f"{field} must not be negative", field=field)
+    if seconds > SECONDS_MAX:
+        raise InvalidArgument(
+            f"{field} is {seconds} s, at most {SECONDS_MAX}", field=field, limit=SECONDS_MAX
+        )
     return round(seconds * 1000)
+
+
+def optional_ms(value: Duration | None, *, field: str) -> int | None:
+    return None if value is None else milliseconds(value, field=field)

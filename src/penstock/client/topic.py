@@ -2,94 +2,117 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import msgspec
 
-from penstock.client import tracing
-from penstock.client.administration import Administration
-from penstock.client.connection import Connection
-from penstock.client.consumer import BatchConsumer, Consumer, MessageConsumer
-from penstock.client.content import content_of
-from penstock.client.deadletters import DeadLetters
-from penstock.client.entries import Identity, Item, check, chunked, encode_headers, encode_key
-from penstock.client.keeping import Keeper
-from penstock.client.leases import LeasedMessage, MessageBatch
-from penstock.client.link import Link
-from penstock.client.logreader import LogReader
-from penstock.client.options import Duration, deadline, milliseconds
-from penstock.client.popping import popped
-from penstock.client.producer import Producer
-from penstock.client.settling import Settler
+from penstock.client import spans
+from penstock.client.network.connection import Connection
+from penstock.client.network.link import Link
+from penstock.client.options import Duration, deadline, milliseconds, optional_ms
+from penstock.client.queue.consumer import BatchConsumer, Consumer, MessageConsumer
+from penstock.client.queue.entries import (
+    Item,
+    check,
+    check_map,
+    chunked,
+    content_of,
+    encode_headers,
+    encode_key,
+)
+from penstock.client.queue.handle import TopicHandle
+from penstock.client.queue.leases import Keeper, LeasedMessage, MessageBatch, popped
+from penstock.client.queue.log_reader import LogReader
+from penstock.client.queue.messages import DeadLetters, Message, from_map
+from penstock.client.queue.producer import Producer
+from penstock.client.queue.shipment import ProducerIdentity
 from penstock.errors import InvalidArgument
 from penstock.model.topic import TopicConfig
 
 T = TypeVar("T")
 
 
-class Owner(Protocol):
-    """What a topic needs of its client."""
+class PartitionStats(msgspec.Struct, frozen=True):
+    partition: int
+    epoch: int = 0
+    sequence_first: int = 0
+    sequence_last: int = 0
+    sequence_committed: int = 0
+    ready: int = 0
+    delayed: int = 0
+    leased: int = 0
+    dead: int = 0
+    bytes: int = 0
+    segments: int = 0
+    snapshot_sequence: int | None = None
+    snapshot_bytes: int | None = None
+    snapshot_age_ms: int | None = None
+    coordinator: str = ""
 
-    link: Link
 
-    def identity(self, topic: str) -> Identity: ...
+class TopicStats(msgspec.Struct, frozen=True):
+    """Counts of now, totals since the topic was created."""
+
+    name: str
+    ready: int = 0
+    delayed: int = 0
+    leased: int = 0
+    dead: int = 0
+    backlog: int = 0
+    oldest_age_ms: int | None = None
+    enqueued_total: int = 0
+    acked_total: int = 0
+    retried_total: int = 0
+    dead_total: int = 0
+    expired_total: int = 0
+    rank_error_max: int = 0
+    partitions: list[PartitionStats] = []
 
 
-class Topic(Administration[T]):
+class Topic(Generic[T]):
     """One topic. It is opened (and created, if asked) at its first use, or by awaiting it."""
 
     def __init__(
-        self, client: Owner, name: str, *, of: Any, create: bool, config: dict[str, Any]
+        self,
+        link: Link,
+        name: str,
+        *,
+        of: Any,
+        identity: ProducerIdentity,
+        create: bool,
+        config: dict[str, Any],
     ) -> None:
-        super().__init__(client.link, name, content_of(of))
-        self._client = client
-        self.settler = Settler(self.link, name)
-        self.dlq: DeadLetters[T] = DeadLetters(self)
-        self._create, self._wanted = create, config
-        self._opening = asyncio.Lock()
-        self._producer: Producer | None = None
+        self.link, self.name = link, name
+        self.handle: TopicHandle[T] = TopicHandle(
+            link, name, content=content_of(of), identity=identity, create=create, wanted=config
+        )
+        self.dlq: DeadLetters[T] = DeadLetters(self.handle)
         self._consumers: set[Consumer[Any, Any]] = set()
-        self._keepers: dict[int, Keeper] = {}  # of popped messages, by visibility
-        self._adopted: WeakSet[Keeper] = WeakSet()  # those that may have work to stop
-
-    # --- opening ---
+        # Keepers of popped messages, by visibility.
+        self._popped_keepers: dict[int, Keeper] = {}
+        # All keepers of the topic, which stop when the client ends. A consumer that was closed may
+        # have left one that still keeps what was handed out.
+        self._keepers: WeakSet[Keeper] = WeakSet()
 
     def __await__(self) -> Generator[Any, None, Topic[T]]:
         return self.opened().__await__()
 
     async def opened(self) -> Topic[T]:
         """Make sure that the topic exists and that its configuration is known."""
-        if self._producer is None:
-            async with self._opening:
-                if self._producer is None:
-                    config = await self._configured()
-                    self._producer = Producer(self.link, config, self._client.identity(self.name))
+        await self.handle.opened()
         return self
-
-    async def _configured(self) -> TopicConfig:
-        if self._create:
-            wanted = {"name": self.name, **self._wanted}
-            answer = await self.call("topic_create", config=wanted, exists_ok=True)
-        else:
-            answer = await self.ask("topic_get")
-        return msgspec.convert(answer, TopicConfig)
 
     @property
     def config(self) -> TopicConfig:
         """The configuration as last heard of."""
-        if self._producer is None:
-            raise RuntimeError(f"topic {self.name} was not opened yet: await it first")
-        return self._producer.config
+        return self.handle.config
 
-    def _configure(self, config: TopicConfig | None) -> None:
-        if config is None:
-            self._producer = None
-        elif self._producer is not None:
-            self._producer.config = config
+    @property
+    def id(self) -> int:
+        return self.config.id
 
     # --- producing ---
 
@@ -107,18 +130,20 @@ class Topic(Administration[T]):
 
         Concurrent puts share requests. A retry never enqueues twice.
         """
-        producer = self._producer
+        producer = self.handle.producer
         if producer is None or not producer.ready:
             producer = await self._admitted()
         span = None
-        if tracing.active():
-            span, headers = tracing.begin_put(self.name, headers)
+        if spans.active():
+            check_map(headers)
+            span, headers = spans.begin_put(self.name, headers)
         try:
-            payload = self.content.encode(value)
+            payload = self.handle.content.encode(value)
             delay_ms = 0 if delay is None else milliseconds(delay, field="delay")
-            retries = -1 if max_retries is None else max_retries
             limit = producer.config.payload_bytes_max
-            check(payload, priority, delay_ms=delay_ms, max_retries=retries, limit=limit)
+            retries = check(
+                payload, priority, delay_ms=delay_ms, max_retries=max_retries, limit=limit
+            )
             waiter = producer.add(
                 payload,
                 priority,
@@ -136,17 +161,10 @@ class Topic(Administration[T]):
             span.end(None)
         return message_id
 
-    async def producer(self) -> Producer:
-        """The enqueueing half, for whoever lays out columns."""
-        await self.opened()
-        assert self._producer is not None
-        return self._producer
-
     async def _admitted(self, room_by: float | None = None) -> Producer:
-        await self.opened()
-        assert self._producer is not None
-        await self._producer.room(room_by)
-        return self._producer
+        producer = await self.handle.opened()
+        await producer.room(room_by)
+        return producer
 
     async def put_many(
         self,
@@ -164,11 +182,13 @@ class Topic(Administration[T]):
         room_by = deadline(timeout)
         producer = await self._admitted(room_by)
         span, headers = None, b""
-        if tracing.active():
-            span, context = tracing.begin_put(self.name, None)
+        if spans.active():
+            span, context = spans.begin_put(self.name, None)
             headers = encode_headers(context)
         try:
-            chunks = chunked(items, self.content, self.config, context=headers, atomic=atomic)
+            chunks = chunked(
+                items, self.handle.content, producer.config, context=headers, atomic=atomic
+            )
             ids = [
                 await producer.put_many(
                     c, atomic=atomic, expected_sequence=expected_sequence, room_by=room_by
@@ -197,16 +217,12 @@ class Topic(Administration[T]):
 
         At most `concurrency` messages are with you unsettled; `prefetch` more wait here.
         """
-        _at_least_one(concurrency, "concurrency")
         if prefetch < 0:
             raise InvalidArgument("prefetch must not be negative", field="prefetch")
+        most = concurrency + prefetch
+        how = self._consumption(concurrency, visibility, consumer)
         made: MessageConsumer[T] = MessageConsumer(
-            self,
-            credits=concurrency + prefetch,
-            batch_max=min(concurrency + prefetch, 100),
-            held_max=concurrency,
-            visibility_ms=_visibility(visibility),
-            name=consumer,
+            self.handle, credits=most, batch_max=min(most, 100), **how
         )
         self._consumers.add(made)
         return made
@@ -225,17 +241,25 @@ class Topic(Administration[T]):
         `concurrency` and `prefetch` count batches here.
         """
         _at_least_one(size, "size")
-        _at_least_one(concurrency, "concurrency")
+        how = self._consumption(concurrency, visibility, consumer)
         made: BatchConsumer[T] = BatchConsumer(
-            self,
-            credits=size * (concurrency + prefetch),
-            batch_max=size,
-            held_max=concurrency,
-            visibility_ms=_visibility(visibility),
-            name=consumer,
+            self.handle, credits=size * (concurrency + prefetch), batch_max=size, **how
         )
         self._consumers.add(made)
         return made
+
+    def _consumption(
+        self, concurrency: int, visibility: Duration | None, name: str
+    ) -> dict[str, Any]:
+        """What consumers of messages and of batches are told alike."""
+        _at_least_one(concurrency, "concurrency")
+        return {
+            "held_max": concurrency,
+            "visibility_ms": optional_ms(visibility, field="visibility"),
+            "name": name,
+            "keepers": self._keepers,
+            "ended": self._consumers.discard,
+        }
 
     async def pop(
         self,
@@ -246,7 +270,7 @@ class Topic(Administration[T]):
         consumer: str = "",
     ) -> list[LeasedMessage[T]]:
         """Lease up to `limit` messages now, or as soon as there is one within `wait`."""
-        await self.opened()
+        await self.handle.opened()
         arguments: dict[str, Any] = {"topic": self.name, "limit": limit}
         if visibility is not None:
             arguments["visibility_ms"] = milliseconds(visibility, field="visibility")
@@ -260,7 +284,16 @@ class Topic(Administration[T]):
             return await connection.call("pop", wait_ms=left_ms, **arguments)
 
         answer = await self.link.request(lease, repeatable=False)
-        return [popped(self, fields, self._keep)[0] for fields in answer["messages"]]
+        return [popped(self.handle, fields, self._keep)[0] for fields in answer["messages"]]
+
+    def _keep(self, batch: MessageBatch[Any]) -> None:
+        """A handler works on a popped message: keep its lease as long as it does."""
+        keeper = self._popped_keepers.get(batch.visibility_ms)
+        if keeper is None:
+            keeper = Keeper(self.link, self.handle.settler, batch.visibility_ms)
+            self._popped_keepers[batch.visibility_ms] = keeper
+            self._keepers.add(keeper)
+        keeper.keep(batch)
 
     def log(
         self,
@@ -272,46 +305,67 @@ class Topic(Administration[T]):
     ) -> LogReader[T]:
         """Committed messages of one partition in log order, following it; 0: only new ones."""
         return LogReader(
-            self,
+            self.handle,
             partition=partition,
             from_sequence=from_sequence,
             credit_entries=credit_entries,
             credit_bytes=credit_bytes,
         )
 
-    # --- for consumers and the client ---
-
-    def forget(self, consumer: Consumer[Any, Any]) -> None:
-        self._consumers.discard(consumer)
-
-    def _keep(self, batch: MessageBatch[Any]) -> None:
-        """A handler works on a popped message: keep its lease as long as it does."""
-        keeper = self._keepers.get(batch.visibility_ms)
-        if keeper is None:
-            keeper = Keeper(self.link, self.settler, batch.visibility_ms)
-            self._keepers[batch.visibility_ms] = keeper
-            self.adopt(keeper)
-        keeper.keep(batch)
-
-    def adopt(self, keeper: Keeper) -> None:
-        """Stop `keeper` when the client ends."""
-        self._adopted.add(keeper)
-
     async def close(self) -> None:
         """Stop consuming, then wait for every put and acknowledgement under way."""
         for consumer in list(self._consumers):
             await consumer.aclose()
-        if self._producer is not None:
-            await self._producer.drain()
-        await self.settler.drain()
-        for keeper in self._adopted:
+        if self.handle.producer is not None:
+            await self.handle.producer.drain()
+        await self.handle.settler.drain()
+        for keeper in self._keepers:
             keeper.stop()
+
+    # --- looking at it, changing it, emptying it ---
+
+    async def peek(self, limit: int = 10) -> list[Message[T]]:
+        """The best ready messages, without leasing them."""
+        await self.handle.opened()
+        answer = await self.handle.ask("peek", limit=limit)
+        return [from_map(self.handle.content, fields) for fields in answer["messages"]]
+
+    async def stats(self) -> TopicStats:
+        answer = await self.handle.ask("stats")
+        return msgspec.convert(answer["topics"][0], TopicStats)
+
+    async def update(self, /, **changes: Any) -> TopicConfig:
+        """Change the topic's attributes while it runs."""
+        config = msgspec.convert(
+            await self.handle.ask("topic_update", changes=changes), TopicConfig
+        )
+        if self.handle.producer is not None:
+            self.handle.producer.config = config
+        return config
+
+    async def pause(self) -> None:
+        """No deliveries until `resume`; puts and settling go on."""
+        await self.update(paused=True)
+
+    async def resume(self) -> None:
+        await self.update(paused=False)
+
+    async def move_to_dlq(self, message: str | Message[T], reason: str = "") -> None:
+        """Move a message to the dead letters, whatever its state."""
+        message_id = message if isinstance(message, str) else message.id
+        await self.handle.ask("move_to_dlq", message_id=message_id, reason=reason)
+
+    async def purge(self, *, force: bool = False) -> int:
+        """Drop all ready and delayed messages. Needs `force=True`."""
+        purged: int = (await self.handle.confirmed("purge", force=force))["purged"]
+        return purged
+
+    async def delete(self, *, force: bool = False) -> None:
+        """Delete the topic with everything in it. Needs `force=True`."""
+        await self.handle.confirmed("topic_delete", force=force)
+        self.handle.producer = None
 
 
 def _at_least_one(value: int, field: str) -> None:
     if value < 1:
         raise InvalidArgument(f"{field} must be at least 1", field=field)
-
-
-def _visibility(value: Duration | None) -> int | None:
-    return None if value is None else milliseconds(value, field="visibility")

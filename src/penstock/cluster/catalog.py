@@ -1,12 +1,12 @@
-"""Topics, their ids and their partitions' epochs, as typed entries of the metadata store.
+"""Topics and their ids, as typed entries of the metadata store.
 
     topics/<name>                  the topic's configuration, JSON
     counters/topic_id              the last topic id given out
-    epochs/<topic id>/<partition>  the last epoch given out, where no partition record has it yet
+    counters/topic_id_skipped      ids up to that one which were not: folders had them before
 
-Ids and epochs only ever grow, by compare and swap: no two callers get the same one, and an id is
-not given out again after its topic is deleted, so nothing of a deleted topic can be mistaken for
-a new one. A number whose caller failed is skipped.
+Ids only ever grow, by compare and swap: no two callers get the same one, and an id is not given out
+again after its topic is deleted, so nothing of a deleted topic can be mistaken for a new one. A
+number whose caller failed is skipped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.cluster.changes import follow
-from penstock.cluster.store import Change, MetadataStore, until_won
+from penstock.cluster.store import MetadataChange, MetadataStore, follow, until_won
 from penstock.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -33,6 +32,9 @@ from penstock.model.topic import FIXED, TopicConfig, topic_config
 
 TOPICS: Final = "topics/"
 TOPIC_ID: Final = "counters/topic_id"
+TOPIC_ID_SKIPPED: Final = "counters/topic_id_skipped"
+Ranges = list[tuple[int, int]]  # the first and the last id of each
+_decoder: Final = msgspec.json.Decoder(TopicConfig)
 
 
 class TopicNews(Enum):
@@ -53,8 +55,11 @@ class Catalog:
         self._store = store
         self._counting = asyncio.Lock()  # creations of this node take turns instead of racing
 
-    async def create(self, fields: Mapping[str, Any], *, exists_ok: bool = False) -> TopicConfig:
-        """Create the topic that `fields` describe and give it an id.
+    async def create(
+        self, fields: Mapping[str, Any], *, exists_ok: bool = False, above: int = 0
+    ) -> TopicConfig:
+        """Create the topic that `fields` describe and give it an id, over `above`: the highest one
+        that some data folder is known to have.
 
         With `exists_ok` a topic of that name is returned as it is, provided that the fixed
         attributes named in `fields` are the ones it has.
@@ -63,6 +68,7 @@ class Catalog:
         try:
             held = await self.get(wanted.name)
         except NotFound:
+            await self.skip_ids(above)
             config = msgspec.structs.replace(wanted, id=await self._next_topic_id())
             try:
                 value = msgspec.json.encode(config)
@@ -88,7 +94,7 @@ class Catalog:
 
     async def list(self) -> builtins.list[TopicConfig]:
         """All topics, by name."""
-        return [_decode(entry.value) for entry in await self._store.range(TOPICS)]
+        return [_decoder.decode(entry.value) for entry in await self._store.range(TOPICS)]
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> TopicConfig:
         """Apply `changes`; two updates of different attributes at once both last."""
@@ -145,51 +151,77 @@ class Catalog:
         ):
             yield told
 
-    async def next_epoch(self, topic: int, partition: int) -> int:
-        """An epoch of this partition that nobody else was or will be given, over all before it."""
-        return await self._increase(f"epochs/{topic}/{partition}")
+    async def skip_ids(self, through: int) -> int:
+        """Give out no id up to `through`, which some data folder has: the store does not know of it
+        if it was restored from an older copy. Returns how many it had not given out.
 
-    async def next_epochs(
-        self, partitions: Iterable[tuple[int, int]]
-    ) -> dict[tuple[int, int], int]:
-        """`next_epoch` of many (topic, partition), for about the price of one."""
-        pairs = builtins.list(partitions)
-        epochs = await asyncio.gather(*(self.next_epoch(*pair) for pair in pairs))
-        return dict(zip(pairs, epochs, strict=True))
+        Those are remembered as skipped before the counter moves, so that nobody takes them for ids
+        of topics that were deleted, and removes their files.
+        """
+
+        async def swap() -> int:
+            entry = await self._store.get(TOPIC_ID)
+            given = int(entry.value) if entry else 0
+            if given >= through:
+                return 0
+            await self._remember_skipped(given + 1, through)
+            revision = entry.revision if entry else 0
+            await self._store.put(TOPIC_ID, b"%d" % through, expected_revision=revision)
+            return through - given
+
+        async with self._counting:
+            return await until_won(swap)
+
+    async def given(self, topic: int) -> bool:
+        """Whether this store has given out the id."""
+        entry = await self._store.get(TOPIC_ID)
+        if entry is None or topic > int(entry.value):
+            return False
+        skipped = await self._store.get(TOPIC_ID_SKIPPED)
+        ranges = msgspec.json.decode(skipped.value, type=Ranges) if skipped else []
+        return not any(first <= topic <= last for first, last in ranges)
+
+    async def _remember_skipped(self, first: int, last: int) -> None:
+        async def swap() -> None:
+            entry = await self._store.get(TOPIC_ID_SKIPPED)
+            ranges = msgspec.json.decode(entry.value, type=Ranges) if entry else []
+            if (first, last) not in ranges:
+                value = msgspec.json.encode([*ranges, (first, last)])
+                revision = entry.revision if entry else 0
+                await self._store.put(TOPIC_ID_SKIPPED, value, expected_revision=revision)
+
+        await until_won(swap)
 
     async def _next_topic_id(self) -> int:
+        async def swap() -> int:
+            entry = await self._store.get(TOPIC_ID)
+            number = int(entry.value) + 1 if entry else 1
+            revision = entry.revision if entry else 0
+            await self._store.put(TOPIC_ID, b"%d" % number, expected_revision=revision)
+            return number
+
         async with self._counting:
-            number = await self._increase(TOPIC_ID)
+            number = await until_won(swap)
         if number >= TOPICS_MAX:
             raise FailedPrecondition(
                 f"all {TOPICS_MAX - 1} topic ids were given out", limit=TOPICS_MAX - 1
             )
         return number
 
-    async def _increase(self, key: str) -> int:
-        async def swap() -> int:
-            entry = await self._store.get(key)
-            number = int(entry.value) + 1 if entry else 1
-            revision = entry.revision if entry else 0
-            await self._store.put(key, b"%d" % number, expected_revision=revision)
-            return number
-
-        return await until_won(swap)
-
     async def _read(self, name: str) -> tuple[TopicConfig, int]:
         entry = await self._store.get(TOPICS + name)
         if entry is None:
             raise NotFound(f"no topic {name}", topic=name)
-        return _decode(entry.value), entry.revision
+        return _decoder.decode(entry.value), entry.revision
 
 
 async def _topic_changes(
-    changes: AsyncIterator[Change], held: dict[str, TopicConfig]
+    changes: AsyncIterator[MetadataChange], held: dict[str, TopicConfig]
 ) -> AsyncGenerator[TopicChange, None]:
     async for change in changes:
         name = change.key.removeprefix(TOPICS)
         before = held.pop(name, None)
-        config = None if change.value is None else _decode(change.value)
+        config = None if change.value is None else _decoder.decode(change.value)
         if before is not None and (config is None or config.id != before.id):
             yield TopicChange(TopicNews.DELETED, before)
             before = None
@@ -200,7 +232,3 @@ async def _topic_changes(
             yield TopicChange(TopicNews.CREATED, config)
         elif before != config:
             yield TopicChange(TopicNews.UPDATED, config)
-
-
-def _decode(value: bytes) -> TopicConfig:
-    return msgspec.json.decode(value, type=TopicConfig)

@@ -8,24 +8,130 @@ once cost two writes. There are two maps:
 - `_stored` is what is on disk; reads and watches see nothing else.
 
 A refusal waits until what it lost against is stored. The caller that reads again, to try again,
-then sees why it lost.
+then sees why it lost. A full disk, or that no file can be opened, refuses the changes that wait and
+leaves the old image in place. Any other failure ends the store: what is on disk is unknown from
+then on.
 
-A full disk refuses the changes that wait and leaves the old image in place. Any other failure
-ends the store: what is on disk is unknown from then on.
+The file is one image of the whole map, replaced atomically:
+
+    "PSTKMETA" | u32 format | u32 CRC32C of the body | u64 body length | body (msgpack)
+
+All integers are big-endian. The body is `[revision, [[key, value, revision, revision_created] …]]`.
+A reader that meets a newer format refuses it; anything else that does not add up is `Corruption`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import struct
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from penstock.cluster.changes import ChangeQueue
-from penstock.cluster.image import read_image, write_image
-from penstock.cluster.store import Change, Versioned, check_entry
-from penstock.errors import DiskFull, PenstockError, RevisionConflict, StorageFailed, Unavailable
+import msgspec
+from crc32c import crc32c
+
+from penstock.cluster.reserve import NO_SPACE, TOO_MANY, Reserve, private
+from penstock.cluster.store import ChangeQueue, MetadataChange, Versioned, check_entry
+from penstock.errors import (
+    Backpressure,
+    Corruption,
+    DiskFull,
+    FailedPrecondition,
+    LimitExceeded,
+    PenstockError,
+    RevisionConflict,
+    StorageFailed,
+    Unavailable,
+)
+
+MAGIC: Final = b"PSTKMETA"
+FORMAT: Final = 1
+FILE: Final = "store.bin"
+RESERVE_BYTES: Final = 256 << 10
+_HEADER: Final = struct.Struct(">8sIIQ")
+_Rows = list[tuple[str, bytes, int, int]]
+_decoder: Final = msgspec.msgpack.Decoder(tuple[int, _Rows])
+
+
+class Image(NamedTuple):
+    revision: int
+    entries: dict[str, Versioned]
+
+
+def read_image(folder: Path) -> Image:
+    """The stored map; empty if the folder has none yet."""
+    path = folder / FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Image(0, {})
+    if len(data) < _HEADER.size:
+        raise Corruption(f"{path} is shorter than its header", file=str(path))
+    magic, format, crc, length = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise Corruption(f"{path} is not a metadata image", file=str(path))
+    if format > FORMAT:
+        raise FailedPrecondition(
+            f"{path} has format {format}, this version reads up to {FORMAT}", file=str(path)
+        )
+    body = data[_HEADER.size :]
+    if format != FORMAT or len(body) != length or crc32c(body) != crc:
+        raise Corruption(f"{path} does not match its checksum", file=str(path))
+    revision, rows = _decoder.decode(body)
+    return Image(revision, {row[0]: Versioned(*row) for row in rows})
+
+
+def write_image(folder: Path, revision: int, entries: Iterable[Versioned]) -> None:
+    """Replace the stored map. On return it survives a power loss. `DiskFull`, and `LimitExceeded`
+    where no file can be opened, leave the old one."""
+    body = msgspec.msgpack.encode((revision, [tuple(entry) for entry in entries]))
+    data = _HEADER.pack(MAGIC, FORMAT, crc32c(body), len(body)) + body
+    try:
+        # The folder is opened first: if no file can be opened, nothing has changed yet.
+        descriptor = _open(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _replace(folder, data, descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageFailed(f"cannot write metadata in {folder}: {error}") from error
+
+
+def _replace(folder: Path, data: bytes, descriptor: int) -> None:
+    fresh = folder / (FILE + ".new")
+    reserve = Reserve(folder / "reserve", RESERVE_BYTES)
+    try:
+        reserve.write(lambda: _write_file(fresh, data))
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        fresh.unlink(missing_ok=True)
+        raise DiskFull("no space for metadata") from error
+    fresh.replace(folder / FILE)
+    os.fsync(descriptor)
+    reserve.hold()
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "wb", opener=_open) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return private(path, flags)
+    except OSError as error:
+        if error.errno not in TOO_MANY:
+            raise
+        raise LimitExceeded(
+            f"no file can be opened for metadata: {error.strerror}; raise the limit of open files "
+            "(ulimit -n, LimitNOFILE)"
+        ) from error
 
 
 class EmbeddedStore:
@@ -35,10 +141,10 @@ class EmbeddedStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         image = read_image(folder)
         self._folder = folder
-        self._revision = image.revision  # of the last staged change; never used twice
+        self._revision = image.revision  # of the last staged change; none is used twice
         self._staged = dict(image.entries)
         self._stored = image.entries
         self._pending: list[_Pending] = []  # what `_staged` has and `_stored` has not
@@ -59,7 +165,7 @@ class EmbeddedStore:
         revision = self._revision + 1
         created = held.revision_created if held else revision
         self._staged[key] = Versioned(key, value, revision, created)
-        await self._store(Change(key, value, revision))
+        await self._store(MetadataChange(key, value, revision))
         return revision
 
     async def delete(self, key: str, *, expected_revision: int | None = None) -> bool:
@@ -67,11 +173,11 @@ class EmbeddedStore:
         if self._staged.pop(key, None) is None:
             await self._settle()
             return False
-        await self._store(Change(key, None, self._revision + 1))
+        await self._store(MetadataChange(key, None, self._revision + 1))
         return True
 
     @asynccontextmanager
-    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[Change]]:
+    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[MetadataChange]]:
         if self._failure:
             raise self._failure
         watch = ChangeQueue(prefix)
@@ -100,7 +206,7 @@ class EmbeddedStore:
                 f"{key} is at revision {revision}, not {expected}", key=key, revision=revision
             )
 
-    async def _store(self, change: Change) -> None:
+    async def _store(self, change: MetadataChange) -> None:
         self._revision = change.revision
         self._pending.append(_Pending(change, asyncio.get_running_loop().create_future()))
         await self._settle()
@@ -122,7 +228,7 @@ class EmbeddedStore:
         values = list(entries.values())
         try:
             await asyncio.to_thread(write_image, self._folder, revision, values)
-        except DiskFull as refusal:
+        except Backpressure as refusal:
             self._refuse(refusal)
         except StorageFailed as failure:
             self._refuse(failure)
@@ -141,7 +247,7 @@ class EmbeddedStore:
         self._staged = dict(self._stored)
         for _, stored in pending:
             stored.set_exception(reason)
-            stored.exception()  # seen, also where its caller was cancelled
+            stored.exception()  # nobody may wait for it any more, if its caller was cancelled
 
     def _end(self, failure: PenstockError) -> None:
         self._failure = failure
@@ -152,5 +258,5 @@ class EmbeddedStore:
 class _Pending(NamedTuple):
     """A staged change, and whom to tell that it is stored or refused."""
 
-    change: Change
+    change: MetadataChange
     stored: asyncio.Future[None]

@@ -13,7 +13,8 @@ TLS, and resumes no watch, which is why the calls are made here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,14 +30,14 @@ from penstock.errors import (
     Unsupported,
 )
 
-POLL_S: Final = 0.02  # between looks at connections that are being made
+POLL_S: Final = 0.02  # the pause between looks at connections that are being made
 CHANNEL_OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),  # also the time that an attempt may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 6_000),  # etcd refuses pings more often than every 5 s
     ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),  # this one counts; it would be a minute
+    ("grpc.http2.ping_timeout_ms", 2_000),  # this is the one that counts; its default is a minute
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", -1),  # a range is read as of one moment, in one answer
     ("grpc.use_local_subchannel_pool", 1),  # a closed store's backoff is not inherited
@@ -50,7 +51,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_s: float = 3.0  # how long it then waits for the answer
     lease_ttl_s: int = 5  # how long a node that vanished counts as alive; etcd's least is 2
     ca: Path | None = None  # certificates to trust instead of the machine's; with it, TLS is used
-    certificate: Path | None = None  # what we show, with its key, where etcd asks for it
+    certificate: Path | None = None  # shown, with its key, to an etcd that asks for one
     key: Path | None = None
 
 
@@ -88,7 +89,7 @@ class EtcdPeers:
         self.options = options
         self._endpoints = [parse_endpoint(endpoint) for endpoint in endpoints]
         self._peers: list[_Peer] = []
-        self._first = 0  # where to look first
+        self._first = 0  # the member that a call tries first
         self._closed = False
 
     async def call(self, service: str, method: str, request: Any, *, repeat: bool = False) -> Any:
@@ -103,12 +104,23 @@ class EtcdPeers:
     async def _call_once(self, service: str, method: str, request: Any) -> Any:
         peer = await self.ready_peer()
         send = getattr(getattr(peer, service), method)
-        try:
+        with self.calling(peer):
             return await send(request, timeout=self.options.request_s)
+
+    @contextmanager
+    def calling(self, peer: _Peer) -> Iterator[None]:
+        """Raise our errors for those of gRPC, and pass over a member that is away."""
+        try:
+            yield
         except self.rpc.AioRpcError as error:
-            raise self.failed(peer, error) from error
+            reason = _translate(error, peer.endpoint)
+            if isinstance(reason, Unavailable):
+                self.pass_over(peer)
+            raise reason from error
         except asyncio.CancelledError as error:
-            if cancels_us():
+            # gRPC raises the same for a call whose connection was closed as for a cancelled task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
             raise Unavailable("the connection to etcd was closed") from error
 
@@ -130,13 +142,6 @@ class EtcdPeers:
                 addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
                 raise Unavailable(f"etcd cannot be reached at {addresses}")
             await asyncio.sleep(POLL_S)
-
-    def failed(self, peer: _Peer, error: Any) -> PenstockError:
-        """What a failed call means; a member that is away is passed over."""
-        reason = _translate(error, peer.endpoint)
-        if isinstance(reason, Unavailable):
-            self.pass_over(peer)
-        return reason
 
     def pass_over(self, peer: _Peer) -> None:
         """Begin with the member after this one from now on."""
@@ -177,13 +182,6 @@ def parse_endpoint(text: str) -> Endpoint:
     if not host or "/" in host or not port.isdecimal():
         raise InvalidArgument(f"an etcd endpoint is host:port, not {text}", field="endpoints")
     return Endpoint(address, text.startswith("https://"))
-
-
-def cancels_us() -> bool:
-    """Whether a `CancelledError` is meant for the task, or only for a call whose connection was
-    closed: gRPC raises the same for both."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _translate(error: Any, endpoint: str) -> PenstockError:

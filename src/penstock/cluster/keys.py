@@ -22,9 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.cluster.changes import follow
-from penstock.cluster.repeating import repeat
-from penstock.cluster.store import MetadataStore, until_won
+from penstock.cluster.store import MetadataStore, follow, repeat, until_won
 from penstock.errors import InvalidArgument, NotFound, Unauthenticated
 
 KEYS: Final = "keys/"
@@ -63,6 +61,9 @@ class ApiKey(msgspec.Struct, frozen=True):
         return f"ApiKey(id={self.record.id!r})"
 
 
+_decoder: Final = msgspec.json.Decoder(KeyRecord)
+
+
 def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
@@ -74,7 +75,7 @@ class KeyRing:
         self._store = store
         self._now_ms = now_ms
         self._records: dict[str, KeyRecord] = {}
-        self._revisions: dict[str, int] = {}  # of each record; older news is not taken
+        self._revisions: dict[str, int] = {}  # the revision of each record; older news is not taken
         self._used_ms: dict[str, int] = {}  # last uses that the store does not know yet
         self._on_revoked: list[Callable[[str], None]] = []
 
@@ -85,7 +86,7 @@ class KeyRing:
 
     async def load(self) -> None:
         for entry in await self._store.range(KEYS):
-            self._keep(_decode(entry.value), entry.revision)
+            self._keep(_decoder.decode(entry.value), entry.revision)
 
     async def create(self, name: str) -> ApiKey:
         if not name or len(name) > NAME_LENGTH_MAX:
@@ -96,7 +97,7 @@ class KeyRing:
             )
         if len(self._records) >= KEYS_MAX:
             raise InvalidArgument(f"there are {KEYS_MAX} keys already", field="id", limit=KEYS_MAX)
-        # base32 and hex have no underscore: the text falls apart in one way only
+        # Neither base32 nor hex has an underscore, so the text can be parted in one way only.
         id = base64.b32encode(secrets.token_bytes(10)).decode().lower()
         secret = secrets.token_hex(32)
         record = KeyRecord(id=id, name=name, digest=_digest(secret), created_ms=self._now_ms())
@@ -119,6 +120,10 @@ class KeyRing:
             raise Unauthenticated("the API key is revoked", key_id=id)
         self._used_ms[id] = self._now_ms()
         return id
+
+    def known(self, id: str) -> bool:
+        """Whether there is such a key, revoked or not."""
+        return id in self._records
 
     def live(self, id: str) -> bool:
         """Whether a key that was verified before still is good."""
@@ -167,7 +172,7 @@ class KeyRing:
         async with follow(self._store, KEYS) as changes:
             async for change in changes:
                 if change.value is not None:  # keys are revoked, never deleted
-                    self._keep(_decode(change.value), change.revision)
+                    self._keep(_decoder.decode(change.value), change.revision)
 
     def _keep(self, record: KeyRecord, revision: int) -> None:
         """Take a record into the mirror. News of a watch may come after what was written since:
@@ -187,7 +192,7 @@ class KeyRing:
             entry = await self._store.get(KEYS + id)
             if entry is None:
                 raise NotFound(f"no key {id}", key_id=id)
-            held = _decode(entry.value)
+            held = _decoder.decode(entry.value)
             record = msgspec.structs.replace(
                 held,
                 revoked_ms=held.revoked_ms or revoked_ms,
@@ -203,7 +208,3 @@ class KeyRing:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="replace")).digest()
-
-
-def _decode(value: bytes) -> KeyRecord:
-    return msgspec.json.decode(value, type=KeyRecord)

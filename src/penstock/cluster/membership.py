@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import msgspec
 
 from penstock.cluster.etcd_peers import EtcdOptions
-from penstock.cluster.repeating import repeat
-from penstock.cluster.store import LeasingStore, until_won
+from penstock.cluster.store import LeasingStore, repeat, until_won
 from penstock.errors import AlreadyExists, FailedPrecondition
 
 NODES: Final = "nodes/"
-RETRY_S: Final = 0.5  # between attempts while the store is of no use
-POLL_S: Final = 0.1  # between looks at an entry that has to expire
+RETRY_S: Final = 0.5  # the pause between attempts while the store is of no use
+POLL_S: Final = 0.1  # the pause between looks at an entry that has to expire
 _TROUBLE: Final = "membership is not in step with the metadata store"
 log: Final = logging.getLogger(__name__)
 
@@ -35,57 +34,16 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a node tells the others about itself."""
 
     id: str
-    uuid: str  # of its data folder; another folder is another node, whatever its id
+    uuid: str  # that of its data folder; another folder is another node, whatever its id
     host: str
     native_port: int
-    zone: str = ""  # nodes that fail together; "": each for itself
+    zone: str = ""  # nodes of one zone fail together; a node without one fails alone
     version: str = ""
     draining: bool = False  # gets no more partitions, and gives away those it has
     started_ms: int = 0
 
 
-class Members(Protocol):
-    """What the rest of a node needs to know; alone, and in a cluster."""
-
-    alive: dict[str, NodeInfo]  # by id, this node too; replaced as a whole, never changed
-    ages: dict[str, int]  # the lowest is the oldest
-
-    def on_change(self, callback: Callable[[], None]) -> None: ...
-
-    async def join(self, info: NodeInfo) -> None: ...
-
-    async def update(self, info: NodeInfo) -> None: ...
-
-    async def run(self) -> None: ...
-
-    async def leave(self) -> None: ...
-
-
-class StaticMembership:
-    """A node alone."""
-
-    def __init__(self) -> None:
-        self.alive: dict[str, NodeInfo] = {}
-        self.ages: dict[str, int] = {}
-        self._callbacks: list[Callable[[], None]] = []
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-
-    async def join(self, info: NodeInfo) -> None:
-        self.ages = {info.id: 1}
-        await self.update(info)
-
-    async def update(self, info: NodeInfo) -> None:
-        self.alive = {info.id: info}
-        for callback in self._callbacks:
-            callback()
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    async def leave(self) -> None:
-        self.alive, self.ages = {}, {}
+_decoder: Final = msgspec.json.Decoder(NodeInfo)
 
 
 class Membership:
@@ -96,12 +54,18 @@ class Membership:
     """
 
     def __init__(
-        self, store: LeasingStore, *, lease_ttl_s: int = EtcdOptions().lease_ttl_s
+        self,
+        store: LeasingStore,
+        *,
+        lease_ttl_s: int = EtcdOptions().lease_ttl_s,
+        before_return: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`before_return` raises if this node must not register again."""
         self.alive: dict[str, NodeInfo] = {}
         self.ages: dict[str, int] = {}
         self._store = store
         self._ttl_s = lease_ttl_s
+        self._before_return = before_return
         self._info: NodeInfo | None = None
         self._lease = 0
         self._left = asyncio.Event()
@@ -109,6 +73,11 @@ class Membership:
         self._registering = asyncio.Lock()  # nobody registers again while we leave
         self._reading = asyncio.Lock()  # an older answer must not replace a newer one
         self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def joined(self) -> bool:
+        """Whether this node has registered."""
+        return self._info is not None
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call it whenever `alive` or `ages` has changed."""
@@ -141,7 +110,10 @@ class Membership:
             entry = await self._store.get(NODES + info.id)
             if entry is not None:  # else `run` registers, with the new info
                 await self._store.put(
-                    entry.key, _encode(info), expected_revision=entry.revision, lease=self._lease
+                    entry.key,
+                    msgspec.json.encode(info),
+                    expected_revision=entry.revision,
+                    lease=self._lease,
                 )
         await self._read()
 
@@ -180,6 +152,8 @@ class Membership:
         async with self._registering:
             if self._left.is_set() or self._info is None:
                 return
+            if self._before_return is not None:
+                await self._before_return()
             log.warning("node %s was taken for dead; it registers again", node)
             await self._register(self._info)
         await self._read()
@@ -194,15 +168,15 @@ class Membership:
         async def swap() -> None:
             entry = await self._store.get(NODES + info.id)
             if entry is not None:
-                other = _decode(entry.value)
+                other = _decoder.decode(entry.value)
                 if other.uuid != info.uuid:
                     raise AlreadyExists(
                         f"another node is registered as {info.id}, at {other.host}", node=info.id
                     )
-                # an entry that is only overwritten would keep the age of the earlier run
+                # An entry that is only overwritten would keep the age of the earlier run.
                 await self._store.delete(entry.key, expected_revision=entry.revision)
             lease = await self._store.grant(self._ttl_s)
-            key, value = NODES + info.id, _encode(info)
+            key, value = NODES + info.id, msgspec.json.encode(info)
             await self._store.put(key, value, expected_revision=0, lease=lease)
             self._info, self._lease = info, lease
 
@@ -212,7 +186,9 @@ class Membership:
         """Take over who is alive. All of it each time: nodes are few, and it cannot go wrong."""
         async with self._reading:
             entries = await self._store.range(NODES)
-            alive = {entry.key.removeprefix(NODES): _decode(entry.value) for entry in entries}
+            alive = {
+                entry.key.removeprefix(NODES): _decoder.decode(entry.value) for entry in entries
+            }
             ages = {entry.key.removeprefix(NODES): entry.revision_created for entry in entries}
             changed = (alive, ages) != (self.alive, self.ages)
             self.alive, self.ages = alive, ages
@@ -221,11 +197,3 @@ class Membership:
         if changed:
             for callback in self._callbacks:
                 callback()
-
-
-def _encode(info: NodeInfo) -> bytes:
-    return msgspec.json.encode(info)
-
-
-def _decode(value: bytes) -> NodeInfo:
-    return msgspec.json.decode(value, type=NodeInfo)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.nomination import Policy as Policy
+from penstock.replication.takeover import Policy as Policy
 
 Place = tuple[int, int]  # topic id, partition
 

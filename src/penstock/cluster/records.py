@@ -1,30 +1,36 @@
-"""Partition records in the metadata store: who holds a partition, and under which epoch.
+"""Partition records and planned moves in the metadata store: who holds a partition, and who will.
 
     partitions/<topic id>/<partition>  a `PartitionRecord`, JSON
+    cluster/plan    `{"moves": [{"topic": 3, "partition": 0, "target": ["n2", "n3", "n4"]}]}`, JSON
 
 Every change is a compare and swap of the whole record, so two nodes that want the same epoch cannot
 both get it, and a change made to an older version loses. Losing is not repeated here: whoever
 lost decided on what is no longer so, and has to look again.
+
+The plan holds the moves of replicas that wait for their turn. A move leaves it when it begins: from
+then on the partition's own record has its target. So whichever node carries the plan out, nothing
+of it is lost with another. A later plan takes the place of all that waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Final, NamedTuple
 
 import msgspec
 
-from penstock.cluster.changes import follow
-from penstock.cluster.store import Change, MetadataStore, Versioned, until_won
+from penstock.cluster.placement import Move, Place
+from penstock.cluster.store import MetadataChange, MetadataStore, Versioned, follow, until_won
 from penstock.errors import Corruption, FailedPrecondition, NotFound, RevisionConflict
 from penstock.replication.assignment import PartitionRecord, decode_record, encode_record
 
 PARTITIONS: Final = "partitions/"
 EPOCHS: Final = "epochs/"  # where epochs were before there were records
-Place = tuple[int, int]  # topic id, partition
+PLAN: Final = "cluster/plan"
+MOVES_MAX: Final = 2000  # a plan is one value of the store, whose size has a bound
 
 
 class RecordChange(NamedTuple):
@@ -67,29 +73,16 @@ class Records:
         return {place: held[place] for place in wanted}
 
     async def take_epoch(
-        self,
-        topic: int,
-        partition: int,
-        node: str,
-        *,
-        known_epoch: int | None = None,
-        above: int = 0,
+        self, topic: int, partition: int, node: str, *, above: int = 0
     ) -> PartitionRecord:
         """Give `node` the next epoch; the record that is returned holds its replica set.
 
-        `known_epoch` is the last one the caller has heard of: one that was given out since makes
-        it lose. `above` is the highest epoch that some replica has promised: should the store have
+        `above` is the highest epoch that some replica has promised: should the store have
         been restored from a copy that is older, no epoch is given out a second time.
         Raises `RevisionConflict` if another was faster.
         """
         entry = await self._entry(topic, partition)
         held = _decode(entry)
-        if known_epoch is not None and held.epoch != known_epoch:
-            raise RevisionConflict(
-                f"{entry.key} is at epoch {held.epoch}, not {known_epoch}",
-                key=entry.key,
-                epoch=held.epoch,
-            )
         if not held.is_voter(node):
             raise FailedPrecondition(f"{node} is no voter of {entry.key}", node=node)
         epoch = max(held.epoch, above) + 1
@@ -176,7 +169,9 @@ class Records:
         return entry
 
 
-async def _record_changes(changes: AsyncIterator[Change]) -> AsyncGenerator[RecordChange, None]:
+async def _record_changes(
+    changes: AsyncIterator[MetadataChange],
+) -> AsyncGenerator[RecordChange, None]:
     async for change in changes:
         record = None
         if change.value is not None:
@@ -202,3 +197,60 @@ def _decode(entry: Versioned) -> PartitionRecord:
         return decode_record(entry.value)
     except msgspec.DecodeError as error:
         raise Corruption(f"{entry.key} is no partition record: {error}", key=entry.key) from error
+
+
+class _Move(msgspec.Struct, frozen=True):
+    topic: int
+    partition: int
+    target: tuple[str, ...]
+
+
+class _WaitingMoves(msgspec.Struct, frozen=True):
+    moves: tuple[_Move, ...] = ()
+
+
+class Plans:
+    def __init__(self, store: MetadataStore) -> None:
+        self._store = store
+
+    async def waiting(self) -> list[Move]:
+        """The moves that wait, in the order in which they are to begin."""
+        found, _ = await self._read()
+        return found
+
+    async def replace(self, moves: Sequence[Move]) -> None:
+        """Let these moves wait, and no others."""
+        if not moves:
+            await self._store.delete(PLAN)
+            return
+        await self._store.put(PLAN, _encode(moves))
+
+    async def begun(self, move: Move) -> None:
+        """Take a move that has begun out of the plan. If that is another plan by now, it is left as
+        it is, unless it has the same move."""
+
+        async def swap() -> None:
+            held, revision = await self._read()
+            left = [each for each in held if each != move]
+            if left == held:
+                return
+            if left:
+                await self._store.put(PLAN, _encode(left), expected_revision=revision)
+            else:
+                await self._store.delete(PLAN, expected_revision=revision)
+
+        await until_won(swap)
+
+    async def _read(self) -> tuple[list[Move], int]:
+        entry = await self._store.get(PLAN)
+        if entry is None:
+            return [], 0
+        try:
+            plan = msgspec.json.decode(entry.value, type=_WaitingMoves)
+        except msgspec.DecodeError as error:
+            raise Corruption(f"{PLAN} cannot be read: {error}") from error
+        return [Move(m.topic, m.partition, m.target) for m in plan.moves], entry.revision
+
+
+def _encode(moves: Sequence[Move]) -> bytes:
+    return msgspec.json.encode(_WaitingMoves(tuple(_Move(*move) for move in moves)))

@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Final
 
 NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+TOO_MANY: Final = (errno.EMFILE, errno.ENFILE)  # too many files are open
+SIZE_MIN: Final = 4096  # a smaller reserve is not worth a file
+
+
+def private(path: str, flags: int) -> int:
+    """For `open`: a new file is the node's user's alone, whatever the umask."""
+    return os.open(path, flags, 0o600)
 
 
 class Reserve:
@@ -32,19 +39,36 @@ class Reserve:
             write()
 
     def hold(self) -> None:
-        """Take the space if it is not held. That there is none just now is no failure."""
-        try:
-            if self._path.stat().st_size >= self._size:
+        """Take the space that is not held, or as much of it as there is: on a full disk, what is
+        left free now is somebody else's by the next write. That there is none is no failure."""
+        held, wanted = self._held(), self._size
+        while wanted > held:
+            try:
+                with open(self._path, "ab", opener=private) as file:
+                    self._take(file.fileno(), held, wanted)
                 return
-        except FileNotFoundError:
-            pass
-        try:
-            with self._path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, self._size)
-        except OSError as error:
+            except OSError as error:
+                if error.errno in TOO_MANY:
+                    return
+                if error.errno not in NO_SPACE:
+                    raise
+            wanted = wanted // 2 if wanted > SIZE_MIN else 0
+        if not held:
             self._path.unlink(missing_ok=True)
-            if error.errno not in NO_SPACE:
-                raise
+
+    @staticmethod
+    def _take(descriptor: int, held: int, wanted: int) -> None:
+        try:
+            os.posix_fallocate(descriptor, held, wanted - held)
+        except OSError:
+            os.ftruncate(descriptor, held)  # give back what a half-done allocation took
+            raise
+
+    def _held(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def release(self) -> bool:
         """Give the space up; False if it was not held."""

@@ -19,6 +19,8 @@ Bounds, all applied inside `record` and so deterministic:
   producers the one that has been silent longest is. Those, and only those, may be enqueued again.
 
 A producer that starts anew raises its epoch: a lower epoch is refused, a higher one starts afresh.
+That is known here from the first entry of the new epoch on, or from a record of it (`begin`);
+either is forgotten with the producer.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ PLACES_MAX: Final = 1 << 15
 PLACES_TOTAL_MAX: Final = 1 << 18
 ARCHIVE_MAX: Final = 1 << 12
 PRODUCERS_MAX: Final = 10_000
-EXPIRE_SOON: Final = 256  # a producer with at most so many places forgets each when it expires,
-EXPIRE_SHARE: Final = 8  # one with more forgets this part of them together
+EXPIRE_SOON: Final = 256  # a producer with at most so many places forgets each when it expires
+EXPIRE_SHARE: Final = 8  # a producer with more places forgets an eighth of them together
 UNKNOWN: Final = (0, 0)  # message sequence and time of a duplicate known only from the archive
 
 
-class Producer:
+class ProducerHistory:
     __slots__ = (
         "archive", "archive_ms", "counts", "epoch", "firsts", "last_ms", "messages", "next",
         "times_ms",
@@ -189,7 +191,7 @@ _END: Final = 1 << 64
 
 class Dedup:
     def __init__(self) -> None:
-        self.producers: dict[bytes, Producer] = {}  # in order of their last entry
+        self.producers: dict[bytes, ProducerHistory] = {}  # in order of their last entry
         self.places = 0
 
     def epoch_of(self, producer: bytes) -> int | None:
@@ -201,14 +203,9 @@ class Dedup:
         dedup_ms: int,
     ) -> None:  # fmt: skip
         """Note that `count` entries from `first` on became the messages from `message` on."""
-        known = self.producers.pop(producer, None)
-        if known is not None and epoch < known.epoch:
-            self.producers[producer] = known
+        known = self._entered(producer, epoch)
+        if known is None:
             return
-        if known is None or epoch > known.epoch:
-            self._drop(known)
-            known = Producer(epoch)
-        self.producers[producer] = known
         self.places += known.expire(time_ms - dedup_ms)
         self.places += known.add(first, count, message=message, time_ms=time_ms)
         while len(known.firsts) > PLACES_MAX:
@@ -217,15 +214,34 @@ class Dedup:
             self._fold_largest()
         self._forget_silent(time_ms - dedup_ms)
 
+    def begin(self, producer: bytes, epoch: int, *, time_ms: int, dedup_ms: int) -> None:
+        """Refuse lower epochs of a producer from now on, though nothing of this one is here yet."""
+        known = self._entered(producer, epoch)
+        if known is not None:
+            known.last_ms = time_ms
+            self._forget_silent(time_ms - dedup_ms)
+
+    def _entered(self, producer: bytes, epoch: int) -> ProducerHistory | None:
+        """The producer in its epoch, as the one that was heard of last; None: the epoch is over."""
+        known = self.producers.pop(producer, None)
+        if known is not None and epoch < known.epoch:
+            self.producers[producer] = known
+            return None
+        if known is None or epoch > known.epoch:
+            self._drop(known)
+            known = ProducerHistory(epoch)
+        self.producers[producer] = known
+        return known
+
     def retract(self, producer: bytes, epoch: int, *, first: int, count: int, message: int) -> None:
         """Undo `record`: the messages were prepared and then aborted."""
         known = self.producers.get(producer)
         if known is not None and known.epoch == epoch:
             self.places += known.remove(first, count, message=message)
-            # What is fresh again may lie anywhere below: keep asking for it.
+            # `next` stays: entries that are fresh again may lie anywhere below it.
 
     def _fold_largest(self) -> None:
-        enough = PLACES_TOTAL_MAX * 7 // 8  # so that the next fold is far away
+        enough = PLACES_TOTAL_MAX * 7 // 8  # the next fold is far away then
         for producer in sorted(self.producers.values(), key=lambda p: -len(p.firsts)):
             if self.places <= enough:
                 return
@@ -240,7 +256,7 @@ class Dedup:
             self._drop(oldest)
             del self.producers[name]
 
-    def _drop(self, producer: Producer | None) -> None:
+    def _drop(self, producer: ProducerHistory | None) -> None:
         if producer is not None:
             self.places -= len(producer.firsts)
 
@@ -259,7 +275,7 @@ class Dedup:
     def load(rows: list[Any]) -> Dedup:
         found = Dedup()
         for name, epoch, last_ms, following, *columns, archive, archive_ms in rows:
-            producer = found.producers[name] = Producer(epoch)
+            producer = found.producers[name] = ProducerHistory(epoch)
             producer.last_ms, producer.next = last_ms, following
             for column, data in zip(
                 (producer.firsts, producer.counts, producer.messages, producer.times_ms),

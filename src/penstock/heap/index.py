@@ -25,21 +25,22 @@ from typing import Final
 
 import numpy as np
 
-from penstock.heap.pairs import (
+from penstock.heap.runs import (
     CHUNK,
     EMPTY,
     Collector,
     Keys,
     Pairs,
+    Runs,
     Sequences,
+    Valid,
     join,
     merged_pairs,
     rank_in,
     sorted_pairs,
 )
-from penstock.heap.runs import Runs, Valid
 
-FRONT: Final = 2048  # what a refill aims at
+FRONT: Final = 2048  # so many pairs a refill brings to the front
 FRONT_MAX: Final = 8192  # beyond this the front gives its worse part to the back
 SCALAR_STEPS: Final = 16  # stale pairs that a look for one message passes before it looks in bulk
 SEAL: Final = 1 << 18  # the back becomes a run at this size
@@ -109,7 +110,7 @@ class RunIndex:
         missing = min(count, live)
         if missing <= 0:
             if not live and self.size > CHUNK:
-                self.clear()  # all of it is stale
+                self.clear()  # every pair that is held is stale
             return EMPTY
         self._look()
         if count == 1 and self._find_one():
@@ -141,7 +142,7 @@ class RunIndex:
             seen += window.size
             width = max(missing, 2 * width)
         pairs = join(found)
-        # The front moves under views of it.
+        # The caller gets a copy, because the front changes under views of it.
         return Pairs(pairs.keys.copy(), pairs.sequences.copy()) if len(found) == 1 else pairs
 
     def _find_one(self) -> bool:
@@ -152,10 +153,6 @@ class RunIndex:
                 self._at = at
                 return True
         return False
-
-    def head_key(self) -> int | None:
-        head = self.best(1)
-        return int(head.keys[0]) if head.size else None
 
     def count_below(self, key: int, sequence: int) -> int:
         """Valid pairs strictly before (key, sequence)."""

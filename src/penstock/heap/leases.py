@@ -73,6 +73,12 @@ class LeaseRun:
             return np.flatnonzero(self.mask()) if self.deadline_ms <= now_ms else _NOBODY
         return np.flatnonzero(self.mask() & (self.deadlines <= now_ms))
 
+    def overdue(self, offsets: slice | NDArray[np.int64], now_ms: int) -> int:
+        """How many of these tokens are past their deadline."""
+        if self.deadlines is None:
+            return len(self.messages[offsets]) if self.deadline_ms <= now_ms else 0
+        return int(np.count_nonzero(self.deadlines[offsets] <= now_ms))
+
 
 class Stretch(NamedTuple):
     """Held tokens of one run: `offsets` into the run, `at` where they stand in the request."""
@@ -269,7 +275,7 @@ class LeaseBook:
 
 def _held_part(run: LeaseRun, tokens: Tokens, at: NDArray[np.int64]) -> Stretch:
     """Which of the ascending tokens, all at or past the run's first, it still holds."""
-    # Before they are taken for signed numbers: a caller may name any token there is.
+    # A caller may name any token, so the subtraction comes before they are taken for signed.
     within = tokens - np.uint64(run.first)
     offsets = within[: int(within.searchsorted(np.uint64(run.size)))].view(np.int64)
     good = run.mask()[offsets]

@@ -21,18 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
-from penstock.heap import entering, settling, snapshot
-from penstock.heap.backoff import backoff_ms
-from penstock.heap.pairs import Keys
+from penstock.heap import admission as entering
+from penstock.heap import settlement as settling
+from penstock.heap import snapshot
+from penstock.heap.runs import Keys
 from penstock.heap.state import Applied, HeapState
-from penstock.heap.states import ALIVE, STATES, State
-from penstock.heap.table import Sequences
+from penstock.heap.table import ALIVE, STATES, MessageState, Sequences
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Buffer, Columns
 from penstock.model.topic import TopicConfig
 
+DOUBLINGS_MAX: Final = 40  # more doublings than any cap allows
+_STEP: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
 FORGET_MAX: Final = 10_000  # dead letters proposed for deletion at once
-
 Handler = Callable[[HeapState, Batch, Columns], Applied]
 HANDLERS: Final[dict[Kind, Handler]] = {
     Kind.BARRIER: settling.on_barrier,
@@ -48,15 +52,48 @@ HANDLERS: Final[dict[Kind, Handler]] = {
     Kind.DECIDE: entering.on_decide,
     Kind.CONFIG: settling.on_config,
     Kind.SNAPSHOT_MARK: settling.on_mark,
+    Kind.PRODUCER: entering.on_producer,
 }
+
+
+def backoff_ms(
+    config: TopicConfig,
+    *,
+    partition: int,
+    messages: NDArray[np.uint64],
+    attempts: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Delays after the failed tries numbered `attempts` (1 is the first): full jitter, no dice.
+
+    The delay before try *n + 1* is drawn evenly from 0 to `base * 2^(n - 1)`, at most `cap`. The
+    draw is a hash of (partition, message, attempt): spread over messages as a random number would
+    be, and the same for whoever computes it.
+    """
+    doublings = np.minimum(attempts - 1, DOUBLINGS_MAX)
+    # Floats are exact far beyond the cap, and cannot overflow.
+    ceiling = np.minimum(config.backoff_ms_base * np.exp2(doublings), config.backoff_ms_cap)
+    draw = _hash(
+        messages * np.uint64(_STEP) + (attempts.view(np.uint64) << np.uint64(32)), partition
+    )
+    delays: NDArray[np.int64] = (draw * (ceiling + 1)).astype(np.int64)
+    return delays
+
+
+def _hash(values: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
+    """Numbers spread evenly over [0, 1): the finaliser of splitmix64."""
+    mixed = values + np.uint64((seed + 1) * _STEP & _WORD)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class ReturnPlan(NamedTuple):
     """What becomes of returned leases. Tokens that are not held are in neither list."""
 
-    tokens: Sequences  # to be tried again,
-    not_before_ms: NDArray[np.int64]  # each of them at this time
-    dead: Sequences  # tokens past their retries
+    tokens: Sequences  # of messages that are to be tried again
+    not_before_ms: NDArray[np.int64]  # when each of `tokens` may be tried
+    dead: Sequences  # tokens of messages that are past their retries
 
 
 class DeadLetter(NamedTuple):
@@ -78,15 +115,17 @@ class Description(NamedTuple):
 
 
 class Heap(HeapState):
-    cut: Final = False  # it can tell all that it has (see `spine`)
+    # The spine may take every candidate of a heap; only a remote partition hands out a cut list.
+    cut: Final = False
 
-    def apply(self, batch: Batch, columns: Columns, now: int) -> Applied:
-        """Let the next batch of the log take effect. `now` has no say: time is the batch's."""
+    def apply(self, batch: Batch, columns: Columns) -> Applied:
+        """Let the next batch of the log take effect. Its time is the batch's, not the clock's."""
         if batch.first != self.sequence_applied + 1:
             raise Corruption(
                 f"batch {batch.first} does not follow sequence {self.sequence_applied}"
             )
         applied = HANDLERS[batch.kind](self, batch, columns)
+        self.totals.add(applied)
         self.sequence_applied = batch.last
         self.time_ms = max(self.time_ms, batch.time_ms)
         return applied
@@ -106,7 +145,7 @@ class Heap(HeapState):
         return self.transactions.outcome(transaction)
 
     def is_prepared(self, sequence: int) -> bool:
-        return self.table.state_of(sequence) == State.PREPARED
+        return self.table.state_of(sequence) == MessageState.PREPARED
 
     # --- delivery ---
 
@@ -119,10 +158,6 @@ class Heap(HeapState):
         """`select` with the keys, smaller is better, comparable between partitions of a topic."""
         self.promote(now)
         return self.ready_index.best(n)
-
-    def ready_list(self, n: int, now: int) -> Sequences:
-        """What a reader sees who only looks: the same as `select`."""
-        return self.select(n, now)
 
     def rank(self, key: int, sequence: int, now: int) -> int:
         """How many ready messages are strictly better than (key, sequence)."""
@@ -230,7 +265,7 @@ class Heap(HeapState):
         if not self.dead:
             return found
         table = self.table
-        for sequences in table.scan(frozenset({State.DEAD}), after=after):
+        for sequences in table.scan(frozenset({MessageState.DEAD}), after=after):
             some = sequences[: limit - len(found)]
             at = table.places(some)
             rows = zip(
@@ -249,7 +284,7 @@ class Heap(HeapState):
         """Dead letters that died before `time_ms`, some at a time, for an ACK by message."""
         found: list[Sequences] = []
         if self.dead:
-            for sequences in self.table.scan(frozenset({State.DEAD})):
+            for sequences in self.table.scan(frozenset({MessageState.DEAD})):
                 old = self.table.until_ms[self.table.places(sequences)] < time_ms
                 found.append(sequences[old])
                 if sum(map(len, found)) >= FORGET_MAX:
@@ -273,7 +308,7 @@ class Heap(HeapState):
         self.promote(now)
         if not self.ready:
             return None
-        oldest = next(self.table.scan(frozenset({State.READY})))
+        oldest = next(self.table.scan(frozenset({MessageState.READY})))
         return int(self.table.time_ms[self.table.place_of(int(oldest[0]))])
 
     # --- snapshots and checks ---
@@ -302,12 +337,14 @@ class Heap(HeapState):
         self.delayed_index.validate()
         held = [run.messages[run.mask()] for run in self.leases.runs()]
         leased = np.sort(np.concatenate(held)) if held else np.empty(0, np.uint64)
-        assert (leased == self.table.all_in(frozenset({State.LEASED}))).all()
+        assert (leased == self.table.all_in(frozenset({MessageState.LEASED}))).all()
         assert len(np.unique(leased)) == len(leased) == self.leased, "a message has two leases"
         prepared = sum(t.count for t in self.prepared.values())
-        assert prepared == self.table.counts[State.PREPARED], "a prepared message is orphaned"
+        assert prepared == self.table.counts[MessageState.PREPARED], (
+            "a prepared message is orphaned"
+        )
         self.transactions.validate()
-        dead = set(self.table.all_in(frozenset({State.DEAD})).tolist())
+        dead = set(self.table.all_in(frozenset({MessageState.DEAD})).tolist())
         assert self.details.keys() <= dead, "a detail outlived its dead letter"
         assert len(self.table.counts) == STATES
         assert self.delayed == 0 or self._due_ms is not None, "a delay is not waited for"

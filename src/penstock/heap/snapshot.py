@@ -12,7 +12,7 @@ bytes. The indexes are not stored: they are a function of the columns.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -22,17 +22,14 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption
 from penstock.heap.dedup import Dedup
 from penstock.heap.leases import LeaseBook, LeaseRun
-from penstock.heap.ordering import Ordering
-from penstock.heap.states import ALIVE, State
-from penstock.heap.table import MessageTable
+from penstock.heap.state import HeapState, Ordering, Totals
+from penstock.heap.table import ALIVE, MessageState, MessageTable
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
 
-if TYPE_CHECKING:
-    from penstock.heap.state import HeapState
-
-VERSION: Final = 1
-UNCONFIRMED: Final = 2  # the version of a state with commits that participants may ask for
+VERSION: Final = 3  # the first that has totals
+_WITHOUT_TOTALS: Final = 1
+UNCONFIRMED: Final = 2  # version 1 with commits that participants may still ask for
 _PREFIX: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"PSH1"
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -54,7 +51,7 @@ def load(heap: HeapState, data: Buffer) -> None:
     """Fill an empty heap."""
     view = memoryview(data)
     head, at = _read_head(view)
-    if head["version"] not in (VERSION, UNCONFIRMED):
+    if head["version"] not in (_WITHOUT_TOTALS, UNCONFIRMED, VERSION):
         raise Corruption(f"snapshot version {head['version']} is not known")
     config: TopicConfig = msgspec.convert(head["config"], TopicConfig)
     if (config.id, head["partition"]) != (heap.config.id, heap.partition):
@@ -69,6 +66,7 @@ def load(heap: HeapState, data: Buffer) -> None:
     heap.leases = _load_leases(head["leases"])
     _fill_table(heap.table, _read_columns(view, at, head["messages"]))
     heap.attempted = bool(heap.table.attempts.any())
+    heap.totals = _load_totals(heap, head.get("totals"))
     heap.rebuild_indexes()
 
 
@@ -76,8 +74,8 @@ def digest(heap: HeapState) -> int:
     """Over all that the log determines; whether a due message is called ready is left out."""
     columns = _columns(heap)
     state, until_ms = columns["state"], columns["until_ms"]
-    state[state == State.DELAYED] = State.READY
-    until_ms[(state == State.LEASED) | (state == State.PREPARED)] = 0
+    state[state == MessageState.DELAYED] = MessageState.READY
+    until_ms[(state == MessageState.LEASED) | (state == MessageState.PREPARED)] = 0
     head = _head(heap, len(state))
     # A replica that was compacted into a snapshot may have learned its producers in another order.
     head["dedup"] = sorted(head["dedup"])
@@ -89,7 +87,7 @@ def digest(heap: HeapState) -> int:
 
 def _head(heap: HeapState, messages: int) -> dict[str, Any]:
     return {
-        "version": UNCONFIRMED if heap.transactions.unconfirmed else VERSION,
+        "version": VERSION,
         "config": msgspec.to_builtins(heap.config),
         "partition": heap.partition,
         "sequence_applied": heap.sequence_applied,
@@ -100,7 +98,17 @@ def _head(heap: HeapState, messages: int) -> dict[str, Any]:
         "dedup": heap.dedup.dump(),
         "transactions": heap.transactions.dump(),
         "details": sorted(heap.details.items()),
+        "totals": msgspec.to_builtins(heap.totals),
     }
+
+
+def _load_totals(heap: HeapState, counted: dict[str, int] | None) -> Totals:
+    """The totals of a snapshot. One from before they were kept tells what is there: so many
+    messages came, at least, and so many of them are dead."""
+    if counted is not None:
+        return msgspec.convert(counted, Totals)
+    alive = heap.ready + heap.delayed + heap.leased + heap.dead
+    return Totals(enqueued=alive, dead=heap.dead)
 
 
 def _columns(heap: HeapState) -> dict[str, NDArray[Any]]:

@@ -34,7 +34,7 @@ Sequences = NDArray[np.uint64]
 Picked = list[tuple[int, Sequences]]
 
 
-class Source(Protocol):
+class CandidateSource(Protocol):
     """A partition as the spine sees it (`Heap` is one)."""
 
     @property
@@ -51,22 +51,22 @@ class Spine:
         if k < 1 or partitions < 1 or stretch < 1:
             raise ValueError("a spine needs k, partitions and a stretch of at least 1")
         self.k, self.partitions = k, partitions
-        self.stretch = stretch  # of equal keys so many are taken of a partition before the next
+        self.stretch = stretch  # so many equal keys of a partition are taken in one turn
         self.fan_out = -(-k // partitions)
         self._turn = 0  # which partition wins a tie next
 
-    def pick(self, sources: Sequence[Source], n: int, now: int) -> Picked:
+    def pick(self, sources: Sequence[CandidateSource], n: int, now: int) -> Picked:
         """The best `n` messages: (partition, its share, best first), without empty shares.
 
         Fewer than `n`, though there are more, only if a source that is `cut` was used up.
         """
         count, stretch = len(sources), self.stretch
         if not count:
-            return []  # nobody serves anything just now
+            return []  # no partition of the topic is served just now
         width = min(n, max(self.fan_out, -(-n // count)))
         lists = [_Candidates(source, width, now) for source in sources]
         self._turn = (self._turn + 1) % count
-        # Ties by how much of a partition was taken, then by turn.
+        # Of equal keys, the partition goes first of which less was taken; then it goes by turns.
         heap = [
             (own.keys[0], 0, (p - self._turn) % count, p) for p, own in enumerate(lists) if own.keys
         ]
@@ -84,7 +84,7 @@ class Spine:
                 heappop(heap)
         return [(p, own.sequences[: own.taken]) for p, own in enumerate(lists) if own.taken]
 
-    def rank_error(self, sources: Sequence[Source], picked: Picked, now: int) -> int:
+    def rank_error(self, sources: Sequence[CandidateSource], picked: Picked, now: int) -> int:
         """How many ready messages that were not picked beat the worst one that was.
 
         Exact, by key; must be asked before the picked ones are leased.
@@ -108,7 +108,7 @@ class _Candidates:
 
     __slots__ = ("_now", "_source", "keys", "sequences", "taken", "width")
 
-    def __init__(self, source: Source, width: int, now: int) -> None:
+    def __init__(self, source: CandidateSource, width: int, now: int) -> None:
         self._source, self._now, self.width = source, now, width
         self.taken = 0
         self._fill()
@@ -132,7 +132,7 @@ class _Candidates:
 
 
 def bounded(
-    source: Source, count: int, now: int, *, bound: int, last: int, spare: int
+    source: CandidateSource, count: int, now: int, *, bound: int, last: int, spare: int
 ) -> Sequences:
     """The best `count` messages no worse than `bound`, best first, as of now.
 
@@ -150,7 +150,8 @@ def bounded(
         if len(old) >= count - spare or len(sequences) < width:
             break
         width *= 2
-    # Older ones first; what room they leave is for the best that came late, at least `spare`.
+    # Older messages come first. The best of those that came late get the room that is left, which
+    # is at least `spare`.
     kept = old[: count - spare]
     room = count - len(kept)
     chosen = np.sort(np.concatenate([kept, np.flatnonzero(late)[:room]]))
@@ -158,7 +159,7 @@ def bounded(
     return best
 
 
-def _keys_of(source: Source, sequences: Sequences, now: int) -> Keys:
+def _keys_of(source: CandidateSource, sequences: Sequences, now: int) -> Keys:
     """Keys of messages that are among the source's best."""
     width = max(1, len(sequences))
     while True:

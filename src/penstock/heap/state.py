@@ -1,4 +1,11 @@
-"""The state of one partition's heap, and the few steps that every record is made of."""
+"""The state of one partition's heap, the order of its messages, and the steps of every record.
+
+How a priority becomes a key: smaller keys are delivered first. MIN orders by the priority itself,
+MAX by its bitwise complement, which reverses int64 without an overflow. Ageing lets every waiting
+message gain the same amount per second; the differences between messages then never change, so it
+is enough to add the enqueue time, once, at the same rate: the key is static, and a message that
+came a second later stands that much behind.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +18,42 @@ from numpy.typing import NDArray
 from penstock.heap.dedup import Dedup
 from penstock.heap.index import RunIndex
 from penstock.heap.leases import LeaseBook
-from penstock.heap.ordering import Ordering
-from penstock.heap.pairs import Pairs
-from penstock.heap.states import WAITING, State
-from penstock.heap.table import MessageTable, Places, Sequences
+from penstock.heap.runs import Pairs
+from penstock.heap.table import WAITING, MessageState, MessageTable, Places, Sequences
 from penstock.heap.transactions import Transaction, Transactions
-from penstock.model.topic import TopicConfig
+from penstock.model.topic import Mode, TopicConfig
 
+KEY_MAX: Final = (1 << 63) - 1
 DETAIL_BYTES_MAX: Final = 1024  # of a dead letter's explanation; the rest is cut off
-PROMOTE: Final = 4096  # delayed messages made ready in one step
+PROMOTE: Final = 4096  # so many delayed messages are made ready in one step
+
+
+class Ordering:
+    __slots__ = ("_ageing_per_s", "_reversed")
+
+    def __init__(self, config: TopicConfig) -> None:
+        self._reversed = config.mode is Mode.MAX
+        self._ageing_per_s = config.ageing_per_s
+
+    def keys(self, priorities: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Keys without ageing; also turns such keys back into priorities."""
+        return ~priorities if self._reversed else priorities
+
+    def key(self, priority: int) -> int:
+        return ~priority if self._reversed else priority
+
+    def aged(self, keys: NDArray[np.int64], times_ms: NDArray[np.int64] | int) -> NDArray[np.int64]:
+        """Keys as the index orders them; saturating at the worst key."""
+        if not self._ageing_per_s:
+            return keys
+        # Rate and time are bounded such that the product fits (see model.topic.BOUNDS).
+        lateness = (
+            times_ms // 1000 * self._ageing_per_s + times_ms % 1000 * self._ageing_per_s // 1000
+        )
+        return np.where(keys > KEY_MAX - lateness, KEY_MAX, keys + lateness)
+
+    def aged_one(self, key: int, time_ms: int) -> int:
+        return min(KEY_MAX, key + self._ageing_per_s * time_ms // 1000)
 
 
 class Applied(msgspec.Struct, gc=False):
@@ -32,12 +66,30 @@ class Applied(msgspec.Struct, gc=False):
     purged: int = 0  # by an administrator: by message, or all up to a sequence
     retried: int = 0  # leases that ended and counted as an attempt
     returned: int = 0  # leases that ended without one
-    expired: int = 0  # the part of `retried` whose deadline passed
+    expired: int = 0  # the part of `retried` and `dead` that ended because a deadline passed
     dead: int = (
         0  # messages past their retries, rejected or moved; also those dropped without a DLQ
     )
     replayed: int = 0
     released: dict[bytes, int] = {}  # consumer -> leases of it that ended
+
+
+class Totals(msgspec.Struct, gc=False):
+    """How often what has happened, from the first entry of the log on. They are part of the state:
+    whoever applies the same log, after a restart or as the next coordinator, counts the same."""
+
+    enqueued: int = 0
+    acked: int = 0
+    retried: int = 0
+    dead: int = 0
+    expired: int = 0
+
+    def add(self, applied: Applied) -> None:
+        self.enqueued += applied.enqueued
+        self.acked += applied.acked
+        self.retried += applied.retried
+        self.dead += applied.dead
+        self.expired += applied.expired
 
 
 class HeapState:
@@ -49,34 +101,37 @@ class HeapState:
         self.sequence_applied = 0  # the last sequence of the last batch
         self.sequence_enqueued = 0  # the last sequence that is or was a message
         self.time_ms = 0  # of the last batch
-        self.attempted = False  # whether any message was ever tried in vain: spares looking
+        self.totals = Totals()
+        self.attempted = False  # whether any message was ever tried in vain
         self.table = MessageTable()
         self.leases = LeaseBook()
         self.dedup = Dedup()
         self.transactions = Transactions()
         self.details: dict[int, bytes] = {}  # explanations of dead letters that have one
         counts = self.table.counts
-        self.ready_index = RunIndex(self._are_ready, self._is_ready, lambda: counts[State.READY])
+        self.ready_index = RunIndex(
+            self._are_ready, self._is_ready, lambda: counts[MessageState.READY]
+        )
         self.delayed_index = RunIndex(
-            self._are_delayed, self._is_delayed, lambda: counts[State.DELAYED]
+            self._are_delayed, self._is_delayed, lambda: counts[MessageState.DELAYED]
         )
         self._due_ms: int | None = None  # no delayed message falls due before this
 
     @property
     def ready(self) -> int:
-        return self.table.counts[State.READY]
+        return self.table.counts[MessageState.READY]
 
     @property
     def delayed(self) -> int:
-        return self.table.counts[State.DELAYED]
+        return self.table.counts[MessageState.DELAYED]
 
     @property
     def leased(self) -> int:
-        return self.table.counts[State.LEASED]
+        return self.table.counts[MessageState.LEASED]
 
     @property
     def dead(self) -> int:
-        return self.table.counts[State.DEAD]
+        return self.table.counts[MessageState.DEAD]
 
     @property
     def prepared(self) -> dict[bytes, Transaction]:
@@ -86,19 +141,19 @@ class HeapState:
     # --- which pairs of an index still count ---
 
     def _is_ready(self, _: int, sequence: int) -> bool:
-        return self.table.state_of(sequence) == State.READY
+        return self.table.state_of(sequence) == MessageState.READY
 
     def _is_delayed(self, key: int, sequence: int) -> bool:
         at = self.table.place_of(sequence)
-        return bool(self.table.state[at] == State.DELAYED and self.table.until_ms[at] == key)
+        return bool(self.table.state[at] == MessageState.DELAYED and self.table.until_ms[at] == key)
 
     def _are_ready(self, pairs: Pairs) -> NDArray[np.bool_]:
-        return np.equal(self.table.states(pairs.sequences), State.READY)
+        return np.equal(self.table.states(pairs.sequences), MessageState.READY)
 
     def _are_delayed(self, pairs: Pairs) -> NDArray[np.bool_]:
         at = self.table.places(pairs.sequences)
         current: NDArray[np.bool_] = np.equal(self.table.until_ms[at], pairs.keys)
-        current &= self.table.state[at] == State.DELAYED
+        current &= self.table.state[at] == MessageState.DELAYED
         return current
 
     # --- steps ---
@@ -122,23 +177,23 @@ class HeapState:
         if not count:
             self._wake(at, sequences)
         elif count == len(at):
-            self.table.move(at, State.DELAYED)
+            self.table.move(at, MessageState.DELAYED)
             self.index_delayed(until_ms, sequences)
         else:
-            self.table.move(at[later], State.DELAYED)
+            self.table.move(at[later], MessageState.DELAYED)
             self.index_delayed(until_ms[later], sequences[later])
             self._wake(at[~later], sequences[~later])
         return len(at) - count
 
     def _wake(self, at: Places, sequences: Sequences) -> None:
-        self.table.move(at, State.READY)
+        self.table.move(at, MessageState.READY)
         self.index_ready(at, sequences)
 
     def promote(self, now_ms: int) -> None:
         """Call those delayed messages ready that are due.
 
         This may happen at a question: it changes no order and no answer, only who has counted what
-        is due already (see `states`).
+        is due already (see `table`).
         """
         if self._due_ms is None or self._due_ms > now_ms:
             return
@@ -160,7 +215,7 @@ class HeapState:
         self._due_ms = None
         for sequences in self.table.scan(WAITING):
             at = self.table.places(sequences)
-            delayed = self.table.state[at] == State.DELAYED
+            delayed = self.table.state[at] == MessageState.DELAYED
             if delayed.any():
                 self.index_delayed(self.table.until_ms[at[delayed]], sequences[delayed])
             ready = at[~delayed]

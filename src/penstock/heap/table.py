@@ -1,4 +1,18 @@
-"""What is known of each living message, in columns addressed by sequence.
+"""The states of a message, and what is known of each living one, in columns addressed by sequence.
+
+            ┌────────────► PREPARED ──┐ commit                ┌──► DEAD ──► READY (replay), DONE
+            │                 │ abort  ▼                       │
+    NONE ───┼─► READY ◄── DELAYED ◄───┴── back ── LEASED ◄─────┼── READY, DELAYED
+            └─► DELAYED       due                    │         │
+                                                     └─────────┴──► DONE
+
+`NONE` is a sequence that never was a message, or whose message is long done and forgotten. `DONE`
+is the same for as long as its page is kept. Nothing leads out of `DONE`.
+
+Whether a waiting message is `DELAYED` or already `READY` depends on the clock of whoever asks,
+not on the log: both mean *waiting until `not_before_ms`*, and a replica that was never asked
+still calls a message delayed that another has found due. So they count as one state wherever
+replicas are compared.
 
 Sequences are cut into pages of 4096. A page that holds a living message owns one row of the pool;
 all columns of the pool are flat arrays in which row *r* is `[r * 4096, (r + 1) * 4096)`. A
@@ -8,20 +22,20 @@ gives its row back: memory follows the living messages, not the history.
 
 Invariants: row 0 belongs to no page and stays all `NONE`, so a sequence outside every page reads
 as `NONE` without a test; a free row is all zero; `living[row]` counts the row's living messages;
-every change of a state goes through `place` or `move`, which keep `counts` and refuse what
-`states.ALLOWED` does not list.
+every change of a state goes through `enter` or `move`, which keep `counts` and refuse what
+`ALLOWED` does not list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
-from penstock.heap.states import ALIVE, ALLOWED, STATES, State, mask_of, reject_transition
 
 PAGE_BITS: Final = 12
 PAGE: Final = 1 << PAGE_BITS
@@ -29,10 +43,55 @@ OFFSET: Final = PAGE - 1
 ROWS_MIN: Final = 2  # row 0 and one page: most partitions are small
 PAGES_MIN: Final = 64
 SCAN_PAGES: Final = 64  # pages looked at in one step of a scan
-_ALIVE: Final = mask_of(ALIVE)
-
 Sequences = NDArray[np.uint64]
 Places = NDArray[np.int64]
+
+
+class MessageState(IntEnum):
+    NONE = 0
+    READY = 1
+    DELAYED = 2
+    LEASED = 3
+    DEAD = 4
+    PREPARED = 5
+    DONE = 6
+
+
+STATES: Final = len(MessageState)
+
+# From each state (row) to the states it may become.
+FOLLOWS: Final[dict[MessageState, frozenset[MessageState]]] = {
+    MessageState.NONE: frozenset({MessageState.READY, MessageState.DELAYED, MessageState.PREPARED}),
+    MessageState.READY: frozenset({MessageState.LEASED, MessageState.DEAD, MessageState.DONE}),
+    MessageState.DELAYED: frozenset(
+        {MessageState.READY, MessageState.LEASED, MessageState.DEAD, MessageState.DONE}
+    ),
+    MessageState.LEASED: frozenset(
+        {MessageState.READY, MessageState.DELAYED, MessageState.DEAD, MessageState.DONE}
+    ),
+    MessageState.DEAD: frozenset({MessageState.READY, MessageState.DONE}),
+    MessageState.PREPARED: frozenset({MessageState.READY, MessageState.DELAYED, MessageState.DONE}),
+    MessageState.DONE: frozenset(),
+}
+
+# The same by target: ALLOWED[to][from].
+ALLOWED: Final = tuple(tuple(to in FOLLOWS[start] for start in MessageState) for to in MessageState)
+
+ALIVE: Final = frozenset(MessageState) - {MessageState.NONE, MessageState.DONE}
+WAITING: Final = frozenset({MessageState.READY, MessageState.DELAYED})
+
+
+def mask_of(states: frozenset[MessageState]) -> NDArray[np.bool_]:
+    """A lookup table: `mask_of(states)[state]`."""
+    return np.array([state in states for state in MessageState])
+
+
+def reject_transition(start: int, to: MessageState) -> Corruption:
+    """A log that asks for this was not written by this machine."""
+    return Corruption(f"a message cannot go from {MessageState(start).name} to {to.name}")
+
+
+_ALIVE: Final = mask_of(ALIVE)
 
 
 class MessageTable:
@@ -125,32 +184,32 @@ class MessageTable:
 
     # --- states ---
 
-    def enter_range(self, at: slice, to: State) -> None:
+    def enter_range(self, at: slice, to: MessageState) -> None:
         """`enter` for consecutive messages of one state."""
         count = at.stop - at.start
-        if not ALLOWED[to][State.NONE] or self._states[at].tobytes().count(0) != count:
+        if not ALLOWED[to][MessageState.NONE] or self._states[at].tobytes().count(0) != count:
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
         self.counts[to] += count
 
-    def enter(self, at: slice | Places, to: State | NDArray[np.uint8]) -> None:
+    def enter(self, at: slice | Places, to: MessageState | NDArray[np.uint8]) -> None:
         """New messages take their first state."""
         if self.state[at].any():
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
         for state, count in enumerate(np.bincount(self.state[at], minlength=STATES).tolist()):
-            if count and not ALLOWED[state][State.NONE]:
-                raise reject_transition(State.NONE, State(state))
+            if count and not ALLOWED[state][MessageState.NONE]:
+                raise reject_transition(MessageState.NONE, MessageState(state))
             self.counts[state] += count
 
-    def enter_one(self, at: int, to: State) -> None:
+    def enter_one(self, at: int, to: MessageState) -> None:
         start = self._states[at]
         if start or not ALLOWED[to][start]:
             raise reject_transition(start, to)
         self._states[at] = to
         self.counts[to] += 1
 
-    def move(self, at: Places, to: State) -> None:
+    def move(self, at: Places, to: MessageState) -> None:
         """Take distinct messages to another state, or none of them if one may not go there."""
         if len(at) == 1:
             self.move_one(int(at[0]), to)
@@ -163,18 +222,18 @@ class MessageTable:
         for start, count in enumerate(found):
             counts[start] -= count
         self.state[at] = to
-        if to is State.DONE:
+        if to is MessageState.DONE:
             self._bury(at)
         else:
             counts[to] += len(at)
 
-    def move_one(self, at: int, to: State) -> None:
+    def move_one(self, at: int, to: MessageState) -> None:
         start = self._states[at]
         if not (start and ALLOWED[to][start]):
             raise reject_transition(start, to)
         self.counts[start] -= 1
         self._states[at] = to
-        if to is State.DONE:
+        if to is MessageState.DONE:
             row = at >> PAGE_BITS
             self.living[row] -= 1
             if not self.living[row]:
@@ -185,11 +244,11 @@ class MessageTable:
     def recount(self) -> None:
         """After a snapshot was written into the columns."""
         self.counts[:] = np.bincount(self.state, minlength=STATES).tolist()
-        self.counts[State.NONE] = self.counts[State.DONE] = 0
+        self.counts[MessageState.NONE] = self.counts[MessageState.DONE] = 0
 
     # --- scans ---
 
-    def scan(self, wanted: frozenset[State], *, after: int = 0) -> Iterator[Sequences]:
+    def scan(self, wanted: frozenset[MessageState], *, after: int = 0) -> Iterator[Sequences]:
         """Sequences past `after` in one of the wanted states, ascending, in chunks."""
         lookup = mask_of(wanted)
         pages = self._pages()
@@ -205,7 +264,7 @@ class MessageTable:
             if len(found):
                 yield found
 
-    def all_in(self, wanted: frozenset[State]) -> Sequences:
+    def all_in(self, wanted: frozenset[MessageState]) -> Sequences:
         chunks = list(self.scan(wanted))
         return np.concatenate(chunks) if chunks else np.empty(0, np.uint64)
 

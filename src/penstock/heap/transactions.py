@@ -24,14 +24,14 @@ from typing import Any, Final, NamedTuple
 from penstock.errors import Corruption
 from penstock.model.batch import Decision
 
-DECIDED_MAX: Final = 1 << 16  # outcomes kept of each kind that may be forgotten, oldest go first
-DECIDED_MS: Final = 24 * 3600 * 1000  # and for how long, in log time
-ABORTED_MS: Final = 120_000  # that aborts are kept however many there are: a driver is done by then
-UNCONFIRMED_MAX: Final = 1 << 16  # commits that somebody may ask for, before no more are taken on
+DECIDED_MAX: Final = 1 << 16  # so many commits that all have, and so many aborts, are kept
+DECIDED_MS: Final = 24 * 3600 * 1000  # they are kept for so long at most, in log time
+ABORTED_MS: Final = 120_000  # an abort is kept for so long at least: its driver is done by then
+UNCONFIRMED_MAX: Final = 1 << 16  # past so many commits that may be asked for, no more are made
 _PLACE: Final = struct.Struct("<IQ")
 
 
-class Place(NamedTuple):
+class SharePlace(NamedTuple):
     """Where a share of an atomic batch was prepared."""
 
     partition: int
@@ -39,18 +39,18 @@ class Place(NamedTuple):
 
 
 class Doubts(NamedTuple):
-    """What a participant says to a home: of its batches, these wait for a decision here. That is
-    so in the log up to `sequence`, all of which is committed."""
+    """What a participant answers to a home: which batches of that home wait for a decision here.
+    That is so in the log up to `sequence`, all of which is committed."""
 
     sequence: int
     transactions: frozenset[bytes]
 
 
-class Commit(NamedTuple):
+class UnconfirmedCommit(NamedTuple):
     """A decision for a batch, which its other participants may still ask for."""
 
     time_ms: int
-    places: tuple[Place, ...]
+    places: tuple[SharePlace, ...]
 
 
 class ProducerRun(NamedTuple):
@@ -93,7 +93,7 @@ class Transactions:
     def __init__(self) -> None:
         self.decided_max, self.unconfirmed_max = DECIDED_MAX, UNCONFIRMED_MAX
         self.prepared: dict[bytes, Transaction] = {}
-        self.unconfirmed: dict[bytes, Commit] = {}  # oldest first, as the others
+        self.unconfirmed: dict[bytes, UnconfirmedCommit] = {}  # oldest first, as the others
         self.committed: dict[bytes, int] = {}  # other commits, with their time
         self.aborted: dict[bytes, int] = {}
 
@@ -115,7 +115,7 @@ class Transactions:
         found.shares.append(share)
 
     def decide(
-        self, transaction: bytes, decision: int, time_ms: int, places: tuple[Place, ...] = ()
+        self, transaction: bytes, decision: int, time_ms: int, places: tuple[SharePlace, ...] = ()
     ) -> Transaction | None:
         """Note the first outcome; returns what was waiting for it here."""
         if decision == Decision.CONFIRMED:
@@ -126,7 +126,7 @@ class Transactions:
         if not decision:
             self.aborted[transaction] = time_ms
         elif places:
-            self.unconfirmed[transaction] = Commit(time_ms, places)
+            self.unconfirmed[transaction] = UnconfirmedCommit(time_ms, places)
         else:
             self.committed[transaction] = time_ms
         self._forget(time_ms)
@@ -185,7 +185,7 @@ class Transactions:
         decided = [[name, True, time_ms] for name, time_ms in self.committed.items()]
         decided += [[name, False, time_ms] for name, time_ms in self.aborted.items()]
         found = {"prepared": prepared, "decided": decided}
-        if self.unconfirmed:  # what has none is as it was before there were any
+        if self.unconfirmed:  # without any, a snapshot is as older versions wrote it
             found["unconfirmed"] = [
                 [name, time_ms, list(places)]
                 for name, (time_ms, places) in self.unconfirmed.items()
@@ -203,7 +203,9 @@ class Transactions:
         for name, commit, time_ms in data["decided"]:
             (self.committed if commit else self.aborted)[name] = time_ms
         for name, time_ms, places in data.get("unconfirmed", ()):
-            self.unconfirmed[name] = Commit(time_ms, tuple(Place(*place) for place in places))
+            self.unconfirmed[name] = UnconfirmedCommit(
+                time_ms, tuple(SharePlace(*place) for place in places)
+            )
 
     def validate(self) -> None:
         outcomes = [*self.unconfirmed, *self.committed, *self.aborted]
@@ -211,18 +213,18 @@ class Transactions:
         assert len(names) == len(self.prepared) + len(outcomes), "a batch has two outcomes"
 
 
-def _has_copy(name: bytes, place: Place, answer: Doubts | None) -> bool:
+def _has_copy(name: bytes, place: SharePlace, answer: Doubts | None) -> bool:
     return (
         answer is not None and place.sequence <= answer.sequence and name not in answer.transactions
     )
 
 
-def pack_places(places: Iterable[Place]) -> bytes:
-    """As a DECIDE has them."""
+def pack_places(places: Iterable[SharePlace]) -> bytes:
+    """The places in the form that a DECIDE record has them in."""
     return b"".join(_PLACE.pack(*place) for place in places)
 
 
-def unpack_places(data: bytes) -> tuple[Place, ...]:
+def unpack_places(data: bytes) -> tuple[SharePlace, ...]:
     if len(data) % _PLACE.size:
         raise Corruption("the participants of a DECIDE are cut short")
-    return tuple(Place(*values) for values in _PLACE.iter_unpack(data))
+    return tuple(SharePlace(*values) for values in _PLACE.iter_unpack(data))

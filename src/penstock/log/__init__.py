@@ -1,9 +1,18 @@
-"""The durable partition log."""
+"""The durable log of one partition, and the data folder that holds the logs of one node.
+
+Sealed batches of `penstock.model` come in and are staged, written, synced and read again;
+`PartitionLog` is the one entrance. This package alone touches the files below a data folder's
+`topics`. It knows nothing of what a batch means, nor of other nodes, and starts no threads or
+tasks: its methods block where they say so, and the caller chooses the thread. Damage is found by
+CRCs and a hash chain and raised as `Corruption`; `verify_folder` looks for it offline.
+"""
 
 from penstock.log.crash import crash_point
+from penstock.log.flush import Flush, LogOptions
 from penstock.log.folder import DataFolder
-from penstock.log.partition import Flush, LogOptions, PartitionLog, SegmentInfo, Snapshot
-from penstock.log.replica import ReplicaFile
+from penstock.log.identity import ReplicaFile
+from penstock.log.partition import PartitionLog
+from penstock.log.segment import SegmentInfo
 from penstock.log.verify import Report, verify_folder
 
 __all__ = [
@@ -14,7 +23,6 @@ __all__ = [
     "ReplicaFile",
     "Report",
     "SegmentInfo",
-    "Snapshot",
     "crash_point",
     "verify_folder",
 ]

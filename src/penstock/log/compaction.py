@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from penstock.log.crash import crash_point
 from penstock.log.files import Handle
-from penstock.log.index import Index, Opened
-from penstock.log.segment import Segment, verify_sealed
-from penstock.log.walk import Walk
+from penstock.log.segment import OpenedSegment, Segment, verify_sealed
+from penstock.log.walk import BatchIndex, Walk
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, compress, seal_compacted
 
 BODY_BYTES_TARGET: Final = 1 << 20  # a merged body grows no further once it has this much
@@ -35,8 +34,8 @@ _BINARY: Final = ("key", "headers", "payload")
 
 
 def compact(
-    segment: Segment, alive: NDArray[np.uint64], target: Path
-) -> tuple[Segment, Index] | None:
+    segment: Segment, alive: NDArray[np.uint64], *, target: Path
+) -> tuple[Segment, BatchIndex] | None:
     """Write the segment with only the messages in `alive` to the file `target`, durably.
 
     Returns the segment as it is once that file has taken the old one's place, with its index, or
@@ -46,7 +45,7 @@ def compact(
     crash_point("log.rewrite.before")
     new = None
     try:
-        new = _copy(segment, alive, handle)
+        new = _copy(segment, alive, handle=handle)
     finally:
         if new is None:
             target.unlink()
@@ -55,12 +54,12 @@ def compact(
 
 
 def _copy(
-    segment: Segment, alive: NDArray[np.uint64], handle: Handle
-) -> tuple[Segment, Index] | None:
+    segment: Segment, alive: NDArray[np.uint64], *, handle: Handle
+) -> tuple[Segment, BatchIndex] | None:
     new = Segment(segment.path, segment.header._replace(compacted=True))
     new.end = handle.write([new.header.encode()], 0)
-    walk = Walk(Handle(segment.path), segment.path, header=segment.header, end=segment.end)
-    index = Index()
+    walk = segment.walk(Handle(segment.path))
+    index = BatchIndex()
     for batch in _compacted(walk, alive):
         index.add(batch.first, new.end)
         new.end = handle.write([batch.header(), batch.body, bytes(-batch.size & 7)], new.end)
@@ -69,7 +68,7 @@ def _copy(
     if new.end >= segment.end:
         return None
     new.last, new.chain, new.epoch = segment.last, segment.chain, segment.epoch
-    new.time_ms, new.sealed, new.opened = segment.time_ms, True, Opened(handle, index)
+    new.time_ms, new.sealed, new.opened = segment.time_ms, True, OpenedSegment(handle, index)
     handle.write([new.footer().encode()], new.end)
     os.fsync(handle.fd)
     return new, index

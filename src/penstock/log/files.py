@@ -1,21 +1,30 @@
-"""Files as the log needs them: shared handles, whole writes, synced folders."""
+"""Files as the log needs them: shared handles, whole writes, synced folders, timed syncs."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
+import statistics
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from penstock.errors import DiskFull, StorageFailed
+from penstock.errors import DiskFull, LimitExceeded, StorageFailed
 from penstock.model.columns import Buffer
 
 IOV_MAX: Final = 1024
+FILE_MODE: Final = 0o600  # the node's user alone, whatever the umask
+FOLDER_MODE: Final = 0o700
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})  # too many files are open
 _NO_NOWAIT: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL})
+SYNC_ROUNDS: Final = 20
+SYNC_BLOCK: Final = b"penstock" * 512
 
 
 class Handle:
@@ -29,7 +38,7 @@ class Handle:
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         self.fd = -1
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o640)
+        self.fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -83,6 +92,12 @@ def storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in TOO_MANY:
+            raise LimitExceeded(
+                f"{folder}: {error.strerror}; raise the limit of open files (ulimit -n, "
+                "LimitNOFILE)",
+                limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            ) from error
         kind = DiskFull if error.errno in FULL else StorageFailed
         raise kind(f"{folder}: {error}") from error
 
@@ -96,7 +111,8 @@ def sync_folder(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a partition's folder, if it is missing, so that it is still there after a power cut."""
     if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)  # the topic's folder
+        path.mkdir(FOLDER_MODE, exist_ok=True)
         sync_folder(path.parent)
         sync_folder(path.parent.parent)
 
@@ -104,8 +120,37 @@ def make_folder(path: Path) -> None:
 def write_whole(path: Path, buffers: Sequence[Buffer]) -> None:
     """Create or replace a file in one step that a crash cannot split, and make it durable."""
     new = path.with_name(path.name + ".tmp")
-    handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    handle.write(buffers, 0)
-    os.fsync(handle.fd)
-    new.rename(path)
+    try:
+        handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        handle.write(buffers, 0)
+        os.fsync(handle.fd)
+        new.rename(path)
+    except OSError:
+        new.unlink(missing_ok=True)  # half a file must not keep what little space there is
+        raise
     sync_folder(path.parent)
+
+
+class SyncTimes(NamedTuple):
+    median_ms: float
+    worst_ms: float
+
+    def __str__(self) -> str:
+        return f"median {self.median_ms:.2f} ms, worst {self.worst_ms:.2f} ms"
+
+
+def measure_sync(folder: Path) -> SyncTimes:
+    """How long the disk of a folder takes to sync, which every acknowledgement waits for at least.
+
+    A few blocks of a file that nobody sees are written and synced.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".sync-") as file:
+        took = [_sync_ms(file.fileno(), turn) for turn in range(SYNC_ROUNDS)]
+    return SyncTimes(statistics.median(took), max(took))
+
+
+def _sync_ms(descriptor: int, turn: int) -> float:
+    os.pwrite(descriptor, SYNC_BLOCK, turn * len(SYNC_BLOCK))
+    start = time.perf_counter()
+    os.fdatasync(descriptor)
+    return (time.perf_counter() - start) * 1000

@@ -31,6 +31,7 @@ FLOOR_MAGIC: Final = 0x314C5350  # "PSL1"
 INDEX_MAGIC: Final = 0x31495350  # "PSI1"
 SNAPSHOT_MAGIC: Final = 0x314E5350  # "PSN1"
 REPLICA_MAGIC: Final = 0x31525350  # "PSR1"
+GENERATION_MAGIC: Final = 0x31475350  # "PSG1"
 VERSION: Final = 1
 
 _CRC: Final = struct.Struct("<I")
@@ -42,6 +43,7 @@ _FLOOR: Final = struct.Struct("<IHHQQQQQQI")
 _INDEX: Final = struct.Struct("<IHHQQQII20x")
 _SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
 _REPLICA: Final = struct.Struct("<IHHQQ64s36x")
+_GENERATION: Final = struct.Struct("<IHHQQ16sQ16s60x")
 
 HEADER_SIZE: Final = _SEGMENT.size + 4
 FOOTER_SIZE: Final = _FOOTER.size + 4
@@ -50,6 +52,7 @@ FLOOR_SIZE: Final = _FLOOR.size + 4
 INDEX_SIZE: Final = _INDEX.size + 4
 SNAPSHOT_SIZE: Final = _SNAPSHOT.size + 4
 REPLICA_SIZE: Final = _REPLICA.size + 4
+GENERATION_SIZE: Final = _GENERATION.size + 4
 
 COMPACTED: Final = 1  # flags of a segment
 SEEDED: Final = 2
@@ -148,8 +151,8 @@ class FloorSlot(NamedTuple):
     tail: int  # first sequence of the newest segment: every segment before it is sealed
     flags: FloorFlag = FloorFlag.NONE
     cut: int = 0  # where the log is to end
-    chain: int = 0  # before `first`; both are only needed while there is no segment to say so
-    epoch: int = 0
+    chain: int = 0  # of the log before `first`, while there is no segment to say so
+    epoch: int = 0  # of the log before `first`, as `chain`
 
     def encode(self) -> bytes:
         generation, sequence, first, tail, flags, *rest = self
@@ -223,6 +226,39 @@ class ReplicaRecord(NamedTuple):
         what = "replica record"
         _, generation, promised, text = _opened(data, _REPLICA, magic=REPLICA_MAGIC, what=what)
         return ReplicaRecord(generation, promised, text.rstrip(b"\0").decode())
+
+
+class Generation(NamedTuple):
+    """One of a data folder's. Two with the same number differ in their tokens."""
+
+    number: int
+    token: str  # 32 hexadecimal digits
+
+
+class GenerationRecord(NamedTuple):
+    written: int  # how often the file was written; the record with the greater one counts
+    current: Generation  # the last that the metadata are known to have
+    intended: Generation  # what the metadata may have, if the node ended while telling them
+
+    def encode(self) -> bytes:
+        current, intended = self.current, self.intended
+        return _sealed(
+            _GENERATION.pack(
+                GENERATION_MAGIC, VERSION, 0, self.written,
+                current.number, bytes.fromhex(current.token),
+                intended.number, bytes.fromhex(intended.token),
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def decode(data: Buffer) -> GenerationRecord:
+        what = "generation record"
+        _, written, number, token, intended, wanted = _opened(
+            data, _GENERATION, magic=GENERATION_MAGIC, what=what
+        )
+        return GenerationRecord(
+            written, Generation(number, token.hex()), Generation(intended, wanted.hex())
+        )
 
 
 def _sealed(record: bytes) -> bytes:

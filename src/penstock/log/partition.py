@@ -1,35 +1,61 @@
-"""One partition's durable log: opening it, upkeep, snapshots, and cutting or seeding a replica.
+"""One partition's durable log: opening it, appending, reading, upkeep, and cutting or seeding it.
 
-`penstock.log.appending` has the half that runs all the time. What is here blocks, and runs on a
-thread other than the loop's. `drop_before`, `rewrite` and snapshots may run beside writes;
-`truncate`, `reset` and `finish_seeding` may not, nor beside reads past the commit.
+Three parties use a log at once, without waiting for each other:
+
+- the event loop *stages* batches (decides where they lie), *takes* what is staged as one flush, and
+  reads durable batches, from memory or the page cache;
+- one writer thread *writes* a flush, syncs it, and sets space aside ahead of need;
+- upkeep threads scan, snapshot, drop and rewrite sealed segments.
+
+Methods that block say so, and run on a thread other than the loop's. `drop_before`, `rewrite` and
+snapshots may run beside writes; `truncate`, `reset` and `finish_seeding` may not, nor beside reads
+past the commit.
+
+Invariants: sequences have no gap · `sequence_first - 1 <= sequence_durable <= sequence_last` · a
+batch is readable only when durable, or committed by others, except to those who ask for staged
+ones · the persisted floor is at most `min(sequence_durable, sequence_committed)` · after a failed
+write nothing is ever acknowledged again · the list of segments is replaced, never changed, so a
+reader's view of it stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
-from penstock.log.appending import AppendLog
+from penstock.errors import (
+    Corruption,
+    DiskFull,
+    FailedPrecondition,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
-from penstock.log.cutting import begin_anew, cut_after
 from penstock.log.files import make_folder, storage_errors, sync_folder
-from penstock.log.index import sidecar
-from penstock.log.layout import FloorFlag
-from penstock.log.recovery import Recovered, Recovery
-from penstock.log.segment import Segment, SegmentInfo, save_index
-from penstock.log.snapshots import Snapshot, Snapshots
-from penstock.log.staging import Flush, LogOptions
+from penstock.log.floor import begin_anew, cut_after
+from penstock.log.flush import Flush, FlushWriter, LogOptions, StagedBatches, Stager
+from penstock.log.layout import FloorFlag, SegmentHeader
+from penstock.log.reader import BatchCache, Reader, Watch
+from penstock.log.recovery import Recovery
+from penstock.log.segment import Segment, SegmentInfo, SegmentTable, save_index, sidecar
+from penstock.log.snapshots import SnapshotFiles, StoredSnapshot
+from penstock.model.batch import Batch, verify_chain
 from penstock.model.columns import Buffer
 
-__all__ = ["Base", "Flush", "LogOptions", "PartitionLog", "SegmentInfo", "Snapshot"]
+FULL_RETRY_S: Final = 1.0
+BEGIN_BYTES_MAX: Final = 256 << 10  # copied to the page cache on the loop; more takes a thread
+_log = logging.getLogger(__name__)
 
 
 class Base(NamedTuple):
@@ -40,17 +66,26 @@ class Base(NamedTuple):
     epoch: int
 
 
-class PartitionLog(AppendLog):
-    """See the module. Build it with `open`, which recovers and blocks."""
-
+class PartitionLog:
     def __init__(
-        self, folder: Path, found: Recovered, *, topic: int, partition: int, options: LogOptions
+        self, folder: Path, found: Recovery, *, topic: int, partition: int, options: LogOptions
     ) -> None:
+        """Use `open`, which recovers what is in the folder."""
+        self.folder, self.topic, self.partition, self.options = folder, topic, partition, options
         self._upkeep = Lock()  # one drop, rewrite or cut at a time, and none once it is closed
-        self._saving = Lock()  # the same of snapshots
-        self._snapshots = Snapshots(folder, topic=topic, partition=partition)
+        self._saving = Lock()  # one snapshot is saved at a time, and none once the log is closed
+        self._snapshots = SnapshotFiles(folder, topic=topic, partition=partition)
         self._closed = False
-        super().__init__(folder, found, topic=topic, partition=partition, options=options)
+        self._table = SegmentTable(index_bytes=options.index_bytes)
+        self._cache = BatchCache(options.cache_bytes)
+        self._pending = StagedBatches()
+        self._reader = Reader(self._table, self._cache)
+        self.watch = Watch()  # tells the owner of damage that any read meets
+        self._stager = Stager(folder, options)
+        self._writer = FlushWriter(found.floor, floor_s=options.floor_s)
+        self._failure = ""  # why nothing may be acknowledged any more
+        self._ahead_due = 0.0  # a full disk is not asked for space again before this time
+        self._restart(found.segments)
 
     @classmethod
     def open(
@@ -64,12 +99,255 @@ class PartitionLog(AppendLog):
         """
         with storage_errors(folder):
             make_folder(folder)
-            recovery = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot)
-            found = recovery.run()
+            found = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot)
+            found.run()
             options = options or LogOptions()
             log = cls(folder, found, topic=topic, partition=partition, options=options)
             log._grow_ahead()
             return log
+
+    def _restart(self, segments: list[Segment]) -> None:
+        """Take these segments for the whole log, all of it durable, and go on behind them."""
+        newest = segments[-1] if segments else None
+        slot = self._writer.floor.slot
+        self._table.restart(segments, empty_at=slot.empty_at)
+        self._stager.restart(newest)
+        self._writer.restart(newest)
+        self._pending.clear()
+        self._cache.forget(self._writer.durable + 1, 1 << 64)
+        # The log is being received from another replica; begin again if that was cut short.
+        self.seeding = bool(slot.flags & FloorFlag.SEEDING)
+        self.sequence_last = self._writer.durable  # of all that is staged
+        self.epoch_last = newest.epoch if newest else slot.epoch
+        self.chain_last = newest.chain if newest else slot.chain
+        self.time_ms_last = newest.time_ms if newest else 0
+
+    @property
+    def sequence_first(self) -> int:
+        return self._table.first
+
+    @property
+    def sequence_durable(self) -> int:
+        return self._writer.durable
+
+    @property
+    def sequence_committed(self) -> int:
+        """What is known to be committed: after opening, what the floor says."""
+        return self._writer.committed
+
+    @property
+    def floor_due(self) -> bool:
+        """Whether `persist_floor` was not called for a while."""
+        return self._writer.floor_due
+
+    @property
+    def bytes_total(self) -> int:
+        return self._table.bytes
+
+    # --- the event loop ---
+
+    def room(self, enqueue: bool) -> int:
+        """Any one batch of at most so many bytes can be staged now without growing."""
+        return 0 if self._failure else self._stager.room(enqueue=enqueue)
+
+    def stage(self, batch: Batch, *, received: bool = False) -> None:
+        """Give the next batch its place. Beyond `room(False)`, `DiskFull` is raised instead.
+
+        A batch that was `received` from another node is checked against the hash chain first. It
+        may be a compacted one only while the log is seeding.
+        """
+        self._check_health()
+        if batch.first != self.sequence_last + 1 or batch.epoch_previous != self.epoch_last:
+            raise ValueError(
+                f"batch {batch.first} after epoch {batch.epoch_previous} does not follow"
+                f" {self.sequence_last} of epoch {self.epoch_last}"
+            )
+        if received or batch.compacted:
+            self._check_received(batch)
+        if type(batch.body) is not bytes:  # a view would keep a whole network buffer alive
+            batch = msgspec.structs.replace(batch, body=bytes(batch.body))
+        begun = self._stager.add(batch, header=self._next_header)
+        if begun is not None:
+            self._table.append(begun)
+        self._cache.put(batch)
+        self._pending.add(batch)
+        self.sequence_last, self.epoch_last = batch.last, batch.epoch
+        self.chain_last, self.time_ms_last = batch.chain, batch.time_ms
+
+    def advance_commit(self, sequence: int) -> None:
+        """Everything up to `sequence` is committed; it is never cut off again. Never goes back."""
+        if sequence > self.sequence_last:
+            raise ValueError(f"commit at {sequence} is past the end {self.sequence_last}")
+        if sequence > self._writer.committed:
+            self._writer.committed = sequence
+
+    def take(self) -> Flush | None:
+        """What is staged and not handed out yet. Write every flush, in the order taken."""
+        return self._stager.take()
+
+    def first_of(self, sequence: int) -> int | None:
+        """Where the batch that covers `sequence` begins; None when the disk is needed to tell."""
+        ahead = self._ahead(sequence)
+        if ahead is not None:
+            return ahead.first
+        self._check_held(sequence)
+        _, opened = self._table.locate(sequence, nowait=True)
+        return None if opened is None else opened.index.firsts[opened.index.find(sequence)]
+
+    def slice_size(self, from_sequence: int, *, through: int, bytes_max: int) -> int | None:
+        """The bytes that `read_slice` would read; None when the disk is needed to tell."""
+        through = min(through, self.sequence_durable)
+        if from_sequence > through:
+            return 0
+        self._check_held(from_sequence)
+        return self._reader.slice_size(from_sequence, through=through, bytes_max=bytes_max)
+
+    def read(self, sequence: int, *, nowait: bool) -> Batch | None:
+        """The batch that covers `sequence`, durable here or committed by others; None when `nowait`
+        and the disk is needed."""
+        ahead = self._ahead(sequence)
+        if ahead is not None:
+            return ahead
+        self._check_held(sequence)
+        with self.watch:
+            return self._reader.read(sequence, nowait=nowait)
+
+    def _ahead(self, sequence: int) -> Batch | None:
+        """A batch that was committed without this disk. It is in memory until it is durable."""
+        if not self._writer.durable < sequence <= self._writer.committed:
+            return None
+        found = self._pending.slice(sequence, through=self.sequence_last, bytes_max=0)
+        return found[0] if found else None  # a batch that is not here has just become durable
+
+    def read_slice(
+        self, from_sequence: int, *, through: int, bytes_max: int, nowait: bool,
+        staged: bool = False,
+    ) -> list[Batch] | None:  # fmt: skip
+        """Whole batches from the one that covers `from_sequence`, none that ends past `through`.
+
+        At least one if there is any, whatever its size; it may stop short of both bounds, so go on
+        from where it ended. Empty at the end of the log, which with `staged` is `sequence_last`.
+        """
+        if staged and from_sequence > self.sequence_durable:
+            found = self._pending.slice(from_sequence, through=through, bytes_max=bytes_max)
+            if found:
+                return found  # if nothing is here, it has just become durable, or never was
+        through = min(through, self.sequence_durable)
+        if from_sequence > through:
+            return []
+        self._check_held(from_sequence)
+        with self.watch:
+            return self._reader.slice(
+                from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
+            )
+
+    def begin(self, flush: Flush) -> int | None:
+        """Hand a flush to the page cache; returns the descriptor to sync before `finish`.
+
+        It returns None if the writer thread has to `write` the flush, because the flush is large or
+        begins a segment, or because more space has to be set aside.
+        """
+        self._check_health()
+        piece = flush.pieces[0]
+        if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
+            return None
+        if not self._is_grown_ahead():
+            return None
+        try:
+            return self._writer.begin(piece)
+        except OSError as error:
+            self._fail(error)
+
+    def finish(self, flush: Flush, error: OSError | None) -> int:
+        """The sync of a flush that was begun has ended; returns the last durable sequence."""
+        if error is not None:
+            self._fail(error)
+        self._writer.finish(flush.pieces[0])
+        self._pending.forget(self._writer.durable)
+        return self._writer.durable
+
+    # --- the writer thread ---
+
+    def write(self, flush: Flush) -> int:
+        """Make a flush durable; returns the last durable sequence.
+
+        A failure is final: what the disk holds is unknown, and a second sync may lie about it.
+        """
+        self._check_health()
+        try:  # plain, because `_final` takes microseconds and a put waits for this
+            for piece in flush.pieces:
+                sealed = self._writer.write(piece)
+                if sealed is not None:
+                    self._table.touch(sealed)
+            self._pending.forget(self._writer.durable)
+            if self._writer.floor_due:  # the floor may lag: it only sharpens the search for rot
+                self._writer.raise_floor()
+            self._grow_ahead()
+        except OSError as error:
+            self._fail(error)
+        return self._writer.durable
+
+    def grow(self, bytes: int, *, enqueue: bool = True) -> None:
+        """Make room for a batch of that size; raises `DiskFull`."""
+        with self._final():
+            self._stager.grow(bytes, enqueue=enqueue)
+
+    def persist_floor(self) -> None:
+        """Persist what is committed now, when that is due, or the log fell idle after a write."""
+        with self._final():
+            self._writer.raise_floor()
+
+    def find_time(self, time_ms: int, *, through: int) -> int:
+        """Where the log reached `time_ms`: a batch's first sequence, or `through + 1`. Blocks."""
+        through = min(through, self.sequence_durable)
+        if through < self.sequence_first:
+            return self.sequence_first
+        with self.watch:
+            return self._reader.find_time(time_ms, through=through)
+
+    def extent(
+        self, from_sequence: int, *, through: int, entries_max: int, bytes_max: int
+    ) -> tuple[int, int]:
+        """The last sequence of the whole batches that fit both bounds, and their bytes. Blocks."""
+        through = min(through, self.sequence_durable)
+        if from_sequence > through:
+            return from_sequence - 1, 0
+        self._check_held(from_sequence)
+        with self.watch:
+            return self._reader.extent(
+                from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
+            )
+
+    def epoch_runs(self, from_sequence: int) -> list[tuple[int, int]]:
+        """(epoch, first sequence) of each run of one epoch from `from_sequence` on, durable ones.
+
+        The first begins at `from_sequence`, or where the log does. Reads headers; blocks.
+        """
+        from_sequence = max(from_sequence, self.sequence_first)
+        with self.watch:
+            return self._reader.epoch_runs(from_sequence, self.sequence_durable)
+
+    def first_as_written(self) -> int:
+        """The sequence from which on no batch is compacted: what a follower may copy. Blocks."""
+        with self.watch:
+            return self._reader.first_as_written(self.sequence_durable)
+
+    # --- recovery and upkeep ---
+
+    def scan(self, from_sequence: int) -> Iterator[Batch]:
+        """Every durable batch from the one that covers `from_sequence`, CRC and chain verified.
+
+        Bodies are views into read chunks of some MiB: copy what is to be kept.
+        """
+        from_sequence = max(from_sequence, self.sequence_first)
+        return self.watch.over(self._reader.scan(from_sequence, self.sequence_durable))
+
+    def scrub(self) -> Iterator[int]:
+        """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
+        return self.watch.over(self._reader.scrub())
+
+    def segments(self) -> list[SegmentInfo]:
+        return [segment.info() for segment in self._table.segments()]
 
     @property
     def base(self) -> Base:
@@ -115,7 +393,7 @@ class PartitionLog(AppendLog):
                 raise FailedPrecondition(f"the segment at sequence {first} is not sealed")
             target = old.path.with_name(old.path.name + ".tmp")
             with self.watch:
-                compacted = compact(old, alive(old.first, old.last), target)
+                compacted = compact(old, alive(old.first, old.last), target=target)
             if compacted is None:
                 return 0
             new, index = compacted
@@ -141,11 +419,11 @@ class PartitionLog(AppendLog):
             self._writer.raise_floor()
             return self._snapshots.save(sequence=sequence, chain=chain, epoch=epoch, parts=parts)
 
-    def load_snapshot(self) -> Snapshot | None:
+    def load_snapshot(self) -> StoredSnapshot | None:
         return self._snapshots.load(through=self.sequence_durable)
 
     def snapshot_sequences(self) -> list[int]:
-        """Of the snapshots kept, oldest first: drop and rewrite only below the oldest."""
+        """Where the kept snapshots are, oldest first: drop and rewrite only below the oldest."""
         return self._snapshots.sequences()
 
     # --- cutting and seeding ---
@@ -170,35 +448,29 @@ class PartitionLog(AppendLog):
             self._check_boundary(sequence)
             if sequence == self.sequence_last:
                 return
-            try:
+            with self._final():
                 kept = cut_after(
                     sequence, floor=self._writer.floor, segments=self._table.segments(),
                     publish=lambda kept: self._table.restart(kept, empty_at=sequence + 1),
                 )  # fmt: skip
                 self._restart(kept)
                 self._grow_ahead()
-            except OSError as error:
-                self._fail(error)
 
     def reset(self, *, first: int, chain: int, epoch: int) -> None:
         """Durably forget everything and be an empty log: next comes `first`, after chain and epoch.
 
         It is `seeding` from now on, until `finish_seeding`. What is staged is dropped.
         """
-        self._check_health()
         if first < 1:
             raise ValueError(f"a log cannot begin at {first}")
-        with self._upkeep:
-            try:
-                floor = self._writer.floor
-                self._table.restart([], empty_at=first)  # before files go that it names
-                begin_anew(self.folder, floor=floor, first=first, chain=chain, epoch=epoch)
-                self._writer.committed = first - 1
-                self._cache.forget(0, 1 << 64)
-                self._restart([])
-                self._grow_ahead()
-            except OSError as error:
-                self._fail(error)
+        with self._upkeep, self._final():
+            floor = self._writer.floor
+            self._table.restart([], empty_at=first)  # it must not name files that go
+            begin_anew(self.folder, floor=floor, first=first, chain=chain, epoch=epoch)
+            self._writer.committed = first - 1
+            self._cache.forget(0, 1 << 64)
+            self._restart([])
+            self._grow_ahead()
 
     def install_snapshot(
         self, *, sequence: int, chain: int, epoch: int, parts: Sequence[Buffer]
@@ -215,15 +487,13 @@ class PartitionLog(AppendLog):
         if not self.seeding or self.sequence_durable != self.sequence_last:
             raise ValueError("the log is not seeding, or not all of it is durable")
         committed = self._check_seed()
-        try:
+        with self._final():
             floor = self._writer.floor
             flags = floor.slot.flags & ~FloorFlag.SEEDING
             sequence = max(floor.slot.sequence, committed)
             crash_point("log.seed.before")
             floor.settle(floor.slot._replace(flags=flags, sequence=sequence))
             crash_point("log.seed.after")
-        except OSError as error:
-            self._fail(error)
         self.seeding = False
         self.advance_commit(committed)
 
@@ -232,7 +502,7 @@ class PartitionLog(AppendLog):
         with self._upkeep, self._saving, storage_errors(self.folder):
             if not self._failure:
                 self._writer.raise_floor()
-            self._staging.close()
+            self._stager.close()
             self._table.close()
             self._closed = True
 
@@ -247,7 +517,6 @@ class PartitionLog(AppendLog):
         """Raise unless a batch ends at `sequence`, which is held, or the log begins behind it."""
         if sequence == self.sequence_first - 1:
             return
-        self._check_held(sequence)
         batch = self.read(sequence, nowait=False)
         if batch is None or batch.last != sequence:
             raise ValueError(f"no batch ends at {sequence}")
@@ -269,3 +538,64 @@ class PartitionLog(AppendLog):
         if found != expected:
             raise Corruption(f"{self.folder}: the log at {found} is not what the snapshot is of")
         return snapshot.sequence
+
+    def _grow_ahead(self) -> None:
+        """Set space aside before it is asked for; a full disk is the asker's to hear of."""
+        if self._is_grown_ahead():
+            return
+        try:
+            self._stager.grow(max(self._ahead_bytes, 8))
+        except DiskFull as error:
+            self._ahead_due = time.monotonic() + FULL_RETRY_S
+            _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
+
+    @property
+    def _ahead_bytes(self) -> int:
+        half = min(self.options.allocate_bytes, self.options.segment_bytes) // 2
+        return half - self.options.reserve_bytes
+
+    def _is_grown_ahead(self) -> bool:
+        """Whether enough space is set aside, or a full disk said lately that there is none."""
+        if self._stager.room(enqueue=True) >= self._ahead_bytes:
+            return True
+        return time.monotonic() < self._ahead_due
+
+    def _check_held(self, sequence: int) -> None:
+        if not self._table.first <= sequence <= self._writer.durable:
+            held = f"{self.sequence_first} to {self.sequence_durable}"
+            raise NotFound(f"sequence {sequence} is not held, only {held}", sequence=sequence)
+
+    def _next_header(self) -> SegmentHeader:
+        """The header of a segment that would begin behind what is staged."""
+        return SegmentHeader(
+            self.topic, self.partition, self.sequence_last + 1, self.chain_last, self.epoch_last,
+            seeded=self.seeding,
+        )  # fmt: skip
+
+    def _check_received(self, batch: Batch) -> None:
+        place = (self.topic, self.partition)
+        if (batch.topic, batch.partition) != place or batch.epoch < self.epoch_last:
+            raise ValueError(f"batch {batch.first} of epoch {batch.epoch} is not for this log")
+        if batch.compacted and not self.seeding:
+            raise ValueError(f"batch {batch.first} is compacted, and this log is not seeding")
+        verify_chain(batch, self.chain_last)
+
+    def _check_health(self) -> None:
+        if self._failure:
+            raise StorageFailed(f"an earlier write failed: {self._failure}")
+
+    @contextmanager
+    def _final(self) -> Iterator[None]:
+        """Do nothing after a failure, and let a failure in here be the last."""
+        self._check_health()
+        try:
+            yield
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._failure = str(error)
+        _log.critical("%s: storage failed: %s", self.folder, self._failure)
+        raise StorageFailed(
+            f"{self.folder}: {error}", topic=self.topic, partition=self.partition
+        ) from error

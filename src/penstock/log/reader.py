@@ -1,24 +1,101 @@
-"""Reading durable batches: by sequence for delivery, by slice for streams, by scan for recovery."""
+"""Reading durable batches: by sequence for delivery, by slice for streams, by scan for recovery.
+
+A message that was just enqueued is delivered from a cache of batches in memory, without touching
+the disk. Whoever comes upon damage while reading raises it, and the log's owner hears of it.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from typing import Final
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from threading import Lock
+from types import TracebackType
+from typing import Final, TypeVar
 
 from penstock.errors import Corruption
-from penstock.log.cache import BatchCache
 from penstock.log.files import Handle
-from penstock.log.index import Opened
 from penstock.log.layout import padded
-from penstock.log.segment import Segment, verify_ends, verify_sealed
-from penstock.log.table import SegmentTable
-from penstock.log.walk import Walk, damaged
+from penstock.log.segment import OpenedSegment, Segment, SegmentTable, verify_ends, verify_sealed
+from penstock.log.walk import SegmentFile, Walk, damaged
 from penstock.model import batch as batches
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
+_OVERHEAD: Final = 512  # bytes that the objects round a body take
+T = TypeVar("T")
 SCRUB_STEP_BYTES: Final = 1 << 20
+
+
+class BatchCache:
+    """Recently written and read batches, least recently used first out; keyed by first sequence.
+
+    The event loop and reader threads ask it alike, hence the lock, which is only held for
+    dictionary steps.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self._lock = Lock()
+        self._batches: OrderedDict[int, Batch] = OrderedDict()
+
+    def get(self, first: int) -> Batch | None:
+        with self._lock:
+            batch = self._batches.get(first)
+            if batch is not None:
+                self._batches.move_to_end(first)
+            return batch
+
+    def put(self, batch: Batch) -> None:
+        with self._lock:
+            old = self._batches.pop(batch.first, None)
+            if old is not None:
+                self.bytes -= len(old.body) + _OVERHEAD
+            self._batches[batch.first] = batch
+            self.bytes += len(batch.body) + _OVERHEAD
+            while self.bytes > self.bytes_max and self._batches:
+                _, out = self._batches.popitem(last=False)
+                self.bytes -= len(out.body) + _OVERHEAD
+
+    def forget(self, first: int, last: int) -> None:
+        """Drop every batch that begins in `[first, last]`."""
+        with self._lock:
+            for key in [key for key in self._batches if first <= key <= last]:
+                self.bytes -= len(self._batches.pop(key).body) + _OVERHEAD
+
+
+def _nobody(_: Corruption) -> None:
+    """Nobody owns the log yet, or any more."""
+
+
+class Watch:
+    """A context that tells of the damage which is met in it. It is raised all the same."""
+
+    __slots__ = ("tell",)
+
+    def __init__(self) -> None:
+        self.tell: Callable[[Corruption], None] = _nobody  # called on the thread that reads
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Corruption):
+            self.tell(error)
+
+    def over(self, steps: Iterator[T]) -> Iterator[T]:
+        """Take the steps, and tell of the damage that is met in any of them."""
+        with self:
+            yield from steps
+
+    def end(self) -> None:
+        self.tell = _nobody
 
 
 class Reader:
@@ -43,6 +120,19 @@ class Reader:
         batch = _decode(segment, data, at=0, offset=offset, sequence=index.firsts[position])
         self._cache.put(batch)
         return batch
+
+    def slice_size(self, sequence: int, *, through: int, bytes_max: int) -> int | None:
+        """How many bytes `slice` would read; None if the segment is not at hand."""
+        segment, opened = self._table.locate(sequence, nowait=True)
+        if opened is None:
+            return None
+        position = opened.index.find(sequence)
+        through = min(through, segment.last)
+        until = _until(segment, opened, position, through=through, bytes_max=bytes_max)
+        if until < position:
+            return 0
+        offset, end = _extent(segment, opened, position, until)
+        return end - offset
 
     def slice(
         self, sequence: int, *, through: int, bytes_max: int, nowait: bool
@@ -94,7 +184,7 @@ class Reader:
         )
         if position == len(index.firsts):
             return through + 1
-        return min(index.firsts[position], through + 1)  # past it: staged meanwhile
+        return min(index.firsts[position], through + 1)  # the batch may be staged meanwhile
 
     def extent(
         self, sequence: int, *, through: int, entries_max: int, bytes_max: int
@@ -134,7 +224,9 @@ class Reader:
             index, last = opened.index, min(through, segment.last)
             position, until = index.find(sequence), index.find(last)
 
-            def epoch_at(position: int, segment: Segment = segment, opened: Opened = opened) -> int:
+            def epoch_at(
+                position: int, segment: Segment = segment, opened: OpenedSegment = opened
+            ) -> int:
                 return _decode_head(segment, opened, opened.index.offsets[position]).epoch
 
             while position <= until:
@@ -162,7 +254,13 @@ class Reader:
         return self._table.first
 
     def _cached(
-        self, segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int
+        self,
+        segment: Segment,
+        opened: OpenedSegment,
+        position: int,
+        *,
+        through: int,
+        bytes_max: int,
     ) -> list[Batch]:
         """Batches in memory from `position` on, as far as there is no gap."""
         found: list[Batch] = []
@@ -170,7 +268,7 @@ class Reader:
         while position < len(firsts) and firsts[position] <= through:
             batch = self._cache.get(firsts[position])
             last = _last_of(segment, opened, position)
-            # One of another range is from before a rewrite, or from after it.
+            # A cached batch of another range is from before a rewrite, or from after it.
             if batch is None or batch.last != last or last > through:
                 break
             bytes_max -= batch.size
@@ -185,12 +283,12 @@ class Reader:
         for segment in self._table.segments():
             handle = self._table.open_file(segment) if segment.sealed else None
             if handle is None:
-                continue  # the newest one, or dropped, cut or rewritten since
+                continue  # it is the newest one, or was dropped, cut or rewritten since
             try:
                 yield from _scrub_segment(segment, handle)
             except Corruption:
                 if segment in self._table.segments():
-                    raise  # else it has been cut meanwhile
+                    raise  # a segment that is not listed any more was cut meanwhile
 
     def scan(self, sequence: int, through: int) -> Iterator[Batch]:
         """Every batch from the one that covers `sequence` to the one that ends at `through`."""
@@ -198,7 +296,7 @@ class Reader:
             segment, opened = self._table.locate(sequence, nowait=False)
             assert opened is not None
             end = segment.end if segment.last <= through else _extent_of(segment, opened, through)
-            walk = Walk(opened.handle, segment.path, header=segment.header, end=end)
+            walk = Walk(SegmentFile(opened.handle, segment.path, segment.header), end=end)
             position = opened.index.find(sequence)
             if position > 0:
                 offset, _ = _extent(segment, opened, position - 1, position - 1)
@@ -207,15 +305,13 @@ class Reader:
             for _, batch in walk:
                 yield batch
             if walk.sequence < sequence:
-                raise damaged(
-                    "the segment ends early", path=segment.path, offset=walk.offset,
-                    header=segment.header, sequence=sequence,
-                )  # fmt: skip
+                reason = "the segment ends early"
+                raise damaged(segment, reason, offset=walk.offset, sequence=sequence)
             sequence = walk.sequence + 1
 
 
 def _scrub_segment(segment: Segment, handle: Handle) -> Iterator[int]:
-    walk = Walk(handle, segment.path, header=segment.header, end=segment.end)
+    walk = segment.walk(handle)
     done = 0
     for offset, _ in walk:
         if offset - done >= SCRUB_STEP_BYTES:
@@ -226,30 +322,32 @@ def _scrub_segment(segment: Segment, handle: Handle) -> Iterator[int]:
     yield segment.bytes - done
 
 
-def _extent(segment: Segment, opened: Opened, position: int, until: int) -> tuple[int, int]:
+def _extent(segment: Segment, opened: OpenedSegment, position: int, until: int) -> tuple[int, int]:
     """Bytes from a batch to the end of another, perhaps with a flush mark behind it."""
     offsets = opened.index.offsets
-    end = segment.end  # before the length is looked at: a batch staged meanwhile raises both
+    end = segment.end  # read before the length, because a batch staged meanwhile raises both
     if until + 1 < len(offsets):
         end = offsets[until + 1]
     return offsets[position], end
 
 
-def _last_of(segment: Segment, opened: Opened, position: int) -> int:
+def _last_of(segment: Segment, opened: OpenedSegment, position: int) -> int:
     """The last sequence of a batch, as the index has it."""
-    last = segment.last  # before the length is looked at, as in `_extent`
+    last = segment.last  # read before the length, as in `_extent`
     firsts = opened.index.firsts
     return firsts[position + 1] - 1 if position + 1 < len(firsts) else last
 
 
-def _extent_of(segment: Segment, opened: Opened, sequence: int) -> int:
+def _extent_of(segment: Segment, opened: OpenedSegment, sequence: int) -> int:
     position = opened.index.find(sequence)
     offset, _ = _extent(segment, opened, position, position)
     head, length = batches.decode_header(opened.handle.read(batches.HEADER_SIZE, offset))
     return offset + padded(head.size + length)
 
 
-def _until(segment: Segment, opened: Opened, position: int, *, through: int, bytes_max: int) -> int:
+def _until(
+    segment: Segment, opened: OpenedSegment, position: int, *, through: int, bytes_max: int
+) -> int:
     """The last batch to read: within `bytes_max`, and ending at or before `through`."""
     until = opened.index.find(through)
     if _last_of(segment, opened, until) > through:
@@ -261,7 +359,7 @@ def _until(segment: Segment, opened: Opened, position: int, *, through: int, byt
 
 
 def _fitting(
-    segment: Segment, opened: Opened, position: int, *, limit: int, through: int, room: int
+    segment: Segment, opened: OpenedSegment, position: int, *, limit: int, through: int, room: int
 ) -> int:
     """The last batch of a segment that fits: it ends by `limit`, or covers `through`."""
     index = opened.index
@@ -276,7 +374,7 @@ def _fitting(
     return bisect_right(index.offsets, bound, position + 1, until + 1) - 2
 
 
-def _fetch(opened: Opened, offset: int, end: int, *, nowait: bool) -> Buffer | None:
+def _fetch(opened: OpenedSegment, offset: int, end: int, *, nowait: bool) -> Buffer | None:
     if nowait:
         return opened.handle.read_nowait(end - offset, offset)
     return opened.handle.read(end - offset, offset)
@@ -290,21 +388,13 @@ def _decode(segment: Segment, data: Buffer, *, at: int, offset: int, sequence: i
         ):  # fmt: skip
             raise Corruption(f"the batch of sequence {sequence} is not at its place")
     except Corruption as error:
-        raise damaged(
-            error.message,
-            path=segment.path,
-            offset=offset,
-            header=segment.header,
-            sequence=sequence,
-        ) from error
+        raise damaged(segment, error.message, offset=offset, sequence=sequence) from error
     return batch
 
 
-def _decode_head(segment: Segment, opened: Opened, offset: int) -> Batch:
+def _decode_head(segment: Segment, opened: OpenedSegment, offset: int) -> Batch:
     try:
         head, _ = batches.decode_header(opened.handle.read(batches.HEADER_SIZE, offset))
     except Corruption as error:
-        raise damaged(
-            error.message, path=segment.path, offset=offset, header=segment.header, sequence=0
-        ) from error
+        raise damaged(segment, error.message, offset=offset, sequence=0) from error
     return head

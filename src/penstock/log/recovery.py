@@ -11,50 +11,40 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import Corruption
-from penstock.log import replica
-from penstock.log.cutting import finish_interrupted
 from penstock.log.files import Handle, sync_folder
-from penstock.log.floor import Floor
-from penstock.log.index import Index, Opened, sidecar
-from penstock.log.layout import FloorFlag, FloorSlot, SegmentHeader
+from penstock.log.floor import Floor, finish_interrupted
+from penstock.log.identity import REPLICA_FILE
+from penstock.log.layout import FloorFlag, FloorSlot
 from penstock.log.segment import (
     Segment,
-    read_footer,
-    read_header,
     seal,
     sealed_segment,
+    segment_file,
+    sidecar,
     verify_sealed,
 )
-from penstock.log.tail import clear_tail
-from penstock.log.walk import Walk, damaged, last_nonzero, proof_of_rot
+from penstock.log.walk import SegmentFile, Walk, clear_tail, damaged, last_nonzero, proof_of_rot
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Recovered:
-    segments: list[Segment]
-    floor: Floor
-
-
 class Recovery:
-    """One opening of one partition's folder."""
+    """One opening of one partition's folder: `run` finds its `segments`, and its `floor` holds."""
 
     def __init__(self, folder: Path, *, topic: int, partition: int, accept_rot: bool) -> None:
         self.folder, self.topic, self.partition = folder, topic, partition
         self.accept_rot = accept_rot
         orphans = [p for p in folder.glob("*.idx") if not p.with_suffix(".seg").exists()]
         for stale in (*folder.glob("*.tmp"), *orphans):
-            if stale.name != f"{replica.NAME}.tmp":  # it may be being written at this moment
+            if stale.name != f"{REPLICA_FILE}.tmp":  # it may be being written at this moment
                 stale.unlink()
         self.floor = Floor(folder / "floor", accept_rot=accept_rot)
         self.segments: list[Segment] = []
 
-    def run(self) -> Recovered:
+    def run(self) -> None:
         self._finish_interrupted()
         paths = self._drop_leftovers(sorted(self.folder.glob("*.seg")))
         for position, path in enumerate(paths):
@@ -66,7 +56,6 @@ class Recovery:
                 self._amputate(damage, paths[position:])
                 break
         self._check_ends()
-        return Recovered(self.segments, self.floor)
 
     def _finish_interrupted(self) -> None:
         try:
@@ -74,7 +63,8 @@ class Recovery:
         except Corruption:
             if not self.accept_rot:
                 raise
-            slot = self.floor.slot  # the damage is met again, and accepted, without the intent
+            # Without the intent, the damage is met again below, and accepted there.
+            slot = self.floor.slot
             self.floor.settle(slot._replace(flags=slot.flags & FloorFlag.SEEDING, cut=0))
 
     def _drop_leftovers(self, paths: list[Path]) -> list[Path]:
@@ -86,45 +76,41 @@ class Recovery:
         return keep
 
     def _segment(self, path: Path, *, newest: bool) -> Segment:
-        handle = Handle(path, os.O_RDWR)
-        header = read_header(handle, path, topic=self.topic, partition=self.partition)
-        check_follows(path, header, before=self._before, oldest=self.floor.slot.first)
+        file = self._open(path)
         try:
-            segment = sealed_segment(path, header, read_footer(handle, path, header))
+            segment = sealed_segment(file)
         except Corruption:
-            if not newest or header.first < self.floor.slot.tail:
+            if not newest or file.header.first < self.floor.slot.tail:
                 raise
-            return self._newest(path, handle, header)
+            return self._newest(Walk(file, end=file.handle.size))
         if self.accept_rot:
-            walk = Walk(handle, path, header=header, end=segment.end)
-            for _ in walk:
-                pass
+            walk = segment.walk(file.handle)
+            walk.finish()
             verify_sealed(segment, walk)
         return segment
 
-    @property
-    def _before(self) -> Segment | None:
-        return self.segments[-1] if self.segments else None
+    def _open(self, path: Path) -> SegmentFile:
+        """Open the segment that has to follow those which were found."""
+        handle = Handle(path, os.O_RDWR)
+        file = segment_file(handle, path, topic=self.topic, partition=self.partition)
+        before = self.segments[-1] if self.segments else None
+        check_follows(file, before=before, oldest=self.floor.slot.first)
+        return file
 
-    def _newest(self, path: Path, handle: Handle, header: SegmentHeader) -> Segment:
+    def _newest(self, walk: Walk) -> Segment:
         """Walk the newest segment to its end and clear what a torn write left behind."""
-        segment, walk = Segment(path, header), Walk(handle, path, header=header, end=handle.size)
-        index = Index()
         try:
-            for offset, batch in walk:
-                index.add(batch.first, offset)
+            walk.finish()
         except Corruption as stop:
-            used = last_nonzero(handle, walk.offset, walk.end)
+            used = last_nonzero(walk)
             refuse_rot(walk, stop, floor=self.floor.slot.sequence)
             if used > walk.offset:
                 torn = used - walk.offset
                 _log.warning("cleared a torn tail of %d bytes: %s", torn, stop.message)
         else:
             used = walk.offset
-        clear_tail(handle, walk, used)
-        segment.reached(walk)
-        segment.opened, segment.allocated = Opened(handle, index), handle.size
-        return segment
+        clear_tail(walk, used)
+        return Segment.walked(walk)
 
     def _check_ends(self) -> None:
         slot = self.floor.slot
@@ -154,23 +140,18 @@ class Recovery:
         self._settle_for(damage)
 
     def _cut(self, path: Path) -> Segment:
-        handle = Handle(path, os.O_RDWR)
-        header = read_header(handle, path, topic=self.topic, partition=self.partition)
-        check_follows(path, header, before=self._before, oldest=self.floor.slot.first)
-        walk, index = Walk(handle, path, header=header, end=handle.size), Index()
+        file = self._open(path)
+        walk = Walk(file, end=file.handle.size)
         try:
-            for offset, batch in walk:
-                index.add(batch.first, offset)
+            walk.finish()
         except Corruption as stop:
-            if header.compacted and not walk.batches:
+            if file.header.compacted and not walk.batches:
                 raise
-            clear_tail(handle, walk, handle.size)
+            clear_tail(walk, walk.end)
             _log.critical("cut off the rest of a segment: %s", stop.message)
         sidecar(path).unlink(missing_ok=True)
-        segment = Segment(path, header)
-        segment.reached(walk)
-        segment.opened, segment.allocated = Opened(handle, index), handle.size
-        if header.compacted:  # nothing may be appended to a rewritten segment
+        segment = Segment.walked(walk)
+        if file.header.compacted:  # nothing may be appended to a rewritten segment
             seal(segment)
         return segment
 
@@ -193,19 +174,16 @@ class Recovery:
         )
 
 
-def check_follows(
-    path: Path, header: SegmentHeader, *, before: Segment | None, oldest: int
-) -> None:
+def check_follows(file: SegmentFile, *, before: Segment | None, oldest: int) -> None:
     """Raise unless the segment continues `before`, or is the `oldest` (0: any) of the log."""
+    header = file.header
     if before is not None:
         expected = (before.last + 1, before.chain, before.epoch)
     else:
         expected = (oldest or header.first, header.chain_before, header.epoch_before)
     if (header.first, header.chain_before, header.epoch_before) != expected:
-        raise damaged(
-            "the segment does not follow the one before it",
-            path=path, offset=0, header=header, sequence=expected[0],
-        )  # fmt: skip
+        reason = "the segment does not follow the one before it"
+        raise damaged(file, reason, offset=0, sequence=expected[0])
 
 
 def refuse_rot(walk: Walk, stop: Corruption, *, floor: int) -> None:
@@ -215,7 +193,5 @@ def refuse_rot(walk: Walk, stop: Corruption, *, floor: int) -> None:
     else:
         proof = proof_of_rot(walk)
     if proof:
-        raise damaged(
-            f"{stop.details['reason']}; {proof}", path=walk.path, offset=walk.offset,
-            header=walk.header, sequence=walk.sequence + 1,
-        ) from stop  # fmt: skip
+        reason = f"{stop.details['reason']}; {proof}"
+        raise damaged(walk, reason, offset=walk.offset, sequence=walk.sequence + 1) from stop

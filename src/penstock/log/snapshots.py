@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoredSnapshot:
     """The state after every batch up to `sequence`, where the log's chain was `chain`."""
 
     sequence: int
@@ -38,12 +38,12 @@ class Snapshot:
     time_ms: int
 
 
-class Snapshots:
+class SnapshotFiles:
     def __init__(self, folder: Path, *, topic: int, partition: int) -> None:
         self.folder, self.topic, self.partition = folder, topic, partition
 
     def sequences(self) -> list[int]:
-        """Of the snapshots on disk, oldest first. Keep the log from the oldest one on."""
+        """Where the snapshots on disk are, oldest first. The log is kept from the oldest one on."""
         return sorted(int(path.stem, 16) for path in self.folder.glob("*.snap"))
 
     def save(self, *, sequence: int, chain: int, epoch: int, parts: Sequence[Buffer]) -> int:
@@ -78,7 +78,7 @@ class Snapshots:
         os.fsync(handle.fd)
         crash_point("log.snapshot.synced")
 
-    def load(self, *, through: int) -> Snapshot | None:
+    def load(self, *, through: int) -> StoredSnapshot | None:
         """The newest valid one at or below `through`; a damaged one is reported and passed over."""
         for sequence in reversed(self.sequences()):
             path = self._path(sequence)
@@ -96,7 +96,7 @@ class Snapshots:
         return self.folder / f"{sequence:016x}.snap"
 
 
-def read_snapshot(path: Path, *, topic: int, partition: int) -> Snapshot:
+def read_snapshot(path: Path, *, topic: int, partition: int) -> StoredSnapshot:
     """Read and verify one snapshot file; raises `Corruption`."""
     data = memoryview(path.read_bytes())
     try:
@@ -113,4 +113,4 @@ def read_snapshot(path: Path, *, topic: int, partition: int) -> Snapshot:
             f"{path}: {error.message}", topic=topic, partition=partition,
             sequence=int(path.stem, 16), file=str(path), offset=0, reason=error.message,
         ) from error  # fmt: skip
-    return Snapshot(header.sequence, header.chain, header.epoch, body, header.time_ms)
+    return StoredSnapshot(header.sequence, header.chain, header.epoch, body, header.time_ms)

@@ -13,18 +13,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Corruption
-from penstock.log.cutting import reach
 from penstock.log.files import Handle
-from penstock.log.floor import read_slots, used_slots
-from penstock.log.folder import check_format, partitions_in, refuse_if_locked
-from penstock.log.index import Index, sidecar
-from penstock.log.layout import FloorFlag, FloorSlot, SegmentHeader
+from penstock.log.floor import load_slot, reach, read_slots, used_slots
+from penstock.log.folder import (
+    META_FILE,
+    check_format,
+    found_contents,
+    missing_parts,
+    partitions_in,
+    place,
+    read_contents,
+    refuse_if_locked,
+)
+from penstock.log.identity import REPLICA_FILE, read_replica
+from penstock.log.layout import FloorFlag, FloorSlot
 from penstock.log.recovery import check_follows, refuse_rot
-from penstock.log.replica import NAME as REPLICA_NAME
-from penstock.log.replica import read_replica
-from penstock.log.segment import Segment, read_footer, read_header, sealed_segment, verify_sealed
+from penstock.log.segment import (
+    Segment,
+    sealed_segment,
+    segment_file,
+    sidecar,
+    verify_sealed,
+)
 from penstock.log.snapshots import read_snapshot
-from penstock.log.walk import Walk, last_nonzero
+from penstock.log.walk import BatchIndex, SegmentFile, Walk, last_nonzero
 from penstock.model.batch import Kind
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -72,14 +84,38 @@ def verify_folder(path: Path | str, progress: Progress | None = None) -> Report:
         except Corruption as damage:
             report.ok = False
             report.bad += 1
-            report.first_bad = report.first_bad or _described(damage, topic, partition, folder)
+            report.first_bad = report.first_bad or _described(
+                damage, folder, topic=topic, partition=partition
+            )
+    _verify_inventory(path, report)
     if progress is not None:
         progress(total, total)
     del lock
     return report
 
 
-def _described(damage: Corruption, topic: int, partition: int, folder: Path) -> dict[str, Any]:
+def _verify_inventory(path: Path, report: Report) -> None:
+    """Hold what is there against what must be. What nothing names is noted: a crash may have left
+    it while it was made or removed."""
+    try:
+        contents = read_contents(path)
+    except Corruption as damage:
+        report.ok = False
+        report.first_bad = report.first_bad or {"file": str(path), "reason": damage.message}
+        return
+    if contents is None:
+        report.notes.append(f"{path}: there is no inventory yet")
+        contents = found_contents(path)
+    for part in missing_parts(path, contents):
+        report.ok = False
+        report.bad += part != META_FILE
+        report.first_bad = report.first_bad or {"file": str(path / part), "reason": "missing"}
+    for topic, partition, folder in partitions_in(path):
+        if place(topic, partition) not in contents.partitions:
+            report.notes.append(f"{folder}: is not in the inventory, and will not be taken over")
+
+
+def _described(damage: Corruption, folder: Path, *, topic: int, partition: int) -> dict[str, Any]:
     found = {
         "topic": topic, "partition": partition, "sequence": None, "file": str(folder),
         "offset": None, "reason": damage.message,
@@ -98,18 +134,18 @@ class _Partition:
         self.topic, self.partition = topic, partition
 
     def verify(self) -> None:
-        self._replica()
-        floor = self._floor()
-        self._note_interrupted(floor)
+        self._check_replica()
+        floor = self.floor = self._read_floor()
+        self._note_interrupted()
         if floor.flags & FloorFlag.RESET:
-            return  # nothing that is here counts
+            return  # the next start removes all that is here
         paths = sorted(self.folder.glob("*.seg"))
         paths = [path for path in paths if int(path.stem, 16) >= floor.first]
         if floor.flags & FloorFlag.CUT:
             paths = [path for path in paths if int(path.stem, 16) <= floor.cut]
         before: Segment | None = None
         for path in paths:
-            before = self._segment(path, before, floor, newest=path is paths[-1])
+            before = self._segment(path, before, newest=path is paths[-1])
         last, newest = (before.last, before.first) if before else (floor.empty_at - 1, 0)
         if last < floor.sequence or newest < floor.tail:
             raise Corruption(
@@ -119,24 +155,20 @@ class _Partition:
         for path in sorted(self.folder.glob("*.snap")):
             read_snapshot(path, topic=self.topic, partition=self.partition)
 
-    def _replica(self) -> None:
-        path = self.folder / REPLICA_NAME
+    def _check_replica(self) -> None:
+        path = self.folder / REPLICA_FILE
         if path.exists() and not read_replica(path)[1]:
             self.report.notes.append(f"{path}: one of two records is torn or damaged")
 
-    def _floor(self) -> FloorSlot:
+    def _read_floor(self) -> FloorSlot:
         path = self.folder / "floor"
         data = path.read_bytes() if path.exists() else b""
-        slots = read_slots(data)
-        if len(slots) < used_slots(data):
+        if len(read_slots(data)) < used_slots(data):
             self.report.notes.append(f"{path}: a slot is torn or damaged")
-        if slots:
-            return slots[0]
-        if any(self.folder.glob("*.seg")):
-            raise Corruption(f"{path} has no valid slot", file=str(path), reason="no valid floor")
-        return FloorSlot(0, 0, 0, 0)
+        return load_slot(path)
 
-    def _note_interrupted(self, floor: FloorSlot) -> None:
+    def _note_interrupted(self) -> None:
+        floor = self.floor
         found = {
             FloorFlag.CUT: f"a cut after sequence {floor.cut} is to be finished",
             FloorFlag.RESET: "a reset is to be finished",
@@ -145,33 +177,28 @@ class _Partition:
         notes = [f"{self.folder}: {text}" for flag, text in found.items() if floor.flags & flag]
         self.report.notes.extend(notes)
 
-    def _segment(
-        self, path: Path, before: Segment | None, floor: FloorSlot, *, newest: bool
-    ) -> Segment:
-        handle = Handle(path)
-        header = read_header(handle, path, topic=self.topic, partition=self.partition)
-        check_follows(path, header, before=before, oldest=floor.first)
+    def _segment(self, path: Path, before: Segment | None, *, newest: bool) -> Segment:
+        file = segment_file(Handle(path), path, topic=self.topic, partition=self.partition)
+        check_follows(file, before=before, oldest=self.floor.first)
         self.report.segments += 1
+        cut = newest and bool(self.floor.flags & FloorFlag.CUT)
         try:
-            segment = sealed_segment(path, header, read_footer(handle, path, header))
+            segment = sealed_segment(file)
         except Corruption:
-            if not newest or header.first < floor.tail:
+            if not newest or file.header.first < self.floor.tail:
                 raise
-            if floor.flags & FloorFlag.CUT:
-                return self._to_be_cut(handle, path, header, floor)
-            return self._newest(handle, path, header, floor)
-        if newest and floor.flags & FloorFlag.CUT and segment.last > floor.cut:
-            return self._to_be_cut(handle, path, header, floor)
-        walk = Walk(handle, path, header=header, end=segment.end)
-        index = self._walk(walk)
+            return self._to_be_cut(file) if cut else self._newest(file)
+        if cut and segment.last > self.floor.cut:
+            return self._to_be_cut(file)
+        walk = segment.walk(file.handle)
+        self._finish(walk)
         verify_sealed(segment, walk)
-        self._sidecar(segment, index)
+        self._check_sidecar(segment, walk.index)
         return segment
 
-    def _walk(self, walk: Walk) -> Index:
-        report, done, index = self.report, 0, Index()
+    def _finish(self, walk: Walk) -> None:
+        report, done = self.report, 0
         for offset, batch in walk:
-            index.add(batch.first, offset)
             report.batches += 1
             report.bytes += batch.size
             if batch.kind in _MESSAGES:
@@ -180,38 +207,29 @@ class _Partition:
                 self.advance(offset - done)
                 done = offset
         self.advance(walk.offset - done)
-        return index
 
-    def _newest(
-        self, handle: Handle, path: Path, header: SegmentHeader, floor: FloorSlot
-    ) -> Segment:
-        walk = Walk(handle, path, header=header, end=handle.size)
+    def _newest(self, file: SegmentFile) -> Segment:
+        walk = Walk(file, end=file.handle.size)
         try:
-            self._walk(walk)
+            self._finish(walk)
         except Corruption as stop:
-            refuse_rot(walk, stop, floor=floor.sequence)
-            torn = last_nonzero(handle, walk.offset, walk.end) - walk.offset
+            refuse_rot(walk, stop, floor=self.floor.sequence)
+            torn = last_nonzero(walk) - walk.offset
             if torn:
-                self.report.notes.append(f"{path}: {torn} bytes of a torn write at the end")
-        segment = Segment(path, header)
-        segment.reached(walk)
-        return segment
+                self.report.notes.append(f"{file.path}: {torn} bytes of a torn write at the end")
+        return Segment.walked(walk)
 
-    def _to_be_cut(
-        self, handle: Handle, path: Path, header: SegmentHeader, floor: FloorSlot
-    ) -> Segment:
+    def _to_be_cut(self, file: SegmentFile) -> Segment:
         """The segment that a cut goes through: only what is before the cut counts."""
-        walk = Walk(handle, path, header=header, end=handle.size)
-        reach(walk, Index(), floor.cut)
+        walk = Walk(file, end=file.handle.size)
+        reach(walk, self.floor.cut)
         self.report.batches += walk.batches
-        segment = Segment(path, header)
-        segment.reached(walk)
-        return segment
+        return Segment.walked(walk)
 
-    def _sidecar(self, segment: Segment, index: Index) -> None:
+    def _check_sidecar(self, segment: Segment, index: BatchIndex) -> None:
         path = sidecar(segment.path)
         try:
-            found = Index.load(path, first=segment.first, last=segment.last, end=segment.end)
+            found = BatchIndex.load(path, first=segment.first, last=segment.last, end=segment.end)
         except (FileNotFoundError, Corruption) as error:
             self.report.notes.append(f"{path}: to be rebuilt: {error}")
             return

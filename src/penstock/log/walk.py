@@ -1,4 +1,4 @@
-"""Walk a segment front to back and verify everything on the way.
+"""Walk a segment front to back, verify everything on the way, and note where batches lie.
 
 The walk holds one chunk of the file at a time. A batch's body is a view into its chunk: it stays
 valid as long as it is referenced, but it keeps the whole chunk in memory, so copy what is to be
@@ -11,16 +11,32 @@ compacted batch's chain cannot be recomputed; it is proven by the next batch or 
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NoReturn
+from threading import get_ident
+from typing import Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
+from crc32c import crc32c
 
 from penstock.errors import Corruption
+from penstock.log.crash import crash_point
 from penstock.log.files import Handle
-from penstock.log.layout import HEADER_SIZE, MARK_MAGIC, MARK_SIZE, Mark, SegmentHeader, padded
+from penstock.log.layout import (
+    HEADER_SIZE,
+    INDEX_SIZE,
+    MARK_MAGIC,
+    MARK_SIZE,
+    IndexHeader,
+    Mark,
+    SegmentHeader,
+    padded,
+)
 from penstock.model import batch as batches
 from penstock.model.batch import Batch
 
@@ -29,18 +45,89 @@ _MAGIC: Final = struct.Struct("<I")
 _ZEROS: Final = bytes(8)
 
 
+class BatchIndex:
+    """Where a segment's batches lie: their first sequences and offsets, ascending.
+
+    The index of a sealed segment is kept beside it in a sidecar file, which is a convenience. It is
+    bound to its segment by range and size and covered by a CRC, and is rebuilt from the segment
+    whenever it is missing, damaged, or belongs to an older version of it.
+    """
+
+    __slots__ = ("firsts", "offsets")
+
+    def __init__(self) -> None:
+        self.firsts = array("Q")
+        self.offsets = array("Q")
+
+    def add(self, first: int, offset: int) -> None:
+        # A reader on another thread looks into `firsts`: the offset must be there before.
+        self.offsets.append(offset)
+        self.firsts.append(first)
+
+    def find(self, sequence: int) -> int:
+        """The position of the batch that covers `sequence`, if the segment does."""
+        return bisect_right(self.firsts, sequence) - 1
+
+    @property
+    def bytes(self) -> int:
+        return 16 * len(self.firsts)
+
+    def save(self, path: Path, *, last: int, end: int) -> None:
+        """Write the sidecar; it is not synced, because it can be rebuilt."""
+        body = _little(self.firsts).tobytes() + _little(self.offsets).tobytes()
+        header = IndexHeader(self.firsts[0], last, end, len(self.firsts), crc32c(body))
+        # Two readers may rebuild the same index at once.
+        new = path.with_name(f"{path.name}.{get_ident()}.tmp")
+        Handle(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC).write([header.encode(), body], 0)
+        new.rename(path)
+
+    @staticmethod
+    def load(path: Path, *, first: int, last: int, end: int) -> BatchIndex:
+        """Read the sidecar of the segment so described; raises `Corruption` if it is not that."""
+        data = path.read_bytes()
+        header = IndexHeader.decode(data[:INDEX_SIZE])
+        body = data[INDEX_SIZE:]
+        if (header.first, header.last, header.end) != (first, last, end):
+            raise Corruption("the index belongs to another version of its segment")
+        if len(body) != 16 * header.batches or crc32c(body) != header.crc:
+            raise Corruption("CRC mismatch in an index")
+        index = BatchIndex()
+        index.firsts.frombytes(body[: len(body) // 2])
+        index.offsets.frombytes(body[len(body) // 2 :])
+        index.firsts, index.offsets = _little(index.firsts), _little(index.offsets)
+        return index
+
+
+def _little(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values = array("Q", values)
+        values.byteswap()
+    return values
+
+
+class SegmentFile(NamedTuple):
+    """A segment's open file, with the header that was read from it."""
+
+    handle: Handle
+    path: Path
+    header: SegmentHeader
+
+
 class Walk:
     """A verifying pass over the records in `[offset, end)`; its fields say how far it came."""
 
-    def __init__(self, handle: Handle, path: Path, *, header: SegmentHeader, end: int) -> None:
-        self.handle, self.path, self.header, self.end = handle, path, header, end
+    def __init__(self, file: SegmentFile, *, end: int) -> None:
+        self.handle, self.path, header = file
+        self.header, self.end = header, end
+        self.index = BatchIndex()  # of the batches verified
         self.offset = HEADER_SIZE  # the first byte not verified yet
         self.sequence = header.first - 1  # the last one verified
         self.chain, self.epoch, self.time_ms = header.chain_before, header.epoch_before, 0
         self.batches = 0
         # Where the current group of batches ends; None where there are no marks to tell.
         self.flush_end = None if header.compacted else HEADER_SIZE
-        self.mark_at: tuple[int, Mark, int] | None = None  # the last mark, batches before it
+        # Where the last mark stands, the mark, and how many batches came before it.
+        self.mark_at: tuple[int, Mark, int] | None = None
 
     def start_at(self, offset: int, previous: Batch) -> None:
         """Begin behind `previous`, inside a group of batches, instead of at the segment's head."""
@@ -85,6 +172,11 @@ class Walk:
                     offset = self.offset
                     self._pass(batch, size)
                     yield offset, batch
+
+    def finish(self) -> None:
+        """Verify everything up to the end; raises as the walk does."""
+        for _ in self:
+            pass
 
     def _measure(self, data: bytes, at: int) -> int:
         """The size of the record at `at`, or of the part that would tell."""
@@ -145,24 +237,28 @@ class Walk:
         self.offset += MARK_SIZE
 
     def _pass(self, batch: Batch, size: int) -> None:
+        self.index.add(batch.first, self.offset)
         self.offset += size
         self.sequence, self.chain, self.epoch = batch.last, batch.chain, batch.epoch
         self.time_ms = batch.time_ms
         self.batches += 1
 
     def _fail(self, reason: str) -> NoReturn:
-        raise damaged(
-            reason,
-            path=self.path,
-            offset=self.offset,
-            header=self.header,
-            sequence=self.sequence + 1,
-        )
+        raise damaged(self, reason, offset=self.offset, sequence=self.sequence + 1)
 
 
-def damaged(
-    reason: str, *, path: Path, offset: int, header: SegmentHeader, sequence: int
-) -> Corruption:
+class _Segment(Protocol):
+    """What tells where damage is: a segment, its file, or a walk over it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def header(self) -> SegmentHeader: ...
+
+
+def damaged(segment: _Segment, reason: str, *, offset: int, sequence: int) -> Corruption:
+    path, header = segment.path, segment.header
     return Corruption(
         f"{path} at byte {offset}, sequence {sequence}: {reason}",
         topic=header.topic, partition=header.partition, sequence=sequence, file=str(path),
@@ -212,12 +308,37 @@ def _record_at(walk: Walk, offset: int, *, mark: bool) -> Mark | Batch:
     return batches.decode(walk.handle.read(batches.HEADER_SIZE + length, offset))
 
 
-def last_nonzero(handle: Handle, start: int, end: int) -> int:
-    """The offset behind the last byte in `[start, end)` that is not zero; `start` if all are."""
-    found = start
-    for base in range(start, end, CHUNK_BYTES):
-        data = np.frombuffer(handle.read(min(CHUNK_BYTES, end - base), base), np.uint8)
+def last_nonzero(walk: Walk) -> int:
+    """The offset behind the last byte that is not zero; where the walk stopped if all are."""
+    found = walk.offset
+    for base in range(walk.offset, walk.end, CHUNK_BYTES):
+        data = np.frombuffer(walk.handle.read(min(CHUNK_BYTES, walk.end - base), base), np.uint8)
         used = np.flatnonzero(data)
         if len(used):
             found = base + int(used[-1]) + 1
     return found
+
+
+def clear_tail(walk: Walk, used: int) -> None:
+    """Zero `[walk.offset, used)`; the last flush mark then covers what is left of its group."""
+    repaired: tuple[int, Mark] | None = None
+    if walk.mark_at is not None and walk.flush_end != walk.offset:
+        at, mark, batches_before = walk.mark_at
+        kept = walk.batches - batches_before
+        if kept == 0:
+            walk.offset = at
+        else:
+            repaired = at, mark._replace(length=walk.offset - at, batches=kept)
+    walk.handle.write(_zeros(used - walk.offset), walk.offset)
+    crash_point("log.recover.zeroed")
+    if repaired is not None:
+        at, mark = repaired
+        place = Mark.place(walk.header.topic, walk.header.partition, at)
+        walk.handle.write([mark.encode(place)], at)
+    os.fdatasync(walk.handle.fd)
+
+
+def _zeros(size: int) -> list[bytes]:
+    block = bytes(min(max(size, 0), 1 << 20))
+    whole = [block] * (size // len(block)) if block else []
+    return [*whole, block[: size % len(block)]] if block else []

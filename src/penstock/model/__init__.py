@@ -1,1 +1,6 @@
-"""The words of the system as values: batches, columns, topics, ids, partitions."""
+"""What everybody else speaks of: batches and their columns, deltas, topics, ids and their limits.
+
+The formats that are stored and sent are here: `columns` and `batch` for a log, `entries` for what
+is enqueued, `delivery` for what is handed out, `delta_format` for a change of a vector. All of it
+is values and functions of values. It imports nothing of Penstock but the errors.
+"""

@@ -53,6 +53,7 @@ class Kind(IntEnum):
     DECIDE = 10  # the outcome of an atomic batch
     CONFIG = 11  # the topic's configuration from here on
     SNAPSHOT_MARK = 12  # a snapshot of the state up to a sequence exists
+    PRODUCER = 13  # producers begin an epoch: whoever has a lower one is refused from here on
 
 
 class Codec(IntEnum):
@@ -144,6 +145,7 @@ SCHEMAS: Final[dict[Kind, Schema]] = {
     ),
     Kind.CONFIG: Schema(1, (Column("config", "binary", Domain.SCALAR),)),
     Kind.SNAPSHOT_MARK: Schema(1, (Column("through", "uint64", Domain.SCALAR),)),
+    Kind.PRODUCER: Schema(1, (Column("producer", "binary"), Column("producer_epoch", "uint64"))),
 }
 
 
@@ -163,6 +165,15 @@ class DeadReason(IntEnum):
     RETRIES = 1  # nacked or expired past max_retries
     REJECTED = 2  # by the consumer
     MOVED = 3  # by an administrator
+    UNREADABLE = 4  # by its coordinator, which cannot make sense of what is stored
+
+    @staticmethod
+    def name_of(number: int) -> str:
+        """The name as it is shown; a number that a later version has written stands for itself."""
+        return DeadReason(number).name.lower() if number in _REASONS else str(number)
+
+
+_REASONS: Final = frozenset(DeadReason)
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """One change of one vector, as people handle it: a value, and to and from its bytes.
 
 The bytes are described in `penstock.model.delta_format`; hot paths use the columns of
-`penstock.model.deltas` and never build a `Delta`.
+`penstock.model.delta_batch` and never build a `Delta`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.model.delta_format import (
     NO_ID,
     ORIGIN_BYTES_MAX,
     VERSION,
-    Head,
+    DeltaHead,
     Op,
     PriorityClass,
     Source,
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A delta as people handle it; hot paths use the columns of `penstock.model.deltas`."""
+    """A delta as people handle it; hot paths use the columns of `penstock.model.delta_batch`."""
 
     delta_id: bytes
     namespace: str
@@ -131,7 +131,7 @@ def decode(payload: Buffer, *, checked: bool = False) -> Delta:
         raise refuse(f"a delta cannot be read: {error}", "payload") from error
 
 
-def _delta(payload: Buffer, head: Head) -> Delta:
+def _delta(payload: Buffer, head: DeltaHead) -> Delta:
     at = head.names_at
     indexed = head.flags & HAS_INDICES
     clock = (CLOCK.unpack_from(payload, HEADER.size + i * CLOCK.size) for i in range(head.clocks))
@@ -225,3 +225,24 @@ def _id(data: bytes, field: str) -> bytes:
     if len(data) != 16:
         raise refuse(f"{field} must be 16 bytes", field, 16)
     return data
+
+
+def document_of(delta: Delta) -> dict[str, Any]:
+    """What a delta says; what it does not have is left out."""
+    found: dict[str, Any] = {
+        "delta_id": delta.delta_id.hex(),
+        "parent": None if delta.parent is None else delta.parent.hex(),
+        "namespace": delta.namespace,
+        "vector_id": delta.vector_id,
+        "op": delta.op.name.lower(),
+        "origin": delta.origin,
+        "clock": delta.clock,
+        "time": delta.time,
+        "time_ms": delta.time >> 16,
+        "priority": delta.priority.name.lower(),
+        "source": delta.source.name.lower(),
+        "indices": None if delta.indices is None else delta.indices.tolist(),
+        "values": None if delta.values is None else delta.values.tolist(),
+        "metadata": delta.metadata,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -6,7 +6,7 @@ parts (components, clocks) are gathered when asked for, group by group of rows o
 that no step runs row by row. Taking rows copies no payload.
 
 Sizes are checked when a batch is made, so nothing below can read outside of a payload, whatever
-its bytes. What the bytes *say* is checked by `penstock.model.deltas.validate`.
+its bytes. What the bytes *say* is checked by `penstock.model.delta_checks.validate`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.columns import Binary, Buffer
+from penstock.model.batch import Batch, Kind
+from penstock.model.columns import Binary, Buffer, Columns
 from penstock.model.delta import decode
 from penstock.model.delta_format import CLOCK, HAS_INDICES, HEADER, VERSION, check, refuse
-from penstock.model.ragged import Rows, Slices, blank, gather, groups, joined, packed, sixteens
 
+Rows = NDArray[np.int64]
 PAIR: Final = ("<u8", (2,))  # 16 bytes as two numbers: equality is cheap, zeros are kept
 CLOCK_DTYPE: Final = np.dtype([("origin", *PAIR), ("counter", "<u8")])
 FIXED: Final = np.dtype(
@@ -122,7 +123,7 @@ class DeltaBatch:
 
     @property
     def counter(self) -> NDArray[np.uint64]:
-        """Of the delta's own origin."""
+        """The counter of each delta's own origin in its clock."""
         return self.fixed["counter"]
 
     # --- the ragged parts ---
@@ -267,7 +268,7 @@ def _many(payloads: Binary) -> tuple[Rows, NDArray[Any], dict[str, Any]]:
 
 
 def _few(payloads: Binary) -> tuple[Rows, NDArray[Any], dict[str, Any]]:
-    """The same row by row; what is wrong is left to the columns to say."""
+    """What `_many` gives, found row by row. If a row is wrong, `_many` is asked to say how."""
     ends = payloads.offsets.tolist()
     blob, width, unpack = payloads.blob, FIXED.itemsize, _SIZES.unpack_from
     if ends[0] < 0 or ends[-1] > len(blob):
@@ -367,3 +368,103 @@ def _clocks(batch: DeltaBatch) -> tuple[Rows, NDArray[np.uint64], NDArray[np.uin
 
 def _row_of(dtype: np.dtype[Any], width: int) -> np.dtype[Any]:
     return np.dtype([("x", dtype, (width,))])
+
+
+# --- out of the batches of a log ---
+
+
+def deltas_of(batches: Sequence[Batch]) -> DeltaBatch:
+    """The deltas in these batches of a log, in its order."""
+    return DeltaBatch.concat(
+        [deltas_in(batch, batch.columns()) for batch in batches if batch.kind is Kind.ENQ]
+    )
+
+
+def deltas_in(batch: Batch, columns: Columns) -> DeltaBatch:
+    """The deltas of one ENQ batch, whose columns are at hand."""
+    payloads = columns.binary("payload")
+    if payloads is None:
+        return DeltaBatch.empty()
+    sequences = np.arange(batch.first, batch.first + batch.entries, dtype=np.uint64)
+    if batch.compacted:
+        sequences = columns.fixed("sequence")
+    return DeltaBatch.of(
+        payloads,
+        sequences=sequences,
+        log_times_ms=np.full(len(payloads), batch.time_ms, np.int64),
+        headers=columns.binary("headers"),
+    )
+
+
+# --- pieces of a buffer, wherever they lie, without a loop over rows ---
+
+
+class Slices:
+    """A buffer whose slices are bytes, copied one by one."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, blob: Buffer) -> None:
+        self._view = memoryview(blob)
+
+    def __getitem__(self, some: slice) -> bytes:
+        return self._view[some].tobytes()
+
+
+def gather(blob: Buffer, starts: Rows, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The records of `dtype` that begin at `starts`: one copy each, wherever they lie."""
+    if not len(starts):
+        return np.empty(0, dtype)
+    size = dtype.itemsize
+    places = len(blob) - size + 1
+    everywhere: NDArray[Any] = np.ndarray((places,), f"V{size}", blob, strides=(1,))
+    return everywhere[starts].view(dtype)
+
+
+def sixteens(pairs: NDArray[np.uint64]) -> list[bytes]:
+    """Rows of two numbers as the sixteen bytes that they were read from."""
+    data = np.ascontiguousarray(pairs).tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def halves(pairs: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Two numbers per row as two columns."""
+    return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+
+
+def packed(blob: Buffer, starts: Rows, sizes: Rows) -> Binary:
+    """Pieces of a blob one behind the other, joined by stretches that already lie so."""
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise refuse("a batch of deltas holds at most 2 GiB", "payload", np.iinfo(np.int32).max)
+    ends = starts + sizes
+    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks)) if len(starts) else breaks
+    lasts = np.concatenate((breaks, [len(starts)])) if len(starts) else breaks
+    view = memoryview(blob)
+    cuts = zip(starts[firsts].tolist(), ends[lasts - 1].tolist(), strict=True)
+    pieces = [view[a:b] for a, b in cuts]
+    return Binary(offsets.astype(np.int32), pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+
+def joined(parts: list[Binary]) -> Binary:
+    sizes = np.concatenate([np.diff(part.offsets).astype(np.int64) for part in parts])
+    blob = b"".join([memoryview(p.blob)[p.offsets[0] : p.offsets[-1]] for p in parts])
+    return packed(blob, np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
+
+
+def blank(count: int) -> Binary:
+    return Binary(np.zeros(count + 1, np.int32), b"")
+
+
+def groups(shapes: Rows) -> list[tuple[int, Rows]]:
+    """Each shape that occurs, with the rows that have it."""
+    if not len(shapes):
+        return []
+    if (shapes == shapes[0]).all():
+        return [(int(shapes[0]), np.arange(len(shapes)))]
+    order = np.argsort(shapes, kind="stable")
+    ranked = shapes[order]
+    cuts = [0, *(np.flatnonzero(ranked[1:] != ranked[:-1]) + 1).tolist(), len(ranked)]
+    return [(int(ranked[a]), order[a:b]) for a, b in pairwise(cuts)]

@@ -13,7 +13,7 @@ maps an origin to how many of its deltas *of this vector* the writer had seen, i
 included: the own counter numbers an origin's deltas of a vector 1, 2, 3 …
 
 `check` is the authority on what a payload may hold; everything else that judges payloads
-(`decode`, `encode`, `penstock.model.deltas.validate`) says what it says.
+(`decode`, `encode`, `penstock.model.delta_checks.validate`) says what it says.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import xxhash
 
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Buffer
+from penstock.model.plain import METADATA_VALUES_MAX, fault_of
 
 VERSION: Final = 1
 DIMENSIONS_MAX: Final = 4096
@@ -77,7 +78,7 @@ def refuse(message: str, field: str, limit: Any = None) -> InvalidArgument:
     return InvalidArgument(message, field=field, limit=limit)
 
 
-class Head(NamedTuple):
+class DeltaHead(NamedTuple):
     version: int
     op: int
     priority: int
@@ -121,16 +122,16 @@ def check(payload: Buffer, *, dimensions: int | None = None, now_ms: int | None 
     _check_numbers(payload, head, dimensions)
     _check_names(payload, head)
     if head.flags & HAS_METADATA:
-        metadata_of(bytes(payload[head.metadata_at :]))
+        check_metadata(bytes(payload[head.metadata_at :]))
 
 
-def head_of(payload: Buffer) -> Head:
+def head_of(payload: Buffer) -> DeltaHead:
     size = len(payload)
     if size > PAYLOAD_BYTES_MAX:
         raise refuse(f"a delta has {size} bytes", "payload", PAYLOAD_BYTES_MAX)
     if size < HEADER.size:
         raise refuse(f"a delta has {size} bytes, less than its header", "payload", HEADER.size)
-    head = Head(*HEADER.unpack_from(payload))
+    head = DeltaHead(*HEADER.unpack_from(payload))
     if head.version != VERSION:
         raise refuse(f"delta version is {head.version}, must be {VERSION}", "version", VERSION)
     if size != head.metadata_at + head.metadata_bytes:
@@ -142,7 +143,7 @@ def head_of(payload: Buffer) -> Head:
     return head
 
 
-def _check_header(head: Head) -> None:
+def _check_header(head: DeltaHead) -> None:
     for field, value, kind in (
         ("op", head.op, Op),
         ("priority", head.priority, PriorityClass),
@@ -160,7 +161,7 @@ def _check_header(head: Head) -> None:
         raise refuse("a delta cannot be its own parent", "parent")
 
 
-def _check_shape(head: Head, dimensions: int | None) -> None:
+def _check_shape(head: DeltaHead, dimensions: int | None) -> None:
     op, n, indexed = head.op, head.n, bool(head.flags & HAS_INDICES)
     dense = op in (Op.CREATE, Op.DENSE) or (op == Op.OFFSET and not indexed)
     limit = DIMENSIONS_MAX if dimensions is None else dimensions
@@ -197,7 +198,7 @@ def _check_time(time: int, now_ms: int | None) -> None:
         )
 
 
-def _check_clock(payload: Buffer, head: Head) -> None:
+def _check_clock(payload: Buffer, head: DeltaHead) -> None:
     if not 1 <= head.clocks <= CLOCK_ORIGINS_MAX:
         raise refuse(
             f"a clock has {head.clocks} origins, must have 1 to {CLOCK_ORIGINS_MAX}",
@@ -236,7 +237,7 @@ def _text(data: bytes, field: str) -> str:
         raise refuse(f"{field} is not UTF-8", field) from error
 
 
-def _check_numbers(payload: Buffer, head: Head, dimensions: int | None) -> None:
+def _check_numbers(payload: Buffer, head: DeltaHead, dimensions: int | None) -> None:
     if not head.n:
         return
     values = np.frombuffer(payload, "<f4", head.n, head.values_at)
@@ -259,7 +260,7 @@ def _check_numbers(payload: Buffer, head: Head, dimensions: int | None) -> None:
         )
 
 
-def _check_names(payload: Buffer, head: Head) -> None:
+def _check_names(payload: Buffer, head: DeltaHead) -> None:
     at = head.names_at
     namespace = bytes(payload[at : at + head.namespace_bytes])
     vector_id = bytes(payload[at + head.namespace_bytes : head.metadata_at])
@@ -279,7 +280,17 @@ def _check_names(payload: Buffer, head: Head) -> None:
 _METADATA: Final = msgspec.msgpack.Decoder(dict[str, Any])
 
 
+def check_metadata(data: bytes) -> None:
+    """Refuse what is no map of plain values."""
+    fault = fault_of(data, values_max=METADATA_VALUES_MAX)
+    if fault is not None:
+        raise refuse(
+            f"metadata is not a msgpack map of plain values: {fault.text}", "metadata", fault.limit
+        )
+
+
 def metadata_of(data: bytes) -> dict[str, Any]:
+    """The metadata in a delta, which may be older than the rule for its values."""
     try:
         return _METADATA.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:

@@ -60,19 +60,32 @@ def message_ids(time_ms: int, topic: int, partition: int, sequences: range) -> l
 
 
 class LeaseToken(NamedTuple):
-    """One lease: the sequence of its LEASE entry, in the epoch that granted it."""
+    """One lease: the sequence of its LEASE entry, in the epoch that granted it.
 
+    The topic's id is a part of it. A topic that is deleted and made again under its name counts its
+    sequences from 1 again, and its epochs too; its id is one that no topic had before.
+    """
+
+    topic: int
     partition: int
     epoch: int
     sequence: int
 
     def __str__(self) -> str:
-        return f"{self.partition:x}.{self.epoch:x}.{self.sequence:x}"
+        return f"{self.topic:x}.{self.partition:x}.{self.epoch:x}.{self.sequence:x}"
 
     @staticmethod
     def parse(text: str) -> LeaseToken:
         try:
-            partition, epoch, sequence = (int(part, 16) for part in text.split("."))
+            numbers = [int(part, 16) for part in text.split(".")]
         except ValueError as error:
             raise InvalidArgument("lease_token is malformed", field="lease_token") from error
-        return LeaseToken(partition, epoch, sequence)
+        if len(numbers) == 3:  # what tokens were before they named their topic
+            raise InvalidArgument(
+                "lease_token names no topic: it was made by an earlier version. Its lease runs out"
+                " by itself; pop the message again",
+                field="lease_token",
+            )
+        if len(numbers) != 4:
+            raise InvalidArgument("lease_token is malformed", field="lease_token")
+        return LeaseToken(*numbers)

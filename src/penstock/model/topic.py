@@ -10,16 +10,11 @@ import msgspec
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.model.entries import RETRIES_MAX
 from penstock.model.ids import PARTITIONS_MAX
 
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,255}")
-PRODUCER_ID_BYTES_MAX: Final = 128
-KEY_BYTES_MAX: Final = 1024
-HEADERS_BYTES_MAX: Final = 16 << 10
 CONSUMER_BYTES_MAX: Final = 255
-BATCH_ENTRIES_MAX: Final = 10_000
-RETRIES_MAX: Final = 1000
-DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
 HOUR_MS: Final = 3600 * 1000
 RETENTION_MS_MAX: Final = 10 * 366 * 24 * HOUR_MS
 
@@ -53,7 +48,7 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
     partitions: int = 1
     replication_factor: int = 1
     k: int = 100  # a pop's rank bound among the ready messages of all partitions
-    retention_ms: int = 24 * HOUR_MS  # how long settled and dead messages stay readable
+    retention_ms: int = 24 * HOUR_MS  # how long settled messages stay in the log
     visibility_ms: int = 30_000
     visibility_ms_max: int = 12 * HOUR_MS  # from the lease's start, extensions included
     max_retries: int = 3
@@ -66,6 +61,7 @@ class TopicConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
     key_streams_max: int = 100  # open streams of one API key on this topic
     dedup_ms: int = 24 * HOUR_MS
     ageing_per_s: int = 0  # priority units a waiting message gains each second
+    dlq_retention_ms: int = 14 * 24 * HOUR_MS  # after which a dead letter is deleted
     dlq: bool = True  # False: a message past its retries is dropped (and counted)
     replay_per_s: int = 1000  # dead letters replayed to their origin each second
     paused: bool = False  # no deliveries; enqueues and settling go on
@@ -136,6 +132,7 @@ BOUNDS: Final[dict[str, tuple[int, int]]] = {
     "key_streams_max": (1, 10_000),
     "dedup_ms": (0, 30 * 24 * HOUR_MS),
     "ageing_per_s": (0, 1_000_000_000),
+    "dlq_retention_ms": (0, RETENTION_MS_MAX),
     "replay_per_s": (1, 1_000_000),
 }
 

@@ -17,18 +17,30 @@ class Timer(Protocol):
 class Clock(Protocol):
     def now_ms(self) -> int: ...
 
+    def resync(self) -> int:
+        """Read the time of day anew; by how many milliseconds the clock has stepped."""
+        ...
+
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         """Run `callback` once the clock shows `when_ms`."""
 
 
 class SystemClock:
-    """Wall-clock time at the start, advanced by the monotonic clock from then on."""
+    """Wall-clock time at the start, advanced by the monotonic clock from then on.
+
+    Whoever sets the machine's clock while the node runs changes nothing here, in either direction,
+    before `resync` is called or the node restarts.
+    """
 
     def __init__(self) -> None:
-        self._offset_ms = time.time() * 1000 - time.monotonic() * 1000
+        self._offset_ms = _wall_offset_ms()
 
     def now_ms(self) -> int:
         return int(self._offset_ms + time.monotonic() * 1000)
+
+    def resync(self) -> int:
+        before, self._offset_ms = self._offset_ms, _wall_offset_ms()
+        return round(self._offset_ms - before)
 
     def call_at(self, when_ms: int, callback: Callable[[], object]) -> Timer:
         # One millisecond late rather than early: a timer that fires early finds nothing due.
@@ -36,21 +48,38 @@ class SystemClock:
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
-class TenureClock:
-    """A partition's time while this node coordinates it: the node's, and what its log was ahead.
+def _wall_offset_ms() -> float:
+    return time.time() * 1000 - time.monotonic() * 1000
 
-    Log time never steps back, and the log may come from a node whose clock is faster. The lead is
-    fixed when the tenure begins; the node's other partitions know nothing of it.
+
+class TenureClock:
+    """A partition's time while this node coordinates it: the node's, and what it is ahead of that.
+
+    Log time never steps back, and the log may come from a node whose clock is faster: then the
+    partition is ahead. A node that does not know yet whether its clock is right begins no later
+    than `latest_ms`, which is what others say; then the partition is behind, until `release`. The
+    node's other partitions know nothing of either.
     """
 
     __slots__ = ("_clock", "ahead_ms")
 
-    def __init__(self, clock: Clock, *, log_ms: int) -> None:
+    def __init__(self, clock: Clock, *, log_ms: int, latest_ms: int | None = None) -> None:
         self._clock = clock
-        self.ahead_ms = max(0, log_ms - clock.now_ms())
+        now_ms = clock.now_ms()
+        begin_ms = now_ms if latest_ms is None else min(now_ms, latest_ms)
+        self.ahead_ms = max(begin_ms, log_ms) - now_ms
 
     def now_ms(self) -> int:
         return self._clock.now_ms() + self.ahead_ms
+
+    @property
+    def held(self) -> bool:
+        """Whether the partition's time is behind the node's."""
+        return self.ahead_ms < 0
+
+    def release(self) -> None:
+        """The node's clock is right after all: catch up with it."""
+        self.ahead_ms = max(0, self.ahead_ms)
 
 
 class Alarm:
@@ -103,6 +132,9 @@ class ManualClock:
         timer = _ManualTimer(callback)
         heapq.heappush(self._timers, (when_ms, next(self._order), timer))
         return timer
+
+    def resync(self) -> int:
+        return 0
 
     def advance(self, seconds: float) -> None:
         """Move time on, firing each timer at its own moment."""

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -16,36 +16,43 @@ from penstock.cluster.keys import KeyRing
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.config import Config
-from penstock.errors import Corruption, InvalidArgument, PenstockError, Unavailable
-from penstock.log.folder import FORMAT_DELTAS, DataFolder
+from penstock.errors import Corruption, FailedPrecondition, PenstockError, Unavailable
+from penstock.log.folder import DataFolder, foreign_log, missing_partition
 from penstock.model.batch import Kind
-from penstock.model.topic import TopicConfig, TopicKind, topic_config
-from penstock.node.atomic import committed, resolve_in_doubt
-from penstock.node.audit import AuditLog
+from penstock.model.topic import TopicConfig, TopicKind
+from penstock.node.atomic.batches import AtomicBatches
 from penstock.node.clock import Clock
-from penstock.node.confirmations import Confirmations
-from penstock.node.ingesting import Ingesting
+from penstock.node.door.budget import Budget
+from penstock.node.door.confirmations import Confirmations
+from penstock.node.door.doorway import Doorway
+from penstock.node.door.flow import ReadPace
+from penstock.node.door.inbox import Rota
+from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
-from penstock.node.live.turns import Turns
-from penstock.node.logs import get_logger
-from penstock.node.metrics import Metrics
-from penstock.node.reading import ReadCache
-from penstock.node.replicas.host import Host
-from penstock.node.replicas.local import LocalControl
-from penstock.node.replicas.opening import Opened, open_replica
-from penstock.node.replicas.ports import Key
-from penstock.node.replicas.surroundings import Surroundings
-from penstock.node.routing.ports import AlwaysHere, ClusterView
-from penstock.node.routing.router import Router
-from penstock.node.syncer import Syncer
-from penstock.node.topic import Topic, reject_delta_topic, topic_not_found
-from penstock.node.writer import WriterPool
+from penstock.node.local_topics import LocalTopics, Trouble, Unopened
+from penstock.node.observe.audit import AuditLog
+from penstock.node.observe.logs import get_logger
+from penstock.node.observe.metrics import Metrics
+from penstock.node.replica.host import Host
+from penstock.node.replica.local_control import LocalControl
+from penstock.node.replica.opener import OpenedReplica, open_replica
+from penstock.node.replica.ports import Key
+from penstock.node.replica.services import Surroundings
+from penstock.node.route.ports import AlwaysHere, ClusterView
+from penstock.node.route.router import Router
+from penstock.node.serve.message_reader import ReadCache
+from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
+from penstock.node.storage.room import Room
+from penstock.node.storage.syncer import Syncer, WriterPool
 
 if TYPE_CHECKING:
-    from penstock.node.replicas.cluster import Cluster
+    from penstock.node.cluster.administration import ClusterAdministration
+    from penstock.node.cluster.cluster import Cluster
     from penstock.sinks.registry import OpenWriter
 
+PARTING_S: Final = 1.0  # for clients to end their connections when the node stops
+READS_MAX: Final = 2  # answers with messages that are being made at once
 log = get_logger(__name__)
 
 
@@ -80,12 +87,16 @@ class Engine:
     router: Router = field(init=False)
     around: Surroundings = field(init=False)  # of hosts; a cluster puts in its own
     local: LocalControl = field(init=False)
+    alone: LocalTopics = field(init=False)
     topics: dict[str, Topic] = field(default_factory=dict)
-    turns: Turns = field(default_factory=Turns)  # of subscribers that read on from logs
+    hubs: dict[int, Hub] = field(default_factory=dict)  # of delta topics that are pushed, by id
+    turns: ReadTurns = field(default_factory=ReadTurns)  # of subscribers that read on from logs
     hosts: dict[Key, Host] = field(default_factory=dict)
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
     fatal_error: BaseException | None = None
+    unopened: Unopened = field(default_factory=Unopened)
+    room: Room = field(init=False)
     damages: dict[Key, str] = field(default_factory=dict)  # what was found, for status and health
     started_ms: int = 0
     # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
@@ -96,15 +107,37 @@ class Engine:
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
     nodes: Cluster | None = None  # the other ones; None: this one is alone
     open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
-    inflight_bytes: int = 0  # of requests without an answer, and of large frames not yet whole
-    _administering: asyncio.Lock = field(default_factory=asyncio.Lock)  # one topic change at a time
+    budget: Budget = field(init=False)  # of what callers make the node hold
+    doorway: Doorway = field(init=False)  # who may be connected
+    reads: asyncio.Semaphore = field(  # held while an answer with messages is being made
+        default_factory=lambda: asyncio.Semaphore(READS_MAX)
+    )
+    rota: Rota = field(default_factory=Rota)  # of connections whose frames wait to be handled
+    pace: ReadPace = field(default_factory=ReadPace)  # of streams that read logs
 
     def __post_init__(self) -> None:
+        self.budget = Budget(
+            self.config.limits.held_bytes_max,
+            on_refused=self.metrics.backpressure,
+            on_evicted=self.metrics.evicted,
+        )
+        self.doorway = Doorway(
+            self.config.limits,
+            on_refused=self.metrics.backpressure,
+            on_evicted=self.metrics.evicted,
+        )
         self.router = Router(
             lambda: self.cluster,
             spawn=self.spawn,
             consumers=f"{self.identity.node}/{self.run_id}/".encode(),
         )
+        self.room = Room(
+            self.folder.path,
+            reserve_bytes=self.config.log.reserve_bytes,
+            held=lambda: len(self.hosts),
+            waiting=lambda: self.unopened.partitions,
+        )
+        self.alone = LocalTopics(self)
         self.local = LocalControl(
             self.identity.node, self.records, self.hosts, spawn=self.spawn_for_host
         )
@@ -121,8 +154,19 @@ class Engine:
     def topic(self, name: str) -> Topic:
         found = self.topics.get(name)
         if found is None:
-            raise topic_not_found(name)
+            trouble = self.unopened.topic(name)
+            raise topic_not_found(name) if trouble is None else _not_open(trouble)
         return found
+
+    def configs(self) -> list[TopicConfig]:
+        """Of all topics, by name, also of those that cannot be opened for now."""
+        opened = [topic.config for topic in self.topics.values()]
+        unopened = [trouble.config for trouble in self.unopened if trouble.partition is None]
+        return sorted((*opened, *unopened), key=lambda config: config.name)
+
+    def config_of(self, name: str) -> TopicConfig:
+        trouble = self.unopened.topic(name)
+        return self.topic(name).config if trouble is None else trouble.config
 
     def queue(self, name: str) -> Topic:
         """A topic whose messages are leased and settled."""
@@ -131,53 +175,31 @@ class Engine:
             raise reject_delta_topic(name)
         return found
 
+    @property
+    def _administration(self) -> ClusterAdministration | LocalTopics:
+        return self.alone if self.nodes is None else self.nodes.administration
+
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
-        if self.nodes is not None:
-            return await self.nodes.administration.create_topic(fields, exists_ok=exists_ok)
-        if fields.get("replication_factor", 1) != 1:
-            raise InvalidArgument(
-                "this node is a cluster of one: replication_factor must be 1",
-                field="replication_factor",
-                limit=1,
-            )
-        async with self._administering:
-            if topic_config({**fields, "id": 0}).kind is TopicKind.DELTA:
-                await asyncio.to_thread(self.folder.raise_format, FORMAT_DELTAS)
-            config = await self.catalog.create(fields, exists_ok=exists_ok)
-            if config.name not in self.topics:
-                await self.open_topic(config)
-            return self.topics[config.name].config
+        return await self._administration.create_topic(fields, exists_ok=exists_ok)
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
-        """Change the catalogue first, then tell each partition's log."""
-        if self.nodes is not None:
-            return await self.nodes.administration.update_topic(name, changes)
-        async with self._administering:
-            topic = self.topic(name)
-            topic.reconfigure(await self.catalog.update(name, changes))
-            await self._write_config(topic)
-            return topic.config
+        return await self._administration.update_topic(name, changes)
 
     async def delete_topic(self, name: str) -> None:
-        if self.nodes is not None:
-            await self.nodes.administration.delete_topic(name)
-            return
-        async with self._administering:
-            topic = self.topic(name)
-            await self.catalog.delete(name)
-            await self.drop_topic(topic)
+        await self._administration.delete_topic(name)
 
     def reconfigure_topic(self, config: TopicConfig) -> None:
         """The topic was changed, here or elsewhere; who serves it writes that into its log."""
         topic = self.topic(config.name)
         topic.reconfigure(config)
         if any(partition.heap.config != config for partition in topic.local):
-            self.spawn(self._write_config(topic), name=f"config-{config.name}")
+            self.spawn(self.write_config(topic), name=f"config-{config.name}")
 
     async def drop_topic(self, topic: Topic) -> None:
         """Forget a topic that was deleted, and remove its files."""
         name = topic.config.name
         del self.topics[name]
+        self.unopened.forget_topic(topic.config.id)
         await self.drain([topic])
         await self.stop_sinks([topic])
         for connection in list(self.connections):
@@ -185,69 +207,57 @@ class Engine:
         topic.close()
         self.cursors.forget(topic.config.id)
         await self.live_quiet([topic])
+        self.hubs.pop(topic.config.id, None)
         await self.close_hosts(key for key in self.hosts if key[0] == topic.config.id)
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
 
-    async def open_topic(self, config: TopicConfig) -> None:
-        """Recover a topic's partitions, enter a new epoch in each, and serve."""
-        topic = self.make_topic(config)
-        started = time.perf_counter()
-        opened = await asyncio.gather(
-            *(self.open_host(topic, index) for index in range(config.partitions))
-        )
-        await self.local.enter(opened)
-        resolved = await resolve_in_doubt(topic)
-        if resolved:
-            log.info("atomic batches resolved", topic=topic.config.name, count=resolved)
-        self.add_topic(topic)
-        log.info(
-            "topic open",
-            topic=config.name,
-            partitions=config.partitions,
-            batches_replayed=sum(host.replayed for host in opened),
-            seconds=round(time.perf_counter() - started, 3),
-        )
-
     def make_topic(self, config: TopicConfig) -> Topic:
-        topic = Topic(
+        return Topic(
             config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
-            on_fatal=self.on_fatal, router=self.router,
+            on_fatal=self.on_fatal, router=self.router, atomic=AtomicBatches,
+            live=self.config.live if config.kind is TopicKind.DELTA else None,
         )  # fmt: skip
-        topic.open_hub = self._open_hub
-        if config.kind is TopicKind.DELTA:
-            topic.ingesting = Ingesting(
-                topic, options=self.config.live, clock=self.clock, metrics=self.metrics
-            )
-        return topic
 
-    def _open_hub(self, topic: Topic) -> Hub:
-        return Hub(
-            topic, options=self.config.live, cursors=self.cursors, clock=self.clock,
-            metrics=self.metrics, turns=self.turns, spawn=self.spawn,
-        )  # fmt: skip
+    def hub(self, topic: Topic) -> Hub:
+        """The live path of a delta topic, made when it is asked for."""
+        found = self.hubs.get(topic.config.id)
+        if found is None:
+            if topic.config.kind is not TopicKind.DELTA:
+                raise FailedPrecondition(f"{topic.config.name} is no delta topic")
+            found = self.hubs[topic.config.id] = Hub(
+                topic, options=self.config.live, cursors=self.cursors, clock=self.clock,
+                metrics=self.metrics, turns=self.turns, spawn=self.spawn,
+            )  # fmt: skip
+        return found
 
     def add_topic(self, topic: Topic) -> None:
         """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
         if self.config.live.sink:
-            from penstock.node.live.hosting import host_sinks  # and Arrow with it
+            from penstock.node.hosted.configuration import host_sinks  # and Arrow with it
 
             host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(
-        self, topic: Topic, index: int, *, uuid: str = "", only: bool = False
+        self, topic: Topic, index: int, *, uuid: str = "", only: bool = False, recorded: str = ""
     ) -> Host:
-        """Recover a replica; it does nothing before it is told of a record."""
+        """Recover a replica; it does nothing before it is told of a record. `recorded` is the uuid
+        that the metadata know it by."""
         alone = self.around.transport is None
 
-        def recover() -> Opened:
-            return open_replica(
+        def recover() -> OpenedReplica:
+            self._check_place(topic.config, index, alone=alone, only=only, recorded=recorded)
+            opened = open_replica(
                 self.folder.partition(topic.config.id, index), topic.config, index,
                 options=self.config.log, accept_rot=self.config.accept_rot, alone=alone, only=only,
                 uuid=uuid,
             )  # fmt: skip
+            self.folder.inventory.add(
+                topic.config.id, index, name=topic.config.name, uuid=opened.file.uuid
+            )
+            return opened
 
         try:
             opened = await asyncio.to_thread(recover)
@@ -258,16 +268,35 @@ class Engine:
         self.hosts[host.key] = host
         return host
 
+    def _check_place(
+        self, config: TopicConfig, index: int, *, alone: bool, only: bool, recorded: str
+    ) -> None:
+        """Look at a partition's folder before it is opened, or made. Blocks."""
+        folder, accepted = self.folder.partition(config.id, index), self.config.accept_missing
+        owner = self.folder.inventory.name(config.id)
+        if owner not in ("", config.name):
+            raise foreign_log(folder, topic=config.id, partition=index, of=owner)
+        if self.folder.inventory.has(config.id, index):
+            if not folder.exists() and not alone:
+                log.critical(
+                    "the files of a replica are missing; it starts over as a copy of the others",
+                    topic=config.name, partition=index, folder=str(folder),
+                )  # fmt: skip
+                if only and not accepted:
+                    raise missing_partition(folder, topic=config.id, partition=index)
+        elif folder.exists():
+            self.folder.clear_place(config.id, index, recorded=recorded)
+
     async def close_hosts(self, keys: Iterable[Key]) -> None:
         """End what they do and let go of their files."""
         hosts = [self.hosts.pop(key) for key in list(keys)]
         await asyncio.gather(*(host.close() for host in hosts))
 
-    async def _write_config(self, topic: Topic) -> None:
+    async def write_config(self, topic: Topic) -> None:
         value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
         written = [(p, p.journal.append_record(Kind.CONFIG, 1, value).last) for p in topic.local]
         topic.wake()
-        await asyncio.gather(*(committed(p, sequence) for p, sequence in written))
+        await asyncio.gather(*(p.journal.committed(sequence) for p, sequence in written))
 
     # --- running ---
 
@@ -278,28 +307,28 @@ class Engine:
     def spawn_vital(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         """Run `work` that the node is of no use without: if it fails, the node stops, and others
         take over. One that went on without its ticks would hold partitions and not serve them."""
-
-        async def vital() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 - it is logged there
-                self.on_fatal(error)
-
-        self._start(vital(), name)
+        self._start(work, name, vital=True)
 
     def spawn_for_host(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._start(work, "host")
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start(
+        self, work: Coroutine[Any, Any, None], name: str, *, vital: bool = False
+    ) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
-            except Exception:
-                log.exception("task failed", task=name)
+            except Exception as error:
+                if vital:
+                    self.on_fatal(error)
+                else:
+                    log.exception("task failed", task=name)
 
         task = self.tasks.create_task(guarded(), name=name)
         self.spawned.add(task)
         task.add_done_callback(self.spawned.discard)
+        # A task that is cancelled before its first step has not begun `work`, which nobody awaits.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     @property
@@ -327,11 +356,14 @@ class Engine:
                 connection.shut("the node cannot go on")
 
     async def stop_sinks(self, topics: Iterable[Topic]) -> None:
-        await asyncio.gather(*(t.live.stop_sinks() for t in topics if t.live is not None))
+        await asyncio.gather(*(hub.stop_sinks() for hub in self._hubs_of(topics)))
 
     async def live_quiet(self, topics: Iterable[Topic]) -> None:
         """Wait until no thread of the live path reads the logs of topics that are closed."""
-        await asyncio.gather(*(t.live.quiet() for t in topics if t.live is not None))
+        await asyncio.gather(*(hub.quiet() for hub in self._hubs_of(topics)))
+
+    def _hubs_of(self, topics: Iterable[Topic]) -> list[Hub]:
+        return [hub for topic in topics if (hub := self.hubs.get(topic.config.id)) is not None]
 
     def stop(self) -> None:
         """Begin nothing new. Pops that wait are answered with what they have leased, or that they
@@ -349,6 +381,18 @@ class Engine:
             if not pending and all(p.idle for p in partitions):
                 return
             await asyncio.sleep(0.002)
+
+    async def part(self, reason: str) -> None:
+        """End all connections, those at once whose clients do not end them within a moment."""
+        for connection in list(self.connections):
+            connection.part(reason)
+        deadline = time.monotonic() + PARTING_S
+        while self.connections and self.fatal_error is None:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.shut(reason)
 
     def revoke(self, key_id: str) -> None:
         """Whoever came in with this key is out, on whichever node it was revoked."""
@@ -379,6 +423,11 @@ class Engine:
             raise Unavailable("the node is starting", elsewhere=True)
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")
+
+
+def _not_open(trouble: Trouble) -> PenstockError:
+    error = trouble.error
+    return type(error)(f"topic {trouble.config.name} is not open: {error.message}", **error.details)
 
 
 def _cut_off() -> Unavailable:

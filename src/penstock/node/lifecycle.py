@@ -7,37 +7,37 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.cluster.catalog import Catalog
-from penstock.cluster.embedded import EmbeddedStore
+from penstock.cluster.embedded import FILE, EmbeddedStore, write_image
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.cluster.keys import KeyRing
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
-from penstock.config import Config
-from penstock.errors import FailedPrecondition, PenstockError, Unavailable
-from penstock.log.files import write_whole
-from penstock.log.folder import FORMAT_CLUSTER, DataFolder
+from penstock.config import ClusterOptions, Config
+from penstock.errors import Corruption, DiskFull, FailedPrecondition, PenstockError, Unavailable
+from penstock.log.files import storage_errors, write_whole
+from penstock.log.folder import FORMAT_PRODUCERS, DataFolder, decode_file
 from penstock.model.version import __version__
-from penstock.node.audit import AuditLog
-from penstock.node.caretaking import run_scrub, run_upkeep
 from penstock.node.clock import Clock, SystemClock
-from penstock.node.confirmations import Confirmations
+from penstock.node.cluster.peers import Connect
+from penstock.node.door.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
+from penstock.node.join import prepare_cluster
 from penstock.node.live.cursors import Cursors
-from penstock.node.logs import get_logger
-from penstock.node.metrics import Metrics
-from penstock.node.reading import ReadCache
-from penstock.node.readings import node_reading
-from penstock.node.replicas.joining import prepare_cluster
-from penstock.node.replicas.peers import Connect
-from penstock.node.routing.ports import AlwaysHere
-from penstock.node.syncer import open_syncer
-from penstock.node.writer import WriterPool
+from penstock.node.observe.audit import AuditLog
+from penstock.node.observe.logs import get_logger
+from penstock.node.observe.metrics import Metrics
+from penstock.node.route.ports import AlwaysHere
+from penstock.node.serve.message_reader import ReadCache
+from penstock.node.storage.syncer import WriterPool, open_syncer
+from penstock.node.upkeep.gauges import node_reading
+from penstock.node.upkeep.loops import open_again, run_scrub, run_upkeep
 
 if TYPE_CHECKING:
     from penstock.sinks.registry import OpenWriter
@@ -59,7 +59,9 @@ async def running_engine(
     joined (`joining.join_cluster`), which it does once others can connect to it. `open_writer` is
     the way of its sinks to nodes outside.
     """
-    folder = await asyncio.to_thread(DataFolder.open, config.data)
+    folder = await asyncio.to_thread(
+        partial(DataFolder.open, config.data, accept_missing=config.accept_missing)
+    )
     try:
         store = await _open_store(config, folder)
         try:
@@ -85,9 +87,24 @@ async def running_engine(
 
 
 async def _open_store(config: Config, folder: DataFolder) -> EmbeddedStore | EtcdStore:
-    options = config.cluster
-    if not options.enabled:
-        return await asyncio.to_thread(EmbeddedStore, folder.meta)
+    if not config.cluster.enabled:
+        return await asyncio.to_thread(_open_embedded, folder)
+    return cluster_store(config.cluster)
+
+
+def _open_embedded(folder: DataFolder) -> EmbeddedStore:
+    if not (folder.meta / FILE).exists():
+        write_image(folder.meta, 0, [])  # from now on a missing file was lost
+    store = EmbeddedStore(folder.meta)
+    try:
+        folder.inventory.add_meta()
+    except DiskFull as error:
+        log.warning("the inventory does not name the metadata yet", error=error.message)
+    return store
+
+
+def cluster_store(options: ClusterOptions) -> EtcdStore:
+    """The metadata of a cluster, where its nodes have it."""
     return EtcdStore(
         options.etcd,
         prefix=cluster_prefix(options.name),
@@ -103,7 +120,8 @@ async def _open_store(config: Config, folder: DataFolder) -> EmbeddedStore | Etc
 async def _prepare(engine: Engine, store: EtcdStore, connect: Connect | None) -> None:
     if connect is None:
         raise FailedPrecondition("a node of a cluster is run by `penstock serve`")
-    await asyncio.to_thread(engine.folder.raise_format, FORMAT_CLUSTER)
+    # Replicas get whatever records the nodes that coordinate them write.
+    await asyncio.to_thread(engine.folder.raise_format, FORMAT_PRODUCERS)
     prepare_cluster(engine, store, connect)
 
 
@@ -139,7 +157,7 @@ async def _start(
         open_writer=open_writer,
     )
     if config.live.sink:
-        from penstock.node.live.hosting import check_sinks  # and Arrow with it
+        from penstock.node.hosted.configuration import check_sinks  # and Arrow with it
 
         check_sinks(engine)
     await asyncio.to_thread(engine.reserve.hold)
@@ -148,14 +166,14 @@ async def _start(
     try:
         if not config.cluster.enabled:
             await engine.keys.load()
-            for topic in await engine.catalog.list():
-                await engine.open_topic(topic)
+            await engine.alone.open_all()
     except BaseException:
         await engine.writers.close()
         raise
     engine.background = [
         tasks.create_task(run_upkeep(engine), name="upkeep"),
         tasks.create_task(run_scrub(engine), name="scrub"),
+        tasks.create_task(open_again(engine), name="openings"),
         tasks.create_task(engine.keys.run(), name="keys"),
     ]
     log.info("engine started", version=__version__, node=identity.node, data=str(config.data))
@@ -166,8 +184,9 @@ async def _stop(engine: Engine) -> None:
     engine.stop()
     await engine.drain(engine.topics.values())
     await engine.stop_sinks(engine.topics.values())
-    for connection in list(engine.connections):
-        connection.shut("the node is stopping")
+    await engine.part("the node is stopping")
+    if engine.nodes is not None:
+        engine.nodes.peers.close()
     for task in (*engine.background, *engine.spawned):
         task.cancel()
     for topic in engine.topics.values():
@@ -192,7 +211,7 @@ def _identify(config: Config, folder: DataFolder) -> NodeIdentity:
     path = folder.node_file
     cluster = config.cluster.name if config.cluster.enabled else ""
     if path.exists():
-        identity = msgspec.json.decode(path.read_bytes(), type=NodeIdentity)
+        identity = _read_identity(path)
         if identity.cluster != cluster:
             owner = f"of cluster {identity.cluster}" if identity.cluster else "that is alone"
             raise FailedPrecondition(f"data folder {folder.path} belongs to a node {owner}")
@@ -204,5 +223,13 @@ def _identify(config: Config, folder: DataFolder) -> NodeIdentity:
     identity = NodeIdentity(
         config.node or f"node-{secrets.token_hex(4)}", secrets.token_hex(16), cluster
     )
-    write_whole(path, [msgspec.json.encode(identity)])
+    with storage_errors(folder.path):
+        write_whole(path, [msgspec.json.encode(identity)])
+    return identity
+
+
+def _read_identity(path: Path) -> NodeIdentity:
+    identity = decode_file(path, NodeIdentity)
+    if not (identity.node and identity.replica_uuid):
+        raise Corruption(f"{path} does not say which node this is", file=str(path))
     return identity

@@ -13,18 +13,24 @@ Rules that hold at every step:
   served as a learner until it has caught up and the record names it.
 
 A single node is a cluster of one: its quorum is one, and its own `durable` report commits.
+
+**Who is away.** A member that is not streamed to has no credit either, so it is counted like one
+whose credit ran out: from the moment that it did or, if there was some left, from when the member
+was last heard. It is over with the first acknowledgement on a stream, not with the opening of one:
+who asks again and again and hears nothing of what it is sent stays away.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Final
+from collections.abc import Collection
+from typing import Final, NamedTuple
 
 import msgspec
 
 from penstock.errors import Backpressure, PenstockError, QuorumUnavailable
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
+from penstock.replication.credit import Credit
 from penstock.replication.effects import (
     AnswerUnknown,
     BeganServing,
@@ -32,30 +38,91 @@ from penstock.replication.effects import (
     Commit,
     Effects,
     Send,
-    SteppedDown,
     Warn,
 )
 from penstock.replication.facts import LogFacts
 from penstock.replication.messages import Ack, Append, Follow
 from penstock.replication.options import ReplicationOptions
-from penstock.replication.sender import Sender, Window, answer
-from penstock.replication.standing import Absences, Standing
+from penstock.replication.sender import SendWindow, StreamSender, answer
+
+
+class MemberStatus(NamedTuple):
+    """One member; `credit` is None while no stream is open to it."""
+
+    node: str
+    durable: int | None  # what it acknowledged last; None: nothing in this epoch
+    lag: int  # entries that it is not known to hold durably
+    credit: Credit | None
+    lagging: bool
+
+    @property
+    def credit_share(self) -> float:
+        return 0.0 if self.credit is None else self.credit.share
+
+
+class Absence:
+    """A member that has acknowledged nothing since `since_ms`."""
+
+    __slots__ = ("durable", "lagging", "since_ms")
+
+    def __init__(self, since_ms: int, *, durable: int = 0, lagging: bool = False) -> None:
+        self.since_ms, self.durable, self.lagging = since_ms, durable, lagging
+
+
+class Absences:
+    """Bounded by the members of the record: others are forgotten at the next tick."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Absence] = {}
+
+    def standing(self, node: str, sender: StreamSender | None, *, last: int) -> MemberStatus:
+        absence = self._of.get(node)
+        late = absence is not None and absence.lagging
+        held = 0 if absence is None else absence.durable
+        if sender is None:
+            return MemberStatus(node, held or None, last - held, None, late)
+        held = max(held, sender.durable)  # a stream vouches for nothing before its first ack
+        return MemberStatus(node, held or None, last - held, sender.credit, sender.lagging or late)
+
+    def on_lost(self, sender: StreamSender) -> None:
+        """Its stream is closed. Who was away already, is for as long as it was."""
+        absence = self._of.get(sender.node)
+        if absence is None:
+            since = sender.heard_ms if sender.exhausted_ms is None else sender.exhausted_ms
+            absence = self._of[sender.node] = Absence(since)
+        absence.durable = max(absence.durable, sender.durable)
+        absence.lagging |= sender.lagging
+
+    def on_matched(self, node: str, matched: int) -> None:
+        """It is back, and its log equals ours up to here: what it held beyond is gone."""
+        absence = self._of.get(node)
+        if absence is not None:
+            absence.durable = min(absence.durable, matched)
+
+    def on_heard(self, node: str) -> list[str]:
+        """It acknowledged something. Returns what is worth a warning."""
+        absence = self._of.pop(node, None)
+        return ["resumed"] if absence is not None and absence.lagging else []
+
+    def on_tick(
+        self, members: Collection[str], streamed: Collection[str], *, lagging_ms: int, now: int
+    ) -> list[str]:
+        """Returns those that are lagging from now on."""
+        before = self._of
+        self._of = {node: before[node] for node in members if node in before}
+        for node in members:
+            if node not in streamed:
+                self._of.setdefault(node, Absence(now))
+        found = []
+        for node, absence in self._of.items():
+            if not absence.lagging and now - absence.since_ms > lagging_ms:
+                absence.lagging = True
+                found.append(node)
+        return found
+
 
 BACKPRESSURE_RETRY_S = 0.1
 UNHEARD_SILENCES: Final = 2  # that a quorum counts as gone before those who wait are told
-
-
-class State(Enum):
-    ENTERING = "entering"  # the barrier is not committed yet
-    SERVING = "serving"
-    DEPOSED = "deposed"  # a higher epoch exists; nothing is appended or answered any more
-
-
-_TRANSITIONS = {
-    State.ENTERING: {State.SERVING, State.DEPOSED},
-    State.SERVING: {State.DEPOSED},
-    State.DEPOSED: set(),
-}
 
 
 class Coordinator:
@@ -74,10 +141,9 @@ class Coordinator:
         self.record, self.revision = record, revision
         self._alone = record.quorums == ((node,),)
         self.epoch = record.epoch
-        self.state = State.ENTERING
-        self.sequence_committed = committed
+        self.sequence_committed = self._committed_found = committed
         self.sequence_barrier = log.last + 1  # commits only from here upward
-        self.senders: dict[str, Sender] = {}
+        self.senders: dict[str, StreamSender] = {}
         self._absences = Absences()  # of members that have no sender, or are not heard yet
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
@@ -85,17 +151,14 @@ class Coordinator:
 
     @property
     def serving(self) -> bool:
-        return self.state is State.SERVING
+        """Whether the barrier is committed."""
+        return self.sequence_committed >= self.sequence_barrier
 
     @property
     def sequence_last(self) -> int:
         return self._log.last
 
     # --- commit ---
-
-    def on_durable(self, now: int) -> Effects:
-        """Our own disk got further."""
-        return self._advance()
 
     def on_ack(self, ack: Ack, now: int) -> Effects:
         sender = self.senders.get(ack.node)
@@ -108,11 +171,10 @@ class Coordinator:
             return []
         warnings = self._absences.on_heard(ack.node) + sender.on_ack(ack, now)
         effects: Effects = [Warn(ack.node, what) for what in warnings]
-        return effects + self._advance() + self._next_change()
+        return effects + self.advance() + self._next_change()
 
-    def _advance(self) -> Effects:
-        if self.state is State.DEPOSED:
-            return []
+    def advance(self) -> Effects:
+        """Commit what a quorum holds by now: our own disk got further, or another's."""
         reached = rules.commit(
             # The quorum of one, spelt out: a single node passes here with every write.
             self._log.durable if self._alone else self.record.committed(self._durable()),
@@ -121,12 +183,9 @@ class Coordinator:
         )
         if reached <= self.sequence_committed:
             return []
-        self.sequence_committed = reached
+        served, self.sequence_committed = self.serving, reached
         effects: Effects = [Commit(reached)]
-        if self.state is State.ENTERING:
-            self._become(State.SERVING)
-            effects.append(BeganServing(self.epoch))
-        return effects
+        return effects if served else [*effects, BeganServing(self.epoch)]
 
     def _durable(self) -> dict[str, int]:
         """How far each replica that counts holds our history."""
@@ -136,7 +195,7 @@ class Coordinator:
         durable[self.node] = self._log.durable
         return durable
 
-    def _counts(self, sender: Sender) -> bool:
+    def _counts(self, sender: StreamSender) -> bool:
         return self.record.uuids.get(sender.node) == sender.uuid
 
     # --- followers ---
@@ -152,7 +211,7 @@ class Coordinator:
         self._close(follow.node)
         self._absences.on_matched(follow.node, reply.matched)
         if not reply.reseed:
-            self.senders[follow.node] = Sender(
+            self.senders[follow.node] = StreamSender(
                 follow, matched=reply.matched, now=now, last=self._log.last
             )
         return [Send(follow.node, reply)]
@@ -167,7 +226,7 @@ class Coordinator:
         if sender is not None:
             self._absences.on_lost(sender)
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[MemberStatus]:
         """Every other member, streamed to or not."""
         return [
             self._absences.standing(node, self.senders.get(node), last=self._log.last)
@@ -178,9 +237,9 @@ class Coordinator:
     def _others(self) -> list[str]:
         return [node for node in self.record.members if node != self.node]
 
-    def may_send(self, node: str) -> Window | None:
+    def may_send(self, node: str) -> SendWindow | None:
         sender = self.senders.get(node)
-        if sender is None or self.state is State.DEPOSED:
+        if sender is None:
             return None
         learns = not self.record.is_voter(node)
         return sender.window(self._log, through=self._log.last, learns=learns)
@@ -200,12 +259,9 @@ class Coordinator:
     # --- time ---
 
     def on_tick(self, now: int) -> Effects:
-        if self.state is State.DEPOSED:
-            return []
-        effects: Effects = []
         for node in [n for n, s in self.senders.items() if s.next < self._log.first]:
             self._close(node)  # compaction has passed it: hearing nothing, it will ask again
-        effects += self._absent(now)
+        effects = self._absent(now)
         for node, sender in self.senders.items():
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:
@@ -280,7 +336,7 @@ class Coordinator:
         self._alone = record.quorums == ((self.node,),)
         for node in set(self.senders) - set(record.members):
             del self.senders[node]
-        return self._advance() + self._next_change()
+        return self.advance() + self._next_change()
 
     def on_change_lost(self) -> None:
         """The swap that we asked for did not happen; the newer record is on its way."""
@@ -318,9 +374,9 @@ class Coordinator:
         record = self.record
         if record.joint:
             return self._left_joint()
-        if not record.target or record.target == record.voters:
-            if not record.target:
-                return None
+        if not record.target:
+            return None
+        if record.target == record.voters:
             return msgspec.structs.replace(record, target=())
         coming = [n for n in record.target if n not in record.voters]
         if any(node not in record.learners for node in coming):
@@ -346,30 +402,16 @@ class Coordinator:
         learners = tuple(n for n in record.learners if n not in alone.voters)
         return msgspec.structs.replace(alone, uuids=uuids, learners=learners)
 
-    def _caught_up(self, sender: Sender) -> bool:
+    def _caught_up(self, sender: StreamSender) -> bool:
         return (
             sender.durable >= self.sequence_committed
             and sender.lag(self._log) <= self._options.caught_up_entries
         )
 
-    # --- the end ---
-
-    def depose(self) -> Effects:
-        """A higher epoch exists, or we gave ours up: stop."""
-        if self.state is State.DEPOSED:
-            return []
-        self._become(State.DEPOSED)
-        return [SteppedDown(self.epoch)]
-
     def validate(self) -> None:
         last = self._log.last
         assert self.sequence_committed <= last
-        if self.state is not State.DEPOSED:
-            assert self.serving == (self.sequence_committed >= self.sequence_barrier)
+        # What earlier epochs left commits beneath the barrier, or not at all.
+        assert self.serving or self.sequence_committed == self._committed_found
         for sender in self.senders.values():
             assert sender.durable < sender.next <= last + 1
-
-    def _become(self, state: State) -> None:
-        if state not in _TRANSITIONS[self.state]:
-            raise RuntimeError(f"illegal transition {self.state} -> {state}")
-        self.state = state

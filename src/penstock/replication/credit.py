@@ -2,12 +2,15 @@
 
     room = window − (sent − received)
 
-Both totals only ever grow and an acknowledgement names the reader's total, not a difference, so an
-acknowledgement that is lost, late or repeated does no harm. The sender keeps nothing queued: it
+Both totals only ever grow. A replica's acknowledgement names the reader's total, so that one which
+is lost, late or repeated does no harm; a subscriber gives back what it has handled since
+(`give_back`), on a connection that loses nothing. The sender of a log keeps nothing queued: it
 reads the log when there is room, so that a slow reader costs at most its window.
 """
 
 from __future__ import annotations
+
+from penstock.errors import InvalidArgument
 
 
 class Credit:
@@ -30,6 +33,10 @@ class Credit:
         return self.entries_sent - self.entries_received
 
     @property
+    def bytes_out(self) -> int:
+        return self.bytes_sent - self.bytes_received
+
+    @property
     def entries(self) -> int:
         """Left to send. A lone batch larger than the window may overdraw it, never twice."""
         left = self.entries_window - self.entries_sent + self.entries_received
@@ -37,8 +44,10 @@ class Credit:
 
     @property
     def bytes(self) -> int:
+        """Left to send. While no entry is under way that is something, so that nobody waits for
+        bytes that will not come back."""
         left = self.bytes_window - self.bytes_sent + self.bytes_received
-        return left if left > 0 else 0
+        return left if left > 0 else int(self.entries_sent == self.entries_received)
 
     @property
     def exhausted(self) -> bool:
@@ -58,9 +67,18 @@ class Credit:
         """Below a fifth of the window."""
         return self.entries * 5 < self.entries_window or self.bytes * 5 < self.bytes_window
 
+    @property
+    def utilisation(self) -> float:
+        """How much of the window is used, of entries or bytes, whichever is more; 1: all."""
+        return max(self.entries_out / self.entries_window, self.bytes_out / self.bytes_window)
+
     def on_sent(self, entries: int, bytes: int) -> None:
         if self.exhausted:
             raise RuntimeError("sent without credit")
+        self.use(entries, bytes)
+
+    def use(self, entries: int, bytes: int) -> None:
+        """Count what was sent, even if its frames came to more bytes than its rows."""
         self.entries_sent += entries
         self.bytes_sent += bytes
 
@@ -74,3 +92,10 @@ class Credit:
             raise ValueError(f"{entries} entries received, {self.entries_sent} sent")
         self.entries_received = max(self.entries_received, entries)
         self.bytes_received = max(self.bytes_received, bytes)
+
+    def give_back(self, entries: int, bytes: int) -> None:
+        """The reader has handled this much more."""
+        if not (0 <= entries <= self.entries_out and 0 <= bytes <= self.bytes_out):
+            raise InvalidArgument("more credit returned than is out", field="entries")
+        self.entries_received += entries
+        self.bytes_received += bytes

@@ -23,7 +23,7 @@ from penstock.replication.options import ReplicationOptions
 from penstock.replication.rules import Fit
 
 
-class State(Enum):
+class FollowerState(Enum):
     OPENING = "opening"  # asked, not answered yet
     TRUNCATING = "truncating"  # what conflicts is being forgotten
     STREAMING = "streaming"
@@ -50,7 +50,7 @@ class Follower:
     ) -> None:
         self.node, self.uuid, self.source = node, uuid, source
         self.epoch, self.stream, self.adopt = epoch, stream, adopt
-        self.state = State.OPENING
+        self.state = FollowerState.OPENING
         self.matched = 0
         self.committed = committed
         self.heard_ms = self.opened_ms = now
@@ -77,14 +77,20 @@ class Follower:
     # --- the handshake ---
 
     def on_followed(self, reply: Followed, now: int) -> Effects:
-        if self.state is not State.OPENING or reply.stream != self.stream:
+        if reply.stream != self.stream:
+            return []
+        if reply.refused:  # it does not coordinate, or not yet: ask again until it counts as silent
+            self.broken = True
+            self.heard_ms = now if reply.waiting else self.heard_ms
+            return []
+        if self.state is not FollowerState.OPENING:
             return []
         self.heard_ms = now
         if reply.reseed:
-            self.state = State.SEEDING
+            self.state = FollowerState.SEEDING
             return [Reseed(self.source)]
         if not rules.may_truncate(reply.matched, committed=self.committed):
-            self.state = State.CLOSED
+            self.state = FollowerState.CLOSED
             return [
                 Halt(
                     f"{self.source} holds our history up to {reply.matched} only, "
@@ -94,16 +100,16 @@ class Follower:
         self.matched = reply.matched
         self._heard_commit = max(self._heard_commit, reply.committed)
         if self._log.last > reply.matched:
-            self.state = State.TRUNCATING
+            self.state = FollowerState.TRUNCATING
             return [Truncate(reply.matched)]
         return self._begin_streaming(now)
 
     def on_truncated(self, now: int) -> Effects:
-        return self._begin_streaming(now) if self.state is State.TRUNCATING else []
+        return self._begin_streaming(now) if self.state is FollowerState.TRUNCATING else []
 
     def _begin_streaming(self, now: int) -> Effects:
         """What we hold already may be all that a quorum waits for: vouch for it at once."""
-        self.state = State.STREAMING
+        self.state = FollowerState.STREAMING
         effects = self._drain(now)
         return [*effects, self._ack()]
 
@@ -112,7 +118,7 @@ class Follower:
     def on_append(self, append: Append, batches: list[Batch], now: int) -> Effects:
         if append.stream != self.stream or append.epoch != self.epoch:
             return []  # of a stream that we have left
-        if self.state in (State.CLOSED, State.SEEDING):
+        if self.state in (FollowerState.CLOSED, FollowerState.SEEDING):
             return []
         self.heard_ms = now
         self.resigned = self.resigned or append.resigned
@@ -121,8 +127,9 @@ class Follower:
         self._heard_commit = max(self._heard_commit, append.committed)
         for batch in batches:
             self._receive(batch)
-        if self.state is not State.STREAMING:
-            return self._bound(now)
+        if self.state is not FollowerState.STREAMING:
+            self._bound(now)
+            return []
         effects = self._drain(now)
         if not batches:
             if append.sent > self._log.last and not self._buffer:
@@ -134,16 +141,16 @@ class Follower:
 
     def _receive(self, batch: Batch) -> None:
         """Credit comes back for what is new; a copy that the network made was never paid for."""
-        streaming = self.state is State.STREAMING
+        streaming = self.state is FollowerState.STREAMING
         if batch.first in self._buffer or (streaming and batch.first <= self._log.last):
             return
         self._entries += batch.count
         self._bytes += batch.size
         self._buffer[batch.first] = batch
 
-    def on_durable(self, now: int) -> Effects:
+    def on_durable(self) -> Effects:
         """The disk got further: vouch for it at once, somebody waits for the quorum."""
-        if self.state is State.STREAMING and self._vouched > self._durable_acked:
+        if self.state is FollowerState.STREAMING and self._vouched > self._durable_acked:
             return [self._ack()]
         return []
 
@@ -153,12 +160,25 @@ class Follower:
         self.matched = min(self.matched, self._log.last)
         self.committed = min(self.committed, self.matched)
 
-    def on_tick(self, now: int) -> Effects:
-        return self._bound(now)
+    def on_stream_lost(self, stream: int, now: int, *, gone: bool) -> None:
+        """The connection broke; `gone`: nobody listens there, so the silence has lasted already."""
+        if stream == self.stream:
+            self.broken = True
+            if gone:
+                self.heard_ms = now - self._options.silence_ms - 1
+
+    def on_tick(self, now: int) -> None:
+        self._bound(now)
+
+    def wants_another(self, now: int) -> bool:
+        """Whether this stream is of no use and another may be opened: one for each heartbeat."""
+        if self.resigned or not (self.broken or self.silent(now)):
+            return False
+        return now - self.opened_ms >= self._options.heartbeat_ms
 
     def silent(self, now: int) -> bool:
         """Nothing has come of this stream for too long; before its answer, nothing else counts."""
-        heard = self.opened_ms if self.state is State.OPENING else self.heard_ms
+        heard = self.opened_ms if self.state is FollowerState.OPENING else self.heard_ms
         return now - max(heard, self.opened_ms) > self._options.silence_ms
 
     @property
@@ -208,7 +228,8 @@ class Follower:
             self._unsynced.append((batch.last, *self._taken))
             taken.append(batch)
         effects: Effects = [Write(taken)] if taken else []
-        return effects + self._bound(now) + self._advance(self._heard_commit)
+        self._bound(now)
+        return effects + self._advance(self._heard_commit)
 
     def _fit(self, batch: Batch) -> Fit:
         return rules.fit(
@@ -216,7 +237,8 @@ class Follower:
             end=self._log.end, epoch_at=self._log.epoch_at,
         )  # fmt: skip
 
-    def _bound(self, now: int) -> Effects:
+    def _bound(self, now: int) -> None:
+        """Give the stream up if too much waits in the buffer, or for too long."""
         if not self._buffer:
             self._buffered_ms = now
         elif (
@@ -225,7 +247,6 @@ class Follower:
         ):
             self._buffer.clear()
             self.broken = True
-        return []
 
     def _advance(self, committed: int) -> Effects:
         if self.adopt:
@@ -238,6 +259,6 @@ class Follower:
 
     def validate(self) -> None:
         assert len(self._buffer) <= self._options.buffer_batches + 1
-        if self.state is State.STREAMING:
+        if self.state is FollowerState.STREAMING:
             assert self.matched <= self._log.last
             assert self.committed <= self.matched or self.adopt

@@ -15,47 +15,49 @@ from penstock.replication.rules import End
 EPOCH_MAX: Final = (1 << 31) - 1  # half of what a log has room for
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Window = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+CreditWindow = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True):
     """`node` is always the sender."""
 
     node: str
 
 
-class Fence(Message, frozen=True):
+class Fence(PeerMessage, frozen=True):
     """Promise to listen to no epoch below this one, and tell where your log ends."""
 
     epoch: Epoch
 
 
-class Fenced(Message, frozen=True):
-    """The answer: promised (`promised` is the fence's epoch), or refused for a greater promise."""
+class Fenced(PeerMessage, frozen=True):
+    """The answer: promised (`promised` is the fence's epoch), or refused for a greater promise.
+    `time_ms` is what the sender's clock showed when it was sent; 0: it does not say."""
 
     uuid: str
     promised: Epoch
     end_epoch: Epoch
     end_sequence: Count
     committed: Count
+    time_ms: Count = 0
 
     @property
     def end(self) -> End:
         return End(self.end_epoch, self.end_sequence)
 
 
-class Probe(Message, frozen=True):
+class Probe(PeerMessage, frozen=True):
     """Has the coordinator of this epoch gone silent for you too?"""
 
     epoch: Epoch
 
 
-class Probed(Message, frozen=True):
+class Probed(PeerMessage, frozen=True):
     epoch: Epoch
     silent: bool
 
 
-class Follow(Message, frozen=True):
+class Follow(PeerMessage, frozen=True):
     """Stream your log to me from where ours part. `tail` are my runs of (epoch, last sequence)
     from my commit on; `entries` and `bytes` are my credit. `stream` tells one opening from the
     next. `adopt`: I hold `epoch` and copy your log before I enter it."""
@@ -65,12 +67,12 @@ class Follow(Message, frozen=True):
     stream: Count
     committed: Count
     tail: list[tuple[Epoch, Count]]
-    entries: Window
-    bytes: Window
+    entries: CreditWindow
+    bytes: CreditWindow
     adopt: bool = False
 
 
-class Followed(Message, frozen=True):
+class Followed(PeerMessage, frozen=True):
     """The answer: forget what you have after `matched`, the rest follows. `reseed`: what you lack
     is no longer here as it was written, start over from a snapshot. `epoch` above yours: you
     follow somebody who is not the coordinator (`refused`), or not yet (`waiting`: it is alive and
@@ -85,7 +87,7 @@ class Followed(Message, frozen=True):
     waiting: bool = False
 
 
-class Append(Message, frozen=True):
+class Append(PeerMessage, frozen=True):
     """A slice of the log; without batches a sign of life that carries the watermark. `resigned`:
     the last one, I give up the epoch. `sent`: the last sequence that went over this stream before;
     who does not have it at a sign of life has lost a slice."""
@@ -97,7 +99,7 @@ class Append(Message, frozen=True):
     sent: Count = 0
 
 
-class Ack(Message, frozen=True):
+class Ack(PeerMessage, frozen=True):
     """*Received* gives credit back, *durable* counts for the quorum. Both are totals."""
 
     uuid: str

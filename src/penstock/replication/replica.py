@@ -7,12 +7,23 @@
       └────────── stepped down ──────── SERVING ◄─barrier committed─ ENTERING ◄─────── ADOPTING
                                                                         (if another's log is better)
 
-What makes the roles safe is in `rules`; what each does is in `follower`, `coordinator` and
-`nomination`. This module decides which of them is in charge, and keeps the promise: **a replica
-acts in an epoch only after its promise to refuse all earlier ones is on disk.**
+Every change of the role is in this file, by `_become`, which holds it against TRANSITIONS. A
+replica leaves a role through IDLE: it steps down before it follows another or takes an epoch. Only
+a takeover goes on from role to role, and begins with FENCING again when answers are slow to come.
+HALTED is left by nobody.
+
+What makes the roles safe is in `rules`; what each does is in `follower`, `takeover` and
+`coordinator`. This module decides which of them is in charge, and keeps two orders. **A replica
+acts in an epoch only after its promise to refuse all earlier ones is on disk**, and it tells nobody
+where its log ends while the driver cuts or replaces it. What waits for either is done by
+`_proceed`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
 
 from penstock.errors import PenstockError, Unavailable
 from penstock.model.batch import Batch
@@ -21,14 +32,16 @@ from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator
 from penstock.replication.effects import (
     AppendBarrier,
+    CloseStream,
     Effects,
-    Halt,
+    OpenStream,
+    Retire,
     Send,
     SteppedDown,
     TakeEpoch,
 )
-from penstock.replication.follower import State as Following
-from penstock.replication.holding import Health, Holding, Role
+from penstock.replication.facts import LogFacts
+from penstock.replication.follower import Follower, FollowerState
 from penstock.replication.messages import (
     Ack,
     Append,
@@ -39,11 +52,130 @@ from penstock.replication.messages import (
     Probe,
     Probed,
 )
-from penstock.replication.nomination import candidates
-from penstock.replication.sender import Sender, Window, answer
+from penstock.replication.options import ReplicationOptions
+from penstock.replication.sender import SendWindow, StreamSender, answer
+from penstock.replication.takeover import Nomination, Policy, Promise, Votes, candidates
 
 
-class Replica(Holding):
+class Role(Enum):
+    IDLE = "idle"  # no coordinator is known, or we are no member
+    FOLLOWING = "following"
+    FENCING = "fencing"  # we hold the epoch and gather promises
+    ADOPTING = "adopting"  # we copy the best log among those who promised
+    ENTERING = "entering"  # our barrier is appended, not committed
+    SERVING = "serving"
+    HALTED = "halted"  # a rule was broken; nothing is done any more
+
+
+TRANSITIONS: Final = {
+    Role.IDLE: {Role.FOLLOWING, Role.FENCING},
+    Role.FOLLOWING: {Role.IDLE, Role.HALTED},
+    Role.FENCING: {Role.IDLE, Role.FENCING, Role.ADOPTING, Role.ENTERING},
+    Role.ADOPTING: {Role.IDLE, Role.FENCING, Role.ENTERING, Role.HALTED},
+    Role.ENTERING: {Role.IDLE, Role.SERVING},
+    Role.SERVING: {Role.IDLE},
+    Role.HALTED: set[Role](),
+}
+
+
+class LogHealth(Enum):
+    """What the driver has found of the log. Its end and the promise are true in any case."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"  # some of it cannot be read: better that others coordinate
+    FAULTY = "faulty"  # what a takeover needs of it cannot be read: it takes no part in any
+
+
+class Replica:
+    def __init__(
+        self,
+        node: str,
+        *,
+        uuid: str,
+        promised: int,
+        committed: int,
+        log: LogFacts,
+        options: ReplicationOptions | None = None,
+        policy: Policy = Policy.BALANCED,
+    ) -> None:
+        self.node, self.uuid = node, uuid
+        self.promise = Promise(promised)
+        self.log = log
+        self.options, self.policy = options or ReplicationOptions(), policy
+        self.role = Role.IDLE
+        self.health = LogHealth.SOUND  # set by the driver; a log that is replaced is sound again
+        self.barred = False  # set by the driver: this node must not begin to coordinate
+        self.record: PartitionRecord | None = None
+        self.revision = 0
+        self.coordinator: Coordinator | None = None
+        self.follower: Follower | None = None
+        self._committed = committed
+        self._alive: dict[str, int] = {}
+        self._promised_ms = 0  # when we promised an epoch whose record we had not seen
+        self._resigned_ms: int | None = None  # when we gave an epoch up that nobody has taken yet
+        self._busy = False  # the driver cuts or replaces the log: nobody may be told where it ends
+        self._votes = Votes(0)  # for the epoch that we hold
+        self._lending: StreamSender | None = None  # to a taker that adopts our log
+        self._streams = 0
+        self._nomination = Nomination(node, self.options)
+
+    # --- what is known ---
+
+    @property
+    def promised(self) -> int:
+        """The epoch below which we listen to nobody, as it is on disk."""
+        return self.promise.kept
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @property
+    def epoch(self) -> int:
+        return self.record.epoch if self.record else 0
+
+    @property
+    def serving(self) -> bool:
+        return self.role is Role.SERVING
+
+    @property
+    def counts(self) -> bool:
+        """Whether this disk is one of those that the record counts on. A disk that is not named
+        might have been wiped; only where there is no other can that make no difference."""
+        record = self.record
+        if record is None or not record.is_voter(self.node):
+            return False
+        named = record.uuids.get(self.node)
+        return named == self.uuid or (named is None and record.quorums == ((self.node,),))
+
+    def _other_voters(self) -> list[str]:
+        assert self.record is not None
+        voters = dict.fromkeys(self.record.voters + self.record.joint)
+        return [node for node in voters if node != self.node]
+
+    def on_members(self, alive: Mapping[str, int], now: int) -> Effects:
+        """The nodes that are registered now, with the revision that each was created at."""
+        self._alive = dict(alive)
+        return []
+
+    # --- roles ---
+
+    def _become(self, role: Role) -> None:
+        if role not in TRANSITIONS[self.role]:
+            raise RuntimeError(f"illegal transition {self.role} -> {role}")
+        self.role = role
+
+    def _step_down(self) -> Effects:
+        """Leave the role, whatever it is; a stream that is read from is left open."""
+        if self.role not in (Role.IDLE, Role.HALTED):
+            self._become(Role.IDLE)
+        coordinator, self.coordinator = self.coordinator, None
+        return [] if coordinator is None else [SteppedDown(coordinator.epoch)]
+
+    def _leave(self) -> Effects:
+        """Leave the role, and the stream that is read from."""
+        return self._step_down() + self._close_stream()
+
     # --- metadata ---
 
     def on_record(self, record: PartitionRecord, revision: int, now: int) -> Effects:
@@ -59,11 +191,9 @@ class Replica(Holding):
         elif same and self.role in (Role.FENCING, Role.ADOPTING, Role.FOLLOWING):
             effects = []  # lists changed; who takes over and who is followed did not
         else:
-            effects = self._step_down()
-            self._close_stream(effects)
-            effects += self._begin_following(now)
+            effects = self._leave() + self._begin_following(now)
         if self.node not in record.members:
-            effects += self._retire()
+            effects += [*self._leave(), Retire()]
         return effects
 
     def on_epoch_taken(self, record: PartitionRecord, revision: int, now: int) -> Effects:
@@ -71,60 +201,195 @@ class Replica(Holding):
         if revision < self.revision or self.role is Role.HALTED:
             return []  # somebody was faster still
         self.record, self.revision = record, revision
-        effects = self._step_down()
-        self._close_stream(effects)
-        if not self.counts or self.health is Health.FAULTY:
+        effects = self._leave()
+        if not self.counts or self.health is LogHealth.FAULTY or self.barred:
             return effects
-        self.role = Role.FENCING
-        self._ends, self._sought = {}, None
-        self._attempt_ms = now
+        self._become(Role.FENCING)
+        self._votes = Votes(now)
         return effects + self.promise.make(record.epoch) + self._proceed(now)
+
+    # --- promises ---
+
+    def on_fence(self, fence: Fence, now: int) -> Effects:
+        if not self.promise.accepts(fence.epoch):
+            return [Send(fence.node, self._fenced())]
+        effects: Effects = []
+        if self.epoch < fence.epoch:
+            self._promised_ms = now
+            effects = self._leave()
+        return effects + self.promise.on_fence(fence) + self._proceed(now)
+
+    def on_persisted(self, promised: int, now: int) -> Effects:
+        self.promise.on_persisted(promised)
+        return self._proceed(now)
+
+    def _proceed(self, now: int) -> Effects:
+        """Do what has waited for the promise to be on disk, or for the log to be whole."""
+        if self._busy:
+            return []
+        effects: Effects = []
+        for fence in self.promise.ready():
+            if (
+                self.health is not LogHealth.FAULTY
+            ):  # else the taker might choose what we cannot lend
+                effects.append(Send(fence.node, self._fenced()))
+        if self.promised != self.epoch:
+            return effects
+        if self.role is Role.FENCING and self.node not in self._votes.ends:
+            effects += self._on_own_promise(now)
+        elif self.role is Role.FOLLOWING and self.follower is None:
+            effects += self._open_stream(now)
+        return effects
+
+    def _fenced(self) -> Fenced:
+        """What we vouch for: synced entries only."""
+        end = self.log.end_durable
+        return Fenced(
+            self.node, self.uuid, self.promise.asked, end.epoch, end.sequence, self._committed
+        )
+
+    # --- following ---
+
+    def _begin_following(self, now: int) -> Effects:
+        record = self.record
+        if record is None or self.node not in record.members:
+            return []
+        if record.coordinator in ("", self.node) or not self.promise.accepts(record.epoch):
+            return []
+        self._become(Role.FOLLOWING)
+        self._nomination.reset()
+        return self.promise.make(record.epoch) + self._proceed(now)
+
+    def _open_stream(self, now: int, *, source: str = "", adopt: bool = False) -> Effects:
+        assert self.record is not None
+        self._streams = max(self._streams + 1, now)  # not used before, in no life of this node
+        self.follower = Follower(
+            self.node,
+            uuid=self.uuid,
+            source=source or self.record.coordinator,
+            epoch=self.record.epoch,
+            stream=self._streams,
+            log=self.log,
+            committed=self._committed,
+            options=self.options,
+            now=now,
+            adopt=adopt,
+        )
+        return [OpenStream(self.follower.source, self.follower.follow())]
+
+    def _close_stream(self) -> Effects:
+        follower, self.follower = self.follower, None
+        return [] if follower is None else [CloseStream()]
+
+    def on_followed(self, reply: Followed, now: int) -> Effects:
+        if self.follower is None:
+            return []
+        return self._from_follower(self.follower.on_followed(reply, now))
+
+    def on_append(self, append: Append, batches: list[Batch], now: int) -> Effects:
+        follower = self.follower
+        if follower is None or not self.promise.accepts(append.epoch):
+            return []
+        return self._from_follower(follower.on_append(append, batches, now))
+
+    def on_truncated(self, sequence: int, now: int) -> Effects:
+        self.log.truncate(sequence)
+        self._busy = False
+        effects: Effects = []
+        if self.follower is not None:
+            effects = self._from_follower(self.follower.on_truncated(now))
+        return effects + self._proceed(now)
+
+    def on_seeded(self, log: LogFacts, committed: int, now: int) -> Effects:
+        """The log was replaced by one that begins at a snapshot, or is empty if that failed."""
+        self.log, self._committed, self.health = log, committed, LogHealth.SOUND
+        self._busy = False
+        return self._open_again(now) + self._proceed(now)
+
+    def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> Effects:
+        """The connection under a stream broke; another is opened at the next tick. `gone`: nobody
+        listens there any more, so there is no need to wait for the silence to last."""
+        if self.follower is not None:
+            self.follower.on_stream_lost(stream, now, gone=gone)
+        return []
+
+    def _open_again(self, now: int) -> Effects:
+        before = self.follower
+        if before is None:
+            return []
+        effects = self._open_stream(now, source=before.source, adopt=before.adopt)
+        assert self.follower is not None
+        self.follower.heard_ms, self.follower.resigned = before.heard_ms, before.resigned
+        return effects
+
+    def _open_if_broken(self, now: int) -> Effects:
+        follower = self.follower
+        if follower is None or self._busy or not follower.wants_another(now):
+            return []
+        return self._open_again(now)
+
+    def _from_follower(self, effects: Effects) -> Effects:
+        follower = self.follower
+        assert follower is not None
+        self._committed = max(self._committed, follower.committed)
+        if follower.state is FollowerState.CLOSED:
+            self._become(Role.HALTED)
+            self.follower = None
+        elif follower.state is FollowerState.TRUNCATING:
+            self._busy = True
+        elif follower.state is FollowerState.SEEDING:
+            # Nothing is left of the log but the promise. A quorum that we are not part of holds
+            # something committed past our end, so nobody depends on what we drop.
+            self.log, self._committed, self._busy = LogFacts(), 0, True
+        return effects + self._check_adopted()
 
     # --- taking over ---
 
     def _on_own_promise(self, now: int) -> Effects:
         assert self.record is not None
-        self._ends[self.node] = self.log.end
-        others = [n for n in self._quorum_nodes() if n != self.node]
-        fences: Effects = [Send(node, Fence(self.node, self.epoch)) for node in others]
-        return fences + self._with_promises(now)
+        self._votes.ends[self.node] = self.log.end
+        fence = Fence(self.node, self.epoch)
+        return [*(Send(node, fence) for node in self._other_voters()), *self._with_promises(now)]
 
     def on_fenced(self, reply: Fenced, now: int) -> Effects:
         if self.role is not Role.FENCING or self.record is None:
             return []
         if reply.promised > self.epoch:
-            self.role = Role.IDLE  # a later epoch exists; its record is on its way
+            self._become(Role.IDLE)  # a later epoch exists; its record is on its way
             return []
         if reply.promised < self.epoch or self.record.uuids.get(reply.node) != reply.uuid:
             return []  # not ours, or a disk that does not count
-        self._ends[reply.node] = reply.end
+        self._votes.add(reply, now)
         return self._with_promises(now)
+
+    def quorum_ms(self, own_ms: int, now: int) -> int:
+        """As `Votes.quorum_ms` says, of those who promised our epoch."""
+        assert self.record is not None
+        return self._votes.quorum_ms(self.record, node=self.node, own_ms=own_ms, now=now)
 
     def _with_promises(self, now: int) -> Effects:
         """A quorum has promised: go on from the best of their logs."""
         assert self.record is not None
-        if not self.record.majority(self._ends):
+        votes = self._votes
+        if not self.record.majority(votes.ends):
             return []
-        best = rules.best_log(self._ends, self.node)
+        best = rules.best_log(votes.ends, self.node)
         if best == self.node:
-            return self._enter(now)
-        self.role = Role.ADOPTING
-        self._sought = self._ends[best]
-        self._attempt_ms = now
+            return self._enter()
+        self._become(Role.ADOPTING)
+        votes.sought, votes.asked_ms = votes.ends[best], now
         return self._open_stream(now, source=best, adopt=True)
 
-    def _check_adopted(self, now: int) -> Effects:
+    def _check_adopted(self) -> Effects:
         """Enter once the log that we chose is in ours; it may have grown since it was chosen."""
-        sought = self._sought
+        sought = self._votes.sought
         if self.role is not Role.ADOPTING or sought is None:
             return []
-        return self._enter(now) if self.log.epoch_at(sought.sequence) == sought.epoch else []
+        return self._enter() if self.log.epoch_at(sought.sequence) == sought.epoch else []
 
-    def _enter(self, now: int) -> Effects:
-        effects: Effects = []
-        self._close_stream(effects)
+    def _enter(self) -> Effects:
         assert self.record is not None
-        self.role = Role.ENTERING
+        self._become(Role.ENTERING)
         self._nomination.reset()
         self.coordinator = Coordinator(
             self.node,
@@ -135,22 +400,19 @@ class Replica(Holding):
             committed=self._committed,
             options=self.options,
         )
-        return [*effects, AppendBarrier(self.epoch)]
+        return [*self._close_stream(), AppendBarrier(self.epoch)]
 
     def _try_again(self, now: int) -> Effects:
         """Promises or the best log are slow to come: ask once more, from the beginning."""
-        if self._busy or now - self._attempt_ms < self.options.fence_ms:
+        if self._busy or now - self._votes.asked_ms < self.options.fence_ms:
             return []
         if self.role is Role.ADOPTING and self.follower is not None:
             progressing = now - self.follower.heard_ms < self.options.silence_ms
             if progressing and not self.follower.broken:
                 return []
-        effects: Effects = []
-        self._close_stream(effects)
-        self._attempt_ms = now
-        self.role = Role.FENCING
-        self._ends, self._sought = {}, None
-        return effects + self._proceed(now)
+        self._become(Role.FENCING)
+        self._votes = Votes(now)
+        return self._close_stream() + self._proceed(now)
 
     # --- the log ---
 
@@ -167,9 +429,9 @@ class Replica(Holding):
     def on_durable(self, sequence: int, now: int) -> Effects:
         self.log.durable = max(self.log.durable, min(sequence, self.log.last))
         if self.coordinator is not None:
-            return self._from_coordinator(self.coordinator.on_durable(now))
+            return self._from_coordinator(self.coordinator.advance())
         if self.follower is not None and self.promise.accepts(self.follower.epoch):
-            return self.follower.on_durable(now)
+            return self.follower.on_durable()
         return []
 
     def on_unwritten(self, sequence_last: int, now: int) -> Effects:
@@ -199,7 +461,7 @@ class Replica(Holding):
         """Somebody wants our log: a follower of our epoch, or a taker that adopts it."""
         if self.coordinator is not None and follow.epoch == self.coordinator.epoch:
             return self.coordinator.on_follow(follow, now)
-        lends = not self._busy and self.health is not Health.FAULTY
+        lends = not self._busy and self.health is not LogHealth.FAULTY
         if follow.adopt and follow.epoch == self.promise.asked == self.promised and lends:
             lent = self._lent_to(follow.node)
             if lent is not None and lent.opened_by(follow):
@@ -207,9 +469,9 @@ class Replica(Holding):
             reply = answer(
                 follow, self.log, epoch=follow.epoch, node=self.node, committed=self._committed
             )
-            self._lending, self._lending_epoch = None, follow.epoch
+            self._lending = None
             if not reply.reseed:
-                self._lending = Sender(follow, matched=reply.matched, now=now)
+                self._lending = StreamSender(follow, matched=reply.matched, now=now)
             return [Send(follow.node, reply)]
         taking = follow.epoch == self.epoch and self.role in (Role.FENCING, Role.ADOPTING)
         refusal = Followed(
@@ -231,10 +493,10 @@ class Replica(Holding):
             return self._step_down()
         return self._from_coordinator(self.coordinator.on_ack(ack, now))
 
-    def _lent_to(self, node: str) -> Sender | None:
+    def _lent_to(self, node: str) -> StreamSender | None:
         """The stream of the taker that we have promised its epoch, and nobody a later one."""
         lending = self._lending
-        if lending is None or lending.node != node or self._lending_epoch != self.promise.asked:
+        if lending is None or lending.node != node or lending.epoch != self.promise.asked:
             return None
         return lending
 
@@ -246,7 +508,7 @@ class Replica(Holding):
             self._lending = None
         return []
 
-    def may_send(self, node: str) -> Window | None:
+    def may_send(self, node: str) -> SendWindow | None:
         """What may be sent to `node` now; batches that are staged count, synced or not."""
         if self.coordinator is not None:
             return self.coordinator.may_send(node)
@@ -259,7 +521,7 @@ class Replica(Holding):
             return self.coordinator.append(node)
         lent = self._lent_to(node)
         assert lent is not None
-        return Append(self.node, self._lending_epoch, lent.stream, self._committed)
+        return Append(self.node, lent.epoch, lent.stream, self._committed)
 
     def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
         if self.coordinator is not None:
@@ -291,7 +553,7 @@ class Replica(Holding):
         assert self.coordinator is not None
         self._committed = max(self._committed, self.coordinator.sequence_committed)
         if self.coordinator.serving and self.role is Role.ENTERING:
-            self.role = Role.SERVING
+            self._become(Role.SERVING)
         return effects
 
     # --- time ---
@@ -306,10 +568,10 @@ class Replica(Holding):
         if self.lost(now):
             return self._nominate(now)
         self._nomination.reset()
-        follower = self.follower
-        if follower is None:
+        if self.follower is None:
             return []
-        return self._from_follower(follower.on_tick(now), now) + self._open_if_broken(now)
+        self.follower.on_tick(now)
+        return self._from_follower([]) + self._open_if_broken(now)
 
     def lost(self, now: int) -> bool:
         """Whether there is no coordinator as far as we can tell."""
@@ -324,7 +586,7 @@ class Replica(Holding):
             return True  # nobody, or ourselves in a life before this one
         if self._alive and record.coordinator not in self._alive:
             return True
-        if follower is None or follower.state is Following.SEEDING:
+        if follower is None or follower.state is FollowerState.SEEDING:
             return False
         return follower.resigned or now - follower.heard_ms > self.options.silence_ms
 
@@ -337,7 +599,7 @@ class Replica(Holding):
             and record is not None
             and record.majority([node for node in self._alive if node != self.node])
             and follower is not None
-            and follower.state is Following.STREAMING
+            and follower.state is FollowerState.STREAMING
             and not follower.broken
             and not self.lost(now)
             and self.log.epoch_at(self._committed) == self.epoch
@@ -361,13 +623,15 @@ class Replica(Holding):
         order = candidates(
             self.record, self._alive, policy=self.policy, lost=self._lost_coordinator
         )
-        if self.health is not Health.SOUND:
+        if self.health is not LogHealth.SOUND:
             order.sort(key=lambda node: node == self.node)  # whoever else can should be first
-        if self.health is Health.FAULTY or not self.counts or not self._nomination.due(order, now):
+        if self.health is LogHealth.FAULTY or self.barred or not self.counts:
+            return effects
+        if not self._nomination.due(order, now):
             return effects
         self._nomination.ask(self.epoch, now)
-        others = [n for n in self._quorum_nodes() if n != self.node]
-        effects += [Send(node, Probe(self.node, self.epoch)) for node in others]
+        probe = Probe(self.node, self.epoch)
+        effects += [Send(node, probe) for node in self._other_voters()]
         return effects + self._take_if_agreed()
 
     @property
@@ -398,6 +662,3 @@ class Replica(Holding):
             coordinator.validate()
         if self.follower is not None:
             self.follower.validate()
-
-
-__all__ = ["Halt", "Health", "Replica", "Role", "SteppedDown"]

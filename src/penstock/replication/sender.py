@@ -15,7 +15,7 @@ from penstock.replication.options import ReplicationOptions
 from penstock.replication.rules import meet
 
 
-class Window(NamedTuple):
+class SendWindow(NamedTuple):
     """What may be sent now: batches from `first` on, none past `through`."""
 
     first: int
@@ -25,11 +25,12 @@ class Window(NamedTuple):
     copying: bool = False  # by a new replica, of what was there when it came: it need not hurry
 
 
-class Sender:
+class StreamSender:
     """Invariants: `durable < next` · `next - 1 <= log.last` · credit is never below zero."""
 
     def __init__(self, follow: Follow, *, matched: int, now: int, last: int = 0) -> None:
         self.node, self.uuid, self.stream = follow.node, follow.uuid, follow.stream
+        self.epoch = follow.epoch
         self.credit = Credit(entries=follow.entries, bytes=follow.bytes)
         self.next = matched + 1
         self.last_found = last  # where the log ended when the stream was opened
@@ -43,7 +44,7 @@ class Sender:
     def opened_by(self, follow: Follow) -> bool:
         return (self.node, self.uuid, self.stream) == (follow.node, follow.uuid, follow.stream)
 
-    def window(self, log: LogFacts, *, through: int, learns: bool = False) -> Window | None:
+    def window(self, log: LogFacts, *, through: int, learns: bool = False) -> SendWindow | None:
         """`learns`: nobody waits for this reader yet. Only what it found counts as a copy, so that
         it catches up in the end however fast the log grows."""
         if self.next > through or self.credit.exhausted:
@@ -51,7 +52,7 @@ class Sender:
         if self.next < log.first:  # compacted meanwhile: it will ask again, and start over
             return None
         copying = learns and self.next <= self.last_found
-        return Window(self.next, through, self.credit.entries, self.credit.bytes, copying)
+        return SendWindow(self.next, through, self.credit.entries, self.credit.bytes, copying)
 
     def on_sent(self, last: int, *, entries: int, bytes: int, now: int) -> list[str]:
         """Returns what is worth a warning."""

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from penstock.client.connection import Connection
-from penstock.client.memory import memory_pair
+from penstock.client.network.connection import Connection
+from penstock.client.network.memory import memory_pair
 from penstock.config import Config
 from penstock.node.clock import Clock
 from penstock.node.engine import Engine
 from penstock.node.lifecycle import running_engine
-from penstock.node.session import Session
+from penstock.node.session.session import Session
 from penstock.server.sink_writer import open_writer
+
+
+async def connect_within(session: Session, api_key: str | None, *, client: str) -> Connection:
+    """A connection to a session of this process."""
+    connection = Connection(api_key=api_key, client=client)
+    memory_pair(connection, session)
+    await connection.greeted()
+    return connection
 
 
 class EmbeddedNode:
@@ -44,10 +52,7 @@ class EmbeddedNode:
             self._started.set_exception(error)
 
     async def connect(self, api_key: str | None = None) -> Connection:
-        connection = Connection(api_key=api_key, client="penstock-embedded")
-        memory_pair(connection, Session(self.engine))
-        await connection.greeted()
-        return connection
+        return await connect_within(Session(self.engine), api_key, client="penstock-embedded")
 
     async def close(self) -> None:
         self._stop.set()

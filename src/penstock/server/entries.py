@@ -1,8 +1,8 @@
 """Messages on their way in: checked against the topic, then laid out as the columns of an ENQ body.
 
-Both listeners reduce what they were sent to `Entries`, a list per column. `check` finds the first
-value over its limit with a few passes over whole columns, and names it as the caller wrote it;
-nothing reaches the log before it has passed.
+Both listeners reduce what they were sent to an `Entry`, or to `GatewayEntries`, a list per column.
+`check` finds the first value over its limit with a few passes over whole columns, and names it as
+the caller wrote it; nothing reaches the log before it has passed.
 """
 
 from __future__ import annotations
@@ -15,35 +15,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.partitioning import partitions_of, partitions_of_deltas
-from penstock.model.topic import (
+from penstock.model.entries import (
     BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,
+    ENQ,
     HEADERS_BYTES_MAX,
     KEY_BYTES_MAX,
     PRODUCER_ID_BYTES_MAX,
+    PRODUCER_NUMBER_MAX,
     RETRIES_MAX,
-    TopicConfig,
-    TopicKind,
+    EntryRun,
+    run_columns,
 )
+from penstock.model.partitioning import partitions_of, partitions_of_deltas
+from penstock.model.topic import TopicConfig, TopicKind
 
-FRAME_SLACK: Final = 64 << 10  # for offsets, numbers and the control message of a frame
-SEQUENCE_MAX: Final = (1 << 63) - 1
-_ENQ: Final = SCHEMAS[Kind.ENQ]
+_DEFAULTS: Final = (b"", b"", 0, -1)  # key, headers, delay, retries: nothing to check
 _pack: Final = msgspec.msgpack.Encoder(order="sorted").encode
 
 
-class Run(NamedTuple):
-    """Entries that one producer numbered `sequence`, `sequence + 1`, …"""
+class Entry(NamedTuple):
+    """One message; the fields are the columns of `GatewayEntries`."""
 
-    entries: int
-    epoch: int
-    sequence: int
-    producer: bytes
+    payload: bytes
+    priority: int
+    key: bytes
+    headers: bytes
+    delay_ms: int
+    max_retries: int
+    run: EntryRun | None
+
+    def check(self, config: TopicConfig, *, bytes_max: int) -> None:
+        """Raise `InvalidArgument` for the first value over its limit."""
+        payload_bytes_max = min(config.payload_bytes_max, bytes_max)
+        if len(self.payload) > payload_bytes_max:
+            raise InvalidArgument(
+                f"payload has {len(self.payload)} bytes, at most {payload_bytes_max}",
+                field="payload",
+                limit=payload_bytes_max,
+            )
+        if self[2:6] != _DEFAULTS:
+            GatewayEntries.of((self,)).check(config, names="{1}")
 
 
-class Entries(NamedTuple):
+class GatewayEntries(NamedTuple):
     """Columns of equal length; None stands for a column of defaults."""
 
     payloads: Sequence[bytes]
@@ -52,31 +67,42 @@ class Entries(NamedTuple):
     headers: Sequence[bytes] | None = None  # msgpack maps, or empty
     delays_ms: Sequence[int] | None = None
     max_retries: Sequence[int] | None = None  # -1: the topic's default
-    runs: Sequence[Run] = ()
+    runs: Sequence[EntryRun] = ()
+
+    @staticmethod
+    def of(entries: Sequence[Entry]) -> GatewayEntries:
+        """Entries side by side; columns that hold only defaults are left out."""
+        payloads, priorities, keys, headers, delays_ms, retries, runs = zip(*entries, strict=True)
+        return GatewayEntries(
+            payloads,
+            priorities,
+            keys if any(keys) else None,
+            headers if any(headers) else None,
+            delays_ms if any(delays_ms) else None,
+            retries if max(retries) >= 0 else None,
+            joined_runs(runs) if runs[0] is not None else (),
+        )
 
     def body(self) -> bytes:
         """The ENQ body."""
-        runs = self.runs
-        return _ENQ.encode(
-            len(self.payloads),
+        count = len(self.payloads)
+        return ENQ.encode(
+            count,
             {
-                "priority": np.fromiter(self.priorities, np.int64, len(self.payloads)),
+                "priority": np.fromiter(self.priorities, np.int64, count),
                 "delay_ms": self.delays_ms,
                 "max_retries": self.max_retries,
                 "key": self.keys,
                 "headers": self.headers,
                 "payload": self.payloads,
-                "run_count": [run.entries for run in runs] if runs else None,
-                "run_epoch": [run.epoch for run in runs] if runs else None,
-                "run_sequence": [run.sequence for run in runs] if runs else None,
-                "run_producer": [run.producer for run in runs] if runs else None,
+                **run_columns(self.runs),
             },
-            runs=len(runs),
+            runs=len(self.runs),
         )
 
     @property
     def size(self) -> int:
-        """Nearly the bytes of the body, without making it."""
+        """How many bytes the body will have, nearly, without making it."""
         columns = (self.payloads, self.keys or (), self.headers or ())
         return sum(sum(map(len, column)) for column in columns) + 40 * len(self.payloads)
 
@@ -114,12 +140,12 @@ class Entries(NamedTuple):
         return partitions_of(keys, config.partitions) if all(keys) else np.empty(0, np.int64)
 
 
-def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -> Run | None:
+def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -> EntryRun | None:
     """The run of a request that carries a producer key; None when it carries none."""
-    if seq is not None and seq > SEQUENCE_MAX - count:
-        raise InvalidArgument("seq is too large", field="seq", limit=SEQUENCE_MAX - count)
-    if epoch > SEQUENCE_MAX:
-        raise InvalidArgument("epoch is too large", field="epoch", limit=SEQUENCE_MAX)
+    if seq is not None and seq > PRODUCER_NUMBER_MAX - count:
+        raise InvalidArgument("seq is too large", field="seq", limit=PRODUCER_NUMBER_MAX - count)
+    if epoch > PRODUCER_NUMBER_MAX:
+        raise InvalidArgument("epoch is too large", field="epoch", limit=PRODUCER_NUMBER_MAX)
     if not producer_id:
         if seq is not None:
             raise InvalidArgument("seq needs a producer_id", field="producer_id")
@@ -133,7 +159,20 @@ def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -
         )
     if seq is None:
         raise InvalidArgument("producer_id needs a seq", field="seq")
-    return Run(count, epoch, seq, producer)
+    return EntryRun(count, epoch, seq, producer)
+
+
+def joined_runs(runs: tuple[EntryRun, ...]) -> list[EntryRun]:
+    """The runs, of which those that continue each other are made one."""
+    joined = [runs[0]]
+    for run in runs[1:]:
+        last = joined[-1]
+        follows = last.sequence + last.entries == run.sequence
+        if follows and (last.producer, last.epoch) == (run.producer, run.epoch):
+            joined[-1] = last._replace(entries=last.entries + run.entries)
+        else:
+            joined.append(run)
+    return joined
 
 
 def packed_headers(headers: Mapping[str, str]) -> bytes:

@@ -9,26 +9,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.errors import InvalidArgument, LeaseLost, PenstockError
 from penstock.model.ids import LeaseToken, MessageId
-from penstock.node.logs import get_logger
-from penstock.server import requests as ask
-from penstock.server import responses as tell
-from penstock.server.pool import Link
+from penstock.node.observe.logs import get_logger
+from penstock.server import answers as tell
+from penstock.server import arguments as ask
+from penstock.server.pool import GatewayLink
 
 log: Final = get_logger(__name__)
 Result = dict[str, Any]
+T = TypeVar("T")
+READS: Final = frozenset({"Peek", "DlqList"})  # calls whose answers may be large
+READS_MAX: Final = 2  # of them at once: an answer that is being made takes many times its size
 
 
-class Operation(NamedTuple):
+class GatewayOperation(NamedTuple):
     request: type[msgspec.Struct]
     response: type[msgspec.Struct]
-    run: Callable[[Link, Any], Awaitable[Result]]
+    run: Callable[[GatewayLink, Any], Awaitable[Result]]
     summary: str
+    # Takes back what a call did whose answer cannot be given; None: there is nothing to take back.
+    undo: Callable[[GatewayLink, Any, Result], None] | None = None
+
+    def answered(
+        self, link: GatewayLink, request: Any, result: Result, make: Callable[[Result], T]
+    ) -> T:
+        """The answer that `make` makes of a result; if that fails, what was done is undone."""
+        try:
+            return make(result)
+        except BaseException:
+            if self.undo is not None:
+                self.undo(link, request, result)
+            raise
 
 
 def given(request: msgspec.Struct, *without: str) -> Result:
@@ -37,26 +53,35 @@ def given(request: msgspec.Struct, *without: str) -> Result:
     return {n: v for n, v in fields.items() if v is not None and n not in without}
 
 
+def engine_call(method: str) -> Callable[[GatewayLink, Any], Awaitable[Result]]:
+    """A call for which the engine takes the same arguments, and whose answer it gives."""
+
+    async def run(link: GatewayLink, request: msgspec.Struct) -> Result:
+        return await link.call(method, **given(request))
+
+    return run
+
+
 def heap(config: Result) -> Result:
     return {"topic": config.get("name", ""), **config}
 
 
-async def make_heap(link: Link, request: Any) -> Result:
+async def make_heap(link: GatewayLink, request: Any) -> Result:
     config = {"name": request.topic, **given(request, "topic", "exists_ok")}
     call = link.call("topic_create", config=config, exists_ok=request.exists_ok)
     return heap(await _naming_topic(call))
 
 
-async def get_heap(link: Link, request: ask.OfTopic) -> Result:
+async def get_heap(link: GatewayLink, request: ask.OfTopic) -> Result:
     return heap(await link.call("topic_get", topic=request.topic))
 
 
-async def list_heaps(link: Link, request: ask.Nothing) -> Result:
-    found = await link.call("topic_list")
-    return {"heaps": [heap(config) for config in found["topics"]]}
+async def list_heaps(link: GatewayLink, request: ask.ListingCall) -> Result:
+    found = await link.call("topic_list", **given(request))
+    return {"heaps": [heap(config) for config in found["topics"]], "next": found.get("next")}
 
 
-async def update_heap(link: Link, request: Any) -> Result:
+async def update_heap(link: GatewayLink, request: Any) -> Result:
     changes = given(request, "topic")
     if not changes:
         raise InvalidArgument("no attribute to change is given", field="body")
@@ -66,39 +91,39 @@ async def update_heap(link: Link, request: Any) -> Result:
     return heap(config)
 
 
-async def delete_heap(link: Link, request: ask.DeleteHeap) -> Result:
-    result = await link.call("topic_delete", **_confirmed(request))
+async def delete_heap(link: GatewayLink, request: ask.DeleteHeapCall) -> Result:
+    result = await link.call("topic_delete", **given(request))
     link.forget(request.topic)
     return result
 
 
-async def stats(link: Link, request: ask.Stats) -> Result:
+async def stats(link: GatewayLink, request: ask.StatsCall) -> Result:
     found = await link.call("stats", **given(request))
-    return {"topics": [heap(topic) for topic in found["topics"]]}
+    return {"topics": [heap(topic) for topic in found["topics"]], "next": found.get("next")}
 
 
-async def purge(link: Link, request: ask.Purge) -> Result:
-    return await link.call("purge", **_confirmed(request))
-
-
-async def pop(link: Link, request: ask.Pop) -> Result:
+async def pop(link: GatewayLink, request: ask.PopCall) -> Result:
     """Wait for messages. A caller that goes away meanwhile gets none: they are given back unused,
     because a lease that nobody knows of would hide its message until it expires."""
     call = asyncio.ensure_future(link.call("pop", **given(request)))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
-        call.add_done_callback(lambda done: _return_unused(link, request.topic, done))
+        call.add_done_callback(lambda done: _return_unused(link, request, done))
         raise
 
 
-def _return_unused(link: Link, topic: str, popped: asyncio.Future[Result]) -> None:
-    if popped.cancelled() or popped.exception() is not None:
-        return
-    tokens = [LeaseToken.parse(m["lease_token"]) for m in popped.result()["messages"]]
+def _return_unused(link: GatewayLink, request: ask.PopCall, popped: asyncio.Future[Result]) -> None:
+    if not popped.cancelled() and popped.exception() is None:
+        return_popped(link, request, popped.result())
+
+
+def return_popped(link: GatewayLink, request: ask.PopCall, result: Result) -> None:
+    """Give back what was popped for a caller that is not told of it; no attempt is counted."""
+    tokens = [LeaseToken.parse(m["lease_token"]) for m in result["messages"]]
     if tokens:
         returning = asyncio.ensure_future(
-            link.connection.give_back(topic, tokens, delay_ms=0, counted=False)
+            link.connection.give_back(request.topic, tokens, delay_ms=0, counted=False)
         )
         returning.add_done_callback(_log_failed_return)
 
@@ -111,58 +136,38 @@ def _log_failed_return(done: asyncio.Future[list[int]]) -> None:
         raise error
 
 
-async def peek(link: Link, request: ask.Peek) -> Result:
-    return await link.call("peek", **given(request))
-
-
-async def ack(link: Link, request: ask.Ack) -> Result:
+async def ack(link: GatewayLink, request: ask.AckCall) -> Result:
     token = _token_of(request)
     _held(await link.connection.settle(request.topic, [token]))
     return {}
 
 
-async def ack_batch(link: Link, request: ask.AckBatch) -> Result:
+async def ack_batch(link: GatewayLink, request: ask.AckBatchCall) -> Result:
     tokens = request.lease_tokens
     lost = await link.connection.settle(request.topic, [LeaseToken.parse(t) for t in tokens])
     return {"lost": [tokens[i] for i in lost]}
 
 
-async def nack(link: Link, request: ask.Nack) -> Result:
+async def nack(link: GatewayLink, request: ask.NackCall) -> Result:
     token = _token_of(request)
-    _held(await _give_back(link, request, request.topic, [token]))
+    _held(await _give_back(link, request, [token]))
     return {}
 
 
-async def nack_batch(link: Link, request: ask.NackBatch) -> Result:
+async def nack_batch(link: GatewayLink, request: ask.NackBatchCall) -> Result:
     tokens = request.lease_tokens
     parsed = [LeaseToken.parse(t) for t in tokens]
-    lost = await _give_back(link, request, request.topic, parsed)
+    lost = await _give_back(link, request, parsed)
     return {"lost": [tokens[i] for i in lost]}
 
 
-async def extend(link: Link, request: ask.Extend) -> Result:
+async def extend(link: GatewayLink, request: ask.ExtendCall) -> Result:
     token = LeaseToken.parse(request.lease_token)
     _held(await link.connection.extend(request.topic, [token], request.extend_ms))
     return {}
 
 
-async def move_to_dlq(link: Link, request: ask.MoveToDLQ) -> Result:
-    return await link.call("move_to_dlq", **given(request))
-
-
-async def dlq_list(link: Link, request: ask.DlqList) -> Result:
-    return await link.call("dlq_list", **given(request))
-
-
-async def dlq_replay(link: Link, request: ask.DlqReplay) -> Result:
-    return await link.call("dlq_replay", **given(request))
-
-
-async def dlq_delete(link: Link, request: ask.DlqDelete) -> Result:
-    return await link.call("dlq_delete", **_confirmed(request))
-
-
-async def confirm(link: Link, request: ask.Confirm) -> Result:
+async def confirm(link: GatewayLink, request: ask.ConfirmCall) -> Result:
     subject = "key_id" if request.method is ask.ConfirmMethod.KEY_REVOKE else "topic"
     other = "topic" if subject == "key_id" else "key_id"
     if getattr(request, subject) is None:
@@ -174,27 +179,7 @@ async def confirm(link: Link, request: ask.Confirm) -> Result:
     )
 
 
-async def create_key(link: Link, request: ask.CreateKey) -> Result:
-    return await link.call("key_create", name=request.name)
-
-
-async def list_keys(link: Link, request: ask.Nothing) -> Result:
-    return await link.call("key_list")
-
-
-async def revoke_key(link: Link, request: ask.RevokeKey) -> Result:
-    return await link.call("key_revoke", **_confirmed(request))
-
-
-async def status(link: Link, request: ask.Nothing) -> Result:
-    return await link.call("node_status")
-
-
-def _confirmed(request: ask.Destructive) -> Result:
-    return {"force": False, **given(request)}
-
-
-def _token_of(request: ask.Ack | ask.Nack) -> LeaseToken:
+def _token_of(request: ask.AckCall | ask.NackCall) -> LeaseToken:
     token = LeaseToken.parse(request.lease_token)
     message_id = request.message_id
     if message_id and MessageId.parse(message_id).partition != token.partition:
@@ -203,10 +188,14 @@ def _token_of(request: ask.Ack | ask.Nack) -> LeaseToken:
 
 
 async def _give_back(
-    link: Link, terms: ask.NackTerms, topic: str, tokens: Sequence[LeaseToken]
+    link: GatewayLink, request: ask.NackCall | ask.NackBatchCall, tokens: Sequence[LeaseToken]
 ) -> list[int]:
     return await link.connection.give_back(
-        topic, tokens, delay_ms=terms.delay_ms, reject=terms.reject, reason=terms.reason
+        request.topic,
+        tokens,
+        delay_ms=request.delay_ms,
+        reject=request.reject,
+        reason=request.reason,
     )
 
 
@@ -225,34 +214,81 @@ async def _naming_topic(call: Awaitable[Result]) -> Result:
         raise
 
 
-OPERATIONS: Final[dict[str, Operation]] = {
-    "MakeHeap": Operation(ask.MakeHeap, tell.Heap, make_heap, "Create a heap"),
-    "GetHeap": Operation(ask.OfTopic, tell.Heap, get_heap, "A heap's configuration"),
-    "ListHeaps": Operation(ask.Nothing, tell.Heaps, list_heaps, "All heaps"),
-    "UpdateHeapConfig": Operation(
-        ask.UpdateHeapConfig, tell.Heap, update_heap, "Change a heap while it runs"
+OPERATIONS: Final[dict[str, GatewayOperation]] = {
+    "MakeHeap": GatewayOperation(ask.MakeHeapCall, tell.HeapAnswer, make_heap, "Create a heap"),
+    "GetHeap": GatewayOperation(ask.OfTopic, tell.HeapAnswer, get_heap, "A heap's configuration"),
+    "ListHeaps": GatewayOperation(ask.ListingCall, tell.HeapsAnswer, list_heaps, "A page of heaps"),
+    "UpdateHeapConfig": GatewayOperation(
+        ask.UpdateHeapConfigCall, tell.HeapAnswer, update_heap, "Change a heap while it runs"
     ),
-    "DeleteHeap": Operation(ask.DeleteHeap, tell.Done, delete_heap, "Delete a heap"),
-    "Stats": Operation(ask.Stats, tell.AllStats, stats, "Counts of one heap or all, per partition"),
-    "Purge": Operation(ask.Purge, tell.Purged, purge, "Drop all ready and delayed messages"),
-    "Pop": Operation(ask.Pop, tell.Popped, pop, "Lease the best messages, waiting for the first"),
-    "Peek": Operation(ask.Peek, tell.Peeked, peek, "Look at the best messages without a lease"),
-    "Ack": Operation(ask.Ack, tell.Done, ack, "Finish a leased message"),
-    "AckBatch": Operation(ask.AckBatch, tell.Settled, ack_batch, "Finish many leased messages"),
-    "Nack": Operation(ask.Nack, tell.Done, nack, "Give a leased message back"),
-    "NackBatch": Operation(ask.NackBatch, tell.Settled, nack_batch, "Give many back"),
-    "Extend": Operation(ask.Extend, tell.Done, extend, "Let a lease run longer"),
-    "MoveToDLQ": Operation(
-        ask.MoveToDLQ, tell.Done, move_to_dlq, "Move a message to the dead letters"
+    "DeleteHeap": GatewayOperation(
+        ask.DeleteHeapCall, tell.DoneAnswer, delete_heap, "Delete a heap"
     ),
-    "DlqList": Operation(ask.DlqList, tell.DeadLetters, dlq_list, "A page of dead letters"),
-    "DlqReplay": Operation(ask.DlqReplay, tell.Replayed, dlq_replay, "Make dead letters ready"),
-    "DlqDelete": Operation(ask.DlqDelete, tell.Deleted, dlq_delete, "Delete dead letters"),
-    "Confirm": Operation(
-        ask.Confirm, tell.Confirmation, confirm, "A token for one destructive call"
+    "Stats": GatewayOperation(
+        ask.StatsCall,
+        tell.AllStatsAnswer,
+        stats,
+        "Counts per partition of one heap, or of a page of all",
     ),
-    "CreateKey": Operation(ask.CreateKey, tell.NewKey, create_key, "Make an API key"),
-    "ListKeys": Operation(ask.Nothing, tell.Keys, list_keys, "All API keys, without secrets"),
-    "RevokeKey": Operation(ask.RevokeKey, tell.Done, revoke_key, "Revoke an API key"),
-    "Status": Operation(ask.Nothing, tell.Status, status, "The node"),
+    "Purge": GatewayOperation(
+        ask.PurgeCall,
+        tell.PurgedAnswer,
+        engine_call("purge"),
+        "Drop all ready and delayed messages",
+    ),
+    "Pop": GatewayOperation(
+        ask.PopCall,
+        tell.PoppedAnswer,
+        pop,
+        "Lease the best messages, waiting for the first",
+        undo=return_popped,
+    ),
+    "Peek": GatewayOperation(
+        ask.PeekCall,
+        tell.PeekedAnswer,
+        engine_call("peek"),
+        "Look at the best messages without a lease",
+    ),
+    "Ack": GatewayOperation(ask.AckCall, tell.DoneAnswer, ack, "Finish a leased message"),
+    "AckBatch": GatewayOperation(
+        ask.AckBatchCall, tell.SettledAnswer, ack_batch, "Finish many leased messages"
+    ),
+    "Nack": GatewayOperation(ask.NackCall, tell.DoneAnswer, nack, "Give a leased message back"),
+    "NackBatch": GatewayOperation(
+        ask.NackBatchCall, tell.SettledAnswer, nack_batch, "Give many back"
+    ),
+    "Extend": GatewayOperation(ask.ExtendCall, tell.DoneAnswer, extend, "Let a lease run longer"),
+    "MoveToDLQ": GatewayOperation(
+        ask.MoveToDLQCall,
+        tell.DoneAnswer,
+        engine_call("move_to_dlq"),
+        "Move a message to the dead letters",
+    ),
+    "DlqList": GatewayOperation(
+        ask.DlqListCall, tell.DeadLettersAnswer, engine_call("dlq_list"), "A page of dead letters"
+    ),
+    "DlqReplay": GatewayOperation(
+        ask.DlqReplayCall, tell.ReplayedAnswer, engine_call("dlq_replay"), "Make dead letters ready"
+    ),
+    "DlqDelete": GatewayOperation(
+        ask.DlqDeleteCall, tell.DeletedAnswer, engine_call("dlq_delete"), "Delete dead letters"
+    ),
+    "Confirm": GatewayOperation(
+        ask.ConfirmCall, tell.ConfirmationAnswer, confirm, "A token for one destructive call"
+    ),
+    "CreateKey": GatewayOperation(
+        ask.CreateKeyCall, tell.NewKeyAnswer, engine_call("key_create"), "Make an API key"
+    ),
+    "ListKeys": GatewayOperation(
+        ask.ListingCall,
+        tell.KeysAnswer,
+        engine_call("key_list"),
+        "A page of API keys, without secrets",
+    ),
+    "RevokeKey": GatewayOperation(
+        ask.RevokeKeyCall, tell.DoneAnswer, engine_call("key_revoke"), "Revoke an API key"
+    ),
+    "Status": GatewayOperation(
+        ask.Nothing, tell.StatusAnswer, engine_call("node_status"), "The node"
+    ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config import Config, TlsOptions
+from penstock.config import Config, Limits, TlsOptions, host_port
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,17 +14,16 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int | None
     grpc_port: int | None
     tls: TlsOptions
-    connections_max: int  # of the HTTP listener
-    header_bytes_max: int  # of one HTTP request, or of one gRPC call's metadata
-    body_bytes_max: int  # of an enqueue over HTTP, or of one gRPC message
-    idle_s: float  # between two requests on one connection
+    # Of these a gateway takes those of connections, headers, bodies and messages, and times; where
+    # no node counts what all callers make it hold, that one too.
+    limits: Limits
     drain_s: float  # for calls in progress when the gateway stops
     cors_origins: tuple[str, ...] = ()  # of other sites, whose pages may use it
+    hosts: tuple[str, ...] = ()  # names that HTTP requests may be addressed to, besides `host`
 
     keys_max: int = 256  # native connections kept, one per API key
     requests_max: int = 4096  # calls in progress at one listener
     head_s: float = 10.0  # until a request's headers are there
-    body_s: float = 60.0  # until its body is there
     config_s: float = 2.0  # how long a topic's configuration is believed
 
     @staticmethod
@@ -34,10 +33,14 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
             http_port=config.ports.get("http"),
             grpc_port=config.ports.get("grpc"),
             tls=config.tls,
-            connections_max=config.limits.connections_max,
-            header_bytes_max=config.limits.header_bytes_max,
-            body_bytes_max=config.limits.frame_bytes_max,
-            idle_s=config.limits.idle_s,
+            limits=config.limits,
             drain_s=config.drain_s,
             cors_origins=config.http.cors_origins,
+            hosts=(*config.http.hosts, *_advertised(config)),
         )
+
+
+def _advertised(config: Config) -> tuple[str, ...]:
+    """The name that the other nodes reach this one at, which callers are told as well."""
+    text = config.cluster.advertise
+    return (host_port(text, field="cluster.advertise", port=0)[0],) if text else ()

@@ -1,4 +1,4 @@
-"""One native connection per API key, shared by all requests that carry the key.
+"""One native connection per API key, shared by all requests that carry the key, and the enqueues.
 
 The engine decides about a key when a connection greets it, and ends the connections of a key that
 is revoked; the pool remembers which key a living connection was opened with, by its digest. So a
@@ -12,22 +12,39 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.client.connection import Connection
-from penstock.errors import LimitExceeded, Unavailable
+from penstock.client.network.connection import Connection
+from penstock.errors import (
+    CallerError,
+    InvalidArgument,
+    LimitExceeded,
+    Unauthenticated,
+    Unavailable,
+)
 from penstock.model.topic import TopicConfig
-from penstock.node.logs import request_id
-from penstock.server.coalesce import FLIGHT_BYTES_MAX, Desk
-from penstock.server.entries import FRAME_SLACK
+from penstock.node.observe.logs import request_id
+from penstock.server.coalescer import FLIGHT_BYTES_MAX, Desk, Written
+from penstock.server.entries import Entry, GatewayEntries
+from penstock.wire.limits import TEXT_LENGTH_MAX
+from penstock.wire.messages import Enqueued
 
 Connect = Callable[[str | None], Awaitable[Connection]]
-CONFIGS_MAX = 1024
+CONFIGS_MAX: Final = 1024
+FRAME_SLACK: Final = 64 << 10  # for offsets, numbers and the control message of a frame
 
 
-class Link:
+class BatchWritten(NamedTuple):
+    """A batch's message ids in its order, and the positions of duplicates."""
+
+    message_ids: list[str]
+    duplicates: list[int]
+    sequence_last: int | None
+
+
+class GatewayLink:
     """A connection and what the gateway keeps beside it."""
 
     def __init__(self, connection: Connection, *, config_s: float) -> None:
@@ -60,8 +77,45 @@ class Link:
         """Ask again next time: the topic is not what it was believed to be."""
         self._configs.pop(topic, None)
 
+    async def put(self, topic: str, entry: Entry) -> Written:
+        """Enqueue one message, together with what else is on its way to the topic."""
+        entry.check(await self.config(topic), bytes_max=self.body_bytes_max)
+        try:
+            return await self.desk.put(topic, entry)
+        except CallerError:
+            self.forget(topic)
+            raise
+
+    async def put_batch(
+        self, topic: str, entries: GatewayEntries, *, atomic: bool, expected_sequence: int | None
+    ) -> BatchWritten:
+        """Enqueue a batch by a request of its own."""
+        config = await self.config(topic)
+        entries.check(config)
+        if entries.size > self.body_bytes_max:
+            raise InvalidArgument(
+                f"the messages are over {self.body_bytes_max} bytes together",
+                field="messages",
+                limit=self.body_bytes_max,
+            )
+        count = len(entries.payloads)
+        partition = 0 if expected_sequence is None else entries.partition(config)
+        try:
+            enqueued = await self.connection.enqueue(
+                topic,
+                [(partition, count, entries.body())],
+                atomic=atomic,
+                expected_sequence=expected_sequence,
+                partitioned=expected_sequence is not None,
+            )
+        except CallerError:
+            self.forget(topic)
+            raise
+        duplicates = [known.index for known in enqueued.duplicates]
+        return BatchWritten(enqueued.ids(count), duplicates, _sequence_last(enqueued))
+
     @contextmanager
-    def held(self) -> Iterator[Link]:
+    def held(self) -> Iterator[GatewayLink]:
         self.users += 1
         try:
             yield self
@@ -76,11 +130,11 @@ class Pool:
         self._connect = connect
         self._keys_max = keys_max
         self._config_s = config_s
-        self._links: OrderedDict[bytes, Link] = OrderedDict()
+        self._links: OrderedDict[bytes, GatewayLink] = OrderedDict()
         self._opening: dict[bytes, asyncio.Lock] = {}
         self._closed = False
 
-    async def link(self, api_key: str | None) -> Link:
+    async def link(self, api_key: str | None) -> GatewayLink:
         """The living link of a key; raises `Unauthenticated` when the engine refuses it."""
         place = _place(api_key)
         found = self._links.get(place)
@@ -101,7 +155,9 @@ class Pool:
         for link in links.values():
             await link.connection.close()
 
-    async def _open(self, place: bytes, api_key: str | None) -> Link:
+    async def _open(self, place: bytes, api_key: str | None) -> GatewayLink:
+        if api_key is not None and len(api_key) > TEXT_LENGTH_MAX:
+            raise Unauthenticated("the API key is not valid")  # no greeting could carry it
         lock = self._opening.setdefault(place, asyncio.Lock())
         try:
             async with lock:
@@ -115,7 +171,7 @@ class Pool:
             if not lock.locked():
                 self._opening.pop(place, None)
 
-    async def _keep(self, place: bytes, connection: Connection) -> Link:
+    async def _keep(self, place: bytes, connection: Connection) -> GatewayLink:
         if self._closed:
             await connection.close()
             raise Unavailable("the gateway stops")
@@ -123,11 +179,19 @@ class Pool:
         if len(self._links) >= self._keys_max and not idle:
             await connection.close()
             raise LimitExceeded(f"{self._keys_max} API keys are in use", limit=self._keys_max)
-        link = Link(connection, config_s=self._config_s)
+        link = GatewayLink(connection, config_s=self._config_s)
         self._links[place] = link
         if len(self._links) > self._keys_max:
             await self._links.pop(idle[0]).connection.close()
         return link
+
+
+def _sequence_last(enqueued: Enqueued) -> int | None:
+    """What the next call of a writer that is alone in its partition expects."""
+    placed = enqueued.placed
+    if len({run.partition for run in placed}) != 1:
+        return None
+    return max(run.sequence + run.count - 1 for run in placed)
 
 
 def _place(api_key: str | None) -> bytes:

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.client.connection import Connection
-from penstock.client.follow import PeerConnection, connect_peer
-from penstock.client.memory import memory_pair
+from penstock.client.network.connection import Connection
+from penstock.client.network.peer import PeerConnection, connect_peer
 from penstock.cluster.membership import NodeInfo
 from penstock.config import Config
 from penstock.errors import FailedPrecondition, StorageFailed
+from penstock.node.cluster.peers import Connect
+from penstock.node.door.budget import Budget
+from penstock.node.door.tls import client_context, server_context
 from penstock.node.engine import Engine
+from penstock.node.join import join_cluster
 from penstock.node.lifecycle import running_engine
-from penstock.node.listener import listen, port_of
-from penstock.node.logs import get_logger
-from penstock.node.replicas.joining import join_cluster
-from penstock.node.replicas.peers import Connect
-from penstock.node.session import Session
-from penstock.node.tls import client_context, server_context
+from penstock.node.observe.logs import get_logger
+from penstock.node.session.session import Session, listen, port_of
+from penstock.node.storage.room import raise_open_files_max
+from penstock.server.embedded import connect_within
+from penstock.server.process_memory import give_memory_back, settle_memory
 from penstock.server.sink_writer import open_writer
 
 if TYPE_CHECKING:
     from penstock.server.gateway import Gateway
 
-GC_THRESHOLD: Final = 20_000  # new objects between two looks at them
 log = get_logger(__name__)
 
 
 async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT; raises `StorageFailed` if the disk gave up."""
-    _settle_memory()
+    """Run until SIGTERM or SIGINT; raises `StorageFailed` if the disk gave up. SIGHUP, which others
+    use to have files read again, changes nothing."""
+    settle_memory()
+    log.info("open files", limit=raise_open_files_max())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    ignore_hangup(loop)
     async with running_engine(
         config, connect=connect_to_peers(config), open_writer=open_writer
     ) as engine:
+        engine.spawn_vital(give_memory_back(), name="memory")
         tls = server_context(config.tls) if config.tls_enabled else None
         async with AsyncExitStack() as stack:
-            ports = await _listen(engine, config, tls, stack)
+            ports = await _listen(engine, config, tls=tls, stack=stack)
             if engine.nodes is not None:
-                await _unless_stopped(join_cluster(engine, port=ports["native"]), engine, stop)
+                joining = join_cluster(engine, port=ports["native"])
+                await _unless_stopped(joining, engine=engine, stop=stop)
             if not stop.is_set():
                 _announce(config, ports)
             await _until_stopped(engine, stop)
@@ -62,13 +68,20 @@ async def serve(config: Config) -> None:
         raise StorageFailed(f"storage failed: {engine.fatal_error}")
 
 
+def ignore_hangup(loop: asyncio.AbstractEventLoop) -> None:
+    """Go on when a terminal closes or somebody asks for a reload, which would otherwise end us."""
+    loop.add_signal_handler(
+        signal.SIGHUP, log.info, "SIGHUP is ignored; to read files again, restart the node"
+    )
+
+
 def connect_to_peers(config: Config) -> Connect:
     """How a node reaches the others of its cluster."""
     tls = client_context(config.tls) if config.tls_enabled else None
 
     async def connect(info: NodeInfo) -> PeerConnection:
         return await connect_peer(
-            info.host, info.native_port, api_key=config.cluster.key or None, tls=tls,
+            info.host, info.native_port, cluster_key=config.cluster.key or None, tls=tls,
             node=config.node,
         )  # fmt: skip
 
@@ -76,7 +89,7 @@ def connect_to_peers(config: Config) -> Connect:
 
 
 async def _unless_stopped(
-    work: Coroutine[Any, Any, None], engine: Engine, stop: asyncio.Event
+    work: Coroutine[Any, Any, None], *, engine: Engine, stop: asyncio.Event
 ) -> None:
     """Do something that may take long, but give it up when the node is told to stop."""
     task = asyncio.ensure_future(work)
@@ -86,20 +99,13 @@ async def _unless_stopped(
         if task.done():
             task.result()
     finally:
-        task.cancel()
-        stopped.cancel()
-
-
-def _settle_memory() -> None:
-    """Let the collector forget what was imported, and look at new objects less often: hardly any
-    of a message's are part of a cycle."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)  # it is told above, or given up
 
 
 async def _listen(
-    engine: Engine, config: Config, tls: ssl.SSLContext | None, stack: AsyncExitStack
+    engine: Engine, config: Config, *, tls: ssl.SSLContext | None, stack: AsyncExitStack
 ) -> dict[str, int]:
     ports: dict[str, int] = {}
     if "native" in config.ports:
@@ -109,13 +115,17 @@ async def _listen(
     if "grpc" in config.ports or "http" in config.ports:
         gateway_type = load_gateway()
 
-        async def connect(api_key: str | None) -> Connection:
-            connection = Connection(api_key=api_key, client="penstock-gateway")
-            memory_pair(connection, Session(engine))
-            await connection.greeted()
-            return connection
+        # What the gateway's callers make the node hold is counted where it comes in.
+        counted = Budget(sys.maxsize)
 
-        gateway = gateway_type(connect, config, metrics_text=engine.metrics.text)
+        async def connect(api_key: str | None) -> Connection:
+            session = Session(engine, counted)
+            return await connect_within(session, api_key, client="penstock-gateway")
+
+        gateway = gateway_type(
+            connect, config,
+            metrics_text=engine.metrics.text, budget=engine.budget, doorway=engine.doorway,
+        )  # fmt: skip
         await gateway.start()
         stack.push_async_callback(gateway.stop)
         ports |= gateway.ports

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from penstock.client.client import Client
-from penstock.client.endpoints import Remote
+from penstock.client.network.endpoints import Remote
 from penstock.client.options import Options
 from penstock.model.topic import TopicConfig
 

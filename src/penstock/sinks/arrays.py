@@ -45,6 +45,17 @@ def ids(values: NDArray[np.uint8], *, valid: NDArray[np.bool_] | None = None) ->
     return pa.Array.from_buffers(pa.binary(width), count, [mask, data])
 
 
+def sixteen(pairs: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Rows of two numbers as the sixteen bytes they are."""
+    return np.ascontiguousarray(pairs).view(np.uint8).reshape(len(pairs), 16)
+
+
+def names(pairs: NDArray[np.uint64]) -> pa.Array:
+    """Rows of two numbers as the text that their sixteen bytes hold, padded with zeros."""
+    letters = sixteen(pairs)
+    return ragged(*masked(letters, letters != 0), pa.utf8())
+
+
 def ragged(
     offsets: NDArray[Any],
     blob: Any,

@@ -16,27 +16,31 @@ partition; the delta's ordinal in that partition), so writing it again changes n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
-from penstock.errors import NotFound
+from penstock.errors import NotFound, SinkRejected, Unsupported
 from penstock.model.delta import Delta, Op, PriorityClass, Source, encode
 from penstock.model.delta_format import DIMENSIONS_MAX
-from penstock.model.topic import BOUNDS, HEADERS_BYTES_MAX
-from penstock.sinks.protocol import Items, TopicWriter
+from penstock.model.entries import HEADERS_BYTES_MAX
+from penstock.model.plain import fault_of, headers_of
+from penstock.model.topic import BOUNDS
+from penstock.sinks.protocol import Feed, Items, TopicWriter, Work
+from penstock.sinks.schema import vector_keys
+from penstock.sinks.topics import EPOCH, by_place
 
 PREFIX: Final = "penstock-"
 REASON: Final = "penstock-reason"
 ERROR: Final = "penstock-error"
 SINK: Final = "penstock-sink"
 MISSING: Final = "penstock-missing"
-EPOCH: Final = 1
 TEXT_MAX: Final = 1000
 _INDEXED: Final = frozenset({Op.SPARSE, Op.OFFSET})
 
@@ -72,18 +76,52 @@ class LetterBox:
         reasons: Sequence[Mapping[str, str]],
     ) -> int:
         """Write one letter per row of `deltas` to the topic that `to` names for its source topic,
-        numbered by the ordinal; `reasons` are headers of each row. Durable on return."""
-        for topic, partition, rows in _by_partition(deltas):
-            part = deltas.take(pa.array(rows))
+        numbered by the ordinal, each number once; `reasons` are headers of each row. Durable on
+        return."""
+        numbers = deltas["ordinal"].to_numpy()
+        for (topic, partition), rows in by_place(deltas):
+            once = rows[np.append(numbers[rows[1:]] != numbers[rows[:-1]], True)]
+            part = deltas.take(pa.array(once))
             items = Items(
                 sequences=part["ordinal"].to_numpy().astype(np.int64),
                 payloads=payloads_of(part),
                 priorities=part["priority"].to_numpy().astype(np.int64),
-                headers=_headers(part, [reasons[row] for row in rows], pipeline=pipeline),
+                headers=_headers(part, [reasons[row] for row in once], pipeline=pipeline),
             )
             producer = _producer(pipeline, purpose, topic, partition)
             self._append(to(topic), producer, items, partition)
         return int(deltas.num_rows)
+
+    def bury(
+        self,
+        rejected: SinkRejected,
+        *,
+        work: Work,
+        sink: str,
+        touching: Callable[[], Iterable[pa.Table]],
+    ) -> int:
+        """Post what a sink can never take to its dead letters; the number of letters.
+
+        A letter is a delta, whatever the sink is fed: a refused *state* stands for the deltas that
+        made it, of all those that the work was made of (`touching`).
+        """
+        table = work.states if rejected.table == "states" else work.deltas
+        assert table is not None, f"rows of a table that the work does not have: {rejected.table}"
+        deltas = table.take(pa.array(rejected.rows, pa.int64()))
+        if rejected.table == "states":
+            wanted = vector_keys(deltas, topics=True)
+            deltas = pa.concat_tables(
+                some.filter(pc.is_in(vector_keys(some, topics=True), value_set=wanted))
+                for some in touching()
+            )
+        reason = {REASON: rejected.message, ERROR: rejected.code, SINK: sink}
+        return self.post(
+            deltas,
+            to=lambda topic: dead_letter_topic(topic, sink),
+            pipeline=work.pipeline,
+            purpose=f"dlq-{sink}",
+            reasons=[reason] * deltas.num_rows,
+        )
 
     def _append(self, topic: str, producer: str, items: Items, partition: int) -> None:
         try:
@@ -95,6 +133,55 @@ class LetterBox:
             self.writer.append(
                 topic, producer=producer, epoch=EPOCH, items=items, partition=partition
             )
+
+
+class QuarantineSink:
+    """Takes deltas that a fold could not place, as `Work.deltas`, to `<topic>-quarantine`.
+
+    A pipeline brings this sink along; it is ordered and has a cursor of its own. A partition's
+    quarantined deltas are numbered like its released ones, and that numbers their letters. A delta
+    that is sent to its topic again is a new message there; should it fail again, it gets a new
+    number and a new letter.
+    """
+
+    name = "_quarantine"  # no configured sink can be called so
+    feed = Feed.DELTAS
+    ordered = True
+
+    def __init__(self, box: LetterBox) -> None:
+        self._box = box
+
+    def open(self) -> None:
+        return
+
+    def write(self, work: Work) -> None:
+        if work.deltas is None:
+            return
+        self._box.post(
+            work.deltas,
+            to=quarantine_topic,
+            pipeline=work.pipeline,
+            purpose="quarantine",
+            reasons=list(_reasons(work.deltas)),
+        )
+
+    def cursor(self) -> int | None:
+        return None
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        raise Unsupported("the quarantine is a queue: it holds deltas, not vectors")
+
+    def reset(self) -> None:
+        raise Unsupported("the quarantine is a queue: purge its topic instead")
+
+    def close(self) -> None:
+        return
+
+
+def _reasons(table: pa.Table) -> Iterator[dict[str, str]]:
+    rows = zip(table["reason"].to_pylist(), table["missing"].to_pylist(), strict=True)
+    for reason, missing in rows:
+        yield {REASON: reason} | ({MISSING: missing.hex()} if missing else {})
 
 
 def payloads_of(deltas: pa.Table) -> pa.BinaryArray:
@@ -128,18 +215,6 @@ def _encoded(row: Mapping[str, Any]) -> bytes:
     return encode(delta, dimensions=len(values) if dense else DIMENSIONS_MAX)
 
 
-def _by_partition(deltas: pa.Table) -> Iterator[tuple[str, int, list[int]]]:
-    """The rows of each source partition, in the order of their numbers, each number once."""
-    topics = deltas["topic"].to_pylist()
-    partitions = deltas["partition"].to_pylist()
-    numbers = deltas["ordinal"].to_pylist()
-    found: dict[tuple[str, int], dict[int, int]] = {}
-    for row, (topic, partition) in enumerate(zip(topics, partitions, strict=True)):
-        found.setdefault((topic, partition), {})[numbers[row]] = row
-    for (topic, partition), rows in found.items():
-        yield topic, partition, [rows[n] for n in sorted(rows)]
-
-
 def _producer(pipeline: str, purpose: str, topic: str, partition: int) -> str:
     name = "\0".join((pipeline, purpose, topic, str(partition)))
     return f"penstock-letters-{xxhash.xxh3_128_hexdigest(name.encode())}"
@@ -167,10 +242,10 @@ def _headers(
 
 def _fitting(given: bytes | None, told: dict[str, str]) -> bytes:
     """Both maps in one, or only ours if a message could not carry both."""
-    kept = msgspec.msgpack.decode(given, type=dict[str, Any]) if given else {}
+    kept = headers_of(given or b"")
     # A letter that was replayed and came back tells of this time, not of the last one.
     kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
     both = msgspec.msgpack.encode(kept | told)
-    if len(both) <= HEADERS_BYTES_MAX:
+    if len(both) <= HEADERS_BYTES_MAX and fault_of(both) is None:
         return both
     return msgspec.msgpack.encode(told | {f"{PREFIX}headers": "left out: too large"})

@@ -20,11 +20,16 @@ from numpy.typing import NDArray
 from usearch.index import Index as Graph
 
 from penstock.errors import NotFound, SinkRejected
-from penstock.sinks.index_rows import finite_rows, values_of
-from penstock.sinks.neighbours import Neighbour, check_metric, checked_query, unpacked
-from penstock.sinks.newest import newest, vector_keys
+from penstock.sinks.neighbours import (
+    Neighbour,
+    check_metric,
+    checked_query,
+    finite_rows,
+    unpacked,
+    values_of,
+)
 from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import dimensions_of
+from penstock.sinks.schema import dimensions_of, newest, vector_keys
 
 _METRICS: Final = {"cosine": "cos", "l2": "l2sq", "dot": "ip"}
 _SCAN_ROWS: Final = 1000

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.propagation.rows import Rows
+from penstock.propagation.fold.releases import ReleasedRows
 
 
 class Feed(Flag):
@@ -52,7 +52,7 @@ class Work:
     last: int
     states: pa.Table | None = None
     deltas: pa.Table | None = None
-    rows: Rows | None = None
+    rows: ReleasedRows | None = None
     # Of the oldest of them, by the node's performance counter; None where that is not known, as
     # in what was read back from the log.
     committed_at: float | None = None
@@ -99,22 +99,35 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Messages that stem from one log partition, in the order of their producer sequences."""
+    """Messages of one producer, in the order of their sequences."""
 
     sequences: NDArray[np.int64]  # strictly ascending from 1 on; gaps are what a route left out
     payloads: pa.BinaryArray
     priorities: NDArray[np.int64] | None = None  # None: 0
-    headers: pa.BinaryArray | None = None  # msgpack maps, null: none
+    keys: pa.BinaryArray | None = None  # ordering keys, null: none
+    headers: pa.BinaryArray | None = None  # msgpack maps, null or empty: none
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def slice(self, start: int, length: int) -> Items:
+    def take(self, rows: NDArray[np.int64]) -> Items:
+        chosen = pa.array(rows)
         return Items(
-            sequences=self.sequences[start : start + length],
-            payloads=self.payloads.slice(start, length),
-            priorities=None if self.priorities is None else self.priorities[start : start + length],
-            headers=None if self.headers is None else self.headers.slice(start, length),
+            sequences=self.sequences[rows],
+            payloads=self.payloads.take(chosen),
+            priorities=None if self.priorities is None else self.priorities[rows],
+            keys=None if self.keys is None else self.keys.take(chosen),
+            headers=None if self.headers is None else self.headers.take(chosen),
+        )
+
+    def slice(self, start: int, end: int) -> Items:
+        count = end - start
+        return Items(
+            sequences=self.sequences[start:end],
+            payloads=self.payloads.slice(start, count),
+            priorities=None if self.priorities is None else self.priorities[start:end],
+            keys=None if self.keys is None else self.keys.slice(start, count),
+            headers=None if self.headers is None else self.headers.slice(start, count),
         )
 
 

@@ -22,11 +22,11 @@ from penstock.sinks.protocol import Sink, TopicWriter
 
 KINDS: Final = {
     "lake": "penstock.sinks.lake:LakeSink",
-    "index": "penstock.sinks.index_sink:IndexSink",
+    "index": "penstock.sinks.index:IndexSink",
     "memory": "penstock.sinks.memory_index:MemoryIndexSink",
     "cache": "penstock.sinks.cache:CacheSink",
-    "remote": "penstock.sinks.remote:RemoteSink",
-    "notify": "penstock.sinks.notify:NotifySink",
+    "remote": "penstock.sinks.topics:RemoteSink",
+    "notify": "penstock.sinks.topics:NotifySink",
 }
 GROUP: Final = "penstock.sinks"  # of entry points
 _GIVEN: Final = frozenset({"self", "name", "pipeline", "writer", "now_ms"})

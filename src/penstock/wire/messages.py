@@ -39,6 +39,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import Corruption, InvalidArgument
+from penstock.model.ids import LeaseToken, MessageId, message_ids
 from penstock.wire.frame import Buffer
 from penstock.wire.limits import (
     CONTROL_BYTES_MAX,
@@ -57,18 +58,19 @@ _LENGTH: Final = struct.Struct(">I")
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Fields are only ever appended, with a default."""
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A control message. Its fields are only ever appended, with a default."""
 
 
-class Hello(Message, frozen=True):
+class Hello(ControlMessage, frozen=True):
     versions: Annotated[list[int], Offers]
     api_key: Text | None = None
     client: Text = ""
     codecs: Annotated[list[Text], Offers] = []  # for frames, the preferred one first
+    cluster_key: Text | None = None  # of a node; who has shown it may send what only nodes send
 
 
-class Welcome(Message, frozen=True):
+class Welcome(ControlMessage, frozen=True):
     version: int
     server: str
     node: str
@@ -78,7 +80,7 @@ class Welcome(Message, frozen=True):
     codec: str = ""  # by which either side may compress frames; empty: none
 
 
-class Part(Message, frozen=True):
+class Part(ControlMessage, frozen=True):
     """A partition's share of an enqueue: `length` bytes of ENQ body with `count` entries."""
 
     partition: int
@@ -86,7 +88,7 @@ class Part(Message, frozen=True):
     length: int
 
 
-class Enqueue(Message, frozen=True):
+class Enqueue(ControlMessage, frozen=True):
     topic: Text
     parts: Annotated[list[Part], Parts]
     atomic: bool = False
@@ -97,9 +99,10 @@ class Enqueue(Message, frozen=True):
     forwarded: bool = False  # by a node that does not serve these partitions; answered by Forwarded
     transaction: bytes = b""  # forwarded parts of an atomic batch: prepare them
     home: int = 0  # the partition where it is decided
+    topic_id: int = 0  # that the sender takes the topic to have; 0: whoever has the name
 
 
-class PutDelta(Message, frozen=True):
+class PutDelta(ControlMessage, frozen=True):
     """One delta, without the columns of an enqueue; `data` is the delta. With a producer's name it
     is written once, however often it is sent."""
 
@@ -110,7 +113,7 @@ class PutDelta(Message, frozen=True):
     headers: Headers = b""  # a msgpack map, or nothing
 
 
-class Duplicate(Message, frozen=True):
+class Duplicate(ControlMessage, frozen=True):
     """Entry `index` of the request was written before, as this message."""
 
     index: int
@@ -119,7 +122,7 @@ class Duplicate(Message, frozen=True):
     time_ms: int
 
 
-class Placed(Message, frozen=True):
+class Placed(ControlMessage, frozen=True):
     """Where a stretch of a request's entries went: entry `index + i` is `sequence + i`."""
 
     index: int
@@ -129,21 +132,37 @@ class Placed(Message, frozen=True):
     time_ms: int
 
 
-class Enqueued(Message, frozen=True):
+class Enqueued(ControlMessage, frozen=True):
     """`index` counts entries over all parts in the order of the request."""
 
     topic: int
     placed: list[Placed]
     duplicates: list[Duplicate] = []
 
+    def ids(self, count: int) -> list[str]:
+        """The message id of each of `count` entries; empty where the answer names none."""
+        ids = [""] * count
+        for run in self.placed:
+            sequences = range(run.sequence, run.sequence + run.count)
+            ids[run.index : run.index + run.count] = message_ids(
+                run.time_ms, self.topic, run.partition, sequences
+            )
+        for known in self.duplicates:
+            place = MessageId(known.time_ms, self.topic, known.partition, known.sequence)
+            ids[known.index] = str(place)
+        return ids
 
-class TokenPart(Message, frozen=True):
+
+class TokenPart(ControlMessage, frozen=True):
+    """Tokens of one partition and epoch, of the topic that had this id when it gave them out."""
+
     partition: int
     epoch: int
     count: int
+    topic: int = 0  # refused: without an id, a successor of the same name might be meant
 
 
-class Settle(Message, frozen=True):
+class Settle(ControlMessage, frozen=True):
     """Acknowledge leases."""
 
     topic: Text
@@ -151,7 +170,7 @@ class Settle(Message, frozen=True):
     forwarded: bool = False
 
 
-class Return(Message, frozen=True):
+class Return(ControlMessage, frozen=True):
     """Give leases back: for a retry (delay_ms None: the topic's backoff), to the dead letters
     (`reject`), or unused (`counted` False: no attempt is counted)."""
 
@@ -164,20 +183,20 @@ class Return(Message, frozen=True):
     forwarded: bool = False
 
 
-class Extend(Message, frozen=True):
+class Extend(ControlMessage, frozen=True):
     topic: Text
     parts: Annotated[list[TokenPart], Parts]
     extend_ms: int  # from now
     forwarded: bool = False
 
 
-class Settled(Message, frozen=True):
+class Settled(ControlMessage, frozen=True):
     """`lost` are positions in the request's tokens whose lease was no longer held."""
 
     lost: list[int] = []
 
 
-class Outcome(Message, frozen=True):
+class Outcome(ControlMessage, frozen=True):
     """What became of one part of a forwarded request. Indices count the part's own entries."""
 
     placed: list[Placed] = []
@@ -186,13 +205,13 @@ class Outcome(Message, frozen=True):
     error: dict[str, Any] | None = None
 
 
-class Forwarded(Message, frozen=True):
+class Forwarded(ControlMessage, frozen=True):
     """The answer to a forwarded request: an outcome for each part, in order."""
 
     outcomes: list[Outcome]
 
 
-class OpenLease(Message, frozen=True, tag="lease"):
+class OpenLease(ControlMessage, frozen=True, tag="lease"):
     topic: Text
     credits: int  # messages that may be out on this stream at once; an ack returns its credit
     consumer: Text = ""
@@ -200,22 +219,24 @@ class OpenLease(Message, frozen=True, tag="lease"):
     batch_max: int = 100  # messages in one delivery
 
 
-class OpenLog(Message, frozen=True, tag="log"):
+class OpenLog(ControlMessage, frozen=True, tag="log"):
     topic: Text
     partition: int
     from_sequence: int = 1  # 0: only what commits from now on
     credit_entries: int = 1000
     credit_bytes: int = 8 << 20
     through: int = 0  # the stream ends with the batch that covers it; 0: it follows the log
+    topic_id: int = 0  # of the topic that `from_sequence` is a place in; 0: whichever has the name
 
 
-class OpenSubscription(Message, frozen=True, tag="subscribe"):
+class OpenSubscription(ControlMessage, frozen=True, tag="subscribe"):
     """The released deltas of one partition: those that the node holds back for a cause come when
     the cause has come. `position` counts in log sequences: a delta stands where the entry stands
     whose arrival released it.
 
     Answered by a map: `position` (what comes is after it), `ordinal` (how many deltas are released
-    up to there), `epoch`, `sequence_committed`. Credit counts deltas, and bytes of bodies."""
+    up to there), `epoch`, `sequence_committed`, `topic` (its id). Credit counts deltas, and bytes
+    of bodies."""
 
     topic: Text
     partition: int
@@ -231,9 +252,10 @@ class OpenSubscription(Message, frozen=True, tag="subscribe"):
     batch_ms: int = 0  # how long a frame may wait for more of them
     coalesce_ms: int = 0  # of one vector's changes within this time, one that has them all
     forwarded: bool = False  # by a node that does not serve the partition
+    topic_id: int = 0  # of the topic that `at` is a place in; 0: whichever has the name
 
 
-class OpenFollow(Message, frozen=True, tag="follow"):
+class OpenFollow(ControlMessage, frozen=True, tag="follow"):
     """A replica asks another for its log. `follow` is packed as replicas speak to each other, as
     is what comes back; the stream's frames carry the number of this one."""
 
@@ -242,7 +264,7 @@ class OpenFollow(Message, frozen=True, tag="follow"):
     follow: bytes
 
 
-class Told(Message, frozen=True):
+class Told(ControlMessage, frozen=True):
     """What one replica of a partition says to another: `kind` names the message in `message`."""
 
     topic: int
@@ -251,20 +273,20 @@ class Told(Message, frozen=True):
     message: bytes
 
 
-class Tell(Message, frozen=True, tag="tell"):
+class Tell(ControlMessage, frozen=True, tag="tell"):
     """All that one node has to say to another in one turn. It is not answered, and may get lost."""
 
     told: Annotated[list[Told], Meta(max_length=TOLD_MAX)]
 
 
-class Call(Message, frozen=True, tag="call"):
+class Call(ControlMessage, frozen=True, tag="call"):
     """One administrative call; answered by one Ack with a result map, or a Nack."""
 
     method: Text
     arguments: dict[str, Any]
 
 
-class Grant(Message, frozen=True):
+class Grant(ControlMessage, frozen=True):
     """More credit for a stream: messages of a lease stream, entries and bytes of a log stream or
     of a subscription, whose cursor moves to `position`: all up to there is handled."""
 
@@ -273,7 +295,7 @@ class Grant(Message, frozen=True):
     position: int = 0  # 0: the cursor stays
 
 
-class Delivery(Message, frozen=True):
+class Delivery(ControlMessage, frozen=True):
     """Leased messages; `data` is a body in DELIVERY layout. Token *i* is `token_first + i`."""
 
     partition: int
@@ -282,9 +304,14 @@ class Delivery(Message, frozen=True):
     count: Count
     deadline_ms: int  # wall clock of the node, for display; the lease itself runs on its own clock
     visibility_ms: int
+    topic: int = 0  # the id of the topic, which is a part of every token
+
+    def token(self, row: int) -> LeaseToken:
+        """The lease token of the message in a row."""
+        return LeaseToken(self.topic, self.partition, self.epoch, self.token_first + row)
 
 
-class LogSlice(Message, frozen=True):
+class LogSlice(ControlMessage, frozen=True):
     """Committed batches, verbatim and padded to 8 bytes each, `[first, last]` without a gap."""
 
     partition: int
@@ -293,7 +320,7 @@ class LogSlice(Message, frozen=True):
     sequence_committed: int
 
 
-class Changes(Message, frozen=True):
+class Changes(ControlMessage, frozen=True):
     """Released deltas; `data` is a body in CHANGES layout, nothing if `count` is 0."""
 
     partition: int
@@ -303,7 +330,7 @@ class Changes(Message, frozen=True):
     folded: int = 0  # deltas that were merged into those of this frame
 
 
-class SlowDown(Message, frozen=True):
+class SlowDown(ControlMessage, frozen=True):
     """Put nothing into the topic for a while; what was sent is dealt with as ever."""
 
     retry_after_ms: int
@@ -356,7 +383,7 @@ _LIMIT: Final = re.compile(r"<= (\d+)")
 
 def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -> InvalidArgument:
     """The refusal of a message, with the field that is wrong and the limit that it passes."""
-    known = [t for t in get_args(type) or (type,) if issubclass(t, Message)]
+    known = [t for t in get_args(type) or (type,) if issubclass(t, ControlMessage)]
     found = known[0] if len(known) == 1 else next(filter(_tagged(control), known), None)
     if found is None:
         return InvalidArgument(f"malformed control message: {error}", field="control")

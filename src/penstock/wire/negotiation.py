@@ -13,13 +13,13 @@ from penstock.errors import InvalidArgument
 from penstock.model.batch import Codec
 from penstock.wire.frame import VERSION
 
-VERSIONS: Final = (VERSION,)  # that are spoken here
+VERSIONS: Final = (VERSION,)  # of the protocol, that this software speaks
 CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
-_SHOWN: Final = 8
+_SHOWN: Final = 8  # offered versions that a refusal repeats
 
 
 def choose_version(offered: Sequence[int], spoken: Sequence[int] = VERSIONS) -> int:
-    """The highest that both speak."""
+    """The highest version that both ends speak."""
     common = set(offered).intersection(spoken)
     if not common:
         shown = ", ".join(map(str, offered[:_SHOWN])) or "none"
@@ -32,5 +32,5 @@ def choose_version(offered: Sequence[int], spoken: Sequence[int] = VERSIONS) -> 
 
 
 def choose_codec(offered: Sequence[str], spoken: Sequence[str] = tuple(CODECS)) -> str:
-    """The first that is offered and known here; empty: frames stay as they are."""
+    """The first codec that is offered and known here; none: frames stay as they are."""
     return next((name for name in offered if name in spoken), "")

@@ -14,7 +14,7 @@ from penstock.model.columns import Buffer
 GATHER_BYTES_MAX: Final = 64 << 10  # more is written at once, so that the transport can say: enough
 
 
-class Transport(Protocol):
+class WireTransport(Protocol):
     """What is needed of a transport of asyncio."""
 
     def writelines(self, list_of_data: Iterable[Buffer], /) -> None: ...
@@ -35,7 +35,9 @@ class Transport(Protocol):
 class Outbox:
     """A transport before a transport; `soon` calls back at the end of the turn."""
 
-    def __init__(self, transport: Transport, soon: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self, transport: WireTransport, soon: Callable[[Callable[[], None]], object]
+    ) -> None:
         self._transport, self._soon = transport, soon
         self._gathered: list[Buffer] = []
         self._bytes = 0
@@ -61,7 +63,7 @@ class Outbox:
         return self._bytes + self._transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """As a transport does: after what was sent before."""
+        """Close the transport after everything that was handed over is written."""
         self.flush()
         self._transport.close()
 

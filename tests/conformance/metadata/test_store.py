@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from penstock.cluster.changes import ChangeQueue
 from penstock.cluster.store import (
     KEY_BYTES_MAX,
     VALUE_BYTES_MAX,
-    Change,
+    ChangeQueue,
+    MetadataChange,
     MetadataStore,
     until_won,
 )
@@ -123,8 +123,8 @@ async def test_a_watch_reports_changes_in_order(store: MetadataStore) -> None:
         second = await store.put("topics/a", b"2")
         await store.delete("topics/a")
         seen = [await anext(changes) for _ in range(3)]
-    assert seen[0] == Change("topics/a", b"1", first)
-    assert seen[1] == Change("topics/a", b"2", second)
+    assert seen[0] == MetadataChange("topics/a", b"1", first)
+    assert seen[1] == MetadataChange("topics/a", b"2", second)
     assert seen[2].value is None and seen[2].revision > second
 
 
@@ -146,7 +146,7 @@ async def test_a_watch_waits_for_the_next_change(store: MetadataStore) -> None:
         assert (await waiting).key == "a"
 
 
-async def _take_half(store: MetadataStore, changes: AsyncIterator[Change]) -> None:
+async def _take_half(store: MetadataStore, changes: AsyncIterator[MetadataChange]) -> None:
     """Two come for one that is taken: the last of those before may still be on their way."""
     while True:
         await store.put("n/0", b"")

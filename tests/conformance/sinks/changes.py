@@ -14,6 +14,7 @@ import pyarrow as pa
 from penstock.model.columns import Binary
 from penstock.model.delta import Delta, Op, PriorityClass, encode, hybrid_time
 from penstock.model.delta_batch import DeltaBatch
+from penstock.propagation.fold.merge import VectorStates
 from penstock.sinks.protocol import Sink, Work
 from penstock.sinks.schema import deltas_table, states_table
 
@@ -32,28 +33,14 @@ class State:
     deleted: bool = False
 
 
-@dataclass(frozen=True)
-class _States:
-    namespace: list[str]
-    vector_id: Binary
-    values: Any
-    metadata: Binary
-    deleted: Any
-    revision: Any
-    time: Any
-    sequence: Any
-    log_time_ms: Any
-    lane: Any
-
-
 def states(*rows: State, topic: str = "vectors", partition: int = 0) -> pa.Table:
     count = len(rows)
     numbers = np.array([row.revision for row in rows], np.uint64)
     values = np.array([row.values for row in rows], np.float32)
     values[[row.deleted for row in rows]] = 0
     packed = [b"" if r.metadata is None else msgspec.msgpack.encode(r.metadata) for r in rows]
-    columns = _States(
-        namespace=[row.namespace for row in rows],
+    columns = VectorStates(
+        namespace=Binary.of([row.namespace.encode() for row in rows]),
         vector_id=Binary.of([row.vector_id.encode() for row in rows]),
         values=values,
         metadata=Binary.of(packed),
@@ -65,13 +52,6 @@ def states(*rows: State, topic: str = "vectors", partition: int = 0) -> pa.Table
         lane=np.full(count, 2, np.uint8),
     )
     return states_table(columns, topic=topic, partition=partition)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    released: DeltaBatch
-    positions: Any
-    ordinals: Any
 
 
 def delta(number: int, *, vector_id: str = "a", **changed: Any) -> Delta:
@@ -103,8 +83,14 @@ def deltas(
     batch = DeltaBatch.of(
         encoded, sequences=numbers, log_times_ms=START_MS + numbers.astype(np.int64)
     )
-    outcome = _Outcome(batch, numbers, numbers)
-    return deltas_table(outcome, topic=topic, partition=partition, payloads=True)
+    return deltas_table(
+        batch,
+        positions=numbers,
+        ordinals=numbers,
+        topic=topic,
+        partition=partition,
+        payloads=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,12 @@ from tests.spark.conftest import RunningNode
 
 from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
-from penstock.sinks.index_sink import IndexSink
+from penstock.sinks.index import IndexSink
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.memory_index import MemoryIndexSink
-from penstock.sinks.notify import NotifySink
 from penstock.sinks.protocol import Sink
-from penstock.sinks.remote import RemoteSink
-from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.topic_writer import NodeTopicWriter
+from penstock.sinks.topics import NotifySink, RemoteSink
+from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.testing.redis import RedisProcess, redis_process
 
 
@@ -123,7 +121,7 @@ class RemotePlace:
         node.access().call("topic_create", config=config)
 
     def sink(self) -> RemoteSink:
-        return RemoteSink("remote", writer=NodeTopicWriter(self._node.access()), topic="copy")
+        return RemoteSink("remote", writer=NodeTopicWriter(self._node.access), topic="copy")
 
     def effect(self) -> Effect:
         return sorted(decode(payload).delta_id for payload in payloads(self._node, "copy"))
@@ -142,7 +140,7 @@ class NotifyPlace:
         node.topic("vectors-changes", [], payload_bytes_max=400, partitions=2)
 
     def sink(self) -> NotifySink:
-        return NotifySink("notify", writer=NodeTopicWriter(self._node.access()))
+        return NotifySink("notify", writer=NodeTopicWriter(self._node.access))
 
     def effect(self) -> Effect:
         found = map(msgspec.msgpack.decode, payloads(self._node, "vectors-changes"))

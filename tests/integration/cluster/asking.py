@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.client.connection import Connection, open_connection
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.testing.cluster import ClusterProcesses, cluster_processes

@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from penstock.config import Config
+from penstock.node.door.tls import server_context
 from penstock.node.engine import Engine
+from penstock.node.join import join_cluster
 from penstock.node.lifecycle import running_engine
-from penstock.node.listener import listen
-from penstock.node.replicas.joining import join_cluster
-from penstock.node.tls import server_context
+from penstock.node.session.session import listen
 from penstock.server.serve import connect_to_peers
 
 

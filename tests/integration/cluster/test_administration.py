@@ -1,6 +1,7 @@
 """Topics and replica sets of a cluster are changed from any of its nodes."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,26 @@ async def test_a_topic_is_known_and_served_everywhere_once_it_is_made(cluster: A
         assert [n["id"] for n in found["nodes"]] == list(NODES)
     again = await cluster.call("topic_create", config={"name": "plain"}, exists_ok=True)
     assert again == made
+
+
+async def test_a_page_of_the_status_tells_of_the_partitions_behind_its_start(
+    cluster: Asking,
+) -> None:
+    """Before, `after` was refused, and every node was asked about all of its partitions."""
+    made = await cluster.call("topic_create", config={"name": "paged", "partitions": 5})
+    behind = f"{made['id']:010} 0001"
+    for node in NODES:
+        page = await cluster.call("cluster_status", at=node, after=behind)
+        mine = [part for part in page["partitions"] if part["topic"] == "paged"]
+        assert [part["partition"] for part in mine] == [2, 3, 4]
+        assert {part["state"] for part in mine} == {"serving"}
+        assert all(len(part["followers"]) == 2 for part in mine)
+        assert all(one["reachable"] for one in page["nodes"]) and page["next"] is None
+    connection = await cluster.connection("n1")
+    bounds = {"first": [made["id"], 1], "last": [made["id"], 2]}
+    told = await connection.call("replica_status", **bounds)
+    assert {part["topic"] for part in told["partitions"]} <= {made["id"]}
+    assert {part["partition"] for part in told["partitions"]} <= {1, 2}
 
 
 @pytest.mark.parametrize("replicas", [5, 4, 0])
@@ -52,6 +73,10 @@ async def test_a_topic_grows(cluster: Asking) -> None:
         await cluster.call("topic_update", topic="grown", changes={"partitions": 2})
 
 
+async def removed(folder: Path) -> bool:
+    return not folder.exists()
+
+
 async def test_a_deleted_topic_leaves_nothing_behind(cluster: Asking) -> None:
     await cluster.create("deleted", partitions=2)
     topic_id = (await cluster.call("topic_get", topic="deleted"))["id"]
@@ -60,7 +85,7 @@ async def test_a_deleted_topic_leaves_nothing_behind(cluster: Asking) -> None:
         with pytest.raises(NotFound):
             await cluster.call("topic_get", at=node, topic="deleted")
         folder = cluster.processes.nodes[node].data / "topics" / f"{topic_id:08x}"
-        assert not folder.exists()
+        await cluster.until(partial(removed, folder))  # the files go after the name
     status = await cluster.call("cluster_status")
     assert "deleted" not in {part["topic"] for part in status["partitions"]}
 

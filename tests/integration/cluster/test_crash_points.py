@@ -18,9 +18,9 @@ from tests.integration.harness import body, ids_of
 from penstock.errors import PenstockError, Unavailable
 from penstock.model.batch import Batch, Decision, Kind
 from penstock.model.ids import MessageId
-from penstock.testing.checkers import Checker
 from penstock.testing.cluster import ClusterProcesses
-from penstock.testing.events import Atomic, Committed, Enqueued, Enqueuing, digest_of
+from verification.checkers import Checker
+from verification.events import Atomic, Committed, Enqueued, Enqueuing, digest_of
 
 pytestmark = pytest.mark.timeout(900)
 TOPIC = "jobs"

@@ -16,7 +16,8 @@ from tests.chaos.network import network
 from tests.integration.cluster.asking import until
 
 import penstock
-from penstock.client.connection import Connection, open_connection
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import open_connection
 from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.partitioning import partition_of
@@ -99,7 +100,11 @@ async def test_clients_of_a_node_that_is_cut_off_go_on_elsewhere(arena: Arena) -
     numbers = Numbers()
     async with at_home(arena) as writer, at_home(arena) as reader:
         topic = await writer.topic("jobs", of=int, partitions=PARTITIONS, replication_factor=3)
-        assert HOME in await arena.coordinators("jobs")
+
+        async def home_serves() -> bool:
+            return HOME in await arena.coordinators("jobs")
+
+        await until(home_serves, 60.0)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(numbers.produce(topic, p)) for p in range(PARTITIONS)]
             tasks.append(group.create_task(numbers.consume(await reader.topic("jobs", of=int))))
@@ -155,6 +160,12 @@ async def put(connection: Connection, topic: str, partition: int) -> Enqueued:
 async def test_without_etcd_alone_nothing_changes(arena: Arena) -> None:
     async with at_home(arena) as client:
         topic = await client.topic("jobs", of=int, partitions=PARTITIONS, replication_factor=3)
+
+        async def known() -> bool:
+            statuses = [await arena.call(node, "cluster_status") for node in NODES]
+            return all(part["coordinator"] for s in statuses for part in s["partitions"])
+
+        await until(known)  # each node has heard from etcd who coordinates what
         for other in NODES:
             await asyncio.to_thread(arena.net.cut, other, ETCD)
             await asyncio.to_thread(arena.net.cut, ETCD, other)

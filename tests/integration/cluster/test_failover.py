@@ -46,6 +46,25 @@ async def test_a_killed_coordinator_is_replaced_and_nothing_is_lost(cluster: Ask
     await cluster.has_all("killed", first)
 
 
+async def test_totals_survive_a_failover(cluster: Asking) -> None:
+    """Before, they began at zero with each node that took a partition over."""
+    await cluster.create("counted")
+    first = await cluster.coordinator("counted")
+    other = next(node for node in ("n1", "n2", "n3") if node != first)
+    for i in range(5):
+        await cluster.put("counted", b"%d" % i, at=first)
+    async with penstock.connect(cluster.processes.url_of(other)) as client:
+        topic = client.topic("counted")
+        for message in await topic.pop(3):
+            await message.ack()
+        await cluster.processes.kill(first)
+        await topic.put(b"after")
+        found = await topic.stats()
+    assert (found.enqueued_total, found.acked_total) == (6, 3)
+    await cluster.processes.start(first)
+    await cluster.has_all("counted", first)
+
+
 async def test_a_preferred_coordinator_comes_back(cluster: Asking) -> None:
     await cluster.create("preferred")
     preferred = (await cluster.partition("preferred"))["voters"][0]

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.integration.cluster.asking import Asking, asking
 
 import penstock
-from penstock.client.deltas import Deltas
+from penstock.client.delta.deltas import Deltas
 from penstock.errors import InvalidArgument
 from penstock.sinks.lake import LakeSink
 
@@ -72,7 +72,7 @@ async def test_a_search_through_any_node_sees_all_partitions(
     coordinators = await cluster.processes.coordinators("vectors")
     assert set(coordinators) == set(NODES)
     await all_find(cluster, "vectors", [(f"v{n}", n * n) for n in range(40)])
-    sinks = (await deltas.topic.ask("live_status"))["topics"][0]["sinks"]
+    sinks = (await deltas.topic.handle.ask("live_status"))["topics"][0]["sinks"]
     assert [row["partition"] for row in sinks] == list(range(6))
 
 

@@ -15,7 +15,7 @@ from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.errors import PenstockError
 from penstock.log import PartitionLog
 from penstock.model.ids import LeaseToken
-from penstock.node.replicas.control import record_key
+from penstock.node.cluster.control import record_key
 from penstock.replication.assignment import PartitionRecord, decode_record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.cluster.asking import Asking
 
 import penstock
-from penstock.client.entries import Item
+from penstock.client.queue.entries import Item
 from penstock.model.partitioning import partitions_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

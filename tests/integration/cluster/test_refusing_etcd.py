@@ -12,7 +12,7 @@ import pytest
 from tests.integration.cluster.asking import until
 from tests.integration.cluster.nodes import running_node
 
-from penstock.client.connection import open_connection
+from penstock.client.network.endpoints import open_connection
 from penstock.config import ClusterOptions, Config
 from penstock.errors import FailedPrecondition
 from penstock.model.batch import SCHEMAS, Kind

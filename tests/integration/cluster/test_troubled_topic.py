@@ -8,8 +8,8 @@ from tests.integration.cluster.nodes import running_node
 
 from penstock.config import ClusterOptions, Config
 from penstock.model.topic import TopicConfig
-from penstock.node.replicas import joining
-from penstock.node.replicas.joining import EngineLocal
+from penstock.node import join as joining
+from penstock.node.join import EngineLocal
 from penstock.testing.etcd import etcd_process, free_ports
 
 

@@ -18,8 +18,7 @@ from penstock.sinks.protocol import Items
 from penstock.spark.jobs.audit import Audit
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.topic_writer import NodeTopicWriter
+from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 MIXED = CorpusOptions(
@@ -52,7 +51,7 @@ def load(
 ) -> None:  # fmt: skip
     """Arrivals `first` to `end` of the corpus into a delta topic."""
     make_topic(node, topic, dimensions=corpus.options.dimensions)
-    writer = NodeTopicWriter(node.access())
+    writer = NodeTopicWriter(node.access)
     end = len(corpus) if end is None else end
     for start in range(first, end, 1_000):
         chunk = corpus.chunk(start, min(end, start + 1_000))

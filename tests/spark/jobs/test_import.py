@@ -15,11 +15,10 @@ from tests.spark.conftest import RunningNode
 from tests.spark.jobs.support import make_topic
 
 from penstock.errors import InvalidArgument
-from penstock.spark.jobs import import_plan
-from penstock.spark.jobs.import_plan import plan
-from penstock.spark.jobs.import_rows import Named
+from penstock.spark.jobs import import_units as import_plan
+from penstock.spark.jobs.import_units import Named, plan
 from penstock.spark.jobs.imports import ImportOptions, import_files
-from penstock.spark.jobs.materialise import materialise
+from penstock.spark.jobs.materialisation import materialise
 from penstock.spark.source.options import Connecting
 
 NOW_MS = 1_790_000_000_000

@@ -6,11 +6,11 @@ import pytest
 from tests.spark.conftest import RunningNode
 from tests.spark.jobs.support import MIXED, make_topic, mixed
 
-from penstock.client.endpoints import Remote
-from penstock.client.entries import Item
+from penstock.client.network.endpoints import Remote
+from penstock.client.queue.entries import Item
 from penstock.errors import FailedPrecondition
 from penstock.model.batch import Batch
-from penstock.spark.jobs.letters_back import replay_letters
+from penstock.spark.jobs.letters import replay_letters
 
 PAYLOADS = mixed().chunk(0, 20).payloads.tolist()
 

@@ -13,13 +13,13 @@ from tests.spark.jobs.support import MIXED, Ground, mixed
 
 from penstock.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock.model.delta import decode
+from penstock.spark.attachment import node_of
 from penstock.spark.fold.state_folder import StateFolder
-from penstock.spark.jobs.compact import compact
-from penstock.spark.jobs.materialise import materialise
-from penstock.spark.jobs.ranges import connecting
+from penstock.spark.jobs.materialisation import materialise
 from penstock.spark.jobs.reindex import reindex
-from penstock.spark.jobs.replay import Window, replay
-from penstock.testing.reference import fold
+from penstock.spark.jobs.replay import ReplayWindow, replay
+from penstock.spark.jobs.stores import compact
+from verification.reference import fold
 
 
 def expected(end: int) -> dict[tuple[str, str], np.ndarray]:
@@ -31,7 +31,7 @@ def expected(end: int) -> dict[tuple[str, str], np.ndarray]:
 
 
 def test_materialise_gives_the_vectors_of_the_log(ground: Ground, tmp_path: Path) -> None:
-    node = connecting(ground.settings)
+    node = node_of(ground.settings)
     options = ground.settings.propagation
     found = materialise(ground.spark, node, ["vectors"], tmp_path / "now", options=options)
     rows = pq.read_table(tmp_path / "now").to_pylist()
@@ -46,7 +46,7 @@ def test_materialise_gives_the_vectors_of_the_log(ground: Ground, tmp_path: Path
 
 def test_materialise_goes_back_in_time(ground: Ground, tmp_path: Path) -> None:
     at_ms = ground.between_ms
-    node = connecting(ground.settings)
+    node = node_of(ground.settings)
     then = materialise(
         ground.spark, node, ["vectors"], tmp_path / "then", at_ms=at_ms, format="delta"
     )
@@ -86,10 +86,10 @@ def test_replay_fills_an_empty_lake_and_changes_a_full_one_in_nothing(ground: Gr
         lake.sink.reset()
     assert ground.audit()["sinks"]["lake"]["verdict"] == "different"
     at_ms = ground.between_ms
-    half = replay(ground.spark, ground.settings, ["lake"], window=Window(from_ms=at_ms + 1))
+    half = replay(ground.spark, ground.settings, ["lake"], window=ReplayWindow(from_ms=at_ms + 1))
     assert 0 < half["sinks"]["lake"]["deltas"] < mixed().facts["deltas"]
     for _ in range(2):
-        replay(ground.spark, ground.settings, ["lake"], window=Window())
+        replay(ground.spark, ground.settings, ["lake"], window=ReplayWindow())
         assert ground.audit()["ok"]
 
 

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from penstock.cli.cluster import moves
 from penstock.cli.cluster.moves import copied, partition_of, pending, table_of, watch
-from penstock.cli.cluster.settled import unsettled
-from penstock.cli.cluster.status import of_topic, troubles, warnings
+from penstock.cli.cluster.status import of_topic, troubles, unsettled, warnings
 from penstock.cli.cluster.up import view_of as view_of_up
 from penstock.cli.cluster.view import PARTITIONS_SHOWN, view_of
 from penstock.errors import NotFound, Unavailable
@@ -36,8 +35,8 @@ def part(number: int, coordinator: str = "n1", **changes: Any) -> dict[str, Any]
 def node(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "id": name, "address": f"10.0.0.{name[1:]}:7440", "zone": "a", "version": "0.1.0",
-        "alive": True, "draining": False, "age": 12, "started_ms": 1_700_000_000_000,
-        "coordinators": 1, "replicas": 3,
+        "alive": True, "reachable": True, "rolled_back": False, "draining": False, "age": 12,
+        "started_ms": 1_700_000_000_000, "coordinators": 1, "replicas": 3,
     } | changes  # fmt: skip
 
 

@@ -8,9 +8,23 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from penstock.cli.command import Answer, Invocation, command, folder_of, group
-from penstock.cli.exits import Exit
-from penstock.errors import FailedPrecondition, NotFound
+from penstock import errors
+from penstock.cli.command import (
+    Answer,
+    Exit,
+    Invocation,
+    command,
+    exit_of,
+    folder_of,
+    group,
+    pairs_of,
+    values_of,
+)
+from penstock.errors import FailedPrecondition, InvalidArgument, NotFound
+
+# FUSED tests.unit.cli.test_command
+"""Every error has an exit code that a script can rely on."""
+# FUSED tests.unit.cli.test_command
 
 
 def run(body: Any, *arguments: str, connects: bool = True) -> Any:
@@ -84,3 +98,45 @@ def test_a_destructive_command_needs_force_without_a_terminal() -> None:
 def test_a_url_is_told_from_a_folder() -> None:
     assert folder_of("penstock://127.0.0.1:7440") is None
     assert str(folder_of("./data")) == "data"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NotFound("x"), Exit.NOT_FOUND),
+        (errors.InvalidArgument("x", field="f"), Exit.CALLER),
+        (errors.FailedPrecondition("x"), Exit.CALLER),
+        (errors.Unauthenticated("x"), Exit.UNAUTHENTICATED),
+        (errors.Unavailable("x"), Exit.UNAVAILABLE),
+        (errors.DiskFull("x"), Exit.UNAVAILABLE),
+        (errors.LeaseLost("x"), Exit.CONFLICT),
+        (errors.Corruption("x"), Exit.FAILED),
+        (errors.PenstockError("x"), Exit.INTERNAL),
+    ],
+)
+def test_exit_code_follows_the_kind_of_error(error: errors.PenstockError, code: Exit) -> None:
+    assert exit_of(error) is code
+
+
+def test_no_error_of_the_tree_is_left_without_a_code() -> None:
+    for kind in errors.BY_CODE.values():
+        if kind is not errors.PenstockError:
+            error = errors.from_wire({"code": kind.code, "message": "x"})
+            assert exit_of(error) not in (Exit.OK, Exit.INTERNAL)
+
+
+def test_values_are_read_as_json_where_they_are_json() -> None:
+    read = values_of(["k=5", "paused=true", "mode=max", "name=a=b"], option="set")
+    assert read == {"k": 5, "paused": True, "mode": "max", "name": "a=b"}
+
+
+def test_pairs_stay_text() -> None:
+    assert pairs_of(["n=5"], option="header") == {"n": "5"}
+    assert pairs_of(None, option="header") == {}
+
+
+@pytest.mark.parametrize("text", ["novalue", "=5", ""])
+def test_a_pair_without_a_name_or_sign_names_the_option(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        pairs_of([text], option="header")
+    assert caught.value.field == "header"

@@ -1,16 +1,8 @@
 """What a person and what a script get to see."""
 
-import io
-import json
-
 import pytest
 
 from penstock.cli import output
-
-
-def test_bytes_become_text_or_are_named_base64() -> None:
-    shown = json.loads(output.to_json({"key": b"a", "payload": b"\xff\x00", "tags": [b"t"]}))
-    assert shown == {"key": "a", "payload_base64": "/wA=", "tags": ["t"]}
 
 
 def test_preview_is_one_short_line() -> None:
@@ -41,12 +33,3 @@ def test_a_table_prints_values_as_they_are_not_as_markup(
     printed = capsys.readouterr().out
     assert "[bold]x[/bold]" in printed
     assert "12\u202f345" in printed
-
-
-def test_progress_stays_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stderr)
-    with output.progress("work", total=10) as advance:
-        advance(5)
-        advance(10, 10)
-    assert stderr.getvalue() == ""

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from tests.conformance.sinks.changes import State, states, work
 
-from penstock.cli.command import Invocation, execute
-from penstock.cli.exits import Exit
+from penstock.cli.command import Exit, Invocation, execute
 from penstock.cli.search import parsed, search
 from penstock.errors import InvalidArgument
-from penstock.sinks.index_sink import IndexSink
+from penstock.sinks.index import IndexSink
 
 Ask = Callable[..., tuple[Exit, Any]]
 

@@ -4,6 +4,8 @@ import numpy as np
 from penstock.cli.tail import line_of, rows_of
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.ids import MessageId
+from penstock.model.plain import UNREADABLE
+from verification.malformed_maps import MALFORMED_MAPS
 
 
 def batch(kind: Kind, count: int, **columns: object) -> Batch:
@@ -28,3 +30,12 @@ def test_other_kinds_show_their_own_columns() -> None:
     (row,) = rows_of(batch(Kind.ACK, 1, token=np.array([7], np.uint64)))
     assert (row["kind"], row["token"]) == ("ack", 7)
     assert "token=7" in line_of(row)
+
+
+def test_headers_that_cannot_be_read_do_not_end_the_tail() -> None:
+    """Before, the tail ended with a DecodeError at the first of them."""
+    headers = list(MALFORMED_MAPS.values())
+    rows = list(
+        rows_of(batch(Kind.ENQ, len(headers), payload=[b"x"] * len(headers), headers=headers))
+    )
+    assert [set(row["headers"]) for row in rows] == [{UNREADABLE}] * len(headers)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from penstock.client.client import Client
-from penstock.client.connection import Connection, open_connection
-from penstock.client.memory import memory_pair
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import open_connection
+from penstock.client.network.memory import memory_pair
 from penstock.client.options import Options
 from penstock.errors import NotFound, PenstockError
 from penstock.model.batch import SCHEMAS, Kind, seal
@@ -315,7 +316,7 @@ class Session(asyncio.Protocol):
                 },
             )
             visibility = request.visibility_ms or self.broker.visibility_ms
-            head = Delivery(partition, 3, first, len(taken), TIME_MS + visibility, visibility)
+            head = Delivery(partition, 3, first, len(taken), TIME_MS + visibility, visibility, 1)
             self.send(FrameType.BATCH, number, head, body)
 
 

@@ -8,8 +8,9 @@ from penstock.client.client import Client
 from penstock.errors import AlreadyExists, NotFound, PenstockError, Unavailable
 
 MESSAGE = {
-    "message_id": "", "partition": 0, "sequence": 5, "priority": 3, "attempts": 1,
-    "time_ms": 1_700_000_000_000, "key": b"k", "headers": {"h": "1"}, "payload": b'{"a":1}',
+    "message_id": "01HF7YAT00000G000000000005", "partition": 0, "sequence": 5, "priority": 3,
+    "attempts": 1, "time_ms": 1_700_000_000_000, "key": b"k", "headers": {"h": "1"},
+    "payload": b'{"a":1}',
 }  # fmt: skip
 
 
@@ -70,12 +71,12 @@ async def test_peeked_messages_are_decoded(client: Client, broker: Any) -> None:
 
 
 async def test_popped_messages_are_leases(client: Client, broker: Any) -> None:
-    lease = {"lease_token": "0.3.64", "deadline_ms": 77, "visibility_ms": 30}
+    lease = {"lease_token": "5.0.3.64", "deadline_ms": 77, "visibility_ms": 30}
     broker.results["pop"] = {"messages": [MESSAGE | lease]}
     broker.leases[0x64] = ((0, 5, {}), broker.sessions[0], 0)
     topic = client.topic("jobs", of=dict)
     (message,) = await topic.pop(wait=2, visibility=0.03)
-    assert message.lease_token == "0.3.64" and message.attempts == 1
+    assert message.lease_token == "5.0.3.64" and message.attempts == 1
     assert message.deadline_ms == 77
     async with message:
         while not broker.extended:

@@ -99,23 +99,12 @@ async def test_what_is_not_there(catalog: Catalog) -> None:
             await call
 
 
-async def test_epochs_increase_over_restarts(catalog: Catalog, tmp_path: Path) -> None:
-    assert [await catalog.next_epoch(1, 0) for _ in range(3)] == [1, 2, 3]
-    assert await catalog.next_epoch(1, 1) == 1
-    again = Catalog(EmbeddedStore(tmp_path))
-    assert await again.next_epochs([(1, 0), (1, 1), (2, 0)]) == {(1, 0): 4, (1, 1): 2, (2, 0): 1}
-
-
-async def test_no_epoch_is_given_twice(catalog: Catalog) -> None:
-    epochs = await asyncio.gather(*(catalog.next_epoch(1, 0) for _ in range(20)))
-    assert sorted(epochs) == list(range(1, 21))
-
-
 async def test_a_deleted_topic_takes_its_epochs_along(
     catalog: Catalog, store: EmbeddedStore
 ) -> None:
     topic = await catalog.create({"name": "jobs", "partitions": 2})
-    await catalog.next_epochs([(topic.id, 0), (topic.id, 1), (topic.id * 10, 0)])
+    for key in (f"{topic.id}/0", f"{topic.id}/1", f"{topic.id * 10}/0"):
+        await store.put(f"epochs/{key}", b"1")
     assert await catalog.delete("jobs") == topic
     assert [entry.key for entry in await store.range("epochs/")] == [f"epochs/{topic.id * 10}/0"]
 

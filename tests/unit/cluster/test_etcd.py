@@ -11,7 +11,7 @@ import trustme
 from tests.unit.cluster.lines import QUICK, Line, OpenEtcd
 
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
-from penstock.cluster.store import Change
+from penstock.cluster.store import MetadataChange
 from penstock.errors import InvalidArgument, NotFound, RevisionConflict, Unavailable
 from penstock.testing.etcd import EtcdProcess, etcd_group
 
@@ -38,7 +38,7 @@ async def until_back(store: EtcdStore) -> None:
     await persistently(lambda: store.get("x"))
 
 
-async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:
+async def take(changes: AsyncIterator[MetadataChange], count: int) -> list[MetadataChange]:
     async with asyncio.timeout(60):
         return [await anext(changes) for _ in range(count)]
 
@@ -103,7 +103,7 @@ async def test_a_watch_goes_on_after_a_restart(etcd: EtcdProcess, store: EtcdSto
         etcd.start()
         await until_back(store)
         revision = await store.put("n/b", b"2")
-        assert await take(changes, 1) == [Change("n/b", b"2", revision)]
+        assert await take(changes, 1) == [MetadataChange("n/b", b"2", revision)]
 
 
 async def test_what_a_broken_watch_missed_is_reported(
@@ -122,8 +122,11 @@ async def test_what_a_broken_watch_missed_is_reported(
         await line.mend()
         seen = await take(changes, 3)
         later = await store.put("n/same", b"1")
-        assert await take(changes, 1) == [Change("n/same", b"1", later)]
-    assert seen[:2] == [Change("n/made", b"1", made), Change("n/changed", b"2", changed)]
+        assert await take(changes, 1) == [MetadataChange("n/same", b"1", later)]
+    assert seen[:2] == [
+        MetadataChange("n/made", b"1", made),
+        MetadataChange("n/changed", b"2", changed),
+    ]
     assert seen[2].key == "n/deleted" and seen[2].value is None and seen[2].revision > changed
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -177,7 +180,7 @@ async def test_a_lost_member_is_replaced_by_another(
         async with store.watch("n/") as changes:
             fail(servers[store._peers._first])
             revision = await persistently(lambda: store.put("n/a", b"1"))
-            while await take(changes, 1) != [Change("n/a", b"1", revision)]:
+            while await take(changes, 1) != [MetadataChange("n/a", b"1", revision)]:
                 pass  # of a try without an answer
         await store.close()
 

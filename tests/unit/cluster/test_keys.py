@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.image import FILE
+from penstock.cluster.embedded import FILE, EmbeddedStore
 from penstock.cluster.keys import KeyRing
 from penstock.errors import DiskFull, InvalidArgument, NotFound, Unauthenticated
 

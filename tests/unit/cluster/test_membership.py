@@ -8,7 +8,7 @@ import pytest
 from tests.unit.cluster.lines import QUICK, Line, OpenEtcd
 
 from penstock.cluster.etcd import EtcdStore
-from penstock.cluster.membership import Membership, NodeInfo, StaticMembership
+from penstock.cluster.membership import Membership, NodeInfo
 from penstock.errors import AlreadyExists, FailedPrecondition
 from penstock.testing.etcd import EtcdProcess
 
@@ -161,15 +161,6 @@ async def test_an_update_keeps_the_age(here: Membership, open_etcd: OpenEtcd) ->
     assert here.alive["here"].draining
     with pytest.raises(FailedPrecondition):
         await here.update(info("there"))
-
-
-async def test_a_node_alone() -> None:
-    members, news = StaticMembership(), []
-    members.on_change(lambda: news.append(dict(members.alive)))
-    await members.join(info("me"))
-    assert members.alive == {"me": info("me")} and members.ages == {"me": 1}
-    await members.leave()
-    assert members.alive == {} and len(news) == 1
 
 
 def test_the_json_can_grow() -> None:

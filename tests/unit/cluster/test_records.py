@@ -6,8 +6,9 @@ from tests.unit.cluster.lines import OpenEtcd
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.records import RecordChange, Records
-from penstock.cluster.store import MetadataStore
+from penstock.cluster.placement import Move
+from penstock.cluster.records import MOVES_MAX, PLAN, Plans, RecordChange, Records
+from penstock.cluster.store import VALUE_BYTES_MAX, MetadataStore
 from penstock.errors import Corruption, FailedPrecondition, NotFound, RevisionConflict
 from penstock.replication.assignment import PartitionRecord
 
@@ -28,14 +29,6 @@ async def test_whoever_takes_an_epoch_knows_its_replica_set(records: Records) ->
     assert (await records.take_epoch(1, 0, "c")).epoch == 2
 
 
-async def test_of_two_takers_one_wins(records: Records) -> None:
-    takers = (records.take_epoch(1, 0, node, known_epoch=0) for node in "abc")
-    results = await asyncio.gather(*takers, return_exceptions=True)
-    won = [result for result in results if isinstance(result, PartitionRecord)]
-    assert sum(isinstance(result, RevisionConflict) for result in results) == 2
-    assert won == [await records.get(1, 0)] and won[0].epoch == 1
-
-
 async def test_takers_on_different_nodes_never_get_the_same_epoch(open_etcd: OpenEtcd) -> None:
     first, second = Records(open_etcd()), Records(open_etcd())
     await first.ensure({(1, 0): THREE})
@@ -44,13 +37,6 @@ async def test_takers_on_different_nodes_never_get_the_same_epoch(open_etcd: Ope
     epochs = [result.epoch for result in results if isinstance(result, PartitionRecord)]
     assert sorted(epochs) == list(range(1, len(epochs) + 1))
     assert all(isinstance(r, PartitionRecord | RevisionConflict) for r in results)
-
-
-async def test_a_taker_that_has_not_heard_of_the_last_epoch_loses(records: Records) -> None:
-    await records.take_epoch(1, 0, "a")
-    with pytest.raises(RevisionConflict) as lost:
-        await records.take_epoch(1, 0, "b", known_epoch=0)
-    assert lost.value.details["epoch"] == 1
 
 
 async def test_an_epoch_is_above_all_that_was_promised(records: Records) -> None:
@@ -112,9 +98,8 @@ async def test_forgetting_takes_one_topics_records(records: Records) -> None:
 
 
 async def test_epochs_of_before_are_carried_on(either_store: MetadataStore) -> None:
-    catalog, records = Catalog(either_store), Records(either_store)
-    for _ in range(3):
-        await catalog.next_epoch(7, 0)
+    records = Records(either_store)
+    await either_store.put("epochs/7/0", b"3")
     alone = PartitionRecord(voters=("me",))
     held = await records.ensure({(7, 0): alone, (7, 1): alone})
     assert [record.epoch for record in held.values()] == [3, 0]
@@ -167,3 +152,43 @@ async def test_records_of_a_deleted_topic_are_forgotten(records: Records) -> Non
     await records.ensure({(1, 1): THREE, (11, 0): THREE})
     await records.forget(1)
     assert list(await records.list()) == [(11, 0)]
+
+
+FIRST, SECOND, LAST = (Move(1, partition, ("a", "b")) for partition in range(3))
+
+
+async def test_moves_wait_in_order_until_they_begin(either_store: MetadataStore) -> None:
+    plans = Plans(either_store)
+    assert await plans.waiting() == []
+    await plans.replace([FIRST, SECOND, LAST])
+    await plans.begun(SECOND)
+    assert await plans.waiting() == [FIRST, LAST]
+    await plans.begun(FIRST)
+    await plans.begun(LAST)
+    assert await plans.waiting() == [] and await either_store.get(PLAN) is None
+
+
+async def test_a_later_plan_takes_the_place_of_an_earlier_one(either_store: MetadataStore) -> None:
+    plans = Plans(either_store)
+    await plans.replace([FIRST, SECOND])
+    await plans.replace([LAST])
+    await plans.begun(FIRST)  # by a node that has not heard of the later one
+    await plans.begun(Move(LAST.topic, LAST.partition, ("b", "a")))
+    assert await plans.waiting() == [LAST]
+    await plans.replace([])
+    assert await plans.waiting() == []
+
+
+async def test_the_longest_plan_fits(either_store: MetadataStore) -> None:
+    longest = tuple(f"{number}{'n' * 63}" for number in range(5))
+    moves = [Move(2**31, partition, longest) for partition in range(MOVES_MAX)]
+    await Plans(either_store).replace(moves)
+    entry = await either_store.get(PLAN)
+    assert entry is not None and len(entry.value) <= VALUE_BYTES_MAX
+    assert await Plans(either_store).waiting() == moves
+
+
+async def test_a_plan_that_cannot_be_read_is_said_so(either_store: MetadataStore) -> None:
+    await either_store.put(PLAN, b"{")
+    with pytest.raises(Corruption, match="cluster/plan"):
+        await Plans(either_store).waiting()

@@ -2,6 +2,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from tests.unit.log.mounts import tmpfs
 
 from penstock.cluster.reserve import Reserve
 
@@ -60,3 +61,15 @@ def test_having_no_space_to_hold_is_no_failure(path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("penstock.cluster.reserve.os.posix_fallocate", full)
     Reserve(path, 4096).hold()
     assert not path.exists()
+
+
+def test_of_a_nearly_full_disk_it_holds_what_there_is(tmp_path: Path) -> None:
+    """Before, it held nothing where there was no room for all of it."""
+    with tmpfs(tmp_path / "disk", size=256 << 10) as disk:
+        (disk / "other").write_bytes(bytes(200 << 10))
+        reserve = Reserve(disk / "reserve", 64 << 10)
+        reserve.hold()
+        assert (disk / "reserve").stat().st_size == 32 << 10
+        (disk / "other").unlink()
+        reserve.hold()
+        assert (disk / "reserve").stat().st_size == 64 << 10

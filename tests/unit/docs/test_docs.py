@@ -63,6 +63,15 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert [str(p.relative_to(ROOT)) for p in PAGES if p not in reached] == []
 
 
+def test_the_map_of_the_code_names_files_that_are_there() -> None:
+    named = re.findall(
+        r"`([\w/-]+(?:/|\.py|\.proto))`", (ROOT / "docs" / "code-map.md").read_text()
+    )
+    assert len(named) > 50
+    roots = (ROOT, ROOT / "src" / "penstock")
+    assert [n for n in named if not any((root / n).exists() for root in roots)] == []
+
+
 def test_the_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     found = re.search(r"```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", text, re.DOTALL)

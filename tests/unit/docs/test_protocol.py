@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import penstock.node.session
-from penstock.node.calls import METHODS
-from penstock.node.confirmations import NEED_CONFIRMATION
+import penstock.node.session.session
+from penstock.node.calls.table import METHODS
+from penstock.wire.calls import CALLS
 from penstock.wire.frame import FrameType
 
 TEXT = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
@@ -20,7 +20,7 @@ ROWS = {
 
 
 def test_every_call_is_listed() -> None:
-    assert penstock.node.session is not None  # it registers the calls
+    assert penstock.node.session.session is not None  # it registers the calls
     assert ROWS.keys() == METHODS.keys()
 
 
@@ -28,8 +28,8 @@ def test_every_call_is_listed() -> None:
 def test_a_call_is_listed_with_its_arguments(name: str) -> None:
     fields = {field.name for field in msgspec.structs.fields(METHODS[name].arguments)}
     assert {field for field in fields if field not in ROWS[name]} == set()
-    assert ("audited" in ROWS[name]) is METHODS[name].audited
-    assert ("destructive" in ROWS[name].split("|")[3]) is (name in NEED_CONFIRMATION)
+    assert ("audited" in ROWS[name]) is CALLS[name].audited
+    assert ("destructive" in ROWS[name].split("|")[3]) is CALLS[name].confirmed
 
 
 @pytest.mark.parametrize("type", FrameType)

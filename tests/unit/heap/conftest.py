@@ -39,7 +39,7 @@ class HeapLog:
     def write(self, kind: Kind, count: int, values: dict[str, Any], **more: int) -> Applied:
         batch = self.batch(kind, count, values, **more)
         self.batches.append(batch)
-        return self.heap.apply(batch, batch.columns(), self.now)
+        return self.heap.apply(batch, batch.columns())
 
     def put(self, *priorities: int, runs: int = 0, **columns: Any) -> list[int]:
         """Enqueue; the messages' sequences."""

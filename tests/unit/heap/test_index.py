@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from penstock.heap.index import SEAL, RunIndex
-from penstock.heap.pairs import Pairs
+from penstock.heap.runs import Pairs
 
 
 class Alive:
@@ -135,5 +135,4 @@ def test_count_below_is_exact_before_and_after_a_look() -> None:
 def test_nothing_is_found_in_nothing() -> None:
     alive = Alive(1)
     assert alive.index.best(5) == Pairs(*alive.index.best(0))
-    assert alive.index.head_key() is None
     assert alive.index.count_below(0, 0) == 0

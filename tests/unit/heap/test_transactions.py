@@ -5,9 +5,9 @@ from penstock.heap.transactions import (
     ABORTED_MS,
     DECIDED_MS,
     Doubts,
-    Place,
     ProducerRun,
     Share,
+    SharePlace,
     Transactions,
     pack_places,
     unpack_places,
@@ -15,7 +15,7 @@ from penstock.heap.transactions import (
 from penstock.model.batch import Decision
 
 SHARE = Share(5, 2, (ProducerRun(b"p", 1, 0, 2, 0),))
-PLACES = (Place(1, 70), Place(2, 80))
+PLACES = (SharePlace(1, 70), SharePlace(2, 80))
 
 
 def test_a_decision_hands_out_what_was_prepared_once() -> None:

@@ -149,6 +149,7 @@ def test_only_sealed_segments_are_rewritten(pen):
 def test_fsck_accepts_a_rewritten_log(tmp_path, pen_on):
     with DataFolder.open(tmp_path / "data") as data:
         options = LogOptions(segment_bytes=2048, allocate_bytes=1024, reserve_bytes=0)
+        data.inventory.add(1, 0, name="jobs", uuid="")
         log = PartitionLog.open(data.partition(1, 0), topic=1, partition=0, options=options)
         pen = pen_on(log)
         pen.fill(3)

@@ -58,6 +58,7 @@ def prepare(root):
         write(log, 20)
         log.advance_commit(20)
         log.close()
+        data.inventory.add(1, 0, name="jobs", uuid="u")
 
 def work(root, operation, point):
     shutil.copytree(root.parent / "template", root)

@@ -198,6 +198,7 @@ def test_staged_batches_are_dropped_by_a_reset(stale, pen_on, folder):
 def test_fsck_accepts_what_is_seeded_and_notes_what_is_not_whole(source, tmp_path):
     with DataFolder.open(tmp_path / "data") as data:
         path = data.partition(7, 3)
+        data.inventory.add(7, 3, name="jobs", uuid="")
         log = PartitionLog.open(path, topic=7, partition=3, options=TINY)
         ReplicaFile(path)
         seed(source, log)

@@ -167,6 +167,7 @@ def test_a_scrub_that_is_under_way_does_not_take_a_cut_for_rot(open_log, pen_on)
 
 def test_fsck_accepts_a_log_that_was_cut(tmp_path, pen_on):
     with DataFolder.open(tmp_path / "data") as data:
+        data.inventory.add(7, 3, name="jobs", uuid="")
         log = PartitionLog.open(data.partition(7, 3), topic=7, partition=3, options=TINY)
         pen = pen_on(log)
         write(pen, groups=12)

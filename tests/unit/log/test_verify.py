@@ -15,7 +15,9 @@ TINY = LogOptions(segment_bytes=1024, allocate_bytes=1024, reserve_bytes=0)
 def data(tmp_path, pen_on):
     """A data folder with two partitions, closed cleanly."""
     with DataFolder.open(tmp_path / "data") as data:
+        (data.meta / "store.bin").touch()
         for partition in (0, 1):
+            data.inventory.add(5, partition, name="jobs", uuid="")
             pen = pen_on(open_partition(data, partition))
             pen.fill(2)
             pen.put(b"a", b"b", kind=Kind.ACK)
@@ -156,7 +158,7 @@ def test_verification_changes_nothing(data):
 def test_a_folder_in_use_or_of_a_newer_format_is_refused(data, tmp_path):
     with DataFolder.open(data.path), pytest.raises(Unavailable):
         verify_folder(data.path)
-    (data.path / "FORMAT").write_text('{"format": 4}')
+    (data.path / "FORMAT").write_text('{"format": 5}')
     with pytest.raises(FailedPrecondition):
         verify_folder(data.path)
     with pytest.raises(NotFound):

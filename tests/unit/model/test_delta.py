@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
+from penstock.model.columns import Binary
 from penstock.model.delta import (
     Delta,
     Op,
@@ -18,7 +19,10 @@ from penstock.model.delta import (
     hybrid_time,
     vector_hash,
 )
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_checks import validate
 from penstock.model.delta_format import check
+from verification.malformed_maps import MALFORMED_MAPS
 
 DIMENSIONS = 8
 NOW_MS = 1_800_000_000_000
@@ -173,13 +177,18 @@ def test_no_bytes_do_worse_than_be_refused(noise: bytes, at: int) -> None:
         assert decode(encode(found, dimensions=dimensions)) == found
 
 
-@pytest.mark.parametrize(
-    "metadata", [b"\x81\xa1a\xdd\xff\xff\xff\xff", b"\x81\xa1a" + b"\x91" * 9000, b"\x81\xa1\xff\0"]
-)
-def test_hostile_metadata_is_refused(metadata: bytes) -> None:
+# Metadata may have more values than headers.
+@pytest.mark.parametrize("name", [name for name in MALFORMED_MAPS if not name.startswith("many")])
+def test_hostile_metadata_is_refused(name: str) -> None:
+    """Before, extension types, inner names that are no text and a level too many passed."""
+    metadata = MALFORMED_MAPS[name]
     fields = {"op": Op.METADATA, "indices": None, "values": None, "metadata": {"x": 1}}
     good = encode(sparse(**fields), dimensions=DIMENSIONS)
     own = len(msgspec.msgpack.encode({"x": 1}))
     payload = good[:84] + len(metadata).to_bytes(4, "little") + good[88:-own] + metadata
     with pytest.raises(InvalidArgument, match="metadata"):
         decode(payload)
+    many = DeltaBatch.of(Binary.of([good] * 9 + [payload]))
+    validate(DeltaBatch.of(Binary.of([good] * 9)), dimensions=DIMENSIONS, now_ms=NOW_MS)
+    with pytest.raises(InvalidArgument, match="metadata"):
+        validate(many, dimensions=DIMENSIONS, now_ms=NOW_MS)

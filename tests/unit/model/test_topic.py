@@ -1,7 +1,8 @@
+import msgspec
 import pytest
 
 from penstock.errors import InvalidArgument
-from penstock.model.topic import RETENTION_MS_MAX, TopicKind, topic_config
+from penstock.model.topic import HOUR_MS, RETENTION_MS_MAX, TopicConfig, TopicKind, topic_config
 
 
 def test_a_delta_topic_keeps_its_log_unless_told_otherwise() -> None:
@@ -10,6 +11,11 @@ def test_a_delta_topic_keeps_its_log_unless_told_otherwise() -> None:
     told = topic_config({"name": "d", "kind": "delta", "dimensions": 8, "retention_ms": 5})
     assert told.retention_ms == 5
     assert topic_config({"name": "q"}).retention_ms < RETENTION_MS_MAX
+
+
+def test_a_configuration_of_before_dead_letters_had_a_retention_still_loads() -> None:
+    old = msgspec.json.decode(b'{"name": "q", "id": 7, "retention_ms": 1000}', type=TopicConfig)
+    assert (old.retention_ms, old.dlq_retention_ms) == (1000, 14 * 24 * HOUR_MS)
 
 
 @pytest.mark.parametrize(

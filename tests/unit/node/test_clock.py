@@ -49,6 +49,20 @@ def test_the_time_of_a_tenure_is_never_behind_its_log() -> None:
     assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (7000, 3000, 3000)
 
 
+def test_the_time_of_a_tenure_begins_no_later_than_it_may_and_catches_up() -> None:
+    clock = ManualClock(start_ms=9000)
+    held = TenureClock(clock, log_ms=2000, latest_ms=5000)
+    bound = TenureClock(clock, log_ms=7000, latest_ms=5000)
+    free = TenureClock(clock, log_ms=2000, latest_ms=9500)
+    assert [each.now_ms() for each in (held, bound, free)] == [5000, 7000, 9000]
+    assert [each.held for each in (held, bound, free)] == [True, True, False]
+    clock.advance(1)
+    assert held.now_ms() == 6000
+    for each in (held, free):
+        each.release()
+        assert each.now_ms() == 10_000
+
+
 def test_an_alarm_rings_once_at_the_earliest_time_it_was_set_to() -> None:
     clock = ManualClock(0)
     rung: list[int] = []

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.model.columns import Binary
 from penstock.model.delta import Delta, Op, PriorityClass, encode, hybrid_time, vector_hash
-from penstock.model.deltas import DeltaBatch
-from penstock.propagation.partition import Outcome, PropagationOptions, Propagator, VectorStates
+from penstock.model.delta_batch import DeltaBatch
+from penstock.propagation.fold.merge import VectorStates
+from penstock.propagation.fold.propagator import FeedOutcome, Propagator
+from penstock.propagation.options import PropagationOptions
 
 DIMENSIONS = 6
 START_MS = 1_800_000_000_000
@@ -130,7 +132,7 @@ def batch_of(
 
 def run(
     fold: Propagator, log: DeltaBatch, ends: list[int], *, found: set[bytes] | None = None
-) -> list[Outcome]:
+) -> list[FeedOutcome]:
     """Feed a log in pieces; what is missing is answered from `found`."""
     outcomes = []
     for a, b in pairwise(ends):
@@ -142,7 +144,7 @@ def run(
     return outcomes
 
 
-def story(outcomes: list[Outcome]) -> dict[str, list[Any]]:
+def story(outcomes: list[FeedOutcome]) -> dict[str, list[Any]]:
     """All that may not depend on how the log was cut."""
     return {
         "ids": [id_ for o in outcomes for id_ in o.released.delta_ids()],

@@ -6,14 +6,13 @@ from tests.unit.replication.parts import disk, facts, only, record, sent
 
 from penstock.errors import Backpressure, QuorumUnavailable
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.coordinator import Coordinator, State
+from penstock.replication.coordinator import Coordinator
 from penstock.replication.effects import (
     AnswerUnknown,
     BeganServing,
     ChangeRecord,
     Commit,
     Effects,
-    SteppedDown,
 )
 from penstock.replication.messages import Ack, Append, Follow
 from penstock.replication.options import ReplicationOptions
@@ -47,7 +46,7 @@ def hold(machine: Coordinator, node: str, durable: int, *, uuid: str = "") -> Ef
 
 def sync(machine: Coordinator) -> Effects:
     machine._log.durable = machine._log.last
-    return machine.on_durable(0)
+    return machine.advance()
 
 
 def serving(of: PartitionRecord | None = None) -> Coordinator:
@@ -182,7 +181,7 @@ def test_who_waits_without_a_quorum_is_told_after_a_while_that_nobody_knows() ->
     machine = serving()
     machine._log.extend(epoch=2, last=2)
     assert unheard(machine, from_ms=50, to_ms=400) == [350, 400]
-    assert machine.state is State.SERVING
+    assert machine.serving
     sync(machine)
     assert only(Commit, hold(machine, "b", 2)) == [Commit(2)]
 
@@ -213,16 +212,6 @@ def test_one_without_credit_is_no_reason_to_wait_but_a_majority_is() -> None:
         machine._log.extend(epoch=2, last=machine.sequence_last + 10)
         machine.on_sent(node, machine.sequence_last, entries=10, bytes=1, now=10)
     assert isinstance(machine.writable(90), Backpressure)
-
-
-def test_who_is_deposed_commits_nothing_more() -> None:
-    machine = serving()
-    assert machine.depose() == [SteppedDown(2)]
-    assert machine.depose() == []
-    assert machine.on_tick(999) == []
-    assert machine.may_send("b") is None
-    with pytest.raises(RuntimeError, match="illegal"):
-        machine._become(State.SERVING)
 
 
 def test_a_member_that_left_is_streamed_to_no_more() -> None:

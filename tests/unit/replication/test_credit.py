@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import InvalidArgument
 from penstock.replication.credit import Credit
 
 
@@ -58,3 +59,16 @@ def test_below_a_fifth_is_low() -> None:
 def test_a_window_is_not_empty(entries: int, size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Credit(entries=entries, bytes=size)
+
+
+def test_what_is_handled_is_given_back_and_no_more() -> None:
+    credit = Credit(entries=10, bytes=100)
+    credit.use(4, 120)
+    assert (credit.entries, credit.bytes, credit.utilisation) == (6, 0, pytest.approx(1.2))
+    credit.give_back(3, 20)
+    assert (credit.entries_out, credit.utilisation) == (1, 1.0)
+    for entries, size in ((2, 0), (0, 101), (-1, 0), (0, -1)):
+        with pytest.raises(InvalidArgument):
+            credit.give_back(entries, size)
+    credit.give_back(1, 0)
+    assert credit.bytes == 1, "with no entry under way, a lone one may go"

@@ -20,7 +20,7 @@ from tests.unit.replication.parts import (
 from penstock.replication.effects import Persist, TakeEpoch
 from penstock.replication.facts import LogFacts
 from penstock.replication.messages import Fence, Fenced, Follow, Followed, Probe
-from penstock.replication.replica import Health, Replica, Role
+from penstock.replication.replica import LogHealth, Replica, Role
 
 
 def streaming(*, committed: int) -> Replica:
@@ -59,8 +59,8 @@ def test_a_stream_that_is_not_open_says_nothing_of_its_source() -> None:
     assert not machine.replaceable(0)
 
 
-@pytest.mark.parametrize(("health", "answers"), [(Health.DAMAGED, 1), (Health.FAULTY, 0)])
-def test_a_log_that_cannot_be_lent_is_promised_to_nobody(health: Health, answers: int) -> None:
+@pytest.mark.parametrize(("health", "answers"), [(LogHealth.DAMAGED, 1), (LogHealth.FAULTY, 0)])
+def test_a_log_that_cannot_be_lent_is_promised_to_nobody(health: LogHealth, answers: int) -> None:
     machine = replica(log=facts(1))
     machine.health = health
     effects = machine.on_fence(Fence("a", 3), 0)
@@ -72,7 +72,7 @@ def test_a_log_that_cannot_be_lent_is_promised_to_nobody(health: Health, answers
 def test_a_faulty_log_is_not_lent() -> None:
     machine = replica(log=facts(1))
     persist(machine, machine.on_fence(Fence("a", 3), 0))
-    machine.health = Health.FAULTY
+    machine.health = LogHealth.FAULTY
     follow = Follow("a", "a-disk", 3, 1, 0, [], 1000, 1 << 20, adopt=True)
     (answer,) = sent(Followed, machine.on_follow(follow, 0))
     assert answer.refused
@@ -90,7 +90,7 @@ def nominates_at(machine: Replica) -> int | None:
 
 def test_a_damaged_replica_lets_others_coordinate_first() -> None:
     sound, damaged, faulty = replica("a"), replica("a"), replica("a")
-    damaged.health, faulty.health = Health.DAMAGED, Health.FAULTY
+    damaged.health, faulty.health = LogHealth.DAMAGED, LogHealth.FAULTY
     assert nominates_at(sound) == 0
     assert nominates_at(damaged) == 2 * damaged.options.stagger_ms
     assert nominates_at(faulty) is None
@@ -98,7 +98,7 @@ def test_a_damaged_replica_lets_others_coordinate_first() -> None:
 
 def test_a_faulty_replica_enters_no_epoch_that_it_has_won() -> None:
     machine = replica("a")
-    machine.health = Health.FAULTY
+    machine.health = LogHealth.FAULTY
     assert only(TakeEpoch, machine.on_epoch_taken(record(1, "a"), 1, 0)) == []
     assert machine.role is Role.IDLE
     assert fencing("a").role is Role.FENCING
@@ -106,9 +106,9 @@ def test_a_faulty_replica_enters_no_epoch_that_it_has_won() -> None:
 
 def test_a_log_that_was_replaced_is_sound() -> None:
     machine = replica()
-    machine.health = Health.FAULTY
+    machine.health = LogHealth.FAULTY
     machine.on_seeded(LogFacts(), 0, 0)
-    assert machine.health is Health.SOUND
+    assert machine.health is LogHealth.SOUND
 
 
 def test_an_heir_counts_is_heard_and_has_all_that_is_committed() -> None:

@@ -6,7 +6,7 @@ from penstock.model.batch import Batch
 from penstock.replication.credit import Credit
 from penstock.replication.effects import Commit, Halt, Reseed, Truncate, Write
 from penstock.replication.facts import LogFacts
-from penstock.replication.follower import Follower, State
+from penstock.replication.follower import Follower, FollowerState
 from penstock.replication.messages import Ack, Append
 from penstock.replication.options import ReplicationOptions
 
@@ -26,7 +26,7 @@ def follower(
 def streaming(log: LogFacts | None = None, **more: object) -> Follower:
     machine = follower(log, **more)  # type: ignore[arg-type]
     machine.on_followed(followed(machine.follow(), machine._log.last), 0)
-    assert machine.state is State.STREAMING
+    assert machine.state is FollowerState.STREAMING
     return machine
 
 
@@ -103,9 +103,9 @@ def test_only_what_is_synced_is_vouched_for() -> None:
     machine = streaming()
     assert sent(Ack, machine.on_append(head(machine), entries(1, 2), 0)) == []
     machine._log.durable = 1
-    (ack,) = sent(Ack, machine.on_durable(0))
+    (ack,) = sent(Ack, machine.on_durable())
     assert (ack.durable, ack.entries) == (1, 2)
-    assert machine.on_durable(0) == []
+    assert machine.on_durable() == []
 
 
 def test_credit_comes_back_before_the_disk_is_done() -> None:
@@ -164,5 +164,5 @@ def test_a_slow_disk_is_given_two_windows_and_no_more() -> None:
             sender.on_received(ack.entries, ack.bytes)
     assert 10 < sequence <= 20
     machine._log.durable = sequence
-    (ack,) = sent(Ack, machine.on_durable(0))
+    (ack,) = sent(Ack, machine.on_durable())
     assert (ack.entries, ack.durable) == (sequence, sequence)

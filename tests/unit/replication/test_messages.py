@@ -6,13 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.replication import messages
-from penstock.replication.messages import EPOCH_MAX, Count, Epoch, Fenced, Followed, Message, Window
+from penstock.replication.messages import (
+    EPOCH_MAX,
+    Count,
+    CreditWindow,
+    Epoch,
+    Fenced,
+    Followed,
+    PeerMessage,
+)
 from penstock.replication.rules import End
 
 KINDS = [
     kind
     for kind in vars(messages).values()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+    if isinstance(kind, type) and issubclass(kind, PeerMessage) and kind is not PeerMessage
 ]
 
 EPOCH, NUMBER = st.integers(0, EPOCH_MAX), st.integers(0, 2**63 - 1)
@@ -20,14 +28,14 @@ VALUES = {
     str: st.text(max_size=40),
     Epoch: EPOCH,
     Count: NUMBER,
-    Window: st.integers(1, 2**63 - 1),
+    CreditWindow: st.integers(1, 2**63 - 1),
     bool: st.booleans(),
     list[tuple[Epoch, Count]]: st.lists(st.tuples(EPOCH, NUMBER), max_size=3),
 }
 
 
 @given(st.data(), st.sampled_from(KINDS))
-def test_what_is_sent_is_what_arrives(data: st.DataObject, kind: type[Message]) -> None:
+def test_what_is_sent_is_what_arrives(data: st.DataObject, kind: type[PeerMessage]) -> None:
     fields = {
         name: VALUES[hint] for name, hint in get_type_hints(kind, include_extras=True).items()
     }
@@ -43,7 +51,7 @@ def test_an_epoch_that_no_log_could_hold_does_not_arrive(epoch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sender_comes_first(kind: type[Message]) -> None:
+def test_the_sender_comes_first(kind: type[PeerMessage]) -> None:
     assert kind.__struct_fields__[0] == "node"
 
 

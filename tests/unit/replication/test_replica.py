@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 from tests.unit.replication.parts import (
     ack,
     append,
@@ -108,6 +109,29 @@ def test_promises_that_do_not_count() -> None:
     assert machine.role is Role.IDLE
 
 
+def test_time_begins_where_the_clocks_of_a_quorum_have_arrived() -> None:
+    machine = fencing(epoch=2)
+    machine.on_fenced(msgspec.structs.replace(promise("b", 2), time_ms=5000), 100)
+    assert machine.quorum_ms(3_605_000, 100) == 5000
+    assert machine.quorum_ms(3_605_250, 350) == 5250, "its clock went on meanwhile"
+    assert machine.quorum_ms(4000, 100) == 4000
+    machine = fencing(epoch=2)
+    machine.on_fenced(promise("b", 2), 100)
+    assert machine.quorum_ms(7000, 100) == 7000, "one that does not say is no reason to wait"
+
+
+def test_who_is_barred_asks_nobody_and_enters_nothing() -> None:
+    machine = replica("b")
+    machine.barred = True
+    machine.on_record(record(1, "a"), 1, 0)
+    machine.on_members({"b": 1, "c": 2}, 0)
+    assert sent(Probe, machine.on_tick(10_000)) == []
+    machine.on_epoch_taken(record(2, "b"), 2, 10_000)
+    assert machine.role is Role.IDLE
+    machine.barred = False
+    assert len(sent(Probe, machine.on_tick(10_100))) == 2
+
+
 def test_a_better_log_is_copied_before_the_epoch_is_entered() -> None:
     machine = fencing(epoch=3, log=facts(1, 1))
     follow = opened(machine.on_fenced(promise("b", 3, (2, 2)), 0))
@@ -206,3 +230,19 @@ def test_who_listens_there_no_more_need_not_be_waited_for() -> None:
     machine, follow = following()
     machine.on_stream_lost(follow.stream, 10, gone=True)
     assert machine.lost(11)
+
+
+def test_who_stepped_down_commits_and_sends_nothing_more() -> None:
+    machine = serving()
+    late = ack("b", machine, durable=1)
+    assert machine.resign(0)[-1] == SteppedDown(1)
+    assert machine.resign(0) == [] and machine.on_ack(late, 0) == []
+    assert machine.may_send("b") is None and not machine.serving
+
+
+def test_a_role_is_not_skipped() -> None:
+    machine = replica("a")
+    for role in (Role.SERVING, Role.ENTERING, Role.ADOPTING):
+        with pytest.raises(RuntimeError, match="illegal"):
+            machine._become(role)
+    assert machine.role is Role.IDLE

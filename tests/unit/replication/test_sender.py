@@ -2,7 +2,7 @@ from tests.unit.replication.parts import facts
 
 from penstock.replication.messages import Ack, Follow
 from penstock.replication.options import ReplicationOptions
-from penstock.replication.sender import Sender, Window, answer
+from penstock.replication.sender import SendWindow, StreamSender, answer
 
 OPTIONS = ReplicationOptions(lagging_ms=100, silence_ms=50)
 
@@ -11,8 +11,8 @@ def follow(*tail: tuple[int, int], entries: int = 4, size: int = 100) -> Follow:
     return Follow("b", "b-disk", 1, 1, 0, list(tail), entries, size)
 
 
-def sender(*, matched: int = 0, entries: int = 4) -> Sender:
-    return Sender(follow(entries=entries), matched=matched, now=0)
+def sender(*, matched: int = 0, entries: int = 4) -> StreamSender:
+    return StreamSender(follow(entries=entries), matched=matched, now=0)
 
 
 def ack(entries: int, durable: int) -> Ack:
@@ -20,7 +20,7 @@ def ack(entries: int, durable: int) -> Ack:
 
 
 def test_a_window_begins_where_the_logs_part() -> None:
-    assert sender(matched=2).window(facts(1, 1, 1), through=3) == Window(3, 3, 4, 100)
+    assert sender(matched=2).window(facts(1, 1, 1), through=3) == SendWindow(3, 3, 4, 100)
     assert sender(matched=3).window(facts(1, 1, 1), through=3) is None
 
 

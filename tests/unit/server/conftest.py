@@ -10,8 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from penstock.client.connection import Connection
-from penstock.client.memory import memory_pair
+from penstock.client.network.connection import Connection
+from penstock.client.network.memory import memory_pair
 from penstock.config import Config
 from penstock.errors import NotFound, PenstockError, Unauthenticated
 from penstock.model.batch import SCHEMAS, Kind
@@ -19,7 +19,7 @@ from penstock.model.delivery import DELIVERY
 from penstock.model.topic import TopicConfig
 from penstock.server.gateway import Gateway
 from penstock.server.options import GatewayOptions
-from penstock.server.pool import Link
+from penstock.server.pool import GatewayLink
 from penstock.wire import frame
 from penstock.wire.frame import FrameDecoder, FrameType
 from penstock.wire.messages import (
@@ -171,7 +171,8 @@ class ScriptedSession(asyncio.Protocol):
                     "payload": [b"p%d" % i],
                 },
             )
-            self.send(FrameType.BATCH, item.sequence, Delivery(3, 2, 9 + i, 1, 5_000, 30_000), body)
+            delivery = Delivery(3, 2, 9 + i, 1, 5_000, 30_000, 7)
+            self.send(FrameType.BATCH, item.sequence, delivery, body)
 
     def on_unsubscribe(self, item: frame.Frame) -> None:
         self.node.unsubscribed += 1
@@ -184,8 +185,8 @@ def node() -> ScriptedNode:
 
 
 @pytest.fixture
-async def link(node: ScriptedNode) -> AsyncIterator[Link]:
-    link = Link(await node.connect(), config_s=2.0)
+async def link(node: ScriptedNode) -> AsyncIterator[GatewayLink]:
+    link = GatewayLink(await node.connect(), config_s=2.0)
     yield link
     await link.connection.close()
 
@@ -198,7 +199,7 @@ def options(tmp_path: Any) -> GatewayOptions:
 
 @pytest.fixture
 async def gateway(node: ScriptedNode, options: GatewayOptions) -> AsyncIterator[Gateway]:
-    gateway = Gateway(node.connect, options, lambda: b"penstock_up 1\n")
+    gateway = Gateway(node.connect, options, metrics_text=lambda: b"penstock_up 1\n")
     await gateway.start()
     yield gateway
     await gateway.stop()

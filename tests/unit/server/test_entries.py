@@ -3,17 +3,18 @@ import pytest
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.delta import vector_hash
+from penstock.model.entries import EntryRun
 from penstock.model.partitioning import partition_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.server.entries import Entries, Run, packed_headers, producer_run
+from penstock.server.entries import GatewayEntries, packed_headers, producer_run
 
 CONFIG = TopicConfig(name="jobs", payload_bytes_max=10)
 
 
 def test_a_body_holds_every_column() -> None:
-    entries = Entries(
+    entries = GatewayEntries(
         [b"a", b"bc"], [-1, 2], [b"k", b""], [packed_headers({"x": "y"}), b""], [0, 5], [-1, 3],
-        [Run(2, 4, 100, b"p1")],
+        [EntryRun(2, 4, 100, b"p1")],
     )  # fmt: skip
     columns = SCHEMAS[Kind.ENQ].decode(entries.body(), 2)
     assert columns.fixed("priority").tolist() == [-1, 2]
@@ -24,22 +25,28 @@ def test_a_body_holds_every_column() -> None:
 
 
 def test_columns_of_defaults_are_absent() -> None:
-    columns = SCHEMAS[Kind.ENQ].decode(Entries([b"a"], [0]).body(), 1)
+    columns = SCHEMAS[Kind.ENQ].decode(GatewayEntries([b"a"], [0]).body(), 1)
     assert "key" not in columns and "delay_ms" not in columns and columns.runs == 0
 
 
 @pytest.mark.parametrize(
     ("entries", "field", "limit"),
     [
-        (Entries([b"a", b"x" * 11], [0, 0]), "messages[1].payload", 10),
-        (Entries([b"a"], [0], keys=[b"k" * 1025]), "messages[0].key", 1024),
-        (Entries([b"a"], [0], headers=[b"h" * 16385]), "messages[0].headers", 16384),
-        (Entries([b"a", b"b"], [0, 0], delays_ms=[0, -1]), "messages[1].delay_ms", 31622400000),
-        (Entries([b"a"], [0], max_retries=[1001]), "messages[0].max_retries", 1000),
-        (Entries([b"a"] * 10_001, [0] * 10_001), "messages", 10_000),
+        (GatewayEntries([b"a", b"x" * 11], [0, 0]), "messages[1].payload", 10),
+        (GatewayEntries([b"a"], [0], keys=[b"k" * 1025]), "messages[0].key", 1024),
+        (GatewayEntries([b"a"], [0], headers=[b"h" * 16385]), "messages[0].headers", 16384),
+        (
+            GatewayEntries([b"a", b"b"], [0, 0], delays_ms=[0, -1]),
+            "messages[1].delay_ms",
+            31622400000,
+        ),
+        (GatewayEntries([b"a"], [0], max_retries=[1001]), "messages[0].max_retries", 1000),
+        (GatewayEntries([b"a"] * 10_001, [0] * 10_001), "messages", 10_000),
     ],
 )
-def test_the_first_value_over_its_limit_is_named(entries: Entries, field: str, limit: int) -> None:
+def test_the_first_value_over_its_limit_is_named(
+    entries: GatewayEntries, field: str, limit: int
+) -> None:
     with pytest.raises(InvalidArgument) as refused:
         entries.check(CONFIG)
     assert (refused.value.field, refused.value.limit) == (field, limit)
@@ -47,21 +54,21 @@ def test_the_first_value_over_its_limit_is_named(entries: Entries, field: str, l
 
 def test_expected_sequence_needs_keys_of_one_partition() -> None:
     eight = TopicConfig(name="jobs", partitions=8)
-    one = Entries([b"a", b"b"], [0, 0], keys=[b"k", b"k"])
+    one = GatewayEntries([b"a", b"b"], [0, 0], keys=[b"k", b"k"])
     assert one.partition(eight) == partition_of(b"k", 8)
-    assert Entries([b"a"], [0]).partition(CONFIG) == 0
+    assert GatewayEntries([b"a"], [0]).partition(CONFIG) == 0
     for keys in (None, [b"k", b""], [b"k", b"other-2"]):
         with pytest.raises(InvalidArgument, match="expected_sequence"):
-            Entries([b"a", b"b"], [0, 0], keys=keys).partition(eight)
+            GatewayEntries([b"a", b"b"], [0, 0], keys=keys).partition(eight)
 
 
 def test_expected_sequence_of_deltas_needs_vectors_of_one_partition() -> None:
     config = TopicConfig(name="vectors", kind=TopicKind.DELTA, dimensions=2, partitions=8)
     one, other = (bytes(64) + vector_hash("n", name) for name in ("a", "b"))
     [home] = partitions_of_deltas([one], 8).tolist()
-    assert Entries([one, one], [0, 0]).partition(config) == home
+    assert GatewayEntries([one, one], [0, 0]).partition(config) == home
     with pytest.raises(InvalidArgument, match="expected_sequence"):
-        Entries([one, other], [0, 0]).partition(config)
+        GatewayEntries([one, other], [0, 0]).partition(config)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import LimitExceeded, Unauthenticated
-from penstock.server.pool import Link, Pool
+from penstock.server.pool import GatewayLink, Pool
 
 
 def pool(node: Any, keys_max: int = 2) -> Pool:
@@ -50,7 +50,9 @@ async def test_the_least_recently_used_idle_link_makes_room(node: Any) -> None:
     await links.close()
 
 
-async def test_a_topic_is_asked_for_once_until_it_is_forgotten(link: Link, node: Any) -> None:
+async def test_a_topic_is_asked_for_once_until_it_is_forgotten(
+    link: GatewayLink, node: Any
+) -> None:
     for _ in range(3):
         assert (await link.config("jobs")).id == 7
     assert len(node.calls) == 1

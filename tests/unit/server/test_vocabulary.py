@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.model.topic import TopicConfig
-from penstock.server import requests, responses
+from penstock.server import answers, arguments
 from penstock.server._generated import penstock_pb2 as pb
-from penstock.server.grpc_server import SERVICE
-from penstock.server.http_routes import ENQUEUES, routes
+from penstock.server.grpc.listener import SERVICE
+from penstock.server.http.routes import ENQUEUES, routes
 from penstock.server.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[3]
@@ -42,20 +42,20 @@ def test_both_listeners_offer_every_call() -> None:
 
 def test_a_heap_has_every_attribute_of_a_topic() -> None:
     attributes = set(TopicConfig.__struct_fields__) - {"name"} | {"topic"}
-    assert fields("Heap") == set(responses.Heap.__struct_fields__) == attributes
-    assert fields("NewMessage") == set(requests.NewMessage.__struct_fields__) - HTTP_ONLY
-    assert fields("PopOpen") == set(requests.PopOpen.__struct_fields__)
+    assert fields("Heap") == set(answers.HeapAnswer.__struct_fields__) == attributes
+    assert fields("NewMessage") == set(arguments.NewMessage.__struct_fields__) - HTTP_ONLY
+    assert fields("PopOpen") == set(arguments.PopOpen.__struct_fields__)
 
 
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("Message", responses.Message),
-        ("PopItem", responses.LeasedMessage),
-        ("DeadMessage", responses.DeadMessage),
-        ("HeapStats", responses.HeapStats),
-        ("PartitionStats", responses.PartitionStats),
-        ("Key", responses.KeyInfo),
+        ("Message", answers.MessageAnswer),
+        ("PopItem", answers.LeasedMessageAnswer),
+        ("DeadMessage", answers.DeadMessageAnswer),
+        ("HeapStats", answers.HeapStats),
+        ("PartitionStats", answers.PartitionStatsAnswer),
+        ("Key", answers.KeyInfo),
     ],
 )
 def test_results_within_results_agree(message: str, shown: type) -> None:

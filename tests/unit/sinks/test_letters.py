@@ -9,10 +9,12 @@ from tests.unit.spark.delivery.delivering import PIPELINE, FileTopics, delta
 
 from penstock.model.columns import Binary
 from penstock.model.delta import Delta, Op, PriorityClass, Source, decode, encode
-from penstock.model.deltas import DeltaBatch
-from penstock.model.topic import HEADERS_BYTES_MAX
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.entries import HEADERS_BYTES_MAX
+from penstock.model.plain import HEADERS_VALUES_MAX
 from penstock.sinks.letters import LetterBox, payloads_of
 from penstock.sinks.schema import DELTAS, deltas_table
+from verification.malformed_maps import MALFORMED_MAPS
 
 COMMON = {"namespace": "default", "topic": "vectors", "log_time_ms": 1}
 
@@ -77,11 +79,23 @@ def test_payloads_that_the_file_lacks_are_encoded_again() -> None:
     batch = DeltaBatch.of(
         Binary.of(payloads), sequences=numbers.astype(np.uint64), log_times_ms=numbers
     )
-    released = type("Released", (), {
-        "released": batch, "positions": batch.sequences, "ordinals": batch.sequences,
-    })()  # fmt: skip
-    table = deltas_table(released, topic="t", partition=0)
+    table = deltas_table(
+        batch, positions=batch.sequences, ordinals=batch.sequences, topic="t", partition=0
+    )
     found = payloads_of(table).to_pylist()
     assert [decode(payload) for payload in found] == deltas
     assert found == payloads
     assert msgspec.msgpack.decode(table["clock"][0].as_py()) == {"o": 2, "other": 1}
+
+
+def test_headers_that_cannot_be_read_do_not_keep_a_letter(tmp_path: Path) -> None:
+    """Before, the letter could not be written: it was a DecodeError."""
+    topics = FileTopics(tmp_path / "topics.lines")
+    many = msgspec.msgpack.encode({str(i): i for i in range(HEADERS_VALUES_MAX)})
+    rows = [*MALFORMED_MAPS.values(), many]
+    for n, packed in enumerate(rows, 1):
+        post(topics, delta(n, "a", 1, 2, **COMMON) | {"headers": packed})
+    found = [message["headers"] for message in topics.messages("VECTORS")]
+    assert len(found) == len(rows)
+    assert all(headers["penstock-reason"] == "because" for headers in found)
+    assert "penstock-headers" in found[-1]  # with ours it would have been more than a message takes

@@ -1,6 +1,4 @@
-"""States and deltas as Arrow tables."""
-
-from types import SimpleNamespace
+"""States and deltas as Arrow tables, and the newest state of each vector."""
 
 import msgspec
 import numpy as np
@@ -10,13 +8,29 @@ from tests.conformance.sinks.changes import START_MS, State, delta, deltas, stat
 from penstock.model.columns import Binary
 from penstock.model.delta import Op
 from penstock.model.delta_batch import DeltaBatch
-from penstock.sinks.schema import DELTAS, deltas_table, dimensions_of, states_schema
+from penstock.sinks.schema import (
+    DELTAS,
+    chosen_rows,
+    deltas_table,
+    dimensions_of,
+    newest,
+    newest_of,
+    states_schema,
+    winners,
+)
 from penstock.testing.corpus import CorpusOptions, generate
 
 
-def outcome(batch: DeltaBatch) -> SimpleNamespace:
+def table_of(batch: DeltaBatch, *, partition: int = 0, payloads: bool = False) -> pa.Table:
     numbers = np.arange(1, len(batch) + 1, dtype=np.uint64)
-    return SimpleNamespace(released=batch, positions=numbers, ordinals=numbers)
+    return deltas_table(
+        batch,
+        positions=numbers,
+        ordinals=numbers,
+        topic="t",
+        partition=partition,
+        payloads=payloads,
+    )
 
 
 def test_deltas_say_what_their_payloads_do() -> None:
@@ -25,7 +39,7 @@ def test_deltas_say_what_their_payloads_do() -> None:
         deltas=500, vectors=40, dimensions=8, components=3, concurrent=0.3, origins=5, ops=ops
     )
     batch = DeltaBatch.of(generate(options).chunk(0, 500).payloads)
-    table = deltas_table(outcome(batch), topic="t", partition=3, payloads=True)
+    table = table_of(batch, partition=3, payloads=True)
     table.validate(full=True)
     assert table.schema.equals(DELTAS)
     for row, wanted in zip(table.to_pylist(), batch.decoded(), strict=True):
@@ -52,13 +66,13 @@ def test_a_clock_may_have_many_origins() -> None:
 def test_headers_are_null_where_there_are_none() -> None:
     payloads = Binary.of(deltas(1, delta(1), delta(2))["payload"].to_pylist())
     batch = DeltaBatch.of(payloads, headers=Binary.of([b"", b"\x80"]))
-    table = deltas_table(outcome(batch), topic="t", partition=0)
+    table = table_of(batch)
     assert table["headers"].to_pylist() == [None, b"\x80"]
     assert table["payload"].null_count == 2
 
 
 def test_nothing_released_is_an_empty_table() -> None:
-    table = deltas_table(outcome(DeltaBatch.empty()), topic="t", partition=0, payloads=True)
+    table = table_of(DeltaBatch.empty(), payloads=True)
     table.validate(full=True)
     assert len(table) == 0
     assert table.schema.equals(DELTAS)
@@ -84,3 +98,37 @@ def test_states_keep_every_column() -> None:
 def test_no_states_are_an_empty_table() -> None:
     table = states(State(vector_id="a", revision=1)).slice(0, 0)
     assert pa.concat_tables([table, states(State(vector_id="a", revision=1))]).num_rows == 1
+
+
+def test_the_highest_revision_wins_wherever_it_stands() -> None:
+    keys = pa.array(["a", "b", "a", "c", "b", "a"])
+    found = newest(keys, np.array([1, 9, 5, 1, 2, 3]))
+    assert np.flatnonzero(found).tolist() == [1, 2, 3]
+
+
+def test_of_equal_revisions_one_is_taken() -> None:
+    found = newest(pa.array(["a", "a", "a"]), np.array([2, 2, 1]))
+    assert found.tolist() == [False, True, False]
+
+
+def test_a_table_is_thinned_out_by_name() -> None:
+    table = states(
+        State(vector_id="a", revision=2),
+        State(vector_id="a", revision=1),
+        State(vector_id="a", revision=1, namespace="other"),
+    )
+    found = newest_of(table)
+    assert found.select(["namespace", "revision"]).to_pylist() == [
+        {"namespace": "default", "revision": 2},
+        {"namespace": "other", "revision": 1},
+    ]
+    assert newest_of(found) is found
+
+
+def test_a_stream_is_judged_as_a_whole() -> None:
+    table = states(*(State(vector_id=f"v{i % 5}", revision=i + 1) for i in range(20)))
+    batches = table.to_batches(max_chunksize=3)
+    chosen = winners(batches)
+    rows = [row for batch in chosen_rows(batches, chosen) for row in batch.to_pylist()]
+    assert sorted(row["revision"] for row in rows) == [16, 17, 18, 19, 20]
+    assert len(winners([])) == 0

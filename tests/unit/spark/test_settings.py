@@ -96,16 +96,6 @@ def test_a_sink_of_a_users_class_gets_a_name_that_files_can_have() -> None:
     assert sink.name == "sink-0"
 
 
-def test_the_key_is_read_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("secret\n")
-    assert of(api_key_file=str(file)).key == "secret"
-    assert of(api_key="plain").key == "plain"
-    assert of().key is None
-    with pytest.raises(InvalidArgument, match="cannot read"):
-        _ = of(api_key_file=str(tmp_path / "gone")).key
-
-
 @pytest.mark.parametrize("text", ["name = ", "\xff"])
 def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "pipeline.toml"

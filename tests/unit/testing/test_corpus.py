@@ -9,7 +9,8 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, decode
-from penstock.model.deltas import DeltaBatch, validate
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_checks import validate
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 MIXED = CorpusOptions(

@@ -8,7 +8,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import Corruption, InvalidArgument
-from penstock.wire.frame import HEADER, FrameDecoder, FrameType, encode
+from penstock.wire.frame import (
+    HEADER,
+    FrameDecoder,
+    FrameFlag,
+    FrameType,
+    encode,
+    flags_of_class,
+)
 
 
 def frame_bytes(
@@ -107,3 +114,11 @@ def test_an_oversized_frame_is_not_sent() -> None:
 def test_header_is_sixteen_bytes_big_endian() -> None:
     assert HEADER.size == 16
     assert struct.unpack(">Q", frame_bytes(sequence=9)[4:12]) == (9,)
+
+
+@pytest.mark.parametrize(("priority", "flags"), [(None, 0), (0, 2), (1, 18), (2, 32), (3, 48)])
+def test_flags_say_the_class_and_whether_it_is_an_upper_one(
+    priority: int | None, flags: int
+) -> None:
+    assert flags_of_class(priority) == flags
+    assert bool(flags & FrameFlag.HIGH) == (priority in (0, 1))

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 
 from penstock.errors import Corruption, InvalidArgument
+from penstock.model.ids import MessageId
 from penstock.wire.limits import OFFERS_MAX, OPENING_BYTES_MAX, ROUTES_MAX
 from penstock.wire.messages import (
     Call,
+    Duplicate,
     Enqueue,
+    Enqueued,
     Grant,
     Hello,
     OpenLease,
     OpenLog,
     OpenSubscription,
+    Placed,
     Settle,
     pack,
     unpack,
@@ -79,3 +83,14 @@ def test_a_control_has_so_many_bytes() -> None:
 def test_fields_that_a_later_version_has_are_left_out() -> None:
     assert unpack(pack([5, 6, 7, "new"]), Grant)[0] == Grant(5, 6, 7)
     assert unpack(pack([5]), Grant)[0] == Grant(5)
+
+
+def test_every_entry_gets_its_own_id_in_the_order_of_the_request() -> None:
+    enqueued = Enqueued(
+        7,
+        [Placed(0, 2, 0, 5, 100), Placed(3, 1, 1, 9, 100)],
+        [Duplicate(2, 1, 4, 50)],
+    )
+    found = [MessageId.parse(text) for text in enqueued.ids(4)]
+    assert [(m.partition, m.sequence) for m in found] == [(0, 5), (0, 6), (1, 4), (1, 9)]
+    assert found[2].time_ms == 50

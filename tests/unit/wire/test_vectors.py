@@ -80,21 +80,21 @@ from penstock.wire.messages import (
 )
 from penstock.wire.supply import (
     Ask,
-    Head,
     Heads,
-    Held,
     LeaseAt,
+    LeasesHeld,
     Lent,
     OpenSupply,
     Order,
     Ready,
+    SupplyHead,
     Taken,
 )
 
 DOC = Path(__file__).parents[3] / "docs" / "wire.md"
 TIME_MS = 1_700_000_000_000
 TOKEN = (5).to_bytes(8, "little")
-PARTS = [TokenPart(0, 1, 1)]
+PARTS = [TokenPart(0, 1, 1, 1)]
 WANTED, BATCHED = FrameFlag.ACK_WANTED, FrameFlag.BATCHED
 
 
@@ -205,17 +205,17 @@ def frame_lease_at() -> bytes:
 
 
 def frame_heads() -> bytes:
-    control, keys = pack(Heads(1, 0, [Head(0, 1, False, 2)])), (5).to_bytes(8, "little")
+    control, keys = pack(Heads(1, 0, [SupplyHead(0, 1, False, 2)])), (5).to_bytes(8, "little")
     return frame(FrameType.BATCH, 14, control, keys, flags=BATCHED)
 
 
 def frame_lent() -> bytes:
-    control = Lent(ORDER.consumer, Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000))
+    control = Lent(ORDER.consumer, Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000, 1))
     return frame(FrameType.BATCH, 14, pack(control), delivery_body(), flags=BATCHED)
 
 
 def frame_delivery() -> bytes:
-    control = Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000)
+    control = Delivery(0, 1, 5, 1, TIME_MS + 30_000, 30_000, 1)
     return frame(FrameType.BATCH, 2, pack(control), delivery_body(), flags=BATCHED)
 
 
@@ -230,7 +230,7 @@ def frame_open_subscription() -> bytes:
 
 
 def frame_subscribed() -> bytes:
-    answer = {"position": 5, "ordinal": 4, "epoch": 1, "sequence_committed": 5}
+    answer = {"position": 5, "ordinal": 4, "epoch": 1, "sequence_committed": 5, "topic": 1}
     return frame(FrameType.ACK, 10, pack(answer))
 
 
@@ -299,7 +299,7 @@ VECTORS: dict[str, Callable[[], bytes]] = {
         FrameType.NACK, 6, pack(NotFound("no topic jobs", topic="jobs").to_wire())
     ),
     "open-log": lambda: frame(FrameType.SUBSCRIBE, 7, pack(OpenLog("jobs", 0)), flags=WANTED),
-    "opened-log": lambda: frame(FrameType.ACK, 7, pack({"from_sequence": 1})),
+    "opened-log": lambda: frame(FrameType.ACK, 7, pack({"from_sequence": 1, "topic": 1})),
     "batch": lambda: batch().encode(),
     "log-slice": frame_slice,
     "open-subscription": frame_open_subscription,
@@ -310,12 +310,12 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "followed": lambda: frame(FrameType.ACK, 8, pack(Followed("n1", 1, 1, 1, 1))),
     "append": frame_append,
     "tell": lambda: frame_told("fence", Fence("n3", 2)),
-    "tell-fenced": lambda: frame_told("fenced", Fenced("n1", "u1", 2, 1, 2, 2)),
+    "tell-fenced": lambda: frame_told("fenced", Fenced("n1", "u1", 2, 1, 2, 2, 1_790_000_000_000)),
     "tell-probe": lambda: frame_told("probe", Probe("n3", 1)),
     "tell-probed": lambda: frame_told("probed", Probed("n2", 1, True)),
     "tell-ack": lambda: frame_told("ack", Ack("n2", "u2", 1, 1, 1, 112, 2, 1)),
     "open-supply": lambda: frame(
-        FrameType.SUBSCRIBE, 14, pack(OpenSupply("jobs", CONSUMERS)), flags=WANTED
+        FrameType.SUBSCRIBE, 14, pack(OpenSupply("jobs", CONSUMERS, 1)), flags=WANTED
     ),
     "ask": lambda: frame(FrameType.ACK, 14, pack(Ask(1, 100))),
     "heads": frame_heads,
@@ -323,7 +323,9 @@ VECTORS: dict[str, Callable[[], bytes]] = {
     "taken": lambda: frame(FrameType.BATCH, 14, pack(Taken(1, 1, [1], False)), flags=BATCHED),
     "lent": frame_lent,
     "ready": lambda: frame(FrameType.BATCH, 14, pack(Ready()), flags=BATCHED),
-    "held": lambda: frame(FrameType.BATCH, 14, pack(Held([ORDER.consumer], [1])), flags=BATCHED),
+    "held": lambda: frame(
+        FrameType.BATCH, 14, pack(LeasesHeld([ORDER.consumer], [1])), flags=BATCHED
+    ),
     "unsubscribe": lambda: frame(FrameType.UNSUBSCRIBE, 7, flags=WANTED),
     "unsubscribed": lambda: frame(FrameType.ACK, 7, pack({})),
     "stream-failed": lambda: frame(
@@ -377,7 +379,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     for module in (messages, supply, replication)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    if kind.__module__ == module.__name__ and name != "Message"
+    if kind.__module__ == module.__name__ and name not in ("ControlMessage", "PeerMessage")
 }
 
 
@@ -428,7 +430,7 @@ def test_the_documented_batch_is_valid() -> None:
 def test_the_documented_texts() -> None:
     text = DOC.read_text()
     assert f"`{MessageId(TIME_MS, 1, 0, 2)}`" in text
-    assert f"`{LeaseToken(0, 1, 26)}`" in text
+    assert f"`{LeaseToken(7, 0, 1, 26)}`" in text
     for key, partitions in ((b"user-7", 4), (b"user-8", 4), (b"user-7", 16)):
         assert f"| `{key.decode()}` | {partitions} | {partition_of(key, partitions)} |" in text
 

@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.exits import Exit
+from penstock.cli.command import Answer, Exit, Force, Invocation, command, group, watched
 from penstock.errors import InvalidArgument
 
-app = group("A cluster: start one here, see how it is, move its replicas.")
+app = group()
 
-Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until every move is done.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, change nothing.")]
 
@@ -31,11 +29,11 @@ def up(
     ] = True,
 ) -> Answer | None:
     """Start etcd and nodes on this machine until Ctrl-C, to try a cluster out."""
-    from penstock.cli.cluster.up import Plan, run
+    from penstock.cli.cluster.up import ClusterPlan, run
     from penstock.cli.node import run_loop
 
     named = [zone.strip() for zone in zones.split(",") if zone.strip()]
-    run_loop(run(cli, Plan(nodes=nodes, data=data, zones=named, restart=restart)))
+    run_loop(run(cli, ClusterPlan(nodes=nodes, data=data, zones=named, restart=restart)))
     return None
 
 
@@ -48,16 +46,20 @@ async def status(
     rounds: Annotated[int | None, typer.Option(help="Stop after this many refreshes.")] = None,
 ) -> Answer | None:
     """Draw nodes, coordinators, epochs, lag and credits. Exit code 1 if something is not served."""
-    from penstock.cli.cluster.status import follow, of_topic, troubles
+    from penstock.cli.cluster.status import status_of, troubles
     from penstock.cli.cluster.view import view_of
 
     async with cli.connection() as connection:
-        if watch:
-            await follow(cli, connection, topic=topic, interval=interval, rounds=rounds)
-            return None
-        found = of_topic(await connection.call("cluster_status"), topic)
-    code = Exit.FAILED if troubles(found) else Exit.OK
-    return Answer(document=found, view=lambda: view_of(found), code=code)
+
+        async def look() -> Answer:
+            found = await status_of(connection, topic)
+            code = Exit.FAILED if troubles(found) else Exit.OK
+            return Answer(document=found, view=lambda: view_of(found), code=code)
+
+        if not watch:
+            return await look()
+        await watched(cli, look, interval_s=interval, rounds=rounds)
+        return None
 
 
 @command(app, "wait")
@@ -69,12 +71,12 @@ async def wait(
 ) -> Answer:
     """Until every voter follows and has caught up, so that a node may be restarted. Exit code 1
     if that is not so in time."""
-    from penstock.cli.cluster import settled
+    from penstock.cli.cluster.status import told_of, wait_until_settled
 
-    found = await settled.wait(cli, topic=topic, lag_max=lag_max, timeout_s=timeout)
+    found = await wait_until_settled(cli, topic=topic, lag_max=lag_max, timeout_s=timeout)
     if found["settled"]:
         return Answer(document=found, view="every voter has caught up")
-    told = f"not settled: {settled.view_of(found['missing'])}"
+    told = f"not settled: {told_of(found['missing'])}"
     return Answer(document=found, view=told, code=Exit.FAILED)
 
 
@@ -83,9 +85,9 @@ async def rebalance(
     cli: Invocation, dry_run: DryRun = False, wait: Wait = True, force: Force = False
 ) -> Answer:
     """Spread replicas and coordinators over the nodes: plan, question, progress."""
-    from penstock.cli.cluster.moves import Change, carry_out
+    from penstock.cli.cluster.moves import PlannedChange, carry_out
 
-    change = Change(
+    change = PlannedChange(
         method="cluster_rebalance",
         question="Move these replicas?",
         nothing="every replica is where it should be",
@@ -102,9 +104,9 @@ async def drain(
     force: Force = False,
 ) -> Answer:
     """Move everything away from a node, so that it can be taken out."""
-    from penstock.cli.cluster.moves import Change, carry_out
+    from penstock.cli.cluster.moves import PlannedChange, carry_out
 
-    change = Change(
+    change = PlannedChange(
         method="cluster_drain",
         arguments={"node": node},
         question=f"Move everything away from {node}?",
@@ -123,9 +125,10 @@ async def remove_replica(
 ) -> Answer:
     """Take one replica out of its partition without a replacement."""
     from penstock.cli.cluster.moves import partition_of
+    from penstock.cli.cluster.status import status_of
 
     async with cli.connection() as connection:
-        before = partition_of(await connection.call("cluster_status"), topic, partition)
+        before = partition_of(await status_of(connection), topic, partition)
         if node not in (*before["voters"], *before["learners"]):
             raise InvalidArgument(f"{node} holds no replica of {topic}/{partition}", field="node")
         left = [voter for voter in before["voters"] if voter != node]

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from penstock.cli.cluster.status import Status, under_way
-from penstock.cli.command import Answer
-from penstock.cli.exits import Exit
-from penstock.cli.output import progress, show
+from penstock.cli.cluster.status import Status, status_of, under_way
+from penstock.cli.command import Answer, Exit
+from penstock.cli.output import show
+from penstock.console import progress
 from penstock.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.cli.command import Invocation
-    from penstock.client.connection import Connection
+    from penstock.client.network.connection import Connection
 
 POLL_S: Final = 0.5
 OVERRULED_S: Final = 5.0  # after which nobody wants a move: who is asked may hear of it late
@@ -27,7 +27,7 @@ Move = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class PlannedChange:
     """A call that plans moves and, without `dry_run`, begins them."""
 
     method: str
@@ -37,7 +37,7 @@ class Change:
 
 
 async def carry_out(
-    cli: Invocation, change: Change, *, dry_run: bool, wait: bool, force: bool
+    cli: Invocation, change: PlannedChange, *, dry_run: bool, wait: bool, force: bool
 ) -> Answer:
     async with cli.connection() as connection:
         plan = await connection.call(change.method, **change.arguments, dry_run=True)
@@ -68,7 +68,7 @@ async def watch(connection: Connection, moves: list[Move]) -> Watched:
     with progress("moving", total=1, unit="entries") as advance:
         while True:
             waiting = await _waiting(connection)  # first: what has begun since is in the status
-            status = await connection.call("cluster_status")
+            status = await status_of(connection)
             left, now = pending(status, moves), time.monotonic()
             unwanted = [m for m in left if waiting is not None and not wanted(status, waiting, m)]
             since = {_place(move): since.get(_place(move), now) for move in unwanted}
@@ -145,7 +145,9 @@ def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
     raise NotFound(f"no partition {topic}/{partition}", topic=topic)
 
 
-def _answer(plan: dict[str, Any], *, change: Change, watched: Watched | None = None) -> Answer:
+def _answer(
+    plan: dict[str, Any], *, change: PlannedChange, watched: Watched | None = None
+) -> Answer:
     """What is planned, or what has become of it."""
     moves, left = plan["moves"], plan["left"]
     done, overruled = (0, []) if watched is None else (watched.done, list(watched.overruled))

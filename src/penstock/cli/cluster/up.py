@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import tempfile
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.output import console, say, to_json
+from penstock.console import console, say, to_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,14 +26,14 @@ RESTART_S: Final = 5.0  # a node that was killed stays away so long, to be misse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     nodes: int
     data: Path | None
     zones: list[str]
     restart: bool
 
 
-async def run(cli: Invocation, plan: Plan) -> None:
+async def run(cli: Invocation, plan: ClusterPlan) -> None:
     """Start everything, say where it is, look after it until SIGTERM or Ctrl-C, stop it all."""
     from penstock.testing.cluster import ClusterProcesses
     from penstock.testing.etcd import etcd_program
@@ -48,8 +49,9 @@ async def run(cli: Invocation, plan: Plan) -> None:
             made = tempfile.TemporaryDirectory(prefix="penstock-cluster-")
             folder = Path(stack.enter_context(made))
         cluster = ClusterProcesses(
-            folder.resolve(), nodes=plan.nodes, zones=plan.zones, gateway=_gateway()
-        )
+            folder.resolve(), nodes=plan.nodes, zones=plan.zones, gateway=_gateway(),
+            key=secrets.token_hex(32),
+        )  # fmt: skip
         stack.push_async_callback(cluster.close)
         if not await _started(cluster, stop):
             return

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.cluster.status import Status, troubles, under_way, warnings
-from penstock.cli.output import cell, duration
+from penstock.cli.cluster.status import Status, absence, troubles, under_way, warnings
+from penstock.cli.output import duration
+from penstock.console import cell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,7 +55,7 @@ def view_of(status: Status) -> RenderableType:
 def _headline(status: Status) -> Text:
     from rich.text import Text
 
-    alive = sum(1 for node in status["nodes"] if node["alive"])
+    alive = sum(1 for node in status["nodes"] if not absence(node))
     served = sum(1 for part in status["partitions"] if part["state"] == "serving")
     total = len(status["partitions"])
     text = Text.assemble((f"{status['cluster']} ", "bold"))
@@ -76,11 +77,10 @@ def _card(node: dict[str, Any], *, most: int) -> Panel:
     from rich.panel import Panel
     from rich.text import Text
 
-    state, style = ("up", "green") if node["alive"] else ("DOWN", "bold red")
-    if node["alive"] and node["draining"]:
-        state, style = "draining", "yellow"
-    text = Text.assemble(("● " if node["alive"] else "○ ", style), (state, style))
-    if node["alive"] and node["started_ms"]:
+    state, style = _state(node)
+    up = not absence(node)
+    text = Text.assemble(("● " if up else "○ ", style), (state, style))
+    if up and node["started_ms"]:
         text.append(f" for {duration(time.time() * 1000 - node['started_ms'])}", "dim")
     text.append(f"\n{node['address'] or '–'}\n", "dim")
     filled = 0 if not most else round(node["coordinators"] / most * BAR)
@@ -93,13 +93,26 @@ def _card(node: dict[str, Any], *, most: int) -> Panel:
     return Panel(text, title=title, title_align="left", border_style=style, width=30)
 
 
+def _state(node: dict[str, Any]) -> tuple[str, str]:
+    """A word for how a node is, and its style."""
+    if not node["alive"]:
+        return "DOWN", "bold red"
+    if not node.get("reachable", True):
+        return "UNREACHABLE", "bold red"
+    if node.get("clock", {}).get("state") == "off":
+        return "CLOCK OFF", "bold red"
+    if node.get("rolled_back"):
+        return "catching up", "yellow"
+    return ("draining", "yellow") if node["draining"] else ("up", "green")
+
+
 def _topic(status: Status, topic: str) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     names = [node["id"] for node in status["nodes"]]
-    alive = {node["id"] for node in status["nodes"] if node["alive"]}
+    alive = {node["id"] for node in status["nodes"] if not absence(node)}
     parts = [part for part in status["partitions"] if part["topic"] == topic]
     shown = _chosen(parts)
     made = Table(

@@ -14,6 +14,7 @@ as it was, so that the node can tell it from another's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -22,21 +23,21 @@ from penstock.cluster.store import MetadataStore, Versioned
 from penstock.errors import InvalidArgument, PenstockError, RevisionConflict
 from penstock.model.topic import NAME
 from penstock.node.clock import Clock
-from penstock.node.logs import get_logger
+from penstock.node.observe.logs import get_logger
 
 PREFIX: Final = "cursors/"
 SINK_PREFIX: Final = "sink-"
 log = get_logger(__name__)
 
 
-class Cursor(msgspec.Struct, frozen=True):
+class LiveCursor(msgspec.Struct, frozen=True):
     """Everything up to `position` is handled; as of `time_ms`."""
 
     position: int
     time_ms: int
 
 
-class Place(NamedTuple):
+class CursorPlace(NamedTuple):
     topic: int
     name: str
     partition: int
@@ -56,13 +57,15 @@ def check_name(name: str) -> None:
 class Cursors:
     def __init__(self, store: MetadataStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._noted: dict[Place, Cursor] = {}  # not written yet
-        self._revisions: dict[Place, int] = {}  # of those that this node moves, as it knows them
-        self._sent: dict[Place, Cursor] = {}  # written perhaps: there was no answer
+        self._noted: dict[CursorPlace, LiveCursor] = {}  # not written yet
+        self._revisions: dict[
+            CursorPlace, int
+        ] = {}  # of those that this node moves, as it knows them
+        self._sent: dict[CursorPlace, LiveCursor] = {}  # written perhaps: there was no answer
         self._lock = asyncio.Lock()  # one at a time, so that revisions are those of the last
         self._writing = False
 
-    async def get(self, place: Place) -> Cursor | None:
+    async def get(self, place: CursorPlace) -> LiveCursor | None:
         """Where a cursor stands; from now on this node moves it."""
         async with self._lock:
             entry = await self._store.get(place.key)
@@ -72,28 +75,28 @@ class Cursors:
             self._revisions[place] = revision
             return self._latest(place, entry)
 
-    def _is_ours(self, place: Place, entry: Versioned | None) -> bool:
+    def _is_ours(self, place: CursorPlace, entry: Versioned | None) -> bool:
         sent = self._sent.get(place)
         return sent is not None and entry is not None and entry.value == msgspec.json.encode(sent)
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: CursorPlace) -> None:
         for known in (self._noted, self._sent, self._revisions):
             known.pop(place, None)
 
-    async def look(self, place: Place) -> Cursor | None:
+    async def look(self, place: CursorPlace) -> LiveCursor | None:
         """Where a cursor stands, for who does not move it (yet)."""
         return self._latest(place, await self._store.get(place.key))
 
-    def _latest(self, place: Place, entry: Versioned | None) -> Cursor | None:
+    def _latest(self, place: CursorPlace, entry: Versioned | None) -> LiveCursor | None:
         noted = self._noted.get(place)
         if noted is not None:
             return noted
-        return None if entry is None else msgspec.json.decode(entry.value, type=Cursor)
+        return None if entry is None else msgspec.json.decode(entry.value, type=LiveCursor)
 
-    def note(self, place: Place, position: int) -> None:
+    def note(self, place: CursorPlace, position: int) -> None:
         """It has come this far. To be written soon if this node moves it; `get` knows at once."""
         if place in self._revisions:
-            self._noted[place] = Cursor(position, self._clock.now_ms())
+            self._noted[place] = LiveCursor(position, self._clock.now_ms())
 
     @property
     def due(self) -> bool:
@@ -108,7 +111,7 @@ class Cursors:
         finally:
             self._writing = False
 
-    async def _write(self, place: Place) -> None:
+    async def _write(self, place: CursorPlace) -> None:
         async with self._lock:
             cursor = self._sent.get(place) or self._noted.get(place)
             if cursor is None:
@@ -130,7 +133,7 @@ class Cursors:
             if self._noted.get(place) == cursor:
                 del self._noted[place]
 
-    async def _put(self, place: Place, cursor: Cursor) -> int | None:
+    async def _put(self, place: CursorPlace, cursor: LiveCursor) -> int | None:
         """The revision under which it stands; None: another node moves it."""
         key, value = place.key, msgspec.json.encode(cursor)
         try:
@@ -141,19 +144,26 @@ class Cursors:
             return await self._store.put(key, value, expected_revision=0)
         return entry.revision if self._is_ours(place, entry) else None
 
-    async def list(self, topic: int) -> list[dict[str, Any]]:
-        """All cursors of a topic, by name and partition."""
-        found: dict[tuple[str, int], Cursor] = {}
+    async def rows(self, topic: int, after: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+        """For `cursor_list`, with their names: those behind `after`, by name and partition. The
+        store is read whole; rows are made as they are asked for."""
+        found: dict[CursorPlace, Versioned | None] = {}
         for entry in await self._store.range(f"{PREFIX}{topic}/"):
             _, _, name, partition = entry.key.split("/")
-            found[name, int(partition)] = msgspec.json.decode(entry.value, type=Cursor)
-        for place, cursor in self._noted.items():
+            found[CursorPlace(topic, name, int(partition))] = entry
+        for place in self._noted:
             if place.topic == topic:
-                found[place.name, place.partition] = cursor
-        return [
-            {"name": name, "partition": partition, **msgspec.to_builtins(cursor)}
-            for (name, partition), cursor in sorted(found.items())
-        ]
+                found.setdefault(place, None)
+        return self._rows(found, after)
+
+    def _rows(
+        self, found: dict[CursorPlace, Versioned | None], after: str
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        for place in sorted(found):
+            name = f"{place.name} {place.partition:04}"
+            if name > after:
+                cursor = msgspec.to_builtins(self._latest(place, found[place]))
+                yield name, {"name": place.name, "partition": place.partition, **cursor}
 
     async def delete(self, topic: int, name: str) -> int:
         """Forget a cursor in all partitions; in how many there was one."""

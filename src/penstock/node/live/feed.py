@@ -1,6 +1,6 @@
 """From a commit to what it releases: the fold of one partition, fed as its log grows.
 
-The fold is the pipeline's own (`penstock.propagation.partition`), so what it releases, where and in
+The fold is the pipeline's own (`propagation.fold.propagator`), so what it releases, where and in
 which order is a function of the log. A feed first folds what the log holds already, in a thread;
 then it *follows*: the journal hands it every batch when it is staged, and tells of the commit.
 
@@ -28,35 +28,33 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
-from penstock.model.delta_batch import DeltaBatch
-from penstock.model.delta_log import deltas_in, deltas_of
-from penstock.node.live.parents import Parents
+from penstock.model.delta_batch import DeltaBatch, deltas_in, deltas_of
 from penstock.node.live.quarantine import Quarantine
-from penstock.node.live.staged import Staged
 from penstock.node.live.timings import Commits, Stretch, Timings
-from penstock.node.logs import get_logger
-from penstock.node.partition import Partition
-from penstock.node.requests import EnqueuePart
-from penstock.propagation.partition import Outcome, Propagator
-from penstock.propagation.releases import Releases
-from penstock.propagation.rows import Rows
+from penstock.node.observe.logs import get_logger
+from penstock.node.serve.partition import Partition
+from penstock.node.write.requests import EnqueuePart
+from penstock.propagation.fold.propagator import FeedOutcome, Propagator
+from penstock.propagation.fold.releases import ReleasedRows, Releases
 
 INLINE_ROWS: Final = 256  # folded in the very step of the loop that commits them, or before it
 LOOP_ROWS: Final = 2048  # … in a step of their own; more than these by a thread
 SLICE_BYTES: Final = 1 << 20  # of log read at once where it was not handed over
 COLD_BYTES: Final = 4 << 20  # … by a thread
+SEARCH_BYTES: Final = 4 << 20  # of log read at once in search of parents
+STAGED_BYTES_MAX: Final = 16 << 20  # kept until they are taken; more is read from the log
 AHEAD_FEEDS_MAX: Final = 64  # folded and not committed yet
 log = get_logger(__name__)
 
-Deliver = Callable[[Rows, int], None]
+Deliver = Callable[[ReleasedRows, int], None]
 
 
-class Folded(NamedTuple):
+class FoldedFeed(NamedTuple):
     """A stretch of the log that is through the fold, up to `last`."""
 
     deltas: DeltaBatch
     last: int
-    outcomes: list[Outcome]
+    outcomes: list[FeedOutcome]
     seconds: float  # that it took
 
 
@@ -75,7 +73,7 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self.fold = Propagator(dimensions)
         self.releases = Releases()
-        self._parents = Parents(self._log)
+        self._parents = ParentSearch(self._log)
         self.sequence = 0  # everything that the log released up to here is delivered
         self._target = 0  # committed up to here
         self._commits = Commits()  # behind `sequence`
@@ -83,9 +81,11 @@ class Feed:
         self.delivered: list[Stretch] = []  # by the last delivery
         self.ready_at = 0.0  # when what is delivered was committed, and through the fold
         self.fold_s = 0.0  # how long it took there
-        self._staged = Staged()
+        self._staged = StagedDeltas()
         self.ahead = True  # whether it may be folded before it is committed
-        self._folded: deque[Folded] = deque()  # ahead, behind `sequence`; the last may have paused
+        self._folded: deque[FoldedFeed] = (
+            deque()
+        )  # ahead, behind `sequence`; the last may have paused
         self._folding_at = 0.0  # when that began, if the loop has not looked at the disk since
         self._ahead_due = False
         self._busy = False  # a thread has the fold
@@ -224,7 +224,7 @@ class Feed:
         self._folding_at = began = time.perf_counter()
         deltas, last = self._deltas(batches, behind + 1), batches[-1][0].last
         outcome = self.fold.feed(deltas, through=last, states=False)
-        self._folded.append(Folded(deltas, last, [outcome], time.perf_counter() - began))
+        self._folded.append(FoldedFeed(deltas, last, [outcome], time.perf_counter() - began))
         self._loop.call_soon(self._loop.call_soon, self._looked)
 
     def _looked(self) -> None:
@@ -234,7 +234,7 @@ class Feed:
     def _deliver_folded(self) -> None:
         """Tell of what was folded ahead and is committed by now."""
         folded = self._folded
-        ready: list[Folded] = []
+        ready: list[FoldedFeed] = []
         while folded and folded[0].last <= self._target:
             ready.append(folded.popleft())
         if ready and self.fold.paused and not folded:
@@ -264,7 +264,7 @@ class Feed:
             self._in_thread(lambda: self._fold_whole(deltas, last))
             return
         outcome = self.fold.feed(deltas, through=last, states=False)
-        folded = Folded(deltas, last, [outcome], time.perf_counter() - began)
+        folded = FoldedFeed(deltas, last, [outcome], time.perf_counter() - began)
         if self.fold.paused:
             self._in_thread(lambda: self._resolved(folded))
             return
@@ -282,7 +282,7 @@ class Feed:
         found = [deltas_in(*pair) for pair in batches if pair[0].kind is Kind.ENQ]
         return _clipped(DeltaBatch.concat(found), first)
 
-    def _finish(self, *ready: Folded) -> None:
+    def _finish(self, *ready: FoldedFeed) -> None:
         """Tell of what is folded and committed."""
         self.ready_at = time.perf_counter()
         self.fold_s = sum(folded.seconds for folded in ready)
@@ -292,17 +292,17 @@ class Feed:
                 self._quarantine.add(outcome)
         self.sequence = ready[-1].last
         self.delivered = self._commits.take(self.sequence)
-        rows = [Rows.of(outcome) for folded in ready for outcome in folded.outcomes]
-        self._deliver(rows[0] if len(rows) == 1 else Rows.concat(rows), self.sequence)
+        rows = [ReleasedRows.of(outcome) for folded in ready for outcome in folded.outcomes]
+        self._deliver(rows[0] if len(rows) == 1 else ReleasedRows.concat(rows), self.sequence)
 
     # --- in a thread ---
 
-    def _in_thread(self, work: Callable[[], Folded]) -> None:
+    def _in_thread(self, work: Callable[[], FoldedFeed]) -> None:
         self._busy = True
         future = self._loop.run_in_executor(None, work)
         future.add_done_callback(self._done)
 
-    def _done(self, future: asyncio.Future[Folded]) -> None:
+    def _done(self, future: asyncio.Future[FoldedFeed]) -> None:
         self._busy = False
         if self.closed or future.cancelled():
             return
@@ -316,19 +316,19 @@ class Feed:
         self._finish(future.result())
         self._run()
 
-    def _fold_cold(self) -> Folded:
+    def _fold_cold(self) -> FoldedFeed:
         first = self.sequence + 1
         batches = _read(self._log, first, through=self._target, nowait=False)
         if not batches:
             raise Unavailable(f"sequence {first} is committed and cannot be read")
         return self._fold_whole(_clipped(deltas_of(batches), first), batches[-1].last)
 
-    def _fold_whole(self, deltas: DeltaBatch, last: int) -> Folded:
+    def _fold_whole(self, deltas: DeltaBatch, last: int) -> FoldedFeed:
         began = time.perf_counter()
         outcome = self.fold.feed(deltas, through=last, states=False)
-        return self._resolved(Folded(deltas, last, [outcome], time.perf_counter() - began))
+        return self._resolved(FoldedFeed(deltas, last, [outcome], time.perf_counter() - began))
 
-    def _resolved(self, folded: Folded) -> Folded:
+    def _resolved(self, folded: FoldedFeed) -> FoldedFeed:
         """The rest of a feed that may have paused, as every reader of the log resolves it."""
         outcomes, began = list(folded.outcomes), time.perf_counter()
         while ids := self.fold.missing():
@@ -341,7 +341,7 @@ class Feed:
         fold = self.fold
         forgotten_ms = fold.ledger.time_ms - fold.options.dedup_ms
         horizon = self._log.find_time(forgotten_ms, through=self._partition.sequence_readable)
-        waiting = {delta.parent for delta in fold.pending.by_id.values() if delta.parent}
+        waiting = {delta.parent for delta in fold.waitlist.by_id.values() if delta.parent}
         return self._parents.find(wanted, waiting=waiting, horizon=horizon)
 
     def _give_up(self, error: PenstockError) -> None:
@@ -360,3 +360,99 @@ def _clipped(deltas: DeltaBatch, first: int) -> DeltaBatch:
     if len(deltas) and int(deltas.sequences[0]) < first:
         return deltas.take(deltas.sequences >= first)
     return deltas
+
+
+class ParentSearch:
+    """Whether the log has a parent from before the fold's memory of ids.
+
+    The fold asks when a delta has waited too long for its parent, and stands still until it is
+    answered; all that the log holds from before this memory may have to be read for that. So the
+    parents of all that wait are looked for along with those that are asked for, and nobody's parent
+    is looked for twice in the same place: however many are missing, the log is read about once in
+    the time that a delta may wait.
+    """
+
+    def __init__(self, log: PartitionLog) -> None:
+        self._log = log
+        self._found: set[bytes] = set()
+        self._looked: dict[bytes, int] = {}  # by id: the log before this sequence was looked at
+
+    def find(self, wanted: set[bytes], *, waiting: set[bytes], horizon: int) -> set[bytes]:
+        """Those of the wanted that the log has before `horizon`; `waiting` may be wanted soon.
+
+        What is neither is forgotten. Blocks.
+        """
+        known, first = wanted | waiting, self._log.sequence_first
+        self._looked = {id_: max(first, self._looked.get(id_, 0)) for id_ in known}
+        self._found &= known
+        left = wanted - self._found
+        begin = min((self._looked[id_] for id_ in left), default=horizon)
+        end = self._read(left, known, begin, horizon)
+        for id_, looked in self._looked.items():
+            if begin <= looked < end:
+                self._looked[id_] = end
+        return wanted & self._found
+
+    def _read(self, left: set[bytes], known: set[bytes], at: int, horizon: int) -> int:
+        """Look until those that are left are found; returns how far that was."""
+        while at < horizon and not left <= self._found:
+            batches = self._log.read_slice(
+                at, through=horizon - 1, bytes_max=SEARCH_BYTES, nowait=False, staged=True
+            )
+            if not batches:
+                break
+            self._found |= known.intersection(deltas_of(batches).delta_ids())
+            at = batches[-1].last + 1
+        return at
+
+
+Pair = tuple[Batch, Columns]
+
+
+class StagedDeltas:
+    """Batches on their way to disk, in the order of the log: a feed need not read them back."""
+
+    __slots__ = ("_batches", "_bytes", "rows")
+
+    def __init__(self) -> None:
+        self._batches: deque[Pair] = deque()
+        self._bytes = self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, batch: Batch, columns: Columns) -> bool:
+        """False: there is no room for it."""
+        if self._bytes >= STAGED_BYTES_MAX:
+            return False
+        self._batches.append((batch, columns))
+        self.rows += batch.entries
+        self._bytes += batch.size
+        return True
+
+    def take(self, following: int, *, through: int, rows_max: int) -> list[Pair] | None:
+        """Those that come next, up to `through`; None: the log has to be read."""
+        batches = self._batches
+        while batches and batches[0][0].last < following:
+            self._drop()
+        if not batches or batches[0][0].first != following:
+            return None
+        found: list[Pair] = []
+        rows = 0
+        while batches and batches[0][0].last <= through and batches[0][0].first == following:
+            rows += batches[0][0].entries
+            if found and rows > rows_max:
+                break
+            following = batches[0][0].last + 1
+            found.append(self._drop())
+        return found
+
+    def clear(self) -> None:
+        self._batches.clear()
+        self._bytes = self.rows = 0
+
+    def _drop(self) -> Pair:
+        found = self._batches.popleft()
+        self.rows -= found[0].entries
+        self._bytes -= found[0].size
+        return found

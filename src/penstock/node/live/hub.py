@@ -12,30 +12,31 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import FailedPrecondition, LimitExceeded, PenstockError, Unavailable
 from penstock.model.columns import Buffer
 from penstock.node.clock import Clock, Timer
-from penstock.node.live.cursors import Cursor, Cursors, Place, check_name
-from penstock.node.live.outgoing import Outgoing, encode
+from penstock.node.live.catch_up import ReadTurns, opened_at, position_of
+from penstock.node.live.cursors import CursorPlace, Cursors, LiveCursor, check_name
+from penstock.node.live.held_changes import SubscriptionTerms
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.quarantine import Quarantine
-from penstock.node.live.starting import opened_at, position_of
-from penstock.node.live.subscription import Emit, State, Subscription
-from penstock.node.live.terms import Terms
-from penstock.node.live.turns import Turns
-from penstock.node.live_metrics import LiveReading
-from penstock.node.metrics import Metrics
-from penstock.propagation.live_options import LiveOptions
-from penstock.propagation.route import Route
-from penstock.propagation.rows import Rows
+from penstock.node.live.released_columns import Outgoing, encode
+from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
+from penstock.node.observe.live_metrics import LiveReading
+from penstock.node.observe.metrics import Metrics
+from penstock.propagation.flow.route import DeltaRoute
+from penstock.propagation.fold.releases import ReleasedRows
+from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
-    from penstock.node.live.hosted import HostedSink
-    from penstock.node.topic import Topic
+    from penstock.node.hosted.sink import HostedSink
+    from penstock.node.serve.topic import Topic
 
 TICK_MS: Final = 100
 QUIET_S: Final = 10.0  # that a thread may need to end what it reads
@@ -44,6 +45,8 @@ _numbers: Final = itertools.count(1)
 Send = Callable[[Changes, Buffer], None]
 Fail = Callable[[PenstockError], None]
 Spawn = Callable[..., None]
+Row = dict[str, Any]
+LISTS: Final = ("partitions", "subscriptions", "sinks")  # of a topic, in `live_status`
 
 
 class Hub:
@@ -55,7 +58,7 @@ class Hub:
         cursors: Cursors,
         clock: Clock,
         metrics: Metrics,
-        turns: Turns,
+        turns: ReadTurns,
         spawn: Spawn,
     ) -> None:
         self.topic, self.options, self.cursors = topic, options, cursors
@@ -64,13 +67,13 @@ class Hub:
         self.partitions: dict[int, LivePartition] = {}
         self.sinks: list[HostedSink] = []
         self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
-        self._noted: dict[Place, int] = {}  # positions of cursors as they were noted last
-        self._holders: dict[Place, Subscription] = {}  # who moves a cursor
+        self._noted: dict[CursorPlace, int] = {}  # positions of cursors as they were noted last
+        self._holders: dict[CursorPlace, Subscription] = {}  # who moves a cursor
         self._opening = 0  # subscriptions of clients that are on their way to be opened
         self._timer: Timer | None = None
         self._ticks = 0
         self.closed = False
-        topic.live_room = self.room
+        topic.follow(self)
 
     def room(self) -> int:
         """How many more deltas may be written before a fold lags behind its log too much. One that
@@ -111,11 +114,11 @@ class Hub:
         finally:
             self._opening -= 1
 
-    def _terms(self, request: OpenSubscription) -> Terms:
+    def _terms(self, request: OpenSubscription) -> SubscriptionTerms:
         options = self.options
-        return Terms(
+        return SubscriptionTerms(
             name=request.cursor or f"subscriber-{next(_numbers)}",
-            routes=tuple(Route.parse(text) for text in request.routes),
+            routes=tuple(DeltaRoute.parse(text) for text in request.routes),
             cursor=request.cursor,
             credit_entries=request.credit_entries,
             credit_bytes=request.credit_bytes,
@@ -134,7 +137,7 @@ class Hub:
     async def open(
         self,
         index: int,
-        terms: Terms,
+        terms: SubscriptionTerms,
         *,
         start: str,
         at: int,
@@ -147,11 +150,11 @@ class Hub:
             check_name(terms.cursor)
         committed = self.topic.here(index).sequence_readable
         live = await self.activated(index)
-        place = Place(self.topic.config.id, terms.cursor, index)
+        place = CursorPlace(self.topic.config.id, terms.cursor, index)
 
-        async def first_of(stored: Cursor | None) -> int:
+        async def first_of(stored: LiveCursor | None) -> int:
             if held is not None and stored is not None and held < stored.position:
-                stored = Cursor(held, stored.time_ms)
+                stored = LiveCursor(held, stored.time_ms)
             return await position_of(live, start=start, at=at, stored=stored, committed=committed)
 
         if (holder := self._holders.get(place)) is not None:
@@ -174,7 +177,7 @@ class Hub:
         self._tick_soon()
         return subscription
 
-    def _take_over(self, place: Place) -> None:
+    def _take_over(self, place: CursorPlace) -> None:
         """A cursor has one user: the newest."""
         holder = self._holders.get(place)
         if holder is not None:
@@ -201,7 +204,7 @@ class Hub:
         live.active.result()
         return live
 
-    def _forget(self, live: LivePartition, place: Place, gone: Subscription) -> None:
+    def _forget(self, live: LivePartition, place: CursorPlace, gone: Subscription) -> None:
         live.remove(gone)
         self._count(gone)
         if place.name and self._holders.get(place) is gone:
@@ -269,7 +272,7 @@ class Hub:
         if self.cursors.due:
             self._spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
 
-    def _note(self, place: Place, subscription: Subscription) -> None:
+    def _note(self, place: CursorPlace, subscription: Subscription) -> None:
         if self._noted.get(place) != subscription.acknowledged:
             self._noted[place] = subscription.acknowledged
             self.cursors.note(place, subscription.acknowledged)
@@ -313,18 +316,41 @@ class Hub:
             sinks=tuple(sink.reading() for sink in self.sinks),
         )
 
-    def status(self) -> dict[str, Any]:
+    def rows(self, indices: Collection[int], after: str) -> Iterator[tuple[str, str, Row]]:
+        """For `live_status`: what there is to tell of these partitions behind a place, in order,
+        with the place and the list that it belongs to. Rows of folds and of subscriptions, of which
+        there may be many, are made as they are asked for."""
         now_ms = self._clock.now_ms()
-        return {
-            "partitions": [live.status() for _, live in sorted(self.partitions.items())],
-            "subscriptions": [
-                {"partition": index, **subscription.status(now_ms)}
-                for index, live in sorted(self.partitions.items())
+        found: list[tuple[str, str, Callable[[], Row]]] = []
+        for index, live in self.partitions.items():
+            found.append((place_of("partitions", index), "partitions", live.status))
+            found += [
+                (
+                    place_of("subscriptions", index, subscription.terms.name),
+                    "subscriptions",
+                    partial(_subscribed, index, subscription, now_ms),
+                )
                 for subscription in live.subscriptions
-                if subscription.state is not State.CLOSED and not subscription.terms.hosted
-            ],
-            "sinks": [row for sink in self.sinks for row in sink.status(now_ms)],
-        }
+                if subscription.state is not SubscriptionState.CLOSED
+                and not subscription.terms.hosted
+            ]
+        for sink in self.sinks:
+            for row in sink.status(now_ms):
+                found.append((place_of("sinks", row["partition"], sink.name), "sinks", row.copy))
+        wanted = {f"{index:04}" for index in indices}
+        for place, kind, make in sorted(found, key=itemgetter(0)):
+            if place > after and place[:4] in wanted:
+                yield place, kind, make()
+
+
+def place_of(kind: str, partition: int, name: str = "") -> str:
+    """Where a row of `live_status` stands among those of its topic: they are told partition by
+    partition, and of each its fold, then its subscriptions, then its sinks, by name."""
+    return f"{partition:04} {LISTS.index(kind)} {name}"
+
+
+def _subscribed(index: int, subscription: Subscription, now_ms: int) -> Row:
+    return {"partition": index, **subscription.status(now_ms)}
 
 
 async def _done(live: LivePartition) -> None:
@@ -342,7 +368,7 @@ async def _done(live: LivePartition) -> None:
 def _sender(live: LivePartition, send: Send) -> Emit:
     index = live.partition.index
 
-    def emit(rows: Rows, position: int, shared: Outgoing | None) -> int:
+    def emit(rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
         if not len(rows):
             send(Changes(index, 0, position, live.sequence_committed), b"")
             return 0

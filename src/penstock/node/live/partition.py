@@ -13,13 +13,12 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.node.clock import Clock
 from penstock.node.live.feed import Feed
-from penstock.node.live.outgoing import Outgoing
 from penstock.node.live.quarantine import Quarantine
+from penstock.node.live.released_columns import Outgoing
 from penstock.node.live.subscription import Subscription
 from penstock.node.live.timings import Timings
-from penstock.node.partition import Partition
-from penstock.propagation.releases import Releases
-from penstock.propagation.rows import Rows
+from penstock.node.serve.partition import Partition
+from penstock.propagation.fold.releases import ReleasedRows, Releases
 
 
 class LivePartition:
@@ -117,7 +116,7 @@ class LivePartition:
 
     # --- from the feed ---
 
-    def _deliver(self, rows: Rows, through: int) -> None:
+    def _deliver(self, rows: ReleasedRows, through: int) -> None:
         now_ms = self._clock.now_ms()
         outgoing = Outgoing(rows, through)
         for subscription in self.subscriptions.copy():
@@ -126,7 +125,7 @@ class LivePartition:
             self.released += len(rows)
             self._time(rows)
 
-    def _time(self, rows: Rows) -> None:
+    def _time(self, rows: ReleasedRows) -> None:
         feed, now = self.feed, time.perf_counter()
         self.timings["order"].record(feed.fold_s, len(rows))
         self.timings["route"].record(now - feed.ready_at, len(rows))
@@ -169,5 +168,5 @@ class LivePartition:
             "released": self.released,
             "timings": {stage: timings.summary() for stage, timings in self.timings.items()},
             "quarantined": dict(self.quarantine.counts),
-            "pending": len(self.feed.fold.pending) if self.feed.quiet else None,
+            "pending": len(self.feed.fold.waitlist) if self.feed.quiet else None,
         }

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Final
 
 from penstock.model.delta_format import NO_ID
-from penstock.node.logs import get_logger
-from penstock.node.metrics import Metrics
-from penstock.propagation.partition import Outcome
+from penstock.node.observe.logs import get_logger
+from penstock.node.observe.metrics import Metrics
+from penstock.propagation.fold.propagator import FeedOutcome
 
 LINES_S: Final = 60.0  # between two lines of the node's log, at least
 log = get_logger(__name__)
@@ -26,12 +26,12 @@ class Quarantine:
         self._told_at = -math.inf
         self._untold = 0
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: FeedOutcome) -> None:
         """Of a log that was there before; by whatever thread has the fold."""
         if outcome.reasons:
             self.counts.update(outcome.reasons)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: FeedOutcome) -> None:
         if not outcome.reasons:
             return
         self.counts.update(outcome.reasons)
@@ -43,7 +43,7 @@ class Quarantine:
             self._tell(outcome)
             self._told_at, self._untold = now, 0
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: FeedOutcome) -> None:
         missing = outcome.missing[0]
         log.warning(
             "deltas quarantined", topic=self._topic, partition=self._partition, count=self._untold,

@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.node.clock import Alarm, Clock
-from penstock.node.live.catching_up import CatchingUp, Source
-from penstock.node.live.credit import Credit
-from penstock.node.live.outgoing import Outgoing
-from penstock.node.live.terms import Terms
-from penstock.node.live.turns import Turns
-from penstock.node.live.waiting import Pace, Waiting
-from penstock.node.logs import get_logger
-from penstock.propagation.outbox import bytes_of
-from penstock.propagation.rate import AdaptiveRate
-from penstock.propagation.rows import Rows
+from penstock.node.live.catch_up import CatchUp, ReadTurns, ReleaseSource
+from penstock.node.live.held_changes import HeldChanges, SendPace, SubscriptionTerms
+from penstock.node.live.released_columns import Outgoing
+from penstock.node.observe.logs import get_logger
+from penstock.propagation.flow.outbox import bytes_of
+from penstock.propagation.flow.rate import AdaptiveRate
+from penstock.propagation.fold.releases import ReleasedRows
+from penstock.replication.credit import Credit
 
 FRAME_BYTES: Final = 1 << 20  # of rows in one sending, or a single row
 ENTRY_BYTES: Final = 48  # of a row besides its payload and headers
@@ -43,14 +41,14 @@ QUIET_MS: Final = 1000  # after which a position that moved without rows is told
 log = get_logger(__name__)
 
 
-class State(Enum):
+class SubscriptionState(Enum):
     BEHIND = "behind"
     LIVE = "live"
     CLOSED = "closed"
 
 
 class Emit(Protocol):
-    def __call__(self, rows: Rows, position: int, shared: Outgoing | None) -> int:
+    def __call__(self, rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
         """Send rows, perhaps none, and that all is sent up to a position; the bytes it took.
 
         `shared`: these are all the rows that it has for these routes.
@@ -61,26 +59,26 @@ class Emit(Protocol):
 class Subscription:
     def __init__(
         self,
-        source: Source,
-        terms: Terms,
+        source: ReleaseSource,
+        terms: SubscriptionTerms,
         *,
         first: int,
         emit: Emit,
         fail: Callable[[PenstockError], None],
         clock: Clock,
-        turns: Turns,
+        turns: ReadTurns,
         forget: Callable[[Subscription], None],
     ) -> None:
         self.source, self.terms, self._turns = source, terms, turns
         self._emit, self._on_fail, self._forget = emit, fail, forget
         self._clock, self._loop = clock, asyncio.get_running_loop()
-        self.state = State.BEHIND
+        self.state = SubscriptionState.BEHIND
         self._start = first  # nothing before it is wanted
         self._through = first - 1  # LIVE: all feeds up to here were offered
-        self._reading: CatchingUp | None = self._reader(first, {})
-        self._waiting = Waiting(terms)
-        self._pace = Pace(terms)
-        self._credit = Credit(terms.credit_entries, terms.credit_bytes)
+        self._reading: CatchUp | None = self._reader(first, {})
+        self._waiting = HeldChanges(terms)
+        self._pace = SendPace(terms)
+        self._credit = Credit(entries=terms.credit_entries, bytes=terms.credit_bytes)
         self._blocked = False
         self._due = False
         self._alarm = Alarm(clock, self._pump)
@@ -187,9 +185,9 @@ class Subscription:
         self.acknowledged = max(self.acknowledged, position)
 
     def close(self) -> None:
-        if self.state is State.CLOSED:
+        if self.state is SubscriptionState.CLOSED:
             return
-        self.state = State.CLOSED
+        self.state = SubscriptionState.CLOSED
         if self._reading is not None:
             self._reading.closed = True
         self._alarm.cancel()
@@ -198,7 +196,7 @@ class Subscription:
 
     def fail(self, error: BaseException) -> None:
         """End it from this side."""
-        if self.state is State.CLOSED:
+        if self.state is SubscriptionState.CLOSED:
             return
         known = error if isinstance(error, PenstockError) else None
         if known is None:
@@ -211,7 +209,7 @@ class Subscription:
     def offer(self, outgoing: Outgoing, now_ms: int) -> None:
         """What a feed released. Who is behind finds it in the log, and may have waited for the fold
         to be through with it."""
-        if self.state is not State.LIVE:
+        if self.state is not SubscriptionState.LIVE:
             if self.terms.needs_fold:
                 self._schedule()
             return
@@ -229,15 +227,15 @@ class Subscription:
         else:
             self._fall_behind()
 
-    def _from_start(self, rows: Rows, through: int) -> Rows:
+    def _from_start(self, rows: ReleasedRows, through: int) -> ReleasedRows:
         """Without what was released before the position that it starts at."""
         if through < self._start:
-            return Rows.empty()
+            return ReleasedRows.empty()
         later = rows.positions >= self._start
         self._start = 0
         return rows if later.all() else rows.take(later)
 
-    def _may_send_at_once(self, rows: Rows, now_ms: int) -> bool:
+    def _may_send_at_once(self, rows: ReleasedRows, now_ms: int) -> bool:
         count, credit, waiting = len(rows), self._credit, self._waiting
         if self._blocked or not waiting.direct or waiting.outbox.entries or count > credit.entries:
             return False
@@ -248,7 +246,7 @@ class Subscription:
             return False
         return self._pace.take_all(count, now_ms)
 
-    def _send_at_once(self, rows: Rows, outgoing: Outgoing, now_ms: int) -> None:
+    def _send_at_once(self, rows: ReleasedRows, outgoing: Outgoing, now_ms: int) -> None:
         """In the order of release, in as many frames as it takes."""
         terms = self.terms
         if len(rows) <= terms.batch_max and len(rows.batch.blob) <= FRAME_BYTES:
@@ -269,15 +267,15 @@ class Subscription:
         if now_ms - self._told_ms >= QUIET_MS and not self._blocked:
             self._told_ms = now_ms
             settled = self.settled
-            if settled > self._told and self.state is not State.CLOSED:
+            if settled > self._told and self.state is not SubscriptionState.CLOSED:
                 self._told = settled
-                self._emit(Rows.empty(), settled, None)
+                self._emit(ReleasedRows.empty(), settled, None)
         self._pump()
 
     # --- sending ---
 
     def _schedule(self) -> None:
-        if not self._due and self.state is not State.CLOSED:
+        if not self._due and self.state is not SubscriptionState.CLOSED:
             self._due = True
             if self._reading is None:
                 self._loop.call_soon(self._pump_due)
@@ -291,7 +289,7 @@ class Subscription:
     def _pump(self, *, turn: bool = False) -> None:
         """Send what may be sent; `turn`: it may read on from the log for it. Where states are to be
         copied, a step that is due is enough."""
-        if self.state is State.CLOSED or (self._due and self.terms.needs_fold):
+        if self.state is SubscriptionState.CLOSED or (self._due and self.terms.needs_fold):
             return
         try:
             if self._reading is None:
@@ -312,7 +310,7 @@ class Subscription:
         waiting, now_ms = self._waiting, self._clock.now_ms()
         outbox, in_order = waiting.outbox, self.terms.in_order
         waiting.collect(now_ms)
-        while not waiting.full and self.state is State.LIVE:
+        while not waiting.full and self.state is SubscriptionState.LIVE:
             wait_ms = waiting.wait_ms(now_ms)
             if wait_ms:
                 self._wake_in(wait_ms, now_ms)
@@ -337,10 +335,10 @@ class Subscription:
         if waiting.full:
             self._fall_behind()
 
-    def _pump_log(self, reading: CatchingUp, *, turn: bool) -> None:
+    def _pump_log(self, reading: CatchUp, *, turn: bool) -> None:
         while True:
             if reading.done:
-                self._reading, self.state = None, State.LIVE
+                self._reading, self.state = None, SubscriptionState.LIVE
                 self._through = self.source.sequence
                 return
             entries, size = self._room()
@@ -363,7 +361,9 @@ class Subscription:
                 self._schedule()
                 return
 
-    def _send(self, rows: Rows, position: int, *, shared: Outgoing | None, now_ms: int) -> None:
+    def _send(
+        self, rows: ReleasedRows, position: int, *, shared: Outgoing | None, now_ms: int
+    ) -> None:
         self._told, self._told_ms = position, now_ms
         self._log_ms = int(rows.batch.log_times_ms[-1])
         self.delivered += len(rows)
@@ -374,13 +374,13 @@ class Subscription:
         """Drop what waits, and read on from the log."""
         first = self.settled + 1
         sent = self._waiting.drop()
-        self.state = State.BEHIND
+        self.state = SubscriptionState.BEHIND
         self.switches += 1
         self._reading = self._reader(first, sent)
         self._schedule()
 
-    def _reader(self, first: int, sent: dict[bytes, int]) -> CatchingUp:
-        return CatchingUp(
+    def _reader(self, first: int, sent: dict[bytes, int]) -> CatchUp:
+        return CatchUp(
             self.source, first=first, routes=self.terms.routes, sent=sent, wake=self._schedule,
             fail=self.fail,
         )  # fmt: skip

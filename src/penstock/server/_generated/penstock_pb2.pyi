@@ -31,7 +31,7 @@ ZSTD: Compression
 LZ4: Compression
 
 class Heap(_message.Message):
-    __slots__ = ("topic", "id", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions")
+    __slots__ = ("topic", "id", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions", "dlq_retention_ms")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Heap(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    DLQ_RETENTION_MS_FIELD_NUMBER: _ClassVar[int]
     topic: str
     id: int
     mode: Mode
@@ -80,10 +81,11 @@ class Heap(_message.Message):
     paused: bool
     kind: TopicKind
     dimensions: int
-    def __init__(self, topic: _Optional[str] = ..., id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ...) -> None: ...
+    dlq_retention_ms: int
+    def __init__(self, topic: _Optional[str] = ..., id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ..., dlq_retention_ms: _Optional[int] = ...) -> None: ...
 
 class MakeHeapRequest(_message.Message):
-    __slots__ = ("topic", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions", "exists_ok")
+    __slots__ = ("topic", "mode", "partitions", "replication_factor", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "kind", "dimensions", "dlq_retention_ms", "exists_ok")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class MakeHeapRequest(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    DLQ_RETENTION_MS_FIELD_NUMBER: _ClassVar[int]
     EXISTS_OK_FIELD_NUMBER: _ClassVar[int]
     topic: str
     mode: Mode
@@ -131,8 +134,9 @@ class MakeHeapRequest(_message.Message):
     paused: bool
     kind: TopicKind
     dimensions: int
+    dlq_retention_ms: int
     exists_ok: bool
-    def __init__(self, topic: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ..., exists_ok: _Optional[bool] = ...) -> None: ...
+    def __init__(self, topic: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., partitions: _Optional[int] = ..., replication_factor: _Optional[int] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., kind: _Optional[_Union[TopicKind, str]] = ..., dimensions: _Optional[int] = ..., dlq_retention_ms: _Optional[int] = ..., exists_ok: _Optional[bool] = ...) -> None: ...
 
 class GetHeapRequest(_message.Message):
     __slots__ = ("topic",)
@@ -141,17 +145,21 @@ class GetHeapRequest(_message.Message):
     def __init__(self, topic: _Optional[str] = ...) -> None: ...
 
 class ListHeapsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    def __init__(self, after: _Optional[str] = ...) -> None: ...
 
 class ListHeapsResponse(_message.Message):
-    __slots__ = ("heaps",)
+    __slots__ = ("heaps", "next")
     HEAPS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     heaps: _containers.RepeatedCompositeFieldContainer[Heap]
-    def __init__(self, heaps: _Optional[_Iterable[_Union[Heap, _Mapping]]] = ...) -> None: ...
+    next: str
+    def __init__(self, heaps: _Optional[_Iterable[_Union[Heap, _Mapping]]] = ..., next: _Optional[str] = ...) -> None: ...
 
 class UpdateHeapConfigRequest(_message.Message):
-    __slots__ = ("topic", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused")
+    __slots__ = ("topic", "k", "retention_ms", "visibility_ms", "visibility_ms_max", "max_retries", "backoff_ms_base", "backoff_ms_cap", "payload_bytes_max", "compression", "inflight_max", "consumer_leases_max", "key_streams_max", "dedup_ms", "ageing_per_s", "dlq", "replay_per_s", "paused", "dlq_retention_ms")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     RETENTION_MS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +178,7 @@ class UpdateHeapConfigRequest(_message.Message):
     DLQ_FIELD_NUMBER: _ClassVar[int]
     REPLAY_PER_S_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    DLQ_RETENTION_MS_FIELD_NUMBER: _ClassVar[int]
     topic: str
     k: int
     retention_ms: int
@@ -188,7 +197,8 @@ class UpdateHeapConfigRequest(_message.Message):
     dlq: bool
     replay_per_s: int
     paused: bool
-    def __init__(self, topic: _Optional[str] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ...) -> None: ...
+    dlq_retention_ms: int
+    def __init__(self, topic: _Optional[str] = ..., k: _Optional[int] = ..., retention_ms: _Optional[int] = ..., visibility_ms: _Optional[int] = ..., visibility_ms_max: _Optional[int] = ..., max_retries: _Optional[int] = ..., backoff_ms_base: _Optional[int] = ..., backoff_ms_cap: _Optional[int] = ..., payload_bytes_max: _Optional[int] = ..., compression: _Optional[_Union[Compression, str]] = ..., inflight_max: _Optional[int] = ..., consumer_leases_max: _Optional[int] = ..., key_streams_max: _Optional[int] = ..., dedup_ms: _Optional[int] = ..., ageing_per_s: _Optional[int] = ..., dlq: _Optional[bool] = ..., replay_per_s: _Optional[int] = ..., paused: _Optional[bool] = ..., dlq_retention_ms: _Optional[int] = ...) -> None: ...
 
 class DeleteHeapRequest(_message.Message):
     __slots__ = ("topic", "force", "confirm")
@@ -205,16 +215,20 @@ class DeleteHeapResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("topic",)
+    __slots__ = ("topic", "after")
     TOPIC_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     topic: str
-    def __init__(self, topic: _Optional[str] = ...) -> None: ...
+    after: str
+    def __init__(self, topic: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("topics",)
+    __slots__ = ("topics", "next")
     TOPICS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     topics: _containers.RepeatedCompositeFieldContainer[HeapStats]
-    def __init__(self, topics: _Optional[_Iterable[_Union[HeapStats, _Mapping]]] = ...) -> None: ...
+    next: str
+    def __init__(self, topics: _Optional[_Iterable[_Union[HeapStats, _Mapping]]] = ..., next: _Optional[str] = ...) -> None: ...
 
 class HeapStats(_message.Message):
     __slots__ = ("topic", "ready", "delayed", "leased", "dead", "backlog", "oldest_age_ms", "enqueued_total", "acked_total", "retried_total", "dead_total", "expired_total", "rank_error_max", "partitions")
@@ -838,14 +852,18 @@ class CreateKeyResponse(_message.Message):
     def __init__(self, id: _Optional[str] = ..., key: _Optional[str] = ..., name: _Optional[str] = ..., created_ms: _Optional[int] = ...) -> None: ...
 
 class ListKeysRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    def __init__(self, after: _Optional[str] = ...) -> None: ...
 
 class ListKeysResponse(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "next")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[Key]
-    def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ...) -> None: ...
+    next: str
+    def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., next: _Optional[str] = ...) -> None: ...
 
 class Key(_message.Message):
     __slots__ = ("id", "name", "created_ms", "last_used_ms", "revoked_ms")

@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.spark.fold.change_file import LANES, Part, Section
-from penstock.spark.fold.changes import ChangeLog, Manifest
+from penstock.spark.fold.changes import LANES, ChangeLog, ChangePart, Manifest, Section
 
 DELTAS: Final = LANES
 QUARANTINE: Final = LANES + 1
@@ -49,15 +48,14 @@ class Lag(NamedTuple):
         )
 
 
-class Range(NamedTuple):
-    """Triggers to be written together; the first and the last of them have rows."""
+class TriggerSpan(NamedTuple):
+    """Triggers `first` to `last`."""
 
     first: int
     last: int
-    rows: int
 
 
-class Folded:
+class FoldedPartition:
     """What came out of one partition's log, as far as this process saw it."""
 
     __slots__ = ("counts", "last")
@@ -73,7 +71,7 @@ class Backlog:
     def __init__(self, changes: ChangeLog) -> None:
         self._changes = changes
         self._known = -1 if changes.last is None else changes.last  # older ones were counted once
-        self.folded: dict[tuple[str, int], Folded] = {}
+        self.folded: dict[tuple[str, int], FoldedPartition] = {}
         self._lock = threading.Lock()
         self._first = 0  # the trigger of row 1; row 0 holds the totals before it
         self._count = 0
@@ -134,9 +132,9 @@ class Backlog:
 
     def ahead(
         self, position: int, columns: Sequence[int], *, rows_max: int, bytes_max: int
-    ) -> Range | None:
-        """The longest range behind `position` within the bounds, at least one trigger with rows;
-        None if there are only triggers without."""
+    ) -> TriggerSpan | None:
+        """The longest span behind `position` within the bounds, at least one trigger with rows;
+        None if there are only triggers without. Its first and its last trigger have rows."""
         with self._lock:
             at, end = self._row(position), self._count
             rows = self._totals(self._rows, at, end, columns)
@@ -151,7 +149,7 @@ class Backlog:
             total = int(rows[max(first, most - 1)])
             last = int(np.searchsorted(rows, total))  # the first to reach it: it has rows itself
             start = self._first + at
-            return Range(start + first, start + last, total)
+            return TriggerSpan(start + first, start + last)
 
     def _totals(
         self, table: NDArray[np.int64], at: int, end: int, columns: Sequence[int]
@@ -184,8 +182,8 @@ class Backlog:
                 self._oldest[row, column] = oldest
         self._count = row
 
-    def _count_in(self, trigger: int, part: Part) -> None:
-        folded = self.folded.setdefault((part.topic, part.partition), Folded())
+    def _count_in(self, trigger: int, part: ChangePart) -> None:
+        folded = self.folded.setdefault((part.topic, part.partition), FoldedPartition())
         folded.last = part.last
         for name, count in part.counts.items():
             if name.startswith("pending"):

@@ -34,14 +34,14 @@ LANES: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cursor:
+class SinkCursor:
     position: tuple[int, ...]  # per lane; one entry for an ordered sink
     started: int = NONE + 1  # the first trigger this sink was ever given
     attempt: tuple[int, int] | None = None
     told: int | None = None  # the sink's own cursor, if it keeps one, when this was saved
 
     @classmethod
-    def before(cls, trigger: int, *, lanes: int) -> Cursor:
+    def before(cls, trigger: int, *, lanes: int) -> SinkCursor:
         """The cursor of a sink whose first trigger will be `trigger`."""
         return cls(position=(trigger - 1,) * lanes, started=trigger)
 
@@ -50,7 +50,7 @@ class Cursor:
         """The last trigger that is complete in every lane."""
         return min(self.position)
 
-    def advanced(self, lanes: dict[int, int], *, told: int | None = None) -> Cursor:
+    def advanced(self, lanes: dict[int, int], *, told: int | None = None) -> SinkCursor:
         """The cursor with some lanes moved on; an attempt is over with that."""
         moved = list(self.position)
         for lane, trigger in lanes.items():
@@ -59,11 +59,11 @@ class Cursor:
         known = self.told if told is None else told
         return replace(self, position=tuple(moved), told=known, attempt=None)
 
-    def attempting(self, first: int, last: int) -> Cursor:
+    def attempting(self, first: int, last: int) -> SinkCursor:
         assert self.through < first <= last, (first, last, self)
         return replace(self, attempt=(first, last))
 
-    def reconciled(self, held: int | None) -> Cursor:
+    def reconciled(self, held: int | None) -> SinkCursor:
         """The cursor of a sink that says itself what it holds: everything up to `held`.
 
         It may be ahead (the process died before the cursor was saved) or behind (it was emptied,
@@ -83,7 +83,7 @@ class Cursor:
         attempt = self.attempt if self.attempt and self.attempt[0] > position else None
         return replace(self, position=(position,), told=held, attempt=attempt)
 
-    def in_lanes(self, lanes: int) -> Cursor:
+    def in_lanes(self, lanes: int) -> SinkCursor:
         """The same progress for another number of lanes: a sink became ordered, or ceased to be."""
         if len(self.position) == lanes:
             return self
@@ -95,9 +95,9 @@ class CursorFile:
     """One sink's cursor at `<state>/sinks/<name>.json`."""
 
     path: Path
-    saved: Cursor | None = field(default=None, init=False)  # what the disk holds
+    saved: SinkCursor | None = field(default=None, init=False)  # what the disk holds
 
-    def load(self) -> Cursor | None:
+    def load(self) -> SinkCursor | None:
         """The cursor on disk, or None if there was never one."""
         try:
             text = self.path.read_bytes()
@@ -106,7 +106,7 @@ class CursorFile:
         self.saved = _parse(text, self.path)
         return self.saved
 
-    def save(self, cursor: Cursor) -> None:
+    def save(self, cursor: SinkCursor) -> None:
         """Durable on return."""
         document = {
             "version": VERSION,
@@ -123,19 +123,13 @@ class CursorFile:
         crash_point("delivery.cursor.after")
         self.saved = cursor
 
-    def forget(self) -> None:
-        """Let the sink start anew, from the oldest trigger that is kept."""
-        with storage_errors(self.path.parent):
-            self.path.unlink(missing_ok=True)
-        self.saved = None
 
-
-def _parse(text: bytes, path: Path) -> Cursor:
+def _parse(text: bytes, path: Path) -> SinkCursor:
     try:
         document: dict[str, Any] = json.loads(text)
         version = document["version"]
         attempt = document["attempt"]
-        cursor = Cursor(
+        cursor = SinkCursor(
             position=tuple(int(trigger) for trigger in document["position"]),
             started=int(document["started"]),
             attempt=(int(attempt[0]), int(attempt[1])) if attempt else None,

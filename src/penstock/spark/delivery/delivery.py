@@ -41,34 +41,31 @@ from pathlib import Path
 from typing import Any
 
 from penstock.log.crash import crash_point
-from penstock.node.logs import get_logger
-from penstock.sinks.letters import LetterBox
+from penstock.node.observe.logs import get_logger
+from penstock.sinks.letters import LetterBox, QuarantineSink
 from penstock.sinks.protocol import Feed, Sink
 from penstock.spark.delivery import status as reporting
 from penstock.spark.delivery.backlog import QUARANTINE, Backlog
 from penstock.spark.delivery.cursors import CursorFile
-from penstock.spark.delivery.deadletters import DeadLetters
 from penstock.spark.delivery.metrics import PipelineMetrics
-from penstock.spark.delivery.options import DeliveryOptions
-from penstock.spark.delivery.planning import Planner
-from penstock.spark.delivery.quarantine import Quarantine
-from penstock.spark.delivery.routes import Routes
-from penstock.spark.delivery.selection import Selection, columns_of
+from penstock.spark.delivery.planner import Planner
+from penstock.spark.delivery.selection import ChangeSelection, SinkRoutes, columns_of
 from penstock.spark.delivery.worker import SinkWorker
 from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.settings import DeliveryOptions
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attached:
+class RoutedSink:
     """A sink and which deltas it gets."""
 
     sink: Sink
-    routes: Routes = field(default_factory=Routes)
+    routes: SinkRoutes = field(default_factory=SinkRoutes)
 
 
-class Delivery:
+class PipelineDelivery:
     """Serves the sinks of one pipeline from its change log.
 
     `folder` is the pipeline's state folder, `pipeline` the id of its numbering of triggers, `name`
@@ -79,7 +76,7 @@ class Delivery:
     def __init__(
         self,
         changes: ChangeLog,
-        sinks: Sequence[Attached],
+        sinks: Sequence[RoutedSink],
         *,
         folder: Path,
         pipeline: str,
@@ -97,13 +94,13 @@ class Delivery:
         self.workers = [
             self._worker(one.sink, columns_of(one.sink.feed), routes=one.routes) for one in sinks
         ]
-        self.workers.append(self._worker(Quarantine(letters), (QUARANTINE,), internal=True))
+        self.workers.append(self._worker(QuarantineSink(letters), (QUARANTINE,), internal=True))
         self._state = "starting"
         self._started_ms = time.time_ns() // 1_000_000
         self._stopped = threading.Event()
         self._upkeep = threading.Thread(target=self._keep_up, name="penstock-upkeep", daemon=True)
         self.metrics = PipelineMetrics(
-            self.status, lambda: [(w.name, w.meter.freshness) for w in self.workers]
+            self.status, lambda: [(w.name, w.runner.meter.freshness) for w in self.workers]
         )
         self._metrics_address = metrics
 
@@ -112,20 +109,20 @@ class Delivery:
         sink: Sink,
         columns: tuple[int, ...],
         *,
-        routes: Routes | None = None,
+        routes: SinkRoutes | None = None,
         internal: bool = False,
     ) -> SinkWorker:
-        selection = Selection(
+        selection = ChangeSelection(
             changes=self._changes,
             pipeline=self._pipeline,
-            routes=routes or Routes(),
+            routes=routes or SinkRoutes(),
             payloads=bool(sink.feed & Feed.PAYLOADS),
         )
         return SinkWorker(
             sink,
             planner=Planner(backlog=self._backlog, columns=columns, options=self._options),
             selection=selection,
-            letters=DeadLetters(box=self._letters, selection=selection, sink=sink.name),
+            letters=self._letters,
             file=CursorFile(path=self._folder / "sinks" / f"{sink.name}.json"),
             options=self._options,
             internal=internal,
@@ -138,7 +135,7 @@ class Delivery:
         self._state = "running"
         self._report()
         for worker in self.workers:
-            worker.start()
+            worker.runner.start()
         self._upkeep.start()
 
     def drain(self, timeout_s: float) -> bool:
@@ -166,7 +163,7 @@ class Delivery:
         """Stop all threads; returns the sinks that did not return in time and were let go of."""
         self._state = "stopping"
         for worker in self.workers:
-            worker.stop()
+            worker.runner.stop()
         self._changes.wake()
         deadline = time.monotonic() + timeout_s
         hanging = [w.name for w in self.workers if not w.join(deadline - time.monotonic())]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import (
@@ -21,9 +22,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock.errors import InvalidArgument, Unavailable
+from penstock.errors import STATUS_TABLE, CallerError, InvalidArgument, Unavailable
 from penstock.model.version import __version__
-from penstock.sinks.freshness import BOUNDS_S, EXPORTED, Freshness
+from penstock.node.door.hosts import HostNames
+from penstock.sinks.health import BOUNDS_S, EXPORTED, Freshness
 from penstock.spark.delivery.status import Status
 
 PREFIX: Final = "penstock_pipeline_"
@@ -91,6 +93,7 @@ class PipelineMetrics(Collector):
             self._server, _ = start_http_server(port, host, registry=self.registry)
         except OSError as error:
             raise Unavailable(f"cannot serve metrics on {address}: {error.strerror}") from error
+        self._server.set_app(_addressed(self._server.get_app(), HostNames(host)))
         self.port = int(self._server.server_port)
         return self.port
 
@@ -112,16 +115,12 @@ class PipelineMetrics(Collector):
         yield from _pipeline(status, name)
         yield from _source(status["source"], name)
         yield from _partitions(status, name)
-        for metric, help, value in _GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline", "sink"])
-            for sink in status["sinks"]:
-                gauge.add_metric([name, sink["name"]], float(value(sink)))
-            yield gauge
-        for metric, help, value in _COUNTERS:
-            counter = CounterMetricFamily(PREFIX + metric, help, labels=["pipeline", "sink"])
-            for sink in status["sinks"]:
-                counter.add_metric([name, sink["name"]], float(value(sink)))
-            yield counter
+        for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for metric, help, value in rows:
+                found = family(PREFIX + metric, help, labels=["pipeline", "sink"])
+                for sink in status["sinks"]:
+                    found.add_metric([name, sink["name"]], float(value(sink)))
+                yield found
         yield _visible(self._freshness(), name)
 
 
@@ -176,6 +175,23 @@ def _visible(sinks: Iterable[tuple[str, Freshness]], name: str) -> Metric:
 
 def _end(seconds: float) -> str:
     return f"{seconds:.4g}"
+
+
+def _addressed(app: Any, names: HostNames) -> Any:
+    """`app` for requests that are addressed to this listener, by a name or an address of its own: a
+    web page that made a name of its own point here is told nothing."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        host = environ.get("HTTP_HOST")
+        try:
+            names.check(None if host is None else host.encode("latin-1"))
+        except CallerError as error:
+            _, status = STATUS_TABLE[error.status]
+            start_response(f"{status} Refused", [("content-type", "application/json")])
+            return [msgspec.json.encode(error.to_wire())]
+        return app(environ, start_response)
+
+    return answer
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ def process_status() -> Status:
 
 def sink_status(worker: SinkWorker, *, now: float, now_ms: int) -> Status:
     """One sink; `now` is monotonic."""
-    meter, cursor = worker.meter, worker.cursor
+    meter, cursor = worker.runner.meter, worker.cursor
     lag = worker.planner.lag(cursor)
     waits_s = 0.0 if lag.oldest_ms is None else max(0.0, (now_ms - lag.oldest_ms) / 1000)
     return {
@@ -55,7 +55,7 @@ def sink_status(worker: SinkWorker, *, now: float, now_ms: int) -> Status:
         "retries": meter.failures,
         "rejected": meter.rejected,
         "dead_letters": meter.dead_letters,
-        "breaker": worker.retry.describe(now=now) | {"opened": meter.opens},
+        "breaker": worker.runner.retry.describe(now=now) | {"opened": meter.opens},
         "busy_s": round(meter.busy_s(now=now), 3),
         "last_error": None
         if meter.last_error is None

@@ -25,7 +25,7 @@ import xxhash
 from penstock.errors import Corruption, NotFound
 from penstock.log.files import storage_errors
 from penstock.model.columns import Buffer
-from penstock.spark.fold.change_file import write_apart
+from penstock.spark.fold.changes import write_apart
 
 MAGIC: Final = b"PNSTSNAP"
 VERSION: Final = 1
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     bytes: int
 
 
-class Snapshots:
+class FoldSnapshots:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

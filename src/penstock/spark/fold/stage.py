@@ -21,9 +21,10 @@ from pyspark.sql.streaming.stateful_processor import (
 )
 
 from penstock.errors import Corruption
-from penstock.spark.fold.change_file import Part
-from penstock.spark.fold.folding import FoldPlan, Head, PartitionStep, Range
-from penstock.spark.fold.state_folder import CANDIDATES_PER_TASK, Identity
+from penstock.spark.fold.changes import ChangePart
+from penstock.spark.fold.partition_step import FoldHead, FoldPlan, PartitionStep
+from penstock.spark.fold.state_folder import CANDIDATES_PER_TASK, PipelineIdentity
+from penstock.spark.source.ranges import ReadRange
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -49,7 +50,7 @@ class FoldProcessor(StatefulProcessor):
     ) -> Iterator[pd.DataFrame]:
         ranges = sorted(_ranges(rows), key=lambda found: found.first)
         stored = self._head.get()
-        head = None if stored is None else msgspec.json.decode(stored[0], type=Head)
+        head = None if stored is None else msgspec.json.decode(stored[0], type=FoldHead)
         parts = []
         for found in ranges:
             head, part = PartitionStep(self._plan, found).run(head)
@@ -62,14 +63,14 @@ class FoldProcessor(StatefulProcessor):
         return
 
 
-def _ranges(rows: Iterator[pd.DataFrame]) -> Iterator[Range]:
+def _ranges(rows: Iterator[pd.DataFrame]) -> Iterator[ReadRange]:
     for frame in rows:
         columns = (frame[name].tolist() for name in ("topic", "partition", "first", "last"))
         for topic, partition, first, last in zip(*columns, strict=True):
-            yield Range(topic, int(partition), int(first), int(last))
+            yield ReadRange(topic, int(partition), int(first), int(last))
 
 
-def folded(ranges: DataFrame, *, identity: Identity, plan: FoldPlan) -> DataFrame:
+def folded(ranges: DataFrame, *, identity: PipelineIdentity, plan: FoldPlan) -> DataFrame:
     """The stage over a stream of ranges."""
     slots = F.create_map(
         *(
@@ -95,9 +96,9 @@ def folded(ranges: DataFrame, *, identity: Identity, plan: FoldPlan) -> DataFram
     )
 
 
-def parts_of(rows: list[Row]) -> list[Part]:
+def parts_of(rows: list[Row]) -> list[ChangePart]:
     """What the tasks of a trigger returned; one part per partition."""
-    parts = [msgspec.json.decode(row["part"], type=Part) for row in rows]
+    parts = [msgspec.json.decode(row["part"], type=ChangePart) for row in rows]
     if len({(part.topic, part.partition) for part in parts}) != len(parts):
         raise Corruption("a trigger holds two ranges of one partition")
     return parts

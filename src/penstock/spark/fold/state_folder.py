@@ -43,7 +43,7 @@ class TopicSlots(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[int, ...]  # by partition
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `pipeline.json`."""
 
     version: int = VERSION
@@ -55,7 +55,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_topics(
         self, configs: Sequence[TopicConfig], *, candidates: Sequence[tuple[int, int]]
-    ) -> Identity:
+    ) -> PipelineIdentity:
         """The identity with slots for every partition of `configs`.
 
         `candidates` pairs integers with the task that Spark gives them to. Raises
@@ -113,13 +113,15 @@ class StateFolder:
     def rate_file(self) -> Path:
         return self.path / "rate.json"
 
-    def identity(self, *, name: str, tasks: int, propagation: PropagationOptions) -> Identity:
+    def identity(
+        self, *, name: str, tasks: int, propagation: PropagationOptions
+    ) -> PipelineIdentity:
         """Whose folder this is; a new one becomes `name`'s, with `tasks` and `propagation`."""
         known = read_identity(self.path)
         if known is None:
             self._reject_leftovers()
             id = f"{name}-{uuid.uuid4().hex[:12]}"
-            return Identity(id=id, name=name, tasks=tasks, propagation=propagation)
+            return PipelineIdentity(id=id, name=name, tasks=tasks, propagation=propagation)
         if known.name != name:
             raise FailedPrecondition(
                 f"{self.path} holds the state of the pipeline {known.name}, not of {name}",
@@ -133,7 +135,7 @@ class StateFolder:
             )
         return known
 
-    def save(self, identity: Identity) -> None:
+    def save(self, identity: PipelineIdentity) -> None:
         if read_identity(self.path) == identity:
             return
         with storage_errors(self.path):
@@ -147,11 +149,11 @@ class StateFolder:
         self._lock = None
 
 
-def read_identity(path: Path) -> Identity | None:
+def read_identity(path: Path) -> PipelineIdentity | None:
     """The folder's identity, also while a pipeline runs on it; None if it has none yet."""
     file = path / "pipeline.json"
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Identity)
+        found = msgspec.json.decode(file.read_bytes(), type=PipelineIdentity)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

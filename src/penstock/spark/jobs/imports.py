@@ -10,6 +10,8 @@ known by its unit and its place in it:
 
 A journal in the cache folder remembers the import's time and the units that are done, so that an
 interrupted import goes on where it stopped. Without it all is sent again, and nothing is written.
+
+Each unit is read and sent by one task of Spark.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 from pyspark.accumulators import AccumulatorParam
 
-from penstock.errors import FailedPrecondition, from_wire
+from penstock.client.delta.columns import Causes, DeltaColumns, Names, encode_columns
+from penstock.errors import FailedPrecondition, PenstockError, from_wire
 from penstock.log.files import write_whole
-from penstock.model.delta import PriorityClass
+from penstock.model.delta import Op, PriorityClass, Source
 from penstock.model.topic import TopicKind
-from penstock.spark.jobs.import_plan import ImportPlan, Unit
-from penstock.spark.jobs.import_rows import Named
-from penstock.spark.jobs.import_unit import UnitDone, UnitTask, import_unit
+from penstock.sinks import arrays
+from penstock.sinks.protocol import Items
+from penstock.spark.jobs.import_units import ImportedRows, ImportPlan, Named, Unit, read_rows
+from penstock.spark.source.access import NodeTopicWriter
 from penstock.spark.source.options import Connecting
 
 POLL_S: Final = 0.25
@@ -47,7 +54,7 @@ class ImportOptions:
     salt: str = ""  # another one makes it another import of the same files
 
 
-class Journal(msgspec.Struct, kw_only=True):
+class ImportJournal(msgspec.Struct, kw_only=True):
     """What an import remembers of itself."""
 
     id: str
@@ -55,10 +62,10 @@ class Journal(msgspec.Struct, kw_only=True):
     done: dict[int, int] = {}  # unit → rows
 
     @staticmethod
-    def load(folder: Path | None, *, id: str, time: int) -> Journal:
+    def load(folder: Path | None, *, id: str, time: int) -> ImportJournal:
         if folder is not None and (file := folder / f"{id}.json").exists():
-            return msgspec.json.decode(file.read_bytes(), type=Journal)
-        return Journal(id=id, time=time)
+            return msgspec.json.decode(file.read_bytes(), type=ImportJournal)
+        return ImportJournal(id=id, time=time)
 
     def save(self, folder: Path | None) -> None:
         if folder is not None:
@@ -85,7 +92,7 @@ def import_files(
     id = import_id(plan, options)
     # The last row's time is now: nothing is ahead of the clock, and order within is kept.
     time = (now_ms << 16) - len(plan.units) * UNIT_TIMES
-    journal = Journal.load(options.journal, id=id, time=time)
+    journal = ImportJournal.load(options.journal, id=id, time=time)
     skipped = sum(journal.done.values())
     todo = [unit for unit in plan.units if unit.number not in journal.done]
     done = _run(spark, _tasks(todo, node, options, journal, config.dimensions),
@@ -114,7 +121,7 @@ def _tasks(
     todo: Sequence[Unit],
     node: Connecting,
     options: ImportOptions,
-    journal: Journal,
+    journal: ImportJournal,
     dimensions: int,
 ) -> list[UnitTask]:
     return [
@@ -136,7 +143,11 @@ class _Follower:
     """Keeps the journal and the progress bar up with the tasks that have ended."""
 
     def __init__(
-        self, journal: Journal, folder: Path | None, plan: ImportPlan, progress: Progress | None
+        self,
+        journal: ImportJournal,
+        folder: Path | None,
+        plan: ImportPlan,
+        progress: Progress | None,
     ) -> None:
         self.journal, self._folder, self._plan, self._progress = journal, folder, plan, progress
 
@@ -192,3 +203,98 @@ class _Ended(AccumulatorParam[dict[int, int]]):
         self, value1: dict[int, int], value2: dict[int, int]
     ) -> dict[int, int]:
         return value1 | value2
+
+
+EPOCH: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTask:
+    node: Connecting
+    topic: str
+    dimensions: int
+    import_id: str
+    unit: Unit
+    named: Named
+    priority: PriorityClass
+    time: int  # hybrid, of the first row; the others follow in order
+
+    @property
+    def producer(self) -> str:
+        return f"import-{self.import_id}-{self.unit.number}"
+
+    @property
+    def origin(self) -> bytes:
+        return f"i{self.import_id[:8]}.{self.unit.number:x}".encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitDone:
+    unit: int
+    rows: int = 0
+    error: dict[str, Any] | None = None
+
+
+def import_unit(task: UnitTask) -> UnitDone:
+    """Send a unit. An error of ours is part of the answer: Spark would try again and wrap it."""
+    try:
+        rows = read_rows(task.unit, task.named, dimensions=task.dimensions)
+        _send(task, rows)
+    except PenstockError as error:
+        if error.retryable:
+            raise
+        return UnitDone(unit=task.unit.number, error=error.to_wire())
+    return UnitDone(unit=task.unit.number, rows=len(rows))
+
+
+def _send(task: UnitTask, rows: ImportedRows) -> None:
+    """All rows of a unit, a namespace at a time."""
+    ids = _delta_ids(task, len(rows))
+    times = task.time + np.arange(len(rows), dtype=np.int64)
+    spaces = np.array(rows.namespaces, object)
+    writer = NodeTopicWriter(task.node.access)
+    for namespace in dict.fromkeys(rows.namespaces):
+        mine = np.flatnonzero(spaces == namespace)
+        columns = DeltaColumns(
+            vector_ids=[rows.vector_ids[row] for row in mine],
+            values=rows.values[mine],
+            namespace=namespace,
+            op=Op.CREATE,
+            priority=task.priority,
+            source=Source.IMPORT,
+            metadata=[rows.metadata[row] for row in mine],
+        ).checked()
+        names = Names.of(namespace, columns.vector_ids)
+        causes = _causes(names, ids[mine], times[mine])
+        every = np.arange(len(mine), dtype=np.int64)
+        payloads = encode_columns(columns, names, causes, origin=task.origin, rows=every)
+        items = Items(
+            sequences=mine + 1,
+            payloads=arrays.ragged(payloads.offsets, payloads.blob, pa.binary()),
+            priorities=np.full(len(mine), int(task.priority), np.int64),
+        )
+        writer.append(task.topic, producer=task.producer, epoch=EPOCH, items=items, partition=0)
+
+
+def _delta_ids(task: UnitTask, count: int) -> NDArray[np.uint8]:
+    """An id per row: a hash of the import and the unit, and the row's number."""
+    head = xxhash.xxh3_64_intdigest(f"{task.import_id}/{task.unit.number}".encode())
+    ids = np.empty((count, 2), "<u8")
+    ids[:, 0] = head
+    ids[:, 1] = np.arange(1, count + 1)
+    return ids.view(np.uint8).reshape(count, 16)
+
+
+def _causes(names: Names, ids: NDArray[np.uint8], times: NDArray[np.int64]) -> Causes:
+    """Rows of one vector follow each other: counters 1, 2, 3 …, each the parent of the next."""
+    count = len(ids)
+    keys = np.frombuffer(b"".join(names.digests), "<u8").reshape(count, 2)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: rows of a vector stay in order
+    begins = np.ones(count, np.bool_)
+    begins[1:] = (keys[order][1:] != keys[order][:-1]).any(axis=1)
+    at = np.arange(count)
+    counters = np.empty(count, np.uint64)
+    counters[order] = at - np.maximum.accumulate(np.where(begins, at, 0)) + 1
+    parents = np.zeros((count, 16), np.uint8)
+    parents[order[~begins]] = ids[order[np.flatnonzero(~begins) - 1]]
+    return Causes(delta_ids=ids, parents=parents, counters=counters, times=times)

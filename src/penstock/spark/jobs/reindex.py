@@ -11,27 +11,26 @@ sink that is new in a pipeline gets what was before it: the change log does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import pyarrow as pa
 
-from penstock.errors import Corruption, FailedPrecondition
-from penstock.sinks import newest
+from penstock.errors import FailedPrecondition
 from penstock.sinks.lake import VECTORS, LakeSink
 from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import states_schema
-from penstock.spark.delivery.cursors import NONE, Cursor, CursorFile
-from penstock.spark.delivery.delivery import Attached
+from penstock.sinks.schema import chosen_rows, states_schema, winners
+from penstock.spark.attachment import node_of
+from penstock.spark.delivery.cursors import NONE, CursorFile, SinkCursor
+from penstock.spark.delivery.delivery import RoutedSink
 from penstock.spark.fold.state_folder import StateFolder
-from penstock.spark.jobs.fold import FoldTask, fold_partitions, open_table
-from penstock.spark.jobs.progress import read_progress
-from penstock.spark.jobs.ranges import connecting, whole_log
-from penstock.spark.jobs.scratch import scratch
+from penstock.spark.jobs.log_fold import fold_whole, log_ranges, scratch
 from penstock.spark.jobs.stores import (
     opened_sink,
     pipeline_id,
     propagation_of,
+    read_progress,
     sink_settings,
 )
 from penstock.spark.settings import PipelineSettings
@@ -51,16 +50,13 @@ def reindex(
 ) -> dict[str, Any]:
     """Empty the sink called `sink` and fill it; how many states it was given."""
     chosen = sink_settings(settings, sink)
-    folder = StateFolder(settings.state)
-    try:
+    with closing(StateFolder(settings.state)):
         with opened_sink(settings, chosen) as target:
             _reject_history(target)
             target.sink.reset()
             found = Filling(spark, settings, target, progress=progress)
             through = found.from_log() if origin == "log" else found.from_lake(sink)
         _move_cursor(settings.state, sink, through)
-    finally:
-        folder.close()
     return {"sink": sink, "from": origin, "states": found.rows, "trigger": through}
 
 
@@ -71,7 +67,7 @@ class Filling:
         self,
         spark: Any,
         settings: PipelineSettings,
-        target: Attached,
+        target: RoutedSink,
         *,
         progress: Progress | None,
     ) -> None:
@@ -83,19 +79,11 @@ class Filling:
         """Fold the log up to its end, which is at least as far as any trigger reaches."""
         settings = self._settings
         last = read_progress(settings.state, ()).last
-        node = connecting(settings)
+        node = node_of(settings)
         with scratch(settings.state) as folder:
-            ranges = whole_log(node, settings.topics)
-            if not all(one.complete for one in ranges):
-                raise FailedPrecondition("retention has deleted the log's beginning", field="from")
-            options = propagation_of(settings)
-            tasks = [
-                FoldTask(node=node, range=one, folder=folder, options=options) for one in ranges
-            ]
-            for fold in fold_partitions(self._spark, tasks):
-                if fold.states is None:
-                    raise Corruption(f"{fold.topic}/{fold.partition}: {fold.damage}")
-                self._write(open_table(folder, fold.states))
+            ranges, options = log_ranges(node, settings.topics), propagation_of(settings)
+            for fold in fold_whole(self._spark, ranges, node=node, folder=folder, options=options):
+                self._write(fold.states())
         return last
 
     def from_lake(self, sink: str) -> int:
@@ -128,15 +116,15 @@ class Filling:
 
 def _newest_states(lake: LakeSink) -> Iterator[pa.Table]:
     """The lake's newest row of every vector, as STATES."""
-    chosen = newest.winners(lake.vectors.batches(["namespace", "vector_id", "revision"]))
-    for batch in newest.chosen_rows(lake.vectors.batches(VECTORS.names), chosen):
+    chosen = winners(lake.vectors.batches(["namespace", "vector_id", "revision"]))
+    for batch in chosen_rows(lake.vectors.batches(VECTORS.names), chosen):
         sizes = set(pa.compute.list_value_length(batch["vector"]).to_pylist())
         for size in sorted(sizes):
             same = pa.compute.equal(pa.compute.list_value_length(batch["vector"]), size)
             yield pa.Table.from_batches([batch.filter(same)]).cast(states_schema(size))
 
 
-def _reject_history(target: Attached) -> None:
+def _reject_history(target: RoutedSink) -> None:
     name = target.sink.name
     if target.sink.feed != Feed.STATES:
         raise FailedPrecondition(
@@ -154,4 +142,4 @@ def _move_cursor(state: Path, sink: str, trigger: int) -> None:
     file = CursorFile(path=state / "sinks" / f"{sink}.json")
     held = file.load()
     if trigger > NONE and (held is None or held.through < trigger):
-        file.save(Cursor.before(trigger + 1, lanes=1))
+        file.save(SinkCursor.before(trigger + 1, lanes=1))

@@ -13,27 +13,25 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.errors import Corruption, FailedPrecondition
 from penstock.sinks.protocol import Feed, Sink, Work
+from penstock.spark.attachment import node_of
 from penstock.spark.delivery.cursors import NONE
-from penstock.spark.delivery.routes import Routes
+from penstock.spark.delivery.selection import SinkRoutes
 from penstock.spark.fold.state_folder import StateFolder
-from penstock.spark.jobs.fold import FoldTask, PartitionFold, fold_partitions, open_table
-from penstock.spark.jobs.progress import read_progress
-from penstock.spark.jobs.ranges import connecting, log_until, whole_log
-from penstock.spark.jobs.scratch import scratch
-from penstock.spark.jobs.states_diff import keys_of
+from penstock.spark.jobs.comparison import keys_of
+from penstock.spark.jobs.log_fold import PartitionFold, fold_whole, log_ranges, scratch
 from penstock.spark.jobs.stores import (
     opened_sink,
     pipeline_id,
     propagation_of,
+    read_progress,
     sink_settings,
 )
 from penstock.spark.settings import PipelineSettings, SinkSettings
@@ -42,7 +40,7 @@ WORK_ROWS: Final = 50_000  # given to a sink at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class ReplayWindow:
     """Which part of the log: by log time, both ends included; None: open."""
 
     from_ms: int | None = None
@@ -50,7 +48,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplayPart:
     """What one partition has within the window."""
 
     states: pa.Table
@@ -58,60 +56,39 @@ class Part:
 
 
 def replay(
-    spark: Any, settings: PipelineSettings, sinks: Sequence[str], *, window: Window
+    spark: Any, settings: PipelineSettings, sinks: Sequence[str], *, window: ReplayWindow
 ) -> dict[str, Any]:
     """Give the sinks what the window holds; how many rows each of them got.
 
     The pipeline must not run meanwhile: a sink is written to by one at a time.
     """
     chosen = [sink_settings(settings, name) for name in sinks] or list(settings.sinks)
-    held = StateFolder(settings.state)
-    try:
-        with scratch(settings.state) as folder:
-            folds = _fold(spark, settings, folder, window)
-            found = {one.name: _replay(settings, one, folder, folds, window) for one in chosen}
-    finally:
-        held.close()
+    node = node_of(settings)
+    with closing(StateFolder(settings.state)), scratch(settings.state) as folder:
+        ranges = log_ranges(node, settings.topics, until_ms=window.to_ms)
+        folds = fold_whole(
+            spark,
+            ranges,
+            node=node,
+            folder=folder,
+            options=propagation_of(settings),
+            deltas=True,
+            payloads=True,
+        )
+        found = {one.name: _replay(settings, one, folds, window) for one in chosen}
     return {"sinks": found}
-
-
-def _fold(
-    spark: Any, settings: PipelineSettings, folder: Path, window: Window
-) -> list[PartitionFold]:
-    node, to_ms = connecting(settings), window.to_ms
-    if to_ms is None:
-        ranges = whole_log(node, settings.topics)
-    else:
-        ranges = log_until(node, settings.topics, time_ms=to_ms)
-    if not all(one.complete for one in ranges):
-        raise FailedPrecondition("retention has deleted the log's beginning", field="topics")
-    whole = FoldTask(
-        node=node,
-        range=ranges[0],
-        folder=folder,
-        options=propagation_of(settings),
-        deltas=True,
-        payloads=True,
-    )
-    tasks = [replace(whole, range=one) for one in ranges]
-    folds = fold_partitions(spark, tasks)
-    for fold in folds:
-        if fold.damage is not None:
-            raise Corruption(f"{fold.topic}/{fold.partition}: {fold.damage['reason']}")
-    return folds
 
 
 def _replay(
     settings: PipelineSettings,
     one: SinkSettings,
-    folder: Path,
     folds: Sequence[PartitionFold],
-    window: Window,
+    window: ReplayWindow,
 ) -> dict[str, int]:
     given = {"states": 0, "deltas": 0}
     with opened_sink(settings, one) as attached:
         sink = attached.sink
-        parts = [_part(folder, fold, window, attached.routes) for fold in folds]
+        parts = [_part(fold, window, attached.routes) for fold in folds]
         for work in _works(sink, parts, _numbering(settings, sink, window)):
             sink.write(work)
             for name, table in (("states", work.states), ("deltas", work.deltas)):
@@ -128,7 +105,7 @@ class _Numbering:
     last: int | None = None  # the trigger up to which the sink holds everything afterwards
 
 
-def _numbering(settings: PipelineSettings, sink: Sink, window: Window) -> _Numbering:
+def _numbering(settings: PipelineSettings, sink: Sink, window: ReplayWindow) -> _Numbering:
     """A sink that lost its place in the pipeline's triggers gets it back by a whole replay."""
     name = pipeline_id(settings)
     if not (sink.feed & Feed.STATES and sink.feed & Feed.DELTAS):
@@ -136,22 +113,20 @@ def _numbering(settings: PipelineSettings, sink: Sink, window: Window) -> _Numbe
     own = f"{name}-replay-{uuid.uuid4().hex[:12]}"
     last, held = read_progress(settings.state, ()).last, sink.cursor()
     lost = last > NONE and (held is None or held < last)
-    return _Numbering(name, own, last if lost and window == Window() else None)
+    return _Numbering(name, own, last if lost and window == ReplayWindow() else None)
 
 
-def _part(folder: Path, fold: PartitionFold, window: Window, routes: Routes) -> Part:
-    assert fold.states is not None
-    assert fold.released is not None
-    deltas, states = open_table(folder, fold.released), open_table(folder, fold.states)
+def _part(fold: PartitionFold, window: ReplayWindow, routes: SinkRoutes) -> ReplayPart:
+    deltas, states = fold.released(), fold.states()
     if window.from_ms is not None:
         deltas = deltas.filter(pc.field("log_time_ms") >= window.from_ms)
         touched = {key.tobytes() for key in keys_of(deltas["namespace"], deltas["vector_id"])}
         keys = keys_of(states["namespace"], states["vector_id"])
         states = states.filter(pa.array([key.tobytes() in touched for key in keys], pa.bool_()))
-    return Part(routes.states(states, deltas), routes.deltas(deltas))
+    return ReplayPart(routes.states(states, deltas), routes.deltas(deltas))
 
 
-def _works(sink: Sink, parts: Sequence[Part], numbering: _Numbering) -> Iterator[Work]:
+def _works(sink: Sink, parts: Sequence[ReplayPart], numbering: _Numbering) -> Iterator[Work]:
     """A sink that is fed both gets both at once, as a trigger brings them."""
     both = bool(sink.feed & Feed.STATES and sink.feed & Feed.DELTAS)
     full = [part for part in parts if part.states.num_rows and part.deltas.num_rows]
@@ -163,7 +138,7 @@ def _works(sink: Sink, parts: Sequence[Part], numbering: _Numbering) -> Iterator
         yield from _cut(sink, full[-1], numbering.pipeline, numbering.last)
 
 
-def _cut(sink: Sink, part: Part, pipeline: str, trigger: int) -> Iterator[Work]:
+def _cut(sink: Sink, part: ReplayPart, pipeline: str, trigger: int) -> Iterator[Work]:
     states = part.states if sink.feed & Feed.STATES else None
     deltas = part.deltas if sink.feed & (Feed.DELTAS | Feed.PAYLOADS) else None
     whole = Work(pipeline=pipeline, first=trigger, last=trigger, states=states, deltas=deltas)

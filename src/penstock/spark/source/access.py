@@ -12,23 +12,25 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
+from penstock.client.bridge import ThreadBridge
 from penstock.client.client import Client
-from penstock.client.connection import Connection
-from penstock.client.endpoints import Remote
+from penstock.client.network.connection import Connection
+from penstock.client.network.endpoints import Remote
+from penstock.client.network.streams import LogStream
 from penstock.client.options import Options
-from penstock.client.streams import LogStream
 from penstock.errors import Unavailable
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
-from penstock.sinks.requests import Part
+from penstock.sinks.protocol import Items
+from penstock.sinks.requests import Part, item_requests
 from penstock.spark.source.decisions import Decisions
-from penstock.spark.source.offsets import Extent, Wanted
+from penstock.spark.source.offsets import RangeExtent, Wanted
 from penstock.wire.messages import Enqueued
 
 R = TypeVar("R")
@@ -62,18 +64,13 @@ class NodeAccess:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, url: str, *, api_key: str | None = None, tls: str | None = None) -> None:
-        self._url = url
         self._configs: dict[str, TopicConfig] = {}
-        self._loop = _new_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="penstock-access", daemon=True
-        )
-        self._thread.start()
+        self._bridge = ThreadBridge("penstock-access")
         remote = Remote(url, api_key=api_key, tls=tls, client="penstock-spark")
         try:
             self._client = self.run(_opened(remote))
         except BaseException:
-            self._end_loop()
+            self._bridge.close()
             raise
 
     @classmethod
@@ -97,12 +94,7 @@ class NodeAccess:
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run `work` on the client's loop and wait for it; an interrupted caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._bridge.run(work)
 
     def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """Any administrative call of the protocol."""
@@ -112,13 +104,7 @@ class NodeAccess:
         try:
             self.run(self._client.close())
         finally:
-            self._end_loop()
-
-    def _end_loop(self) -> None:
-        self.run(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._bridge.close()
 
     # --- topics ---
 
@@ -142,7 +128,7 @@ class NodeAccess:
         ]
         return found
 
-    def extents(self, topic: str, wanted: Sequence[Wanted]) -> list[Extent]:
+    def extents(self, topic: str, wanted: Sequence[Wanted]) -> list[RangeExtent]:
         """How far whole batches of each wanted range fit its bounds; at least one does."""
         asked = [
             {
@@ -155,7 +141,7 @@ class NodeAccess:
             for w in wanted
         ]
         answer = self.call("log_extent", topic=topic, extents=asked)
-        return [Extent(found["last"], found["bytes"]) for found in answer["extents"]]
+        return [RangeExtent(found["last"], found["bytes"]) for found in answer["extents"]]
 
     # --- reading ---
 
@@ -186,11 +172,7 @@ class NodeAccess:
         if first > last:
             return
         source = self._slices(topic, partition, first, last=last, decisions=decisions)
-        try:
-            while (batches := self.run(_step(source))) is not None:
-                yield batches
-        finally:
-            self.run(source.aclose())
+        yield from self._bridge.iterate(source)
 
     async def _slices(
         self, topic: str, partition: int, first: int, *, last: int, decisions: Decisions | None
@@ -230,18 +212,15 @@ class NodeAccess:
 
     # --- writing ---
 
-    def enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
-        """Append ENQ bodies, which carry a producer key: it is sent again until it is answered."""
-        return self.run(self._enqueue(topic, parts))
-
     def enqueue_all(self, topic: str, requests: Iterable[Sequence[Part]]) -> int:
-        """Many `enqueue`s, a few of them under way at a time; the number of new messages."""
+        """Append ENQ bodies, which carry producer keys: a request is sent again until it is
+        answered. A few are under way at a time; the number of new messages."""
         waiting: list[Any] = []
         written = 0
         try:
             for parts in requests:
                 work = self._enqueue(topic, parts)
-                waiting.append(asyncio.run_coroutine_threadsafe(work, self._loop))
+                waiting.append(self._bridge.begin(work))
                 if len(waiting) == INFLIGHT:
                     written += _new(waiting.pop(0).result())
             while waiting:
@@ -267,16 +246,25 @@ async def _opened(remote: Remote) -> Client:
     return client
 
 
-async def _step(source: AsyncGenerator[list[Batch], None]) -> list[Batch] | None:
-    return await anext(source, None)
+class NodeTopicWriter:
+    """`penstock.sinks.protocol.TopicWriter` for the topics of one node."""
 
+    def __init__(self, access: Callable[[], NodeAccess]) -> None:
+        self._access = access  # called with each write: the first one connects
 
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    def append(
+        self, topic: str, *, producer: str, epoch: int, items: Items, partition: int
+    ) -> None:
+        """Durable on return; what was appended before under the same keys is left as it is."""
+        if not len(items):
+            return
+        access = self._access()
+        config = access.config(topic)
+        appended = item_requests(items, config, producer=producer, epoch=epoch, partition=partition)
+        access.enqueue_all(topic, appended)
+
+    def close(self) -> None:
+        """The access is shared; it is closed by whoever opened it."""
 
 
 # The loop's thread is a daemon: without this its sockets would be torn down in the middle.

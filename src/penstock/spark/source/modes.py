@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import InvalidArgument
-from penstock.spark.source.ranges import Range, Ranges
+from penstock.spark.source.ranges import Ranges, ReadRange
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +28,7 @@ def columns_of(mode: str) -> dict[str, str]:
     if mode == "ranges":
         return RANGES
     if mode == "envelopes":
-        from penstock.spark.source.envelopes import ENVELOPES
+        from penstock.spark.source.rows import ENVELOPES
 
         return ENVELOPES
     return {name: column.type for name, column in _table(mode).items()}
@@ -59,7 +59,7 @@ def read(
     arrow = to_arrow_schema(schema, timezone="UTC")
     if isinstance(part, Ranges):
         yield from _planned(part, arrow)
-    if not isinstance(part, Range):
+    if not isinstance(part, ReadRange):
         return  # Spark makes up a partition where there is nothing to read
     access = options.node.access()
     slices = access.read_range(part.topic, part.partition, part.first, part.last)
@@ -70,10 +70,10 @@ def read(
 
 
 def _rows(
-    mode: str, batches: Any, arrow: pa.Schema, *, part: Range, namespaces: frozenset[str] | None
+    mode: str, batches: Any, arrow: pa.Schema, *, part: ReadRange, namespaces: frozenset[str] | None
 ) -> pa.RecordBatch | None:
     if mode == "envelopes":
-        from penstock.spark.source.envelopes import envelope_batch
+        from penstock.spark.source.rows import envelope_batch
 
         return envelope_batch(batches, arrow, topic=part.topic, first=part.first, last=part.last)
     from penstock.spark.source.rows import pieces, record_batch, source_of
@@ -82,7 +82,7 @@ def _rows(
     if not found:
         return None
     if mode == "deltas":
-        from penstock.spark.source.delta_rows import delta_batch
+        from penstock.spark.source.rows import delta_batch
 
         return delta_batch(found, arrow, topic=part.topic, namespaces=namespaces)
     return record_batch(_table(mode), arrow, source_of(part.topic, found))
@@ -106,7 +106,7 @@ def _planned(part: Ranges, arrow: pa.Schema) -> Iterator[pa.RecordBatch]:
 
 def _table(mode: str) -> Any:
     if mode == "deltas":
-        from penstock.spark.source.delta_rows import DELTAS
+        from penstock.spark.source.rows import DELTAS
 
         return DELTAS
     from penstock.spark.source.rows import MESSAGES

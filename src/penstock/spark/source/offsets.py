@@ -31,14 +31,14 @@ class Wanted(NamedTuple):
     bytes_max: int | None = None
 
 
-class Extent(NamedTuple):
+class RangeExtent(NamedTuple):
     """How far whole batches reach within a wanted range."""
 
     last: int
     bytes: int
 
 
-Measure = Callable[[str, Sequence[Wanted]], Sequence[Extent]]
+Measure = Callable[[str, Sequence[Wanted]], Sequence[RangeExtent]]
 
 
 def to_json(offsets: Offsets, topics: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -89,7 +89,7 @@ def share(available: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-class Budget:
+class TriggerBudget:
     """What is left of a trigger's rows and bytes; None: no bound."""
 
     def __init__(self, rows: int | None, size: int | None) -> None:
@@ -122,7 +122,7 @@ class Budget:
 
 
 def advance(
-    start: Offsets, end: Offsets, *, topics: Sequence[str], budget: Budget, measure: Measure
+    start: Offsets, end: Offsets, *, topics: Sequence[str], budget: TriggerBudget, measure: Measure
 ) -> Offsets:
     """Where a trigger that begins at `start` ends: at most at `end`, within the budget."""
     found = {topic: dict(start[topic]) for topic in topics}
@@ -146,7 +146,7 @@ def _advance_topic(
     *,
     start: dict[int, int],
     end: dict[int, int],
-    budget: Budget,
+    budget: TriggerBudget,
     measure: Measure,
 ) -> dict[int, int]:
     behind.sort(key=lambda p: start[p] - end[p])  # the furthest behind first

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from penstock.client.address import Address
+from penstock.client.network.endpoints import Address
 from penstock.errors import InvalidArgument
 from penstock.spark.source.access import NodeAccess
 

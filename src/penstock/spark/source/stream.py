@@ -24,10 +24,9 @@ from pyspark.sql.types import StructType
 
 from penstock.errors import InvalidArgument
 from penstock.spark.source import modes
-from penstock.spark.source.bounds import Bounds
-from penstock.spark.source.offsets import Budget, Offsets, advance, from_json, to_json
+from penstock.spark.source.offsets import Offsets, TriggerBudget, advance, from_json, to_json
 from penstock.spark.source.options import ReadOptions
-from penstock.spark.source.ranges import between, measured, split
+from penstock.spark.source.ranges import LogBounds, between, measured, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,21 +90,21 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return modes.read(self._options, self._schema, partition)
 
-    def _bounds(self) -> Bounds:
-        return Bounds(self._options.node.access(), self._options)
+    def _bounds(self) -> LogBounds:
+        return LogBounds(self._options.node.access(), self._options)
 
     def _json(self, offsets: Offsets) -> Json:
         return to_json(offsets, self._options.topics)
 
-    def _budget(self, limit: ReadLimit) -> Budget:
+    def _budget(self, limit: ReadLimit) -> TriggerBudget:
         if isinstance(limit, ReadAllAvailable):
-            return Budget(None, None)
+            return TriggerBudget(None, None)
         options = self._options
         given = [limit.max_rows] if isinstance(limit, ReadMaxRows) else []
         if options.rate_file is not None:
             given = [rows for rows in (options.rows_max, self._rate()) if rows is not None]
         size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else options.bytes_max
-        return Budget(min(given, default=None), size)
+        return TriggerBudget(min(given, default=None), size)
 
     def _rate(self) -> int | None:
         """Rows per trigger as the rate's file has them now, 0 for a pause; None: no file yet."""

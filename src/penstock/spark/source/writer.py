@@ -1,5 +1,8 @@
 """`df.write.format("penstock")` and `df.writeStream`: rows become messages, each once.
 
+A DataFrame has either `value` with priority, key and headers beside it, or the columns of deltas as
+`mode=deltas` reads them: then each row becomes the payload of one delta.
+
 A row's producer key is made of what Spark does again in the same way: the producer is the query
 (or the write) and the number of the task, the sequence counts the rows that the task sends to a
 partition, and in a stream its upper half is the number of the micro-batch. So a task or a
@@ -11,9 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
 from numpy.typing import NDArray
 from pyspark import TaskContext
 from pyspark.sql.datasource import (
@@ -24,15 +32,151 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.model.delta import Delta, Op, PriorityClass, Source, encode
+from penstock.model.entries import PRODUCER_ID_BYTES_MAX
 from penstock.model.partitioning import partitions_of
-from penstock.model.topic import PRODUCER_ID_BYTES_MAX, TopicConfig, TopicKind
-from penstock.sinks.requests import Part, Rows, delta_targets, requests
-from penstock.spark.source.written import Columns, check_schema
+from penstock.model.topic import TopicConfig, TopicKind
+from penstock.sinks.protocol import Items
+from penstock.sinks.requests import Part, delta_targets, requests
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from penstock.spark.source.options import WriteOptions
+
+_TEXT: Final = ("binary", "string")
+_WHOLE: Final = ("bigint", "int", "smallint", "tinyint")
+_MAP: Final = ("map<string,string>",)
+# Each column with the types that it may have, in Spark's words.
+MESSAGE: Final[dict[str, tuple[str, ...]]] = {
+    "value": _TEXT,
+    "priority": _WHOLE,
+    "key": _TEXT,
+    "headers": _MAP,
+}
+DELTA: Final[dict[str, tuple[str, ...]]] = {
+    "namespace": ("string",),
+    "vector_id": ("string",),
+    "op": ("string",),
+    "origin": ("string",),
+    "delta_time": ("bigint",),
+    "delta_id": ("binary",),
+    "parent": ("binary",),
+    "clock": ("map<string,bigint>",),
+    "indices": ("array<int>",),
+    "values": ("array<float>",),
+    "metadata": ("string",),
+    "priority": _WHOLE,
+    "source": ("string",),
+    "headers": _MAP,
+}
+DELTA_NEEDED: Final = ("namespace", "vector_id", "op", "origin", "delta_time")
+
+
+def check_schema(schema: StructType) -> None:
+    """Refuse a DataFrame that is neither messages nor deltas."""
+    given = {field.name: field.dataType.simpleString() for field in schema}
+    allowed, needed = (MESSAGE, ()) if "value" in given else (DELTA, DELTA_NEEDED)
+    for name in needed:
+        if name not in given:
+            raise InvalidArgument(
+                f"write a column value, or a delta's {', '.join(needed)}: {name} is missing",
+                field=name,
+            )
+    for name, kind in given.items():
+        if kind not in allowed.get(name, ()):
+            known = ", ".join(f"{n} {' or '.join(kinds)}" for n, kinds in allowed.items())
+            raise InvalidArgument(
+                f"no column {name} {kind} is written: there are {known}", field=name
+            )
+
+
+class MessageColumns:
+    """The rows of a record batch as a message has them; `first` of them went before."""
+
+    def __init__(
+        self, batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
+    ) -> None:
+        self._batch = batch
+        if "value" in batch.schema.names:
+            self.payloads = _bytes(batch.column("value"), field="value")
+        else:
+            self.payloads = _encoded(batch, config, producer=producer, first=first)
+        self.keys = None
+        if "key" in batch.schema.names and config.kind is TopicKind.QUEUE:
+            self.keys = _bytes(batch.column("key"), field="key", nulls=True)
+
+    @property
+    def priorities(self) -> NDArray[np.int64] | None:
+        if "priority" not in self._batch.schema.names:
+            return None
+        found = self._batch.column("priority")
+        return np.asarray(pc.fill_null(found.cast(pa.int64()), 0))
+
+    @property
+    def headers(self) -> pa.BinaryArray | None:
+        if "headers" not in self._batch.schema.names:
+            return None
+        rows = self._batch.column("headers").to_pylist()
+        return pa.array([_headers(tuple(row)) if row else None for row in rows], pa.binary())
+
+
+@lru_cache(maxsize=4096)
+def _headers(pairs: tuple[tuple[str, str], ...]) -> bytes:
+    return msgspec.msgpack.encode(dict(pairs))
+
+
+def _bytes(column: pa.Array, *, field: str, nulls: bool = False) -> pa.BinaryArray:
+    if column.null_count and not nulls:
+        raise InvalidArgument(f"{field} is null in some row", field=field)
+    return column.cast(pa.binary())
+
+
+def _encoded(
+    batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
+) -> pa.BinaryArray:
+    if config.kind is not TopicKind.DELTA:
+        raise InvalidArgument(
+            f"{config.name} is no delta topic: write a column value", field="topic"
+        )
+    payloads = [
+        encode(_delta(row, f"{producer}:{number}"), dimensions=config.dimensions)
+        for number, row in enumerate(batch.to_pylist(), first)
+    ]
+    return pa.array(payloads, pa.binary())
+
+
+def _delta(row: dict[str, Any], seed: str) -> Delta:
+    """A row's delta. Without an id it gets one that its place in the write implies; without a
+    clock it is the first of its vector from its origin."""
+    origin = row["origin"]
+    priority, source = row.get("priority"), row.get("source")
+    clock = dict(row.get("clock") or ()) or {origin: 1}
+    metadata = row.get("metadata")
+    return Delta(
+        delta_id=row.get("delta_id") or xxhash.xxh3_128_digest(seed.encode()),
+        namespace=row["namespace"],
+        vector_id=row["vector_id"],
+        op=_named(Op, row["op"], "op"),
+        origin=origin,
+        time=row["delta_time"],
+        parent=row.get("parent"),
+        clock=clock,
+        indices=row.get("indices"),
+        values=row.get("values") or None,
+        metadata=None if metadata is None else msgspec.json.decode(metadata, type=dict[str, Any]),
+        priority=PriorityClass.NORMAL if priority is None else PriorityClass(priority),
+        source=Source.TRANSFORM if source is None else _named(Source, source, "source"),
+    )
+
+
+def _named(kind: Any, name: str, field: str) -> Any:
+    try:
+        return kind[name.upper()]
+    except (KeyError, AttributeError) as error:
+        words = [member.name.lower() for member in kind]
+        raise InvalidArgument(
+            f"{field} is one of {', '.join(words)}, not {name}", field=field, limit=words
+        ) from error
+
 
 EPOCH: Final = 1
 ROWS_BITS: Final = 32  # of a sequence; a micro-batch's number stands above
@@ -40,7 +184,7 @@ _QUERY: Final = "sql.streaming.queryId"
 _BATCH: Final = "streaming.sql.batchId"
 
 
-class Sent(WriterCommitMessage):
+class RowsSent(WriterCommitMessage):
     """What a task wrote."""
 
     def __init__(self, rows: int, new: int) -> None:
@@ -61,9 +205,9 @@ class TaskWriter:
         self._task, self._base = task, base
         self._sent = Counter[int]()  # rows by partition
 
-    def write(self, batches: Iterator[pa.RecordBatch]) -> Sent:
+    def write(self, batches: Iterator[pa.RecordBatch]) -> RowsSent:
         new = self._access.enqueue_all(self._config.name, self._requests(batches))
-        return Sent(self._sent.total(), new)
+        return RowsSent(self._sent.total(), new)
 
     def _requests(self, batches: Iterator[pa.RecordBatch]) -> Iterator[list[Part]]:
         for batch in batches:
@@ -72,18 +216,18 @@ class TaskWriter:
 
     def _of(self, batch: pa.RecordBatch) -> Iterator[list[Part]]:
         first = self._base + self._sent.total()
-        columns = Columns(batch, self._config, producer=self._producer, first=first)
+        columns = MessageColumns(batch, self._config, producer=self._producer, first=first)
         targets = self._targets(columns)
-        rows = Rows(
+        items = Items(
             sequences=self._number(targets),
             payloads=columns.payloads,
             priorities=columns.priorities,
             keys=columns.keys,
             headers=columns.headers,
         )
-        return requests(rows, targets, producer=self._producer, epoch=EPOCH)
+        return requests(items, targets, producer=self._producer, epoch=EPOCH)
 
-    def _targets(self, columns: Columns) -> NDArray[np.int64]:
+    def _targets(self, columns: MessageColumns) -> NDArray[np.int64]:
         count = self._config.partitions
         if self._config.kind is TopicKind.DELTA:
             return delta_targets(columns.payloads, count)
@@ -111,7 +255,7 @@ class PenstockWriter(DataSourceArrowWriter):
         check_schema(schema)
         self._options, self._producer = options, producer
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Sent:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsSent:
         task = _context().partitionId()
         return TaskWriter(self._options, producer=self._producer, task=task).write(iterator)
 
@@ -123,7 +267,7 @@ class PenstockStreamWriter(DataSourceStreamArrowWriter):
         check_schema(schema)
         self._options = options
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Sent:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsSent:
         context = _context()
         query, number = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if query is None or number is None:

@@ -14,14 +14,14 @@ from tests.integration.harness import START_MS, Node
 from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.delivery import CHANGES
-from penstock.model.delta_log import deltas_of
+from penstock.model.delta_batch import deltas_of
 from penstock.model.partitioning import partitions_of_digests
-from penstock.node.live.cursors import Cursor, Place
+from penstock.node.live.cursors import CursorPlace, LiveCursor
 from penstock.node.live.feed import Feed
 from penstock.node.live.subscription import Subscription
-from penstock.node.upkeep import retain
-from penstock.propagation.partition import Propagator
-from penstock.propagation.route import Route, routed
+from penstock.node.upkeep.sweeps import retain
+from penstock.propagation.flow.route import DeltaRoute, routed
+from penstock.propagation.fold.propagator import Propagator
 from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.wire.messages import Changes, OpenSubscription
 
@@ -91,7 +91,7 @@ class LateStore:
         self._get = node.engine.cursors.get
         node.engine.cursors.get = self._late  # type: ignore[method-assign]
 
-    async def _late(self, place: Place) -> Cursor | None:
+    async def _late(self, place: CursorPlace) -> LiveCursor | None:
         self.asked.set()
         if self.late:
             await self._gate.wait()
@@ -115,7 +115,7 @@ async def subscribe(
     reader.stalled = stalled
     asked = OpenSubscription(TOPIC, partition, **request)
     topic = node.engine.topic(TOPIC)
-    reader.subscription = await topic.subscribe(
+    reader.subscription = await node.engine.hub(topic).subscribe(
         partition, asked, send=reader.send, fail=reader.fail
     )
     return reader
@@ -165,7 +165,7 @@ def expected(node: Node, partition: int = 0, *, first: int = 1, routes: str = ""
     outcome = fold.feed(deltas, through=log.sequence_last)
     assert not fold.missing()
     released = outcome.released
-    mask = routed(released, [Route.parse(text) for text in routes.split()])
+    mask = routed(released, [DeltaRoute.parse(text) for text in routes.split()])
     numbers = [outcome.positions, outcome.ordinals, released.sequences]
     rows = map(Row, *(column.tolist() for column in numbers), released.payloads)
     wanted = zip(rows, mask.tolist(), strict=True)
@@ -185,7 +185,7 @@ async def cut(node: Node) -> int:
 
 
 def home_of(payload: bytes, partitions: int) -> int:
-    from penstock.model.deltas import DeltaBatch
+    from penstock.model.delta_batch import DeltaBatch
 
     digest = np.ascontiguousarray(DeltaBatch.of([payload]).vector[:, 0])
     return int(partitions_of_digests(digest, partitions)[0])

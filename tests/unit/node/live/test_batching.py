@@ -15,9 +15,9 @@ from tests.unit.node.live.subscribing import (
     subscribe,
     until,
 )
-from tests.unit.node.live.test_hosted import Hosting, hosting
+from tests.unit.node.live.test_hosted_sink import Hosting, hosting
 
-from penstock.node.live.subscription import State, Subscription
+from penstock.node.live.subscription import Subscription, SubscriptionState
 
 BATCH_MS = 50
 
@@ -32,7 +32,7 @@ def sizes(reader: Reader) -> list[int]:
 
 
 async def followed(subscription: Subscription) -> None:
-    await until(lambda: subscription.state is State.LIVE)
+    await until(lambda: subscription.state is SubscriptionState.LIVE)
 
 
 async def test_a_batch_waits_for_its_time(node: Node) -> None:

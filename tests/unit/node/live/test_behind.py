@@ -21,8 +21,8 @@ from tests.unit.node.live.subscribing import (
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta import decode
-from penstock.model.deltas import DeltaBatch
-from penstock.node.live.subscription import State
+from penstock.model.delta_batch import DeltaBatch
+from penstock.node.live.subscription import SubscriptionState
 from penstock.testing.corpus import SPARSE_ONLY, Corpus
 
 
@@ -62,10 +62,10 @@ async def test_stalled_then_behind_then_live_with_nothing_lost(node: Node) -> No
     some = corpus(2000)
     reader = await subscribe(node, credit_entries=100, batch_max=40)
     await put(node, payloads_of(some, 0, 200), size=10)
-    await until(lambda: reader.rows and reader.opened.state is State.LIVE)
+    await until(lambda: reader.rows and reader.opened.state is SubscriptionState.LIVE)
     reader.stalled = True
     await put(node, payloads_of(some, 200, 1500), size=30)
-    assert reader.opened.state is State.BEHIND
+    assert reader.opened.state is SubscriptionState.BEHIND
     assert reader.status()["behind_switches"] >= 1
     held = len(reader.rows)
     reader.resume()
@@ -76,7 +76,7 @@ async def test_stalled_then_behind_then_live_with_nothing_lost(node: Node) -> No
     assert sorted(row.ordinal for row in reader.rows) == [row.ordinal for row in wanted]
     assert {row.ordinal: row for row in reader.rows} == {row.ordinal: row for row in wanted}
     assert in_vectors_order(reader)
-    await until(lambda: reader.opened.state is State.LIVE)
+    await until(lambda: reader.opened.state is SubscriptionState.LIVE)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,7 +107,7 @@ async def test_what_is_coalesced_is_not_lost_with_the_outbox(
     small_outbox(node, 30)
     some = merging(1500, vectors=60, seed=seed, disorder=disorder)
     reader = await subscribe(node, credit_entries=20, batch_max=7, coalesce_ms=10)
-    await until(lambda: reader.opened.state is State.LIVE)
+    await until(lambda: reader.opened.state is SubscriptionState.LIVE)
     for at in range(0, len(some), 30):
         reader.stalled = (at // 30 + seed) % 4 != 0
         if not reader.stalled:
@@ -130,7 +130,7 @@ async def test_a_position_covers_what_was_merged(node: Node, seed: int) -> None:
     """Whoever leaves between two frames and goes on from the last position misses nothing."""
     some = merging(300, vectors=30, seed=seed)
     reader = await subscribe(node, credit_entries=4, batch_max=4, coalesce_ms=10, stalled=True)
-    await until(lambda: reader.opened.state is State.LIVE)
+    await until(lambda: reader.opened.state is SubscriptionState.LIVE)
     await put(node, payloads_of(some), size=30)
     await node.advance(0.02)
     wanted = expected(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import (
@@ -14,7 +15,9 @@ from tests.unit.node.live.subscribing import (
     until,
 )
 
+from penstock.cli.deltas import whole_topics
 from penstock.errors import FailedPrecondition, NotFound
+from penstock.wire.limits import PAGE_BYTES_MAX
 
 
 async def test_status_tells_of_every_subscription(node: Node) -> None:
@@ -47,6 +50,28 @@ async def test_status_of_what_nobody_subscribes_to(node: Node) -> None:
         await node.call("live_status", topic="jobs")
     with pytest.raises(FailedPrecondition):
         await node.call("cursor_list", topic="jobs")
+
+
+async def test_subscriptions_come_by_the_page(node: Node) -> None:
+    """Before, all were in one answer: here of 1.4 MB, and of 64 MB with as many as a topic may
+    have by default."""
+    await node.topic("others", kind="delta", dimensions=2)
+    routes = [f"namespace={'x' * 1000}{number}" for number in range(64)]
+    for number in range(20):
+        await subscribe(node, routes=routes, cursor=f"reader-{number}", start="cursor")
+    answer = await node.call("live_status")
+    pages = [answer["topics"]]
+    while answer["next"] is not None:
+        answer = await node.call("live_status", after=answer["next"])
+        pages.append(answer["topics"])
+    assert [[topic["topic"] for topic in page] for page in pages] == [["others", TOPIC], [TOPIC]]
+    assert all(len(msgspec.msgpack.encode(page)) < PAGE_BYTES_MAX + 1024 for page in pages)
+    topics = whole_topics([topic for page in pages for topic in page])
+    assert [topic["topic"] for topic in topics] == ["others", TOPIC]
+    assert sorted(row["name"] for row in topics[1]["subscriptions"]) == sorted(
+        f"reader-{number}" for number in range(20)
+    )
+    assert len(topics[1]["partitions"]) == 1 and topics[1]["subscriptions"][0]["routes"] == routes
 
 
 async def test_cursors_are_listed_and_deleted(node: Node) -> None:

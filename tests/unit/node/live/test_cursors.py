@@ -11,9 +11,9 @@ from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.store import MetadataStore
 from penstock.errors import Unavailable
 from penstock.node.clock import ManualClock
-from penstock.node.live.cursors import Cursors, Place
+from penstock.node.live.cursors import CursorPlace, Cursors
 
-PLACE = Place(1, "me", 0)
+PLACE = CursorPlace(1, "me", 0)
 
 
 @pytest.fixture

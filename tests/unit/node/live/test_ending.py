@@ -30,8 +30,8 @@ from penstock.errors import (
     WrongEpoch,
 )
 from penstock.node.live.feed import Feed
-from penstock.node.live_streams import LiveStream
-from penstock.propagation.live_options import LiveOptions
+from penstock.node.session.live_streams import LiveStream
+from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import OpenSubscription
 
 
@@ -62,13 +62,13 @@ async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     topic = node.engine.topic(TOPIC)
     partition = topic.here(0)
     topic.unserve(0)
-    await stream.subscribe(topic, OpenSubscription(TOPIC, 0))
+    await stream.subscribe(node.engine.hub(topic), OpenSubscription(TOPIC, 0))
     assert [type(error) for error in told] == [Unavailable]
     topic.serve(0, partition)
 
 
 async def test_who_leaves_before_it_is_open_takes_no_cursor(node: Node) -> None:
-    store, hub = LateStore(node), node.engine.topic(TOPIC).hub()
+    store, hub = LateStore(node), node.engine.hub(node.engine.topic(TOPIC))
     opening = await store.opening(node, TOPIC)
     opening.cancel()
     await asyncio.wait([opening])
@@ -87,10 +87,10 @@ async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:
     await node.advance(0.3)
     await node.engine.cursors.flush()
     old = node.engine.topic(TOPIC).config.id
-    assert await node.engine.cursors.list(old)
+    assert [*await node.engine.cursors.rows(old)]
     await node.engine.delete_topic(TOPIC)
     assert reader.failed is not None
-    assert await node.engine.cursors.list(old) == []
+    assert [*await node.engine.cursors.rows(old)] == []
     await delta_topic(node)
     fresh = await subscribe(node, start="cursor", cursor="me", at=1)
     assert fresh.opened.opened["position"] == 0
@@ -196,5 +196,5 @@ async def test_a_fold_may_take_longer_than_it_is_kept_unused(
     reader.opened.close()
     for _ in range(7):
         await node.advance(0.1)
-    assert not node.engine.topic(TOPIC).hub().partitions
+    assert not node.engine.hub(node.engine.topic(TOPIC)).partitions
     await node.stop()

@@ -16,10 +16,10 @@ from tests.unit.node.live.subscribing import (
     put,
     until,
 )
-from tests.unit.node.live.test_hosted import Hosting, settled
+from tests.unit.node.live.test_hosted_sink import Hosting, settled
 
 from penstock.log import LogOptions
-from penstock.node.live import hosted
+from penstock.node.hosted import sink as hosted
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
-from penstock.node.live import staged as module
-from penstock.node.live.staged import Staged
+from penstock.node.live.feed import StagedDeltas
 
 
 def batch(first: int, count: int) -> Batch:
@@ -15,14 +14,14 @@ def batch(first: int, count: int) -> Batch:
     )  # fmt: skip
 
 
-def holding(*batches: Batch) -> Staged:
-    staged = Staged()
+def holding(*batches: Batch) -> StagedDeltas:
+    staged = StagedDeltas()
     for one in batches:
         assert staged.add(one, one.columns())
     return staged
 
 
-def firsts(staged: Staged, following: int, *, through: int, rows_max: int = 100) -> list[int]:
+def firsts(staged: StagedDeltas, following: int, *, through: int, rows_max: int = 100) -> list[int]:
     found = staged.take(following, through=through, rows_max=rows_max)
     assert found is not None
     return [one.first for one, _ in found]
@@ -57,7 +56,7 @@ def test_a_gap_has_to_be_read_from_the_log(following: int) -> None:
 
 def test_it_holds_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = batch(1, 1), batch(2, 1)
-    monkeypatch.setattr(module, "BYTES_MAX", first.size)
+    monkeypatch.setattr("penstock.node.live.feed.STAGED_BYTES_MAX", first.size)
     staged = holding(first)
     assert not staged.add(second, second.columns())
     assert firsts(staged, 1, through=2) == [1]

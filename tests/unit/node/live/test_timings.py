@@ -94,7 +94,7 @@ async def test_what_waits_to_be_written_counts_since_it_came(node: Node) -> None
     topic.live_room = lambda: 0 if full else live_room()
     began = perf_counter()
     putting = asyncio.create_task(put(node, payloads_of(corpus(10))))
-    await until(lambda: topic.ingesting is not None and topic.ingesting.queue.depth)
+    await until(lambda: topic.ingest is not None and topic.ingest.queue.depth)
     came, waited_from = perf_counter() - began, perf_counter()
     assert (await timed(node, "staged"))["count"] == 0
     full = False

@@ -10,9 +10,8 @@ import pytest
 from tests.integration.harness import Node
 from tests.unit.node.live.subscribing import corpus, expected, payloads_of, put, subscribe, until
 
-from penstock.node.live.catching_up import CatchingUp
-from penstock.node.live.subscription import State
-from penstock.node.live.turns import SLICES_PER_TURN, Turns
+from penstock.node.live.catch_up import SLICES_PER_TURN, CatchUp, ReadTurns
+from penstock.node.live.subscription import SubscriptionState
 
 READERS = 20
 
@@ -35,7 +34,7 @@ class Slices:
     def stop(self) -> None:
         self._handle.cancel()
 
-    def count(self, reader: CatchingUp) -> None:
+    def count(self, reader: CatchUp) -> None:
         self.by_turn[self._turn] += 1
         self.by_reader[id(reader)] += 1
         if len(self.by_reader) == READERS:
@@ -45,13 +44,13 @@ class Slices:
 
 @pytest.fixture
 async def slices(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Slices]:
-    slices, fill = Slices(), CatchingUp.fill
+    slices, fill = Slices(), CatchUp.fill
 
-    def counted(self: CatchingUp) -> bool:
+    def counted(self: CatchUp) -> bool:
         slices.count(self)
         return fill(self)
 
-    monkeypatch.setattr(CatchingUp, "fill", counted)
+    monkeypatch.setattr(CatchUp, "fill", counted)
     yield slices
     slices.stop()
 
@@ -63,7 +62,7 @@ async def test_readers_of_the_past_share_a_turn_and_all_get_there(
     await put(node, payloads_of(some, 0, 11_900), size=1000)
     readers = [await subscribe(node, start="sequence", at=1) for _ in range(READERS)]
     live = await subscribe(node)
-    await until(lambda: all(reader.opened.state is State.LIVE for reader in readers))
+    await until(lambda: all(reader.opened.state is SubscriptionState.LIVE for reader in readers))
     assert max(slices.by_turn.values()) <= SLICES_PER_TURN
     assert min(slices.by_reader.values()) > 5, "there was something to share"
     assert slices.spread <= 2
@@ -75,7 +74,7 @@ async def test_readers_of_the_past_share_a_turn_and_all_get_there(
 
 
 async def test_turns_are_taken_in_rotation() -> None:
-    turns, taken = Turns(), []
+    turns, taken = ReadTurns(), []
 
     def again(name: str, times: int) -> None:
         taken.append(name)

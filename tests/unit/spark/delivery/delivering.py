@@ -17,10 +17,9 @@ from penstock.model.delta import Delta, Op, PriorityClass, encode
 from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed, Items, Work
 from penstock.sinks.schema import DELTAS, states_schema
-from penstock.spark.delivery.delivery import Attached, Delivery
-from penstock.spark.delivery.options import DeliveryOptions
-from penstock.spark.fold.change_file import LANES, ChangeWriter
-from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink
+from penstock.spark.fold.changes import LANES, ChangeLog, ChangeWriter
+from penstock.spark.settings import DeliveryOptions
 
 DIMENSIONS = 2
 QUARANTINE = pa.schema([*DELTAS, ("reason", pa.utf8()), ("missing", pa.binary(16))])
@@ -256,11 +255,11 @@ def _message(topic: str, producer: str, number: int, items: Items, row: int) -> 
 
 def delivery_of(
     triggers: Triggers, *sinks: Any, folder: Path, options: DeliveryOptions = QUICK, **more: Any
-) -> Delivery:
-    attached = [sink if isinstance(sink, Attached) else Attached(sink=sink) for sink in sinks]
+) -> PipelineDelivery:
+    attached = [sink if isinstance(sink, RoutedSink) else RoutedSink(sink=sink) for sink in sinks]
     topics = more.pop("topics", None) or FileTopics(folder / "topics.lines")
     box = LetterBox(writer=topics, create=topics.create)
-    return Delivery(
+    return PipelineDelivery(
         triggers.log, attached, folder=folder, pipeline=PIPELINE, letters=box, options=options,
         **more,
     )  # fmt: skip

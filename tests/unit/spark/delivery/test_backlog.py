@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tests.unit.spark.delivery.delivering import Triggers
 
-from penstock.spark.delivery.backlog import DELTAS, QUARANTINE, STATES, Backlog, Range
-from penstock.spark.delivery.cursors import Cursor
-from penstock.spark.delivery.options import DeliveryOptions
-from penstock.spark.delivery.planning import Planner
+from penstock.spark.delivery.backlog import DELTAS, QUARANTINE, STATES, Backlog, TriggerSpan
+from penstock.spark.delivery.cursors import SinkCursor
+from penstock.spark.delivery.planner import Planner
+from penstock.spark.settings import DeliveryOptions
 
 BIG = 1 << 40
 
@@ -38,12 +38,12 @@ def test_the_lag_counts_rows_bytes_and_the_oldest_time(triggers: Triggers) -> No
 @pytest.mark.parametrize(
     ("position", "columns", "rows_max", "expected"),
     [
-        (-1, STATES, BIG, Range(0, 3, 6)),
-        (-1, STATES, 3, Range(0, 2, 3)),
-        (-1, STATES, 1, Range(0, 0, 2)),  # one trigger at least
-        (0, STATES, 2, Range(2, 2, 1)),  # begins and ends with rows
-        (-1, (3,), BIG, Range(0, 2, 2)),
-        (0, (0,), BIG, Range(3, 3, 3)),
+        (-1, STATES, BIG, TriggerSpan(0, 3)),
+        (-1, STATES, 3, TriggerSpan(0, 2)),
+        (-1, STATES, 1, TriggerSpan(0, 0)),  # one trigger at least
+        (0, STATES, 2, TriggerSpan(2, 2)),  # begins and ends with rows
+        (-1, (3,), BIG, TriggerSpan(0, 2)),
+        (0, (0,), BIG, TriggerSpan(3, 3)),
         (2, (QUARANTINE,), BIG, None),
         (3, STATES, BIG, None),
     ],
@@ -53,7 +53,7 @@ def test_the_next_range_is_the_longest_within_the_bound(
     position: int,
     columns: tuple[int, ...],
     rows_max: int,
-    expected: Range | None,
+    expected: TriggerSpan | None,
 ) -> None:
     backlog = Backlog(triggers.log)
     backlog.follow()
@@ -64,7 +64,7 @@ def test_the_next_range_is_the_longest_within_the_bound(
 def test_bytes_bound_a_range_too(triggers: Triggers) -> None:
     backlog = Backlog(triggers.log)
     backlog.follow()
-    assert backlog.ahead(-1, STATES, rows_max=BIG, bytes_max=1) == Range(0, 0, 2)
+    assert backlog.ahead(-1, STATES, rows_max=BIG, bytes_max=1) == TriggerSpan(0, 0)
 
 
 def test_pruned_triggers_are_forgotten_and_the_rest_still_counts(triggers: Triggers) -> None:
@@ -91,7 +91,7 @@ def test_what_was_folded_is_counted_once_it_is_new(triggers: Triggers) -> None:
     assert (folded.last, folded.counts["read"]) == (500, 1)
 
 
-def planned(triggers: Triggers, cursor: Cursor, *, now_ms: int) -> list[int]:
+def planned(triggers: Triggers, cursor: SinkCursor, *, now_ms: int) -> list[int]:
     """The lanes in the order in which they are written."""
     options = DeliveryOptions(rows_together_max=1)
     planner = Planner(backlog=Backlog(triggers.log), columns=STATES, options=options, laned=True)
@@ -106,9 +106,9 @@ def test_the_urgent_lane_goes_first_unless_another_has_waited_too_long(
     triggers: Triggers,
 ) -> None:
     triggers.commit(("late", 1, 3), log_time_ms=4000)
-    start = Cursor.before(0, lanes=4)
+    start = SinkCursor.before(0, lanes=4)
     assert planned(triggers, start, now_ms=4001) == [0, 3]
-    behind = Cursor(position=(2, 2, 2, -1))  # LOW waits since 1000, CRITICAL since 4000
+    behind = SinkCursor(position=(2, 2, 2, -1))  # LOW waits since 1000, CRITICAL since 4000
     assert planned(triggers, behind, now_ms=4001) == [0, 3]
     triggers.commit(("now", 1, 0), log_time_ms=60_000)
-    assert planned(triggers, Cursor(position=(4, 4, 4, -1)), now_ms=60_001) == [3, 0]
+    assert planned(triggers, SinkCursor(position=(4, 4, 4, -1)), now_ms=60_001) == [3, 0]

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of, eventually
 
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.options import DeliveryOptions
 from penstock.spark.delivery.status import read_status
+from penstock.spark.settings import DeliveryOptions
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_sink_behind_gets_triggers_together_and_each_vector_once(
     assert (line["first"], line["last"]) == (0, 4)
     assert sorted(line["s"]) == [["a", 5], *([f"b{n}", 1] for n in range(1, 6))]
     assert line["d"] == list(range(1, 11))
-    assert delivery.workers[0].meter.coalesced == 4
+    assert delivery.workers[0].runner.meter.coalesced == 4
 
 
 def test_a_write_is_bounded_but_never_less_than_a_trigger(
@@ -184,6 +184,6 @@ def test_a_sink_that_hangs_stops_neither_others_nor_the_end(
     eventually(lambda: delivery.status()["sinks"][0]["state"] == "hanging")
     assert delivery.stop(timeout_s=0.1) == ["hanging"]
     hanging.hang.set()
-    eventually(lambda: not delivery.workers[0]._thread.is_alive())
+    eventually(lambda: delivery.workers[0].state == "stopped")
     assert hanging.states() == {"a": 1}  # it came through after all,
     assert delivery.workers[0].durable_through == -1  # but nobody moves the cursor any more

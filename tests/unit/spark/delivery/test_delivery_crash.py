@@ -11,10 +11,18 @@ import pytest
 from tests.unit.spark.delivery.delivering import FileTopics, Triggers
 from tests.unit.spark.delivery.delivery_child import sinks_in
 
-from penstock.spark.delivery.points import DELIVERY_POINTS
-
 ROOT = Path(__file__).parents[4]
 Deliver = Callable[[Path, str], int]
+DELIVERY_POINTS = (  # in the order of a write's life
+    "delivery.attempt.saved",  # the range of a coalesced write is on file, nothing is written
+    "delivery.write.before",
+    "delivery.write.after",  # the sink holds it, the cursor does not say so
+    "delivery.rejected.before",  # the rest is written, the rejected rows are nowhere
+    "delivery.rejected.after",  # they are dead letters, the cursor does not say so
+    "delivery.cursor.before",
+    "delivery.cursor.after",
+    "delivery.prune.after",
+)
 
 
 @pytest.fixture(scope="module")

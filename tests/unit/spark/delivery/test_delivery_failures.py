@@ -14,8 +14,8 @@ from tests.unit.spark.delivery.delivering import (
 
 from penstock.model.delta import decode
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.cursors import Cursor, CursorFile
-from penstock.spark.delivery.delivery import Delivery
+from penstock.spark.delivery.cursors import CursorFile, SinkCursor
+from penstock.spark.delivery.delivery import PipelineDelivery
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def topics(tmp_path: Path) -> FileTopics:
     return FileTopics(tmp_path / "topics.lines")
 
 
-def delivered(delivery: Delivery) -> None:
+def delivered(delivery: PipelineDelivery) -> None:
     delivery.start()
     assert delivery.drain(20)
     assert delivery.stop() == []
@@ -43,7 +43,7 @@ def test_a_failing_sink_is_tried_again_until_it_takes_it(
     delivery = delivery_of(triggers, sink, folder=tmp_path)
     delivered(delivery)
     assert sink.states() == {"a": 1}
-    meter = delivery.workers[0].meter
+    meter = delivery.workers[0].runner.meter
     assert (meter.failures, meter.writes, meter.opens) == (4, 1, 0)
     assert meter.last_error is not None and "switched off" in meter.last_error.message
 
@@ -62,7 +62,7 @@ def test_the_tenth_failure_opens_the_breaker_and_a_success_closes_it(
     assert 20 < shown["breaker"]["retry_in_s"] <= 30
     assert shown["lag"]["rows"] == 1
     eventually(lambda: delivery.workers[1].caught_up(0))
-    delivery.workers[0].retry._breaker.opened_at -= 30  # half a minute later
+    delivery.workers[0].runner.retry._breaker.opened_at -= 30  # half a minute later
     assert delivery.drain(20)
     delivery.stop()
     assert sink.states() == {"a": 1}
@@ -76,7 +76,7 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(triggers: Triggers, tmp_path: P
     sink.failures = 1000
     delivery = delivery_of(triggers, sink, folder=tmp_path)
     delivery.start()
-    eventually(lambda: delivery.workers[0].meter.opens == 1)
+    eventually(lambda: delivery.workers[0].runner.meter.opens == 1)
     assert not delivery.drain(0.01)
     assert delivery.stop(timeout_s=5) == []
     assert delivery.workers[0].durable_through == -1
@@ -102,7 +102,7 @@ def test_rejected_rows_become_dead_letters_and_the_rest_goes_on(
         "penstock-error": "sink_rejected", "penstock-pipeline": "p-0123456789ab",
         "penstock-topic": "vectors", "penstock-partition": "0", "penstock-sequence": "2",
     }  # fmt: skip
-    assert delivery.workers[0].meter.dead_letters == 2
+    assert delivery.workers[0].runner.meter.dead_letters == 2
 
 
 def test_dead_letters_wait_for_the_node_without_a_second_write(
@@ -115,7 +115,7 @@ def test_dead_letters_wait_for_the_node_without_a_second_write(
     delivered(delivery)
     assert len(sink.lines()) == 1
     assert len(topics.messages("vectors-dlq-file")) == 1
-    assert delivery.workers[0].meter.failures == 3
+    assert delivery.workers[0].runner.meter.failures == 3
 
 
 def test_quarantined_deltas_become_messages_with_reason_and_parent(
@@ -169,7 +169,7 @@ def test_a_sink_that_lost_what_is_deleted_halts_and_says_so(
 
 def test_a_cursor_ahead_of_the_change_log_halts(triggers: Triggers, tmp_path: Path) -> None:
     triggers.commit(("a", 1))
-    CursorFile(path=tmp_path / "sinks" / "file.json").save(Cursor(position=(7,)))
+    CursorFile(path=tmp_path / "sinks" / "file.json").save(SinkCursor(position=(7,)))
     delivery = delivery_of(triggers, FileSink(tmp_path), folder=tmp_path)
     delivery.start()
     eventually(lambda: delivery.workers[0].state == "halted")
@@ -194,7 +194,7 @@ def test_the_attempt_on_file_is_written_again_as_it_was(triggers: Triggers, tmp_
     for vector in "abcd":
         triggers.commit((vector, 1))
     file = CursorFile(path=tmp_path / "sinks" / "file.json")
-    file.save(Cursor(position=(0,), attempt=(1, 2)))
+    file.save(SinkCursor(position=(0,), attempt=(1, 2)))
     sink = FileSink(tmp_path, feed=Feed.DELTAS, ordered=True)
     delivered(delivery_of(triggers, sink, folder=tmp_path))
     assert [(line["first"], line["last"]) for line in sink.lines()] == [(1, 2), (3, 3)]

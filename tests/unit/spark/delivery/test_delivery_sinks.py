@@ -10,11 +10,10 @@ from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
 from penstock.sinks.lake import LakeSink
-from penstock.sinks.letters import LetterBox
-from penstock.spark.delivery.delivery import Attached, Delivery
-from penstock.spark.delivery.letters import create_on
+from penstock.spark.attachment import letter_box
+from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink
 from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.topic_writer import NodeTopicWriter
+from penstock.spark.source.options import Connecting
 from penstock.testing.redis import RedisProcess, redis_process
 
 
@@ -67,10 +66,10 @@ def test_a_cache_whose_server_died_catches_up(
     for revision in range(2, 6):
         triggers.commit(("a", revision), (f"b{revision}", 1))
     eventually(lambda: delivery.workers[1].caught_up(4))
-    eventually(lambda: delivery.workers[0].meter.failures > 0)
+    eventually(lambda: delivery.workers[0].runner.meter.failures > 0)
     assert not delivery.workers[0].caught_up(4)
     redis.start()
-    delivery.workers[0].retry._breaker.opened_at -= 30  # should it be open by now
+    delivery.workers[0].runner.retry._breaker.opened_at -= 30  # should it be open by now
     assert delivery.drain(20)
     delivery.stop()
     cache.open()
@@ -83,12 +82,11 @@ def test_letters_reach_topics_that_a_node_makes_for_them(
     triggers: Triggers, node: RunningNode, tmp_path: Path
 ) -> None:
     triggers.commit(("a", 1), ("bad", 1, 0), quarantine=["orphan"])
-    access = node.access()
-    box = LetterBox(writer=NodeTopicWriter(access), create=create_on(access))
+    box = letter_box(Connecting(url=node.url))
     for _ in range(2):  # the second time everything is a repetition
         sink = FileSink(tmp_path, rejects=["bad"])
-        delivery = Delivery(
-            triggers.log, [Attached(sink=sink)], folder=tmp_path, pipeline="p", letters=box
+        delivery = PipelineDelivery(
+            triggers.log, [RoutedSink(sink=sink)], folder=tmp_path, pipeline="p", letters=box
         )
         delivery.start()
         assert delivery.drain(20)

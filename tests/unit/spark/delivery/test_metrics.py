@@ -1,5 +1,7 @@
 """A pipeline's metrics, as Prometheus reads them."""
 
+import json
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -8,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 
 from penstock.errors import InvalidArgument, Unavailable
-from penstock.spark.delivery.delivery import Delivery
+from penstock.spark.delivery.delivery import PipelineDelivery
 
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
-def delivery(tmp_path: Path) -> Delivery:
+def delivery(tmp_path: Path) -> PipelineDelivery:
     """One that has delivered a trigger and knows of another."""
     triggers = Triggers(tmp_path)
     made = delivery_of(
@@ -36,7 +38,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def test_a_scrape_shows_what_the_status_says(delivery: Delivery) -> None:
+def test_a_scrape_shows_what_the_status_says(delivery: PipelineDelivery) -> None:
     url = f"http://127.0.0.1:{delivery.metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=60) as answer:
         found = samples(answer.read().decode())
@@ -52,7 +54,20 @@ def test_a_scrape_shows_what_the_status_says(delivery: Delivery) -> None:
     assert found["penstock_pipeline_trigger", ""] == 0
 
 
-def test_the_port_is_free_again_afterwards(delivery: Delivery) -> None:
+def test_a_page_whose_name_points_here_is_told_nothing(delivery: PipelineDelivery) -> None:
+    """Before, the metrics were sent, whatever name the request was addressed to."""
+    url = f"http://127.0.0.1:{delivery.metrics.port}/metrics"
+    foreign = urllib.request.Request(url, headers={"host": "rebound.example"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(foreign, timeout=60)
+    assert refused.value.code == 421
+    assert json.loads(refused.value.read())["code"] == "misdirected"
+    own = urllib.request.Request(url, headers={"host": "localhost:9100"})
+    assert urllib.request.urlopen(own, timeout=60).status == 200
+    delivery.stop()
+
+
+def test_the_port_is_free_again_afterwards(delivery: PipelineDelivery) -> None:
     port = delivery.metrics.port
     delivery.stop()
     delivery.metrics.serve(f"127.0.0.1:{port}")
@@ -62,13 +77,13 @@ def test_the_port_is_free_again_afterwards(delivery: Delivery) -> None:
 
 
 @pytest.mark.parametrize("address", ["here", "127.0.0.1:", "127.0.0.1:70000"])
-def test_an_address_that_is_none_is_refused(delivery: Delivery, address: str) -> None:
+def test_an_address_that_is_none_is_refused(delivery: PipelineDelivery, address: str) -> None:
     delivery.stop()
     with pytest.raises(InvalidArgument, match="host:port"):
         delivery.metrics.serve(address)
 
 
-def test_every_metric_is_documented(delivery: Delivery) -> None:
+def test_every_metric_is_documented(delivery: PipelineDelivery) -> None:
     delivery.stop()
     page = (ROOT / "docs" / "metrics.md").read_text()
     families = text_string_to_metric_families(delivery.metrics.text().decode())

@@ -1,4 +1,4 @@
-"""The change log: commits, pruning, and what a damaged folder says."""
+"""The change log: commits, pruning, and what a damaged folder or file says."""
 
 import threading
 from pathlib import Path
@@ -6,12 +6,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from penstock.errors import Corruption, NotFound
-from penstock.spark.fold.change_file import ChangeWriter, Part
-from penstock.spark.fold.changes import ChangeLog
+from penstock.errors import Corruption, NotFound, StorageFailed
+from penstock.spark.fold.changes import ChangeLog, ChangePart, ChangeWriter, read_section
 
 
-def part(log: ChangeLog, *, first: int = 1, rows: int = 3, partition: int = 0) -> Part:
+def part(log: ChangeLog, *, first: int = 1, rows: int = 3, partition: int = 0) -> ChangePart:
     writer = ChangeWriter(log.data, topic="vectors", partition=partition)
     writer.add("states", pa.table({"n": list(range(rows)), "log_time_ms": [7] * rows}), lane=2)
     return writer.finish(first=first, last=first + rows - 1, counts={"read": rows})
@@ -30,7 +29,6 @@ def test_a_committed_trigger_is_read_back_after_a_restart(log: ChangeLog) -> Non
     assert (again.first, again.last, again.bytes) == (0, 0, written.bytes)
     (manifest,) = again.after(-1, limit=10)
     assert manifest.parts == (written,)
-    assert manifest.rows == 3
     assert again.table(written, written.sections[0])["n"].to_pylist() == [0, 1, 2]
 
 
@@ -53,7 +51,7 @@ def test_another_outcome_of_a_committed_trigger_is_refused(log: ChangeLog) -> No
         log.commit(0, [part(log, rows=4)])
     with pytest.raises(Corruption, match="came out otherwise"):
         log.commit(0, [])
-    assert log.manifest(0).rows == 3
+    assert log.manifest(0).parts[0].counts["read"] == 3
 
 
 def test_a_gap_between_triggers_is_refused(log: ChangeLog) -> None:
@@ -148,3 +146,72 @@ def test_another_process_follows_by_refreshing(log: ChangeLog) -> None:
     assert other.last is None
     other.refresh()
     assert other.last == 0
+
+
+def written(folder: Path, *values: int) -> ChangePart:
+    writer = ChangeWriter(folder, topic="vectors", partition=3)
+    writer.add("states", pa.table({"n": values, "log_time_ms": [v * 10 for v in values]}), lane=1)
+    writer.add("states", pa.table({"n": pa.array([], pa.int64())}), lane=2)
+    writer.add("deltas", pa.table({"id": ["a", "b"]}))
+    return writer.finish(first=5, last=9, counts={"read": 2})
+
+
+def test_each_section_is_read_alone(tmp_path: Path) -> None:
+    part = written(tmp_path, 1, 2, 3)
+    states, deltas = part.sections
+    assert (states.kind, states.lane, states.rows) == ("states", 1, 3)
+    assert (states.log_time_ms_min, states.log_time_ms_max) == (10, 30)
+    assert read_section(tmp_path, part, states)["n"].to_pylist() == [1, 2, 3]
+    assert read_section(tmp_path, part, deltas)["id"].to_pylist() == ["a", "b"]
+    assert part.bytes == (tmp_path / str(part.file)).stat().st_size
+
+
+def test_the_name_follows_from_range_and_content(tmp_path: Path) -> None:
+    first, same, other = (written(tmp_path, *v) for v in ((1, 2), (1, 2), (1, 3)))
+    assert first == same
+    assert first.file != other.file
+    assert str(first.file).startswith("vectors-3-5-9-")
+    assert {p.name for p in tmp_path.iterdir()} == {first.file, other.file}
+
+
+def test_without_rows_there_is_no_file(tmp_path: Path) -> None:
+    part = ChangeWriter(tmp_path, topic="t", partition=0).finish(first=1, last=4, counts={})
+    assert part.file is None
+    assert part.sections == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_outlive_the_file(tmp_path: Path) -> None:
+    part = written(tmp_path, *range(10_000))
+    table = read_section(tmp_path, part, part.sections[0])
+    (tmp_path / str(part.file)).unlink()
+    assert table["n"].to_pylist() == list(range(10_000))
+
+
+def test_a_missing_file_is_corruption(tmp_path: Path) -> None:
+    part = written(tmp_path, 1)
+    (tmp_path / str(part.file)).unlink()
+    with pytest.raises(Corruption, match="not there"):
+        read_section(tmp_path, part, part.sections[0])
+
+
+def test_a_short_file_is_corruption(tmp_path: Path) -> None:
+    part = written(tmp_path, *range(100))
+    path = tmp_path / str(part.file)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(Corruption, match="not what was written"):
+        read_section(tmp_path, part, part.sections[0])
+
+
+def test_a_folder_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(StorageFailed, match="gone"):
+        written(gone, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_fold_in_other_bytes_is_the_same_fold(tmp_path: Path) -> None:
+    first, other = written(tmp_path, 1), written(tmp_path, 2)
+    assert first.same_fold(other)
+    counts = ChangeWriter(tmp_path, topic="vectors", partition=3).finish(first=5, last=9, counts={})
+    assert not first.same_fold(counts)

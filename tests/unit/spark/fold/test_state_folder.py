@@ -10,7 +10,7 @@ from penstock.errors import Corruption, FailedPrecondition, Unavailable
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.propagation.options import PropagationOptions
 from penstock.spark.fold.state_folder import (
-    Identity,
+    PipelineIdentity,
     StateFolder,
     delta_topics,
     read_identity,
@@ -24,11 +24,11 @@ def topic(name: str = "vectors", *, id: int = 1, partitions: int = 8) -> TopicCo
     return TopicConfig(name=name, id=id, kind=TopicKind.DELTA, dimensions=16, partitions=partitions)
 
 
-def identity() -> Identity:
-    return Identity(id="p-1", name="p", tasks=4)
+def identity() -> PipelineIdentity:
+    return PipelineIdentity(id="p-1", name="p", tasks=4)
 
 
-def opened(folder: StateFolder, *, name: str = "p", tasks: int = 1) -> Identity:
+def opened(folder: StateFolder, *, name: str = "p", tasks: int = 1) -> PipelineIdentity:
     return folder.identity(name=name, tasks=tasks, propagation=PropagationOptions())
 
 

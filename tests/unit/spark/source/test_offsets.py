@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.spark.source.offsets import (
-    Budget,
-    Extent,
+    RangeExtent,
+    TriggerBudget,
     Wanted,
     advance,
     chosen,
@@ -24,7 +24,7 @@ from penstock.spark.source.offsets import (
 BATCH = 10  # sequences of every batch, of ten bytes each
 
 
-def measure(_: str, wanted: Sequence[Wanted]) -> list[Extent]:
+def measure(_: str, wanted: Sequence[Wanted]) -> list[RangeExtent]:
     """A log in batches of ten: 1-10, 11-20 …"""
     found = []
     for w in wanted:
@@ -36,7 +36,7 @@ def measure(_: str, wanted: Sequence[Wanted]) -> list[Extent]:
         ):
             last += BATCH
         last = min(last, w.last)
-        found.append(Extent(last, (last - w.first + 1) * 10))
+        found.append(RangeExtent(last, (last - w.first + 1) * 10))
     return found
 
 
@@ -53,33 +53,37 @@ def test_offsets_are_written_in_one_order() -> None:
 
 def test_without_a_bound_everything_is_taken() -> None:
     start, end = {"a": {0: 1, 1: 5}}, {"a": {0: 100, 1: 5}}
-    assert advance(start, end, topics=["a"], budget=Budget(None, None), measure=measure) == end
+    assert (
+        advance(start, end, topics=["a"], budget=TriggerBudget(None, None), measure=measure) == end
+    )
 
 
 def test_a_lower_topic_gets_what_the_higher_left() -> None:
     start = {"urgent": {0: 1}, "bulk": {0: 1, 1: 1}}
     end = {"urgent": {0: 31}, "bulk": {0: 1001, 1: 1001}}
     found = advance(
-        start, end, topics=["urgent", "bulk"], budget=Budget(100, None), measure=measure
+        start, end, topics=["urgent", "bulk"], budget=TriggerBudget(100, None), measure=measure
     )
     assert rows(start, found) == {"urgent": 30, "bulk": 60}
 
 
 def test_a_spent_budget_leaves_lower_topics_alone() -> None:
     start, end = {"urgent": {0: 1}, "bulk": {0: 1}}, {"urgent": {0: 1001}, "bulk": {0: 1001}}
-    found = advance(start, end, topics=["urgent", "bulk"], budget=Budget(40, None), measure=measure)
+    found = advance(
+        start, end, topics=["urgent", "bulk"], budget=TriggerBudget(40, None), measure=measure
+    )
     assert rows(start, found) == {"urgent": 40, "bulk": 0}
 
 
 def test_a_batch_larger_than_the_budget_is_taken_alone() -> None:
     start, end = {"a": {0: 1, 1: 1}}, {"a": {0: 101, 1: 201}}
-    found = advance(start, end, topics=["a"], budget=Budget(2, None), measure=measure)
+    found = advance(start, end, topics=["a"], budget=TriggerBudget(2, None), measure=measure)
     assert found == {"a": {0: 1, 1: 11}}
 
 
 def test_bytes_bound_as_rows_do() -> None:
     start, end = {"a": {0: 1, 1: 1}}, {"a": {0: 1001, 1: 1001}}
-    found = advance(start, end, topics=["a"], budget=Budget(None, 800), measure=measure)
+    found = advance(start, end, topics=["a"], budget=TriggerBudget(None, 800), measure=measure)
     assert rows(start, found) == {"a": 80}
 
 
@@ -87,7 +91,7 @@ def test_bytes_bound_as_rows_do() -> None:
 def test_triggers_reach_the_end_within_the_budget(ends: list[int], budget: int) -> None:
     at, end = {"a": dict.fromkeys(range(len(ends)), 1)}, {"a": dict(enumerate(ends))}
     for _ in range(10_000):
-        found = advance(at, end, topics=["a"], budget=Budget(budget, None), measure=measure)
+        found = advance(at, end, topics=["a"], budget=TriggerBudget(budget, None), measure=measure)
         if found == at:
             break
         moved = [p for p in at["a"] if found["a"][p] > at["a"][p]]

@@ -1,0 +1,100 @@
+"""What each stage of the live path costs by itself: its own code, on batches of a steady load.
+
+Ordering and routing are measured in a node, under load (`stages.to_sink`); what comes before
+the log and what a real sink does is measured here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.bench.stages import Run, Values, quantiles
+from penstock.bench.vectors import COMPONENTS, DIMENSIONS
+from penstock.testing.redis import redis_process
+
+BATCH: Final = 10  # changes that are put together
+BATCHES: Final = 2_000
+WARM: Final = 200
+VECTORS: Final = 2_000
+
+
+async def kernels(run: Run) -> Values:
+    return await asyncio.to_thread(_kernels, run.folder, max(WARM * 2, round(BATCHES * run.scale)))
+
+
+def _kernels(folder: Path, batches: int) -> Values:
+    from penstock.sinks.cache import CacheSink
+    from penstock.sinks.memory_index import MemoryIndexSink
+
+    values = _in_us("ingest", _ingest(batches))
+    with redis_process(folder / "redis", durable=False) as server:
+        values |= _in_us("cache", _writes(CacheSink("cache", url=server.url), batches))
+    return values | _in_us("index", _writes(MemoryIndexSink("memory"), batches))
+
+
+def _in_us(stage: str, took: list[float]) -> Values:
+    return quantiles(f"{stage}_us", np.array(took[WARM:]) * 1e6)
+
+
+def _ingest(batches: int) -> list[float]:
+    """A batch into the queue before the log, and out of it."""
+    from penstock.propagation.flow.ingest import IngestQueue
+
+    queue: IngestQueue[int] = IngestQueue()
+    took = []
+    for number in range(batches):
+        began = time.perf_counter()
+        if queue.fits(BATCH):
+            queue.put(number, priority=number % 4, count=BATCH, now_ms=number)
+        queue.take(BATCH, number)
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def _writes(sink: Any, batches: int) -> list[float]:
+    """A batch of states into a sink, from their columns to its return."""
+    sink.open()
+    took = []
+    try:
+        for number, make in enumerate(_states(batches)):
+            began = time.perf_counter()
+            sink.write(make(number))
+            took.append(time.perf_counter() - began)
+    finally:
+        sink.close()
+    return took
+
+
+def _states(batches: int) -> Iterator[Callable[[int], Any]]:
+    """Works with the states of some vectors, made when they are asked for."""
+    from penstock.model.delta_batch import DeltaBatch
+    from penstock.propagation.fold.propagator import Propagator
+    from penstock.sinks.protocol import Work
+    from penstock.sinks.schema import states_table
+    from penstock.testing.corpus import CorpusOptions, generate
+
+    options = CorpusOptions(
+        deltas=batches * BATCH, vectors=VECTORS, dimensions=DIMENSIONS, components=COMPONENTS,
+        duplicates=0.0, disorder=0.0, concurrent=0.0, seed=5,
+    )  # fmt: skip
+    corpus, fold = generate(options), Propagator(DIMENSIONS)
+    for first in range(0, batches * BATCH, BATCH):
+        payloads = corpus.chunk(first, first + BATCH).payloads.tolist()
+        deltas = DeltaBatch.of(
+            payloads,
+            sequences=np.arange(first + 1, first + 1 + len(payloads), dtype=np.uint64),
+            log_times_ms=np.full(len(payloads), 1, np.int64),
+        )
+        touched = fold.feed(deltas, through=first + BATCH).touched
+
+        def work(number: int, touched: Any = touched) -> Work:
+            states = states_table(touched, topic="bench", partition=0)
+            return Work(pipeline="bench", first=number, last=number, states=states)
+
+        yield work

@@ -1,0 +1,1 @@
+"""Stages of the pipeline on Spark, and the log of changes that they work on."""

@@ -1,0 +1,316 @@
+"""`penstock pipeline import | replay | materialise | compact | reindex | audit`: batch jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.command import Answer, Exit, Force, Invocation, command, group
+from penstock.console import cell, progress
+from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.spark.settings import PipelineSettings
+    from penstock.spark.source.options import Connecting
+
+app = group()
+
+Config = Annotated[Path, typer.Option("--config", help="The pipeline's TOML file.")]
+Master = Annotated[str | None, typer.Option(help="Of a Spark cluster; without: this machine.")]
+SinkName = Annotated[str | None, typer.Option("--sink", help="One of the pipeline's sinks.")]
+Time = Annotated[str | None, typer.Option(metavar="TIME", help="ISO 8601, UTC unless it says.")]
+
+
+class FileFormat(StrEnum):
+    PARQUET = "parquet"
+    DELTA = "delta"
+    JSONL = "jsonl"
+
+
+class TableFormat(StrEnum):
+    PARQUET = "parquet"
+    DELTA = "delta"
+
+
+class Priority(StrEnum):
+    CRITICAL = "critical"
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+class StateSource(StrEnum):
+    LOG = "log"
+    LAKE = "lake"
+
+
+@command(app, "audit", connects=False)
+def audit(
+    cli: Invocation,
+    config: Config = Path("pipeline.toml"),
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for sinks that lag behind.")
+    ] = 0.0,
+    master: Master = None,
+) -> Answer:
+    """Prove that the log is whole and that every sink holds what it adds up to."""
+    from penstock.spark.jobs.audit import Audit
+
+    settings = _settings(config, master)
+    with _spark("audit", settings) as spark:
+        document = Audit(spark, settings, wait_s=wait).run()
+    code = Exit.OK if document["ok"] else Exit.FAILED
+    return Answer(document=document, view=lambda: _audit_view(document), code=code)
+
+
+@command(app, "import")
+def import_(
+    cli: Invocation,
+    files: Annotated[list[Path], typer.Argument(help="Files, folders of them, Delta tables.")],
+    topic: Annotated[str, typer.Option(help="The delta topic to fill.")],
+    format: Annotated[FileFormat | None, typer.Option(help="If the names do not say.")] = None,
+    namespace: Annotated[str, typer.Option(help="Of rows that name none.")] = "default",
+    id_column: Annotated[str | None, typer.Option(help="vector_id, id or key.")] = None,
+    vector_column: Annotated[str | None, typer.Option(help="vector, values or embedding.")] = None,
+    namespace_column: Annotated[str | None, typer.Option(help="namespace.")] = None,
+    metadata_column: Annotated[str | None, typer.Option(help="metadata.")] = None,
+    priority: Annotated[Priority, typer.Option(help="Class of the deltas.")] = Priority.LOW,
+    again: Annotated[bool, typer.Option(help="Even if these files were imported before.")] = False,
+    master: Master = None,
+) -> Answer:
+    """Vectors from Parquet, Delta or JSON lines into a topic. Run again, it goes on or does
+    nothing."""
+    import os
+    import time
+
+    from penstock.model.delta import PriorityClass
+    from penstock.spark.java import cache_folder
+    from penstock.spark.jobs.import_units import Named, plan
+    from penstock.spark.jobs.imports import ImportOptions, import_files
+
+    now_ms = time.time_ns() // 1_000_000
+    named = Named(
+        vector_id=id_column,
+        vector=vector_column,
+        namespace=namespace_column,
+        metadata=metadata_column,
+        namespace_default=namespace,
+    )
+    options = ImportOptions(
+        topic=topic,
+        named=named,
+        priority=PriorityClass[priority.name],
+        journal=cache_folder(os.environ) / "imports",
+        salt=str(now_ms) if again else "",
+    )
+    planned = plan(files, format=None if format is None else format.value)
+    with (
+        _spark("import", master=master) as spark,
+        progress("import", total=planned.rows or len(planned.units), unit="rows") as advance,
+    ):
+        document = import_files(
+            spark, _node(cli), planned, options, now_ms=now_ms, progress=advance
+        )
+    view = f"{cell(document['rows'])} rows in {topic}, {cell(document['sent'])} sent now"
+    return Answer(document=document, view=view)
+
+
+@command(app, "materialise")
+def materialise(
+    cli: Invocation,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
+    config: Annotated[Path | None, typer.Option(help="A pipeline's TOML file.")] = None,
+    topic: Annotated[
+        list[str] | None, typer.Option(help="Topics, if there is no --config.")
+    ] = None,
+    at: Time = None,
+    format: Annotated[TableFormat, typer.Option(help="What to write.")] = TableFormat.PARQUET,
+    overwrite: Annotated[bool, typer.Option(help="Replace the folder.")] = False,
+    master: Master = None,
+) -> Answer:
+    """The vectors as they were at a time, folded from the log, as Parquet or a Delta table."""
+    from penstock.spark.attachment import node_of
+    from penstock.spark.jobs.materialisation import materialise as run
+    from penstock.spark.jobs.stores import propagation_of
+
+    settings = None if config is None else _settings(config, master)
+    topics = list(topic or (settings.topics if settings else ()))
+    if not topics:
+        raise InvalidArgument("give --config or --topic", field="topic")
+    node = _node(cli) if settings is None else node_of(settings)
+    at_ms = None if at is None else time_ms(at, field="at")
+    with _spark("materialise", settings, master=master) as spark:
+        document = run(
+            spark,
+            node,
+            topics,
+            output,
+            at_ms=at_ms,
+            format=format.value,
+            options=None if settings is None else propagation_of(settings),
+            overwrite=overwrite,
+        )
+    return Answer(document=document, view=f"{cell(document['vectors'])} vectors in {output}")
+
+
+@command(app, "compact", connects=False)
+def compact(
+    cli: Invocation, config: Config = Path("pipeline.toml"), sink: SinkName = None
+) -> Answer:
+    """Keep the newest row of each vector in the lake, in few files."""
+    from penstock.spark.jobs.stores import compact as run
+
+    document = run(_settings(config), sink)
+    lines = [
+        f"{name}: {cell(found['vectors']['rows_before'])} rows of vectors became"
+        f" {cell(found['vectors']['rows'])}"
+        for name, found in document["lakes"].items()
+    ]
+    return Answer(document=document, view="\n".join(lines))
+
+
+@command(app, "reindex", connects=False)
+def reindex(
+    cli: Invocation,
+    sink: Annotated[str, typer.Option(help="The sink to empty and fill.")],
+    config: Config = Path("pipeline.toml"),
+    source: Annotated[
+        StateSource, typer.Option("--from", help="Where states come from.")
+    ] = StateSource.LOG,
+    force: Force = False,
+    master: Master = None,
+) -> Answer:
+    """Empty an index or a cache and fill it anew. The pipeline must not run meanwhile."""
+    from penstock.spark.jobs.reindex import reindex as run
+    from penstock.spark.jobs.stores import sink_settings
+
+    settings = _settings(config, master)
+    sink_settings(settings, sink)
+    cli.confirm(f"{sink} is emptied and filled anew.", force=force)
+    with _spark("reindex", settings) as spark, progress("reindex", unit="states") as advance:
+        document = run(spark, settings, sink, origin=source.value, progress=advance)
+    return Answer(document=document, view=f"{sink}: {cell(document['states'])} states")
+
+
+@command(app, "replay")
+def replay(
+    cli: Invocation,
+    config: Annotated[Path | None, typer.Option(help="The pipeline's TOML file.")] = None,
+    sink: Annotated[list[str] | None, typer.Option(help="Sinks; without: all of them.")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Log time, ISO 8601.")
+    ] = None,
+    to: Time = None,
+    queue: Annotated[
+        str | None, typer.Option(help="A quarantine or DLQ topic to send back instead.")
+    ] = None,
+    topic: Annotated[str | None, typer.Option(help="Where to, if letters do not say.")] = None,
+    master: Master = None,
+) -> Answer:
+    """Part of the log into sinks once more; or set-aside deltas back into their topic."""
+    if (config is None) == (queue is None):
+        raise InvalidArgument("give --config or --queue, one of them", field="config")
+    if queue is not None:
+        return _replay_queue(cli, queue, topic)
+    from penstock.spark.jobs.replay import ReplayWindow
+    from penstock.spark.jobs.replay import replay as run
+
+    assert config is not None
+    settings = _settings(config, master)
+    window = ReplayWindow(
+        from_ms=None if from_ is None else time_ms(from_, field="from"),
+        to_ms=None if to is None else time_ms(to, field="to"),
+    )
+    with _spark("replay", settings) as spark:
+        document = run(spark, settings, sink or (), window=window)
+    lines = [f"{name}: {rows}" for name, rows in document["sinks"].items()]
+    return Answer(document=document, view="\n".join(lines))
+
+
+def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
+    import asyncio
+
+    from penstock.client.network.endpoints import Remote
+    from penstock.spark.jobs.letters import replay_letters
+
+    node = _node(cli)
+    remote = Remote(cli.url, api_key=cli.api_key, tls=cli.ca, client="penstock-replay")
+    with progress(f"replay {queue}", unit="letters") as advance:
+        document = asyncio.run(
+            replay_letters(node.access(), remote, queue, topic=topic, progress=advance)
+        )
+    return Answer(document=document, view=f"{cell(document['replayed'])} letters of {queue}")
+
+
+def time_ms(text: str, *, field: str) -> int:
+    """A point in time as a person writes it; UTC unless it says otherwise."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidArgument(f"{field} is not an ISO 8601 time: {text}", field=field) from error
+    return round((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def _settings(config: Path, master: str | None = None) -> PipelineSettings:
+    from penstock.spark.settings import PipelineSettings
+
+    return PipelineSettings.load(config, overrides={"master": master})
+
+
+def _node(cli: Invocation) -> Connecting:
+    from penstock.spark.source.options import Connecting
+
+    return Connecting(url=cli.url, api_key=cli.api_key, tls=None if cli.ca is None else str(cli.ca))
+
+
+@contextmanager
+def _spark(
+    job: str, settings: PipelineSettings | None = None, *, master: str | None = None
+) -> Iterator[Any]:
+    """A session for one job."""
+    from penstock.spark.session import spark_session
+
+    if settings is None:
+        session = spark_session(f"penstock-{job}", master=master)
+    else:
+        session = spark_session(
+            f"penstock-{job}-{settings.name}",
+            master=master or settings.master,
+            cores=settings.cores,
+            conf=settings.spark,
+        )
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _audit_view(document: dict[str, Any]) -> str:
+    partitions = document["partitions"]
+    messages = sum(partition["messages"] for partition in partitions)
+    head = "[green]ok[/green]" if document["ok"] else "[red]not proved[/red]"
+    lines = [f"{head}: {len(partitions)} partitions, {cell(messages)} deltas in the log"]
+    for partition in partitions:
+        if not partition["ok"]:
+            place = f"{partition['topic']}/{partition['partition']}"
+            lines.append(f"  [red]{place}[/red]: {partition['damage']['reason']}")
+    for name, sink in document["sinks"].items():
+        lines.append(f"  {name}: {sink['verdict']}{_why(sink)}")
+    return "\n".join(lines)
+
+
+def _why(sink: dict[str, Any]) -> str:
+    if "reason" in sink:
+        return f" ({sink['reason']})"
+    found = [f"{sink['lag']['triggers']} triggers behind"] if "lag" in sink else []
+    for part in ("vectors", "history", "messages"):
+        for kind, count in sink.get(part, {}).get("differences", {}).items():
+            found.append(f"{part}: {count} × {kind}")
+        found += [f"e.g. {place}" for place in sink.get(part, {}).get("first_differences", [])[:1]]
+    return f" ({'; '.join(found)})" if found else ""

@@ -1,0 +1,395 @@
+"""The exchange of frames on one connection: numbers, answers, streams, signs of life.
+
+Every request and every stream takes a number of its own from one counter; an answer repeats it.
+When the connection is lost, every waiting request fails with `Unavailable`: its outcome is
+*unknown*, and whoever repeats it does so with the same producer key. The same holds for a request
+that was not answered within `answer_s`. That time is counted in ticks, so that a loop that stood
+still is not taken for a node that did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, cast
+
+from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
+from penstock.model.batch import Codec
+from penstock.wire import frame
+from penstock.wire.compression import compressed, expanded
+from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
+from penstock.wire.negotiation import CODECS, VERSIONS
+from penstock.wire.outbox import WireTransport
+
+GREETING_TIMEOUT_S: Final = 10.0
+SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
+CLUSTER_TICK_S_MAX: Final = 0.7  # another node may have taken over: find out within seconds
+ANSWER_TICKS: Final = 10  # The time that an answer may take is counted in so many ticks.
+_WANTED: Final = int(FrameFlag.ACK_WANTED)
+
+
+class Receiver(Protocol):
+    """What a connection hands the frames of an open stream to."""
+
+    def on_answer(self, payload: memoryview) -> None:
+        """An answer to the opening that nobody waits for."""
+
+    def on_batch(self, payload: memoryview) -> None: ...
+
+    def on_end(self, error: PenstockError | None) -> None: ...
+
+
+class Exchange(asyncio.Protocol):
+    """A client's end. It works from `connection_made` on: hand it to a transport first."""
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        cluster_key: str | None = None,  # of a node that connects to another one
+        client: str = "penstock-python",
+        heartbeat_s: float | None = None,  # None: as often as the server needs it
+        codecs: Sequence[str] = (),  # that frames may be compressed by, the preferred one first
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._hello = Hello(list(VERSIONS), api_key, client, list(codecs), cluster_key)
+        self._codec = Codec.NONE  # the one that the server has chosen of those in the greeting
+        self._transport: WireTransport | None = None
+        self._decoder = FrameDecoder()
+        self._number = 0
+        self.answer_s: float | None = None  # how long an answer may take; None: for ever
+        # The server was too late with an answer, or said that other nodes should be asked.
+        self.elsewhere = False
+        # By number: who waits, for what, and the tick at which the answer is late.
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Any, float]] = {}
+        self._tick = 0
+        self._ticking: asyncio.TimerHandle | None = None
+        self._streams: dict[int, Receiver] = {}
+        self._greeting: asyncio.Future[Welcome] = self._loop.create_future()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
+        self._lost: PenstockError | None = None
+        self._left = False  # nobody will ask anything more on this connection
+        self._farewell: PenstockError | None = None  # the server goes, and takes no more requests
+        self._heartbeat_s = heartbeat_s
+        self._heartbeat: asyncio.TimerHandle | None = None
+        # Whether anything was sent, or received, since the last tick of the heartbeat.
+        self._sent = self._received = True
+        self._silent = 0  # ticks in a row without a byte from the peer
+        self._slow: dict[str, float] = {}  # by topic: loop time until which to put nothing
+
+    # --- state ---
+
+    @property
+    def alive(self) -> bool:
+        return self._lost is None and self._farewell is None and self._transport is not None
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer yet."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for an answer, and no stream is open."""
+        return not self._waiting and not self._streams
+
+    @property
+    def welcome(self) -> Welcome:
+        return self._greeting.result()
+
+    def slow_until(self, topic: str) -> float:
+        """The loop time until which the server wants no puts into a topic; 0: at once."""
+        if not self._slow:
+            return 0.0
+        self._slow = {name: t for name, t in self._slow.items() if t > self._loop.time()}
+        return max(self._slow.get(topic, 0.0), self._slow.get("", 0.0))
+
+    async def greeted(self, timeout: float = GREETING_TIMEOUT_S) -> Welcome:
+        """Wait until the server accepted us; raises what it refused us with."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(self._greeting)
+        except TimeoutError as error:
+            self._fail(Unavailable("the server did not greet back in time"))
+            raise Unavailable("the server did not greet back in time") from error
+
+    async def close(self) -> None:
+        """Send what was written, then end; waiting requests fail with `Unavailable`."""
+        if self._transport is not None:
+            self._transport.close()
+            self._fail(Unavailable("the connection was closed"), abort=False)
+            await asyncio.shield(self._closed)
+
+    def leave(self) -> None:
+        """End once everybody has an answer and every stream has ended."""
+        self._left = True
+        self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if self._left and self.idle and self._transport is not None:
+            self._transport.close()
+            self._fail(Unavailable("the connection was left for another"), abort=False)
+
+    async def wait_closed(self) -> None:
+        """Until the connection is over, whoever ended it."""
+        await asyncio.shield(self._closed)
+
+    def abort(self) -> None:
+        """End now, whatever is under way."""
+        self._fail(Unavailable("the connection was given up"))
+
+    # --- sending ---
+
+    def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None:
+        if self._lost is None and self._transport is not None:
+            self._sent = True
+            if self._codec and (packed := compressed(self._codec, payload)) is not None:
+                payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
+            self._transport.writelines(frame.encode(type, sequence, *payload, flags=flags))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _ask(
+        self,
+        type: FrameType,
+        answer: Any,
+        *payload: Buffer,
+        number: int | None = None,
+        wait_s: float = 0.0,
+    ) -> asyncio.Future[Any]:
+        """Send a request; the future of its answer, which may take `wait_s` longer than others."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._raise_if_lost()
+        number = number or self._next()
+        self.send(type, number, *payload, flags=_WANTED)
+        self._waiting[number] = (future, answer, self._late_at(wait_s))
+        return future
+
+    async def _request(
+        self, type: FrameType, answer: Any, *payload: Buffer, wait_s: float = 0.0
+    ) -> Any:
+        if self._resume is not None:
+            await self._resumed()
+        return await self._ask(type, answer, *payload, wait_s=wait_s)
+
+    async def _resumed(self) -> None:
+        """Until the transport takes more; raises `Unavailable` if that takes too long."""
+        try:
+            async with asyncio.timeout(self.answer_s):
+                while self._resume is not None:
+                    await asyncio.shield(self._resume)
+        except TimeoutError:
+            self.elsewhere = True
+            raise Unavailable("the server does not read", sent=False) from None
+
+    def _late_at(self, wait_s: float) -> float:
+        if self.answer_s is None:
+            return math.inf
+        if self._ticking is None:
+            self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
+        return self._tick + 1 + ANSWER_TICKS * (1 + wait_s / self.answer_s)
+
+    def _on_tick(self) -> None:
+        """Let go of answers that are late; and of a server that gives no sign of life besides."""
+        assert self.answer_s is not None
+        self._tick += 1
+        late = [number for number, waiting in self._waiting.items() if waiting[2] <= self._tick]
+        for number in late:
+            future = self._waiting.pop(number)[0]
+            if not future.done():
+                self.elsewhere = True
+                future.set_exception(Unavailable(f"no answer within {self.answer_s:g} s"))
+        self._ticking = None
+        if late and self._silent > 1:  # a heartbeat of ours has no answer either
+            self._fail(Unavailable("the server went silent"))
+        elif self._waiting:
+            self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
+        self._end_if_left()
+
+    async def unsubscribe(self, number: int) -> None:
+        """End a stream; what the server sent before it knew still arrives before this returns."""
+        if number in self._streams:
+            try:
+                await self._ask(FrameType.UNSUBSCRIBE, dict, number=number)
+            finally:
+                self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        """Hear nothing more of a stream."""
+        self._streams.pop(number, None)
+        self._end_if_left()
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise Unavailable(self._lost.message) from self._lost
+        if self._farewell is not None:
+            raise Unavailable(self._farewell.message, sent=False) from self._farewell
+        if self._transport is None:
+            raise Unavailable("the connection was not made yet")
+
+    # --- called by the transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.send(FrameType.HEARTBEAT, 0, pack(self._hello))
+
+    def data_received(self, data: bytes) -> None:
+        self._received = True
+        try:
+            for item in self._decoder.feed(data):
+                self._on_frame(item)
+        except PenstockError as error:
+            self._fail(error)
+        self._end_if_left()
+
+    def pause_writing(self) -> None:
+        self._resume = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        lost = Unavailable(f"the connection was lost: {exc}" if exc else "the connection was lost")
+        self._fail(lost, abort=False)
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    # --- receiving ---
+
+    def _on_frame(self, item: Frame) -> None:
+        kind = item.type
+        if item.flags & FrameFlag.COMPRESSED:
+            item = expanded(item, self._codec, bytes_max=frame.PAYLOAD_BYTES_MAX)
+        if kind is FrameType.ACK:
+            self._on_answer(item)
+        elif kind is FrameType.BATCH:
+            stream = self._streams.get(item.sequence)
+            if stream is not None:
+                stream.on_batch(item.payload)
+        elif kind is FrameType.NACK:
+            self._on_refusal(item)
+        elif kind is FrameType.UNSUBSCRIBE:
+            self._on_stream_end(item)
+        elif kind is FrameType.HEARTBEAT:
+            if not self._greeting.done():
+                self._on_welcome(unpack(item.payload, Welcome)[0])
+        elif kind is FrameType.BACKPRESSURE:
+            slow, _ = unpack(item.payload, SlowDown)
+            self._slow[slow.topic] = self._loop.time() + slow.retry_after_ms / 1000
+        else:
+            raise Corruption(f"a client cannot receive {kind.name}")
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.version not in self._hello.versions:
+            raise Corruption(f"the server speaks version {welcome.version}, which was not offered")
+        self._codec = CODECS.get(welcome.codec, Codec.NONE)
+        self._greeting.set_result(welcome)
+        interval = self._heartbeat_s or welcome.heartbeat_ms / 2000
+        if interval > 0:
+            self._beat(min(interval, CLUSTER_TICK_S_MAX) if welcome.cluster else interval)
+
+    def _on_answer(self, item: Frame) -> None:
+        found = self._waiting.pop(item.sequence, None)
+        if found is None:
+            stream = self._streams.get(item.sequence)
+            if stream is not None:
+                stream.on_answer(item.payload)
+        elif not found[0].done():
+            try:
+                # An answer may hold a message, which may be larger than what a request may be.
+                answer = unpack(item.payload, found[1], bytes_max=frame.PAYLOAD_BYTES_MAX)[0]
+            except PenstockError as error:  # it is the last answer that comes, and has to be told
+                found[0].set_exception(_copy(error))
+                raise
+            found[0].set_result(answer)
+
+    def _on_refusal(self, item: Frame) -> None:
+        error = _error_in(item)
+        self._heed(error)
+        if item.sequence == 0 and error.details.get("leaving"):
+            self._on_farewell(error)
+            return
+        if item.sequence == 0 or not self._greeting.done():
+            self._fail(error)  # The server refuses the whole connection, not one request.
+            return
+        found = self._waiting.pop(item.sequence, None)
+        if found is None:
+            stream = self._streams.pop(item.sequence, None)
+            if stream is not None:
+                stream.on_end(error)
+        elif not found[0].done():
+            found[0].set_exception(error)
+
+    def _on_farewell(self, error: PenstockError) -> None:
+        """The server goes. It still answers what it was asked before, so that nobody has to guess
+        whether that was done; then the connection ends."""
+        self._farewell = error
+        self._end_streams(error)
+        self.leave()
+
+    def _end_streams(self, error: PenstockError) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.on_end(error)
+
+    def _on_stream_end(self, item: Frame) -> None:
+        error = _error_in(item) if len(item.payload) else None
+        stream = self._streams.pop(item.sequence, None)
+        if stream is None:
+            return
+        if error is not None:
+            self._heed(error)
+        stream.on_end(error)
+
+    def _heed(self, error: PenstockError) -> None:
+        """Remember whether the server says that others should be asked."""
+        self.elsewhere = self.elsewhere or bool(error.details.get("elsewhere"))
+
+    def _beat(self, interval: float) -> None:
+        """Every half heartbeat: show that we live, and have the peer show that it does."""
+        self._silent = 0 if self._received else self._silent + 1
+        if self._silent > SILENT_TICKS_MAX:
+            self._fail(Unavailable("the server went silent"))
+            return
+        if not (self._sent and self._received):
+            self.send(FrameType.HEARTBEAT, 0)
+        self._sent = self._received = False
+        self._heartbeat = self._loop.call_later(interval, self._beat, interval)
+
+    # --- ending ---
+
+    def _fail(self, error: PenstockError, *, abort: bool = True) -> None:
+        """Nothing more comes: everyone who waits learns why."""
+        if self._lost is not None:
+            return
+        self._lost = error
+        for timer in (self._heartbeat, self._ticking):
+            if timer is not None:
+                timer.cancel()
+        if not self._greeting.done():
+            self._greeting.set_exception(error)
+            self._greeting.exception()  # a caller that never asks must not be warned about it
+        waiting, self._waiting = self._waiting, {}
+        for future, _, _ in waiting.values():
+            if not future.done():
+                future.set_exception(_copy(error))
+        self._end_streams(error)
+        self.resume_writing()
+        if abort and self._transport is not None:
+            self._transport.abort()
+
+
+def _error_in(item: Frame) -> PenstockError:
+    return from_wire(unpack(item.payload, dict[str, Any])[0])
+
+
+def _copy(error: PenstockError) -> PenstockError:
+    """One exception object per waiter: a shared one would collect everybody's traceback."""
+    return from_wire(error.to_wire())

@@ -1,0 +1,512 @@
+"""Leased messages: what may be done with them, and how their leases are kept.
+
+A delivery is the unit: a `MessageBatch` knows for each of its messages whether it is still held, in
+one byte. A `LeasedMessage` is a view of one row. A `Keeper` extends, at a third of the visibility,
+all leases of its batches that are still held, whether a handler works on them or they wait their
+turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Generic, TypeVar, Unpack, overload
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.client import spans
+from penstock.client.network.connection import HowReturned
+from penstock.client.network.link import Link
+from penstock.client.network.streams import DeliveredBatch
+from penstock.client.options import Duration, milliseconds, optional_ms
+from penstock.client.queue.handle import TopicHandle
+from penstock.client.queue.messages import Message
+from penstock.client.queue.settler import Settler
+from penstock.errors import InvalidArgument, LeaseLost, PenstockError
+from penstock.model.delivery import DELIVERY
+from penstock.model.ids import LeaseToken
+from penstock.wire.messages import Delivery
+
+T = TypeVar("T")
+log = logging.getLogger("penstock.client")
+REASON_CHARS_MAX = 500
+
+
+class LeaseState(IntEnum):
+    """WAITING → OUT when it is handed to a handler; either → SETTLED by us, or LOST by time.
+    Nothing leads back. The first two are held."""
+
+    WAITING = 0
+    OUT = 1
+    SETTLED = 2
+    LOST = 3
+
+
+_WAITING, _OUT, _SETTLED, _ = (bytes((state,)) for state in LeaseState)
+
+
+class MessageBatch(Generic[T]):
+    """Messages of one partition, leased together. As a context manager it acknowledges them all
+    on exit, or gives them back on an error; rows that were settled one by one are left out."""
+
+    def __init__(
+        self,
+        origin: TopicHandle[Any],
+        delivered: DeliveredBatch,
+        *,
+        released: Callable[[MessageBatch[Any], int], None] | None = None,
+        entered: Callable[[MessageBatch[Any]], None] | None = None,
+    ) -> None:
+        self._origin = origin
+        self._delivery, self._columns = delivered.delivery, delivered.columns
+        self._states = bytearray(self._delivery.count)
+        self._released = released  # told how many of the leases that were out have ended
+        self._rows: dict[str, list[Any]] | None = None
+        self.entered = entered  # told when a handler begins
+        self.kept: Callable[[MessageBatch[Any]], None] | None = None  # told when none is held
+        self.held = self._delivery.count
+
+    def __len__(self) -> int:
+        return self._delivery.count
+
+    @property
+    def topic(self) -> int:
+        """The id of the topic that the messages are of."""
+        return self._delivery.topic
+
+    @property
+    def partition(self) -> int:
+        return self._delivery.partition
+
+    @property
+    def visibility_ms(self) -> int:
+        return self._delivery.visibility_ms
+
+    @property
+    def deadline_ms(self) -> int:
+        """When the leases end unless they are extended, by the coordinator's wall clock."""
+        return self._delivery.deadline_ms
+
+    @property
+    def payloads(self) -> list[bytes]:
+        """Every payload, without making messages of them."""
+        column = self._columns.binary("payload")
+        return [b""] * len(self) if column is None else column.tolist()
+
+    @property
+    def values(self) -> list[T]:
+        decode = self._origin.content.decode
+        return [decode(payload) for payload in self.payloads]
+
+    @overload
+    def __getitem__(self, index: int) -> LeasedMessage[T]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LeasedMessage[T]]: ...
+    def __getitem__(self, index: int | slice) -> LeasedMessage[T] | list[LeasedMessage[T]]:
+        if isinstance(index, slice):
+            return [self._message(row) for row in range(*index.indices(len(self)))]
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(index)
+        return self._message(row)
+
+    def __iter__(self) -> Iterator[LeasedMessage[T]]:
+        return (self._message(row) for row in range(len(self)))
+
+    def _message(self, row: int) -> LeasedMessage[T]:
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = self._decode()
+        return LeasedMessage(self, row, {name: column[row] for name, column in rows.items()})
+
+    def _decode(self) -> dict[str, list[Any]]:
+        columns = self._columns
+        rows: dict[str, list[Any]] = {
+            "sequence": columns.fixed("message").tolist(),
+            "priority": columns.fixed("priority").tolist(),
+            "attempts": columns.fixed("attempts").tolist(),
+            "time_ms": columns.fixed("time_ms").tolist(),
+        }
+        for name in ("key", "headers", "payload"):
+            column = columns.binary(name)
+            rows[name] = [b""] * len(self) if column is None else column.tolist()
+        return rows
+
+    # --- settling ---
+
+    async def ack(self) -> None:
+        """Acknowledge every message still held; raises `LeaseLost` if some were not any more."""
+        rows = self.take()
+        if len(rows):
+            lost = await self._origin.settler.ack_range(self.token(0), self._tokens(rows))
+            self._raise_lost(lost)
+
+    async def nack(self, *, delay: Duration | None = None, reason: str = "") -> None:
+        """Give every message still held back for a retry, after `delay` or the topic's backoff."""
+        await self._give_back(delay_ms=optional_ms(delay, field="delay"), reason=reason)
+
+    async def reject(self, reason: str = "") -> None:
+        """Move every message still held to the dead letters."""
+        await self._give_back(reject=True, reason=reason)
+
+    async def give_back(self) -> None:
+        """Return what was not used: no attempt is counted."""
+        await self._give_back(counted=False, delay_ms=0)
+
+    async def _give_back(self, **how: Unpack[HowReturned]) -> None:
+        _mend_reason(how)
+        rows = self.take()
+        if len(rows):
+            tokens = [self.token(row) for row in rows.tolist()]
+            self._raise_lost(await self._origin.settler.give_back(tokens, **how))
+
+    def _raise_lost(self, lost: list[int]) -> None:
+        if lost:
+            raise LeaseLost(f"{len(lost)} of {len(self)} leases were lost", lost=len(lost))
+
+    async def __aenter__(self) -> MessageBatch[T]:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await _settle(self, error, self._origin.name)
+
+    # --- rows and their leases ---
+
+    @property
+    def origin(self) -> TopicHandle[Any]:
+        return self._origin
+
+    def token(self, row: int) -> LeaseToken:
+        return self._delivery.token(row)
+
+    def state(self, row: int) -> LeaseState:
+        return LeaseState(self._states[row])
+
+    def is_held(self, row: int) -> bool:
+        return self._states[row] <= LeaseState.OUT
+
+    def held_rows(self) -> NDArray[np.int64]:
+        if self.held == len(self):
+            return np.arange(len(self))
+        return np.flatnonzero(np.frombuffer(self._states, np.uint8) <= LeaseState.OUT)
+
+    def hand_out(self, row: int | None = None) -> None:
+        """A handler has the row now, or all of them."""
+        if row is None:
+            self._states = self._states.replace(_WAITING, _OUT)
+        elif self._states[row] == LeaseState.WAITING:
+            self._states[row] = LeaseState.OUT
+
+    def take(self) -> NDArray[np.int64]:
+        """Mark every held row as settled; returns them."""
+        rows = self.held_rows()
+        if len(rows) < len(self):
+            self.mark(rows.tolist(), LeaseState.SETTLED)
+        else:
+            out = self._states.count(LeaseState.OUT)
+            self._states = bytearray(_SETTLED * len(self))
+            self._end(len(rows), out)
+        return rows
+
+    def take_row(self, row: int) -> None:
+        """Mark one row as settled; raises if it is not ours to settle any more."""
+        state = self._states[row]
+        if state == LeaseState.LOST:
+            raise LeaseLost("the lease ran out before the message was settled")
+        if state == LeaseState.SETTLED:
+            raise LeaseLost("the message was settled already")
+        self.mark((row,), LeaseState.SETTLED)
+
+    def mark(self, rows: Sequence[int], state: LeaseState) -> None:
+        """End the leases of those `rows` that are held."""
+        states = self._states
+        ended = out = 0
+        for row in rows:
+            if states[row] <= LeaseState.OUT:
+                out += states[row]
+                ended += 1
+                states[row] = state
+        self._end(ended, out)
+
+    def _end(self, ended: int, out: int) -> None:
+        self.held -= ended
+        if out and self._released is not None:
+            self._released(self, out)
+        if not self.held and self.kept is not None:
+            self.kept(self)
+
+    def _tokens(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return (rows + self._delivery.token_first).astype(np.uint64)
+
+
+class LeasedMessage(Message[T]):
+    """A message that is ours until its lease ends. Use it as a context manager: leaving
+    acknowledges it, an error gives it back for a retry, cancellation gives it back unused."""
+
+    __slots__ = ("_batch", "_row", "_span")
+
+    def __init__(self, batch: MessageBatch[T], row: int, fields: dict[str, Any]) -> None:
+        origin = batch.origin
+        super().__init__(origin.content, topic=batch.topic, partition=batch.partition, **fields)
+        self._batch, self._row = batch, row
+        self._span: spans.TraceSpan | None = None
+
+    @property
+    def lease_token(self) -> str:
+        return str(self._batch.token(self._row))
+
+    @property
+    def deadline_ms(self) -> int:
+        """When its lease ends unless it is extended, by the coordinator's wall clock."""
+        return self._batch.deadline_ms
+
+    @property
+    def held(self) -> bool:
+        """False once it was settled, or its lease is known to be lost."""
+        return self._batch.is_held(self._row)
+
+    def hand_out(self) -> None:
+        self._batch.hand_out(self._row)
+
+    def take(self) -> LeaseToken:
+        """Mark it as settled for whoever ends its lease by this token."""
+        self._batch.take_row(self._row)
+        return self._batch.token(self._row)
+
+    async def ack(self) -> None:
+        """Done with it. Raises `LeaseLost` if the lease had ended; it may be delivered again."""
+        await self._batch.origin.settler.ack(self.take())
+
+    async def nack(self, *, delay: Duration | None = None, reason: str = "") -> None:
+        """Try again later: after `delay`, or after the topic's backoff."""
+        await self._give_back(delay_ms=optional_ms(delay, field="delay"), reason=reason)
+
+    async def reject(self, reason: str = "") -> None:
+        """Never again: to the dead letters at once."""
+        await self._give_back(reject=True, reason=reason)
+
+    async def give_back(self) -> None:
+        """Not used: someone else may have it now, and no attempt is counted."""
+        await self._give_back(counted=False, delay_ms=0)
+
+    async def extend(self, duration: Duration) -> None:
+        """Let the lease run for `duration` from now."""
+        extend_ms = milliseconds(duration, field="duration")
+        token = self._batch.token(self._row)
+        if await self._batch.origin.settler.extend([token], extend_ms):
+            self._batch.mark((self._row,), LeaseState.LOST)
+            raise LeaseLost("the lease ran out before it was extended")
+
+    async def _give_back(self, **how: Unpack[HowReturned]) -> None:
+        _mend_reason(how)
+        if await self._batch.origin.settler.give_back([self.take()], **how):
+            raise LeaseLost("the lease ran out before the message was given back")
+
+    def begin(self) -> None:
+        """A handler has begun."""
+        if self._batch.entered is not None:
+            self._batch.entered(self._batch)
+
+    async def finish(self, error: BaseException | None) -> None:
+        """The handler ended, with `error` or without; settle accordingly unless it did."""
+        if self._batch.state(self._row) is not LeaseState.SETTLED:
+            await _settle(self, error, self._batch.origin.name)
+
+    def trace(self) -> spans.TraceSpan | None:
+        """A span for handling it, if the application traces."""
+        if not spans.active():
+            return None
+        return spans.begin_process(
+            self._batch.origin.name,
+            headers=self.headers,
+            attributes={
+                "messaging.message.id": self.id,
+                "penstock.partition": self.partition,
+                "penstock.attempts": self.attempts,
+            },
+        )
+
+    async def __aenter__(self) -> LeasedMessage[T]:
+        self.begin()
+        self._span = self.trace()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self.finish(error)
+        finally:
+            if self._span is not None:
+                self._span.end(error)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+
+
+def _mend_reason(how: HowReturned) -> None:
+    """Make the reason one that can be sent, while the lease is still held. Text of the system may
+    hold bytes that are no Unicode, as in the name of a file; they must not keep a message from
+    going back."""
+    reason: Any = how.get("reason", "")
+    if not isinstance(reason, str):
+        raise InvalidArgument(f"reason must be text, not {type(reason).__name__}", field="reason")
+    how["reason"] = reason.encode(errors="backslashreplace").decode()
+
+
+async def _settle(
+    leased: MessageBatch[Any] | LeasedMessage[Any], error: BaseException | None, topic: str
+) -> None:
+    """Settle what a handler had, by how it ended. While an error is on its way up it must not be
+    replaced by a second one."""
+    if error is None:
+        await leased.ack()
+        return
+    try:
+        if isinstance(error, Exception):
+            await leased.nack(reason=_describe(error))
+        else:
+            await leased.give_back()
+    except PenstockError as failed:
+        log.warning("a message of %s was not given back: %s", topic, failed)
+
+
+class Keeper:
+    """Extends all leases of its batches every third of the visibility.
+
+    Each partition has a request of its own, which is given up when the next one is due: one that
+    is out of reach must not cost the leases on others. It runs while something is held, and from
+    `start` to `finish` in any case: `absorb` then brings in what has arrived meanwhile.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settler: Settler,
+        visibility_ms: int,
+        *,
+        absorb: Callable[[], None] | None = None,
+    ) -> None:
+        self._link, self._settler, self._visibility_ms = link, settler, visibility_ms
+        self._absorb = absorb
+        self._batches: set[MessageBatch[Any]] = set()
+        self._started = self._running = self._stopped = False
+        self._look = asyncio.Event()  # something ended: is there still anything to keep?
+
+    def start(self) -> None:
+        self._started = True
+        self._ensure()
+
+    def keep(self, batch: MessageBatch[Any]) -> None:
+        """Extend the leases of `batch` until none is held."""
+        self._batches.add(batch)
+        batch.kept = self._let_go
+        self._ensure()
+
+    def finish(self) -> None:
+        """Nothing new will come; what is held is still kept."""
+        self._started = False
+        self._look.set()
+
+    def stop(self) -> None:
+        """Keep nothing any longer."""
+        self._stopped = True
+        self._look.set()
+
+    def _let_go(self, batch: MessageBatch[Any]) -> None:
+        self._batches.discard(batch)
+        if not self._batches and not self._started:
+            self._look.set()
+
+    @property
+    def _needed(self) -> bool:
+        return not self._stopped and (self._started or bool(self._batches))
+
+    def _ensure(self) -> None:
+        if not self._running and self._needed:
+            self._running = True
+            self._link.spawn(self._run())
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        interval_s = self._visibility_ms / 3000
+        due = loop.time() + interval_s
+        while self._needed:
+            self._look.clear()
+            try:
+                async with asyncio.timeout_at(due):
+                    await self._look.wait()
+            except TimeoutError:
+                due = loop.time() + interval_s
+                try:
+                    await self._extend_all(interval_s)
+                except Exception:  # the next time may go well, and others' leases need it
+                    log.exception("leases were not extended")
+        self._running = False
+
+    async def _extend_all(self, within_s: float) -> None:
+        if self._absorb is not None:
+            self._absorb()
+        held: dict[int, list[tuple[MessageBatch[Any], int]]] = defaultdict(list)
+        for batch in self._batches:
+            for row in batch.held_rows().tolist():
+                held[batch.partition].append((batch, row))
+        async with asyncio.TaskGroup() as tasks:
+            for some in held.values():
+                tasks.create_task(self._extend(some, within_s))
+
+    async def _extend(self, held: list[tuple[MessageBatch[Any], int]], within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                tokens = [batch.token(row) for batch, row in held]
+                lost = await self._settler.extend(tokens, self._visibility_ms)
+        except (PenstockError, TimeoutError) as error:
+            log.warning("%d leases were not extended: %s", len(held), error or "no answer")
+            return
+        for position in lost:
+            batch, row = held[position]
+            batch.mark((row,), LeaseState.LOST)
+
+
+def popped(
+    origin: TopicHandle[Any], fields: dict[str, Any], entered: Callable[[MessageBatch[Any]], None]
+) -> MessageBatch[Any]:
+    """A message out of a `pop` call; `entered` is called when a handler begins with it."""
+    token = LeaseToken.parse(fields["lease_token"])
+    headers = fields.get("headers")
+    body = DELIVERY.encode(
+        1,
+        {
+            "message": [fields["sequence"]],
+            "time_ms": [fields["time_ms"]],
+            "priority": [fields.get("priority", 0)],
+            "attempts": [fields.get("attempts", 0)],
+            "key": [fields.get("key") or b""],
+            "headers": [msgspec.msgpack.encode(headers) if headers else b""],
+            "payload": [fields["payload"]],
+        },
+    )
+    delivery = Delivery(
+        token.partition, token.epoch, token.sequence, 1,
+        fields.get("deadline_ms", 0), fields.get("visibility_ms", 30_000), token.topic,
+    )  # fmt: skip
+    batch: MessageBatch[Any] = MessageBatch(
+        origin, DeliveredBatch(delivery, DELIVERY.decode(body, 1)), entered=entered
+    )
+    batch.hand_out()
+    return batch

@@ -1,0 +1,1 @@
+"""The first act: priorities, retries, and a crash under load, on one node."""

@@ -1,0 +1,221 @@
+"""Calls about a topic's log: how far it goes, how far it is final, where a time is in it, and the
+epochs of producers that are written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from penstock.errors import InvalidArgument, StaleProducer
+from penstock.log.folder import FORMAT_PRODUCERS
+from penstock.model.batch import Kind
+from penstock.model.entries import PRODUCER_ID_BYTES_MAX
+from penstock.node.calls.fan_out import fan_out, merged, shared, the_only
+from penstock.node.calls.table import Arguments, Caller, TopicArguments, method
+from penstock.node.engine import Engine
+from penstock.node.serve.partition import Partition
+from penstock.node.serve.streams import gone
+from penstock.node.serve.topic import Topic
+
+EPOCH_MAX: Final = (1 << 63) - 1
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
+
+
+class LogFindArguments(TopicArguments, frozen=True):
+    partition: int
+    time_ms: int
+
+
+class ExtentBounds(Arguments, frozen=True):
+    """Part of a partition's log, and how much of it is wanted at most."""
+
+    partition: int
+    from_sequence: int
+    through: int
+    entries_max: int = 1 << 62
+    bytes_max: int = 1 << 62
+
+
+class LogExtentArguments(TopicArguments, frozen=True):
+    extents: list[ExtentBounds]
+
+
+class FindShare(Arguments, frozen=True):
+    time_ms: int
+
+
+class PlacedExtent(ExtentBounds, frozen=True, kw_only=True):
+    place: int  # in the request
+
+
+class ExtentShare(Arguments, frozen=True):
+    extents: list[PlacedExtent]
+
+
+@method(TopicArguments)
+async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
+    """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
+    results = await fan_out(engine, engine.topic(a.topic), log_status_share)
+    return {"partitions": merged(results, "partitions")}
+
+
+@shared()
+async def log_status_share(
+    _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
+) -> dict[str, Any]:
+    stable = await asyncio.gather(*(_stable(topic, p) for p in partitions))
+    return {
+        "partitions": [
+            {
+                "partition": p.index,
+                "epoch": p.coordinator.epoch,
+                "sequence_first": p.log.sequence_first,
+                "sequence_last": p.log.sequence_last,
+                "sequence_committed": p.coordinator.sequence_committed,
+                "sequence_stable": sequence_stable,
+                "chain": p.log.chain_last,
+            }
+            for p, sequence_stable in zip(partitions, stable, strict=True)
+        ]
+    }
+
+
+async def _stable(topic: Topic, partition: Partition) -> int:
+    """The last committed sequence before the first PREPARE without a committed decision.
+
+    The heap is ahead of what is committed: a decision that it knows may still be lost. So it is
+    asked now, and answers for what is committed once all that it has seen is.
+    """
+    transactions = partition.heap.transactions
+    if transactions.untouched:
+        return partition.coordinator.sequence_committed
+    through = partition.heap.sequence_applied
+    undecided = min((t.first for t in transactions.prepared.values()), default=through + 1)
+    topic.wake()
+    await partition.journal.committed(through)
+    return min(through, undecided - 1)
+
+
+@method(LogFindArguments)
+async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, Any]:
+    """The first committed batch that is not from before `time_ms`; past the end if none is."""
+    topic = engine.topic(a.topic)
+    index = topic.partition(a.partition).index
+    (result,) = await fan_out(engine, topic, log_find_share, indices=[index], time_ms=a.time_ms)
+    return result
+
+
+@shared(FindShare)
+async def log_find_share(
+    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    partition = the_only(partitions)
+    through = partition.coordinator.sequence_committed
+    sequence = await asyncio.to_thread(partition.log.find_time, a["time_ms"], through=through)
+    return {"sequence": sequence}
+
+
+@method(LogExtentArguments)
+async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[str, Any]:
+    """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
+    topic = engine.topic(a.topic)
+    indices = {topic.partition(extent.partition).index for extent in a.extents}
+    wanted = [msgspec.to_builtins(extent) | {"place": i} for i, extent in enumerate(a.extents)]
+    results = await fan_out(engine, topic, log_extent_share, indices=indices, extents=wanted)
+    found = sorted((row for r in results for row in r["extents"]), key=lambda row: row[0])
+    return {"extents": [extent for _, extent in found]}
+
+
+@shared(ExtentShare)
+async def log_extent_share(
+    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    """Extents of these partitions, each with its place in the request."""
+    by_index = {partition.index: partition for partition in partitions}
+    found = []
+    for wanted in a["extents"]:
+        partition = by_index.get(wanted["partition"])
+        if partition is None:
+            continue
+        if wanted["from_sequence"] < partition.log.sequence_first:
+            raise gone(wanted["from_sequence"], sequence_first=partition.log.sequence_first)
+        last, size = await asyncio.to_thread(
+            partition.log.extent,
+            wanted["from_sequence"],
+            through=min(wanted["through"], partition.coordinator.sequence_committed),
+            entries_max=max(1, wanted["entries_max"]),
+            bytes_max=wanted["bytes_max"],
+        )
+        row = {"partition": partition.index, "last": last, "bytes": size}
+        found.append((wanted["place"], row))
+    return {"extents": found}
+
+
+class BeginArguments(TopicArguments, frozen=True):
+    producer: str
+    epoch: Epoch
+    suffixed: bool = True  # in partition 3 its id has `.3` at the end; False: it is the same in all
+
+
+class BeginShare(Arguments, frozen=True):
+    producer: str
+    epoch: Epoch
+    suffixed: bool
+
+
+@method(BeginArguments)
+async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> dict[str, Any]:
+    """A producer begins: every partition of the topic refuses its earlier epochs from now on. It
+    may be called again.
+
+    A partition learns of a producer's epoch by what is enqueued there, so a client that was
+    replaced could go on in partitions which its successor has not written to yet. A client with a
+    name that outlives it therefore has its epoch written into the log of every partition first. A
+    record in the log is replicated and recovered as any other; whoever coordinates the partition
+    knows it.
+    """
+    topic = engine.topic(a.topic)
+    longest = _id(a.producer, len(topic.partitions) - 1, suffixed=a.suffixed)
+    if not a.producer or len(longest) > PRODUCER_ID_BYTES_MAX:
+        raise InvalidArgument(
+            f"the id of a producer has 1 to {PRODUCER_ID_BYTES_MAX} bytes",
+            field="producer",
+            limit=PRODUCER_ID_BYTES_MAX,
+        )
+    await fan_out(
+        engine, topic, producer_begin_share, producer=a.producer, epoch=a.epoch,
+        suffixed=a.suffixed,
+    )  # fmt: skip
+    return {"topic": topic.config.id, "partitions": len(topic.partitions)}
+
+
+@shared(BeginShare)
+async def producer_begin_share(
+    engine: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    epoch = int(a["epoch"])
+    ids = [_id(a["producer"], partition.index, suffixed=a["suffixed"]) for partition in partitions]
+    for partition, name in zip(partitions, ids, strict=True):
+        current = partition.heap.dedup.epoch_of(name)
+        if current is not None and current > epoch:
+            raise StaleProducer(
+                f"producer epoch {epoch} is over, {current} is current", epoch=current
+            )
+        if partition.journal.disk_is_full:
+            raise partition.journal.disk_full()
+        partition.journal.check_commits()
+    await asyncio.to_thread(engine.folder.raise_format, FORMAT_PRODUCERS)
+    written = [
+        (p, p.journal.append_record(Kind.PRODUCER, 1, {"producer": [n], "producer_epoch": [epoch]}))
+        for p, n in zip(partitions, ids, strict=True)
+    ]
+    topic.wake()
+    await asyncio.gather(*(partition.journal.committed(batch.last) for partition, batch in written))
+    return {}
+
+
+def _id(producer: str, partition: int, *, suffixed: bool) -> bytes:
+    return (f"{producer}.{partition}" if suffixed else producer).encode()

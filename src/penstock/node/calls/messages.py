@@ -1,0 +1,336 @@
+"""Calls that look at or move single messages: peek, pop, purge, and into the dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+from penstock.errors import NotFound, PenstockError, Unavailable
+from penstock.heap import MessageState
+from penstock.heap.state import Ordering
+from penstock.model.batch import DeadReason, Kind
+from penstock.model.delivery import DELIVERY
+from penstock.model.ids import LeaseToken
+from penstock.node.calls.fan_out import fan_out, shared, the_only
+from penstock.node.calls.pages import (
+    Allowance,
+    ListPart,
+    all_committed,
+    bounded,
+    locate,
+    merged_lists,
+    messages_in,
+    read_messages,
+    sizes_in,
+)
+from penstock.node.calls.table import (
+    Arguments,
+    Caller,
+    DestructiveArguments,
+    TopicArguments,
+    confirmed,
+    method,
+)
+from penstock.node.engine import Engine
+from penstock.node.serve.partition import Partition
+from penstock.node.serve.streams import ConsumerStream
+from penstock.node.serve.topic import Topic
+from penstock.node.write.requests import unused
+from penstock.wire.messages import Delivery
+
+LIST_MAX: Final = 1000
+POP_MAX: Final = 1000
+WAIT_MS_MAX: Final = 60_000
+# For messages that are leased and have not come: longer than a coordinator without a quorum needs
+# to say so (see `UNHEARD_SILENCES`), which those who wait at another node do not hear.
+ARRIVE_MS_MAX: Final = 6_000
+_pops: Final = itertools.count(1)
+
+
+class PeekArguments(TopicArguments, frozen=True):
+    limit: int = 10
+
+
+class PopArguments(TopicArguments, frozen=True):
+    limit: int = 1
+    wait_ms: int = 0
+    visibility_ms: int | None = None
+    consumer: str = ""
+
+
+class MoveArguments(TopicArguments, frozen=True):
+    message_id: str
+    reason: str = ""
+
+
+class PeekShare(Arguments, frozen=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
+
+
+class MoveShare(Arguments, frozen=True):
+    message_id: str
+    reason: str
+
+
+# --- looking ---
+
+
+@method(PeekArguments)
+async def peek(engine: Engine, _: Caller, a: PeekArguments) -> dict[str, Any]:
+    """The next messages in order, without leasing them: the best of each node, merged."""
+    topic = engine.queue(a.topic)
+    limit = bounded(a.limit, 1, LIST_MAX, "limit")
+    results = await fan_out(engine, topic, peek_share, limit=limit)
+    lists = [
+        ListPart([(key, m["sequence"]) for key, m in _keyed(result)], result["messages"],
+                cut=len(result["messages"]) < result.get("found", 0))
+        for result in results
+    ]  # fmt: skip
+    return {"messages": merged_lists(lists, topic, limit)[0]}
+
+
+def _keyed(result: dict[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
+    return zip(result["keys"], result["messages"], strict=True)
+
+
+@shared(PeekShare, of_queues=True)
+async def peek_share(
+    engine: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    now_ms, limit = engine.clock.now_ms(), int(a["limit"])
+    found: list[tuple[int, int, Partition]] = []
+    for partition in partitions:
+        keys, sequences = partition.candidates(limit, now_ms)
+        found += zip(keys.tolist(), sequences.tolist(), itertools.repeat(partition), strict=False)
+    best = sorted(found, key=lambda row: row[:2])[:limit]
+    await all_committed(topic, partitions)
+    rows = await read_messages(topic, [(partition, sequence) for _, sequence, partition in best])
+    told = [key for key, _, _ in best[: len(rows)]]
+    return {"keys": told, "messages": rows, "found": len(best)}
+
+
+# --- popping ---
+
+
+@method(PopArguments)
+async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]:
+    """Lease up to `limit` messages, and no more than an answer may hold, waiting for the first at
+    most `wait_ms`."""
+    topic = engine.queue(a.topic)
+    limit = bounded(a.limit, 1, min(POP_MAX, topic.config.consumer_leases_max), "limit")
+    wait_ms = bounded(a.wait_ms, 0, WAIT_MS_MAX, "wait_ms")
+    if a.visibility_ms is not None:
+        bounded(a.visibility_ms, 1, topic.config.visibility_ms_max, "visibility_ms")
+    consumer = f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{a.consumer}"
+    popping = _Pop(topic, consumer.encode(), limit, a.visibility_ms, key_id=caller.key_id)
+    topic.add_stream(popping.stream)
+    engine.pops.add(popping.arrived)
+    try:
+        unreadable = -1
+        if wait_ms:
+            await popping.first(lambda: engine.stopping, wait_ms)
+            await popping.whole()
+            unreadable = popping.stream.unreadable
+        # What became a dead letter has made way for others.
+        while not popping.messages and unreadable < popping.stream.unreadable:
+            unreadable = popping.stream.unreadable
+            await topic.dispatched()
+            await popping.whole()
+        while popping.wants_more():
+            await topic.dispatched()
+            await popping.whole()
+    finally:
+        topic.remove_stream(popping.stream)
+        engine.pops.discard(popping.arrived)
+    if engine.stopping and not popping.messages and not popping.failed:
+        raise Unavailable("the node is stopping, nothing was leased", elsewhere=True)
+    messages = popping.answered()
+    if caller.gone():  # it will settle none of them
+        give_back_unused(topic, messages)
+        raise Unavailable("the caller is gone")
+    return {"messages": messages}
+
+
+class _Pop:
+    """The stream of one pop, and what has come on it.
+
+    Its window grows as the sizes of messages become known, so that little is leased that the answer
+    has no room for.
+    """
+
+    def __init__(
+        self,
+        topic: Topic,
+        consumer: bytes,
+        limit: int,
+        visibility_ms: int | None,
+        *,
+        key_id: str | None,
+    ) -> None:
+        self._topic, self._limit = topic, limit
+        self._allowance = Allowance(topic, limit)
+        self._sizes: list[int] = []
+        self.messages: list[dict[str, Any]] = []
+        self.failed: list[PenstockError] = []
+        self.arrived = asyncio.Event()
+        self.stream = ConsumerStream(
+            consumer, window=self._allowance.step(), batch_max=limit, visibility_ms=visibility_ms,
+            send=self._receive, key_id=key_id, fail=self._fail,
+        )  # fmt: skip
+        self.stream.changed = self.arrived.set
+
+    def _receive(self, delivery: Delivery, body: Any) -> None:
+        columns = DELIVERY.decode(body, delivery.count)
+        sizes = sizes_in(columns)
+        for i, message in enumerate(messages_in(self._topic, delivery.partition, columns)):
+            message["lease_token"] = str(delivery.token(i))
+            message["deadline_ms"] = delivery.deadline_ms
+            message["visibility_ms"] = delivery.visibility_ms
+            self.messages.append(message)
+            self._allowance.take(sizes[i])
+        self._sizes += sizes
+        self.arrived.set()
+
+    def _fail(self, error: PenstockError) -> None:
+        self.failed.append(error)
+        self.arrived.set()
+
+    async def first(self, stopping: Callable[[], bool], wait_ms: int) -> None:
+        """Wait for something to come."""
+        await _until(
+            self.arrived, lambda: bool(self.messages or self.failed or stopping()), wait_ms
+        )
+
+    async def whole(self) -> None:
+        """Wait until all that was leased so far is here."""
+        await _until(self.arrived, self._complete, ARRIVE_MS_MAX)
+        if not self._complete():
+            self.failed.append(Unavailable("what was leased did not come: its outcome is unknown"))
+
+    def _complete(self) -> bool:
+        return bool(self.failed) or len(self.messages) >= self.stream.out + self.stream.away
+
+    def wants_more(self) -> bool:
+        """Whether there may be more to lease that the answer has room for; the stream may have it
+        then."""
+        if self.failed or len(self.messages) < self.stream.window:
+            return False
+        step = self._allowance.step()
+        self.stream.window += max(0, step)
+        return step > 0
+
+    def answered(self) -> list[dict[str, Any]]:
+        """The best messages, as many as the answer may hold; the others are given back."""
+        if self.failed and not self.messages:
+            raise self.failed[0]
+        rows = list(zip(self.messages, self._sizes, strict=True))
+        if len(self._topic.partitions) > 1:
+            key = _order(self._topic)
+            rows.sort(key=lambda row: key(row[0]))
+        allowance = Allowance(self._topic, self._limit)
+        kept = list(itertools.takewhile(lambda row: allowance.take(row[1]), rows))
+        give_back_unused(self._topic, [message for message, _ in rows[len(kept) :]])
+        return [message for message, _ in kept]
+
+
+def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:
+    """End the leases of messages that are not in the answer."""
+    tokens: dict[int, list[int]] = {}
+    for message in messages:
+        token = LeaseToken.parse(message["lease_token"])
+        tokens.setdefault(token.partition, []).append(token.sequence)
+    for index, sequences in tokens.items():
+        topic.partitions[index].give_back(unused(np.array(sequences, np.uint64)))
+
+
+def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
+    """By what messages of several partitions are put in order: as the heap would."""
+    ordering = Ordering(topic.config)
+
+    def key(message: dict[str, Any]) -> tuple[int, int, int]:
+        time_ms = message["time_ms"]
+        aged = ordering.aged_one(ordering.key(message["priority"]), time_ms)
+        return aged, time_ms, message["sequence"]
+
+    return key
+
+
+async def _until(changed: asyncio.Event, reached: Callable[[], bool], wait_ms: int) -> None:
+    """Wait for `reached`, which may become true with each change; give up after `wait_ms`."""
+    try:
+        async with asyncio.timeout(wait_ms / 1000):
+            while not reached():
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        return
+
+
+# --- removing ---
+
+
+@method(DestructiveArguments)
+async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> dict[str, Any]:
+    """Drop every message that waits, ready or delayed. Leased and dead ones stay."""
+    topic = engine.queue(a.topic)
+    confirmed(engine, caller, "purge", a)
+    results = await fan_out(engine, topic, purge_share)
+    return {"purged": sum(result["purged"] for result in results)}
+
+
+@shared(of_queues=True)
+async def purge_share(
+    _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
+) -> dict[str, Any]:
+    purged = 0
+    written = []
+    for partition in partitions:
+        partition.journal.check_commits()
+    for partition in partitions:
+        count = partition.heap.ready + partition.heap.delayed
+        if count:
+            purged += count
+            values: dict[str, Any] = {"through": [partition.log.sequence_last]}
+            written.append((partition, partition.journal.append_record(Kind.ACK, 1, values).last))
+    topic.wake()
+    await asyncio.gather(*(p.journal.committed(sequence) for p, sequence in written))
+    return {"purged": purged}
+
+
+@method(MoveArguments)
+async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> dict[str, Any]:
+    topic = engine.queue(a.topic)
+    index, _sequence = locate(topic, a.message_id)
+    await fan_out(
+        engine, topic, move_share, indices=[index], message_id=a.message_id, reason=a.reason
+    )
+    return {}
+
+
+@shared(MoveShare, of_queues=True)
+async def move_share(
+    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
+) -> dict[str, Any]:
+    partition, message_id = the_only(partitions), str(a["message_id"])
+    index, sequence = locate(topic, message_id)
+    if index != partition.index:
+        raise NotFound(f"no living message {message_id}", message_id=message_id)
+    sequences = np.array([sequence], np.uint64)
+    state = MessageState(int(partition.heap.states(sequences)[0]))
+    if state not in (MessageState.READY, MessageState.DELAYED, MessageState.LEASED):
+        raise NotFound(f"no living message {message_id}", message_id=message_id)
+    partition.journal.check_commits()
+    values: dict[str, Any] = {
+        "message": sequences,
+        "reason": [DeadReason.MOVED],
+        "detail": [str(a["reason"]).encode()[:1024]],
+    }
+    batch = partition.journal.append_record(Kind.DEAD, 1, values)
+    topic.wake()
+    await partition.journal.committed(batch.last)
+    return {}

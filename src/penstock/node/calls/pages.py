@@ -1,0 +1,242 @@
+"""Lists in answers: rows by the page, and messages of the log as rows.
+
+The caller gives the `next` of one page as the `after` of the following one, which begins behind the
+row of that name, whether the row is still there or not. A name is unique in its list and says where
+a row stands in it. Rows are made as they are taken: those of later pages are not.
+
+Messages are read from the log and told as maps, as many as an answer may hold. A list of which
+several nodes have a part is merged from what each of them tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock.errors import InvalidArgument, NotFound
+from penstock.model.columns import Columns
+from penstock.model.delivery import DELIVERY
+from penstock.model.ids import PARTITIONS_MAX, MessageId
+from penstock.model.plain import UNREADABLE, headers_of
+from penstock.node.serve.partition import Partition
+from penstock.node.serve.topic import Topic
+from penstock.wire.limits import ANSWER_BYTES_MAX, PAGE_BYTES_MAX
+
+# Partitions that one page tells of, where their rows are made before their sizes are known. A
+# topic has no more, so a page always holds a whole one.
+PAGE_PARTITIONS_MAX: Final = PARTITIONS_MAX
+# What a message takes in an answer besides key, headers and payload: its id, its token, numbers.
+ROW_BYTES: Final = 256
+UNSEEN_PART: Final = 16
+
+
+class Page:
+    """What an answer holds of a list: `bytes_max` of packed rows, or one row that is larger."""
+
+    def __init__(self, bytes_max: int | None = None) -> None:
+        self.rows: list[Any] = []
+        self._left = PAGE_BYTES_MAX if bytes_max is None else bytes_max
+        self._last = ""
+        self.more = False  # there are rows behind those of the page
+
+    def take(self, name: str, row: Any) -> bool:
+        """Whether the row of that name is in the page; the first one is in any case."""
+        size = len(msgspec.msgpack.encode(row))
+        if self.rows and size > self._left:
+            self.more = True
+            return False
+        self.rows.append(row)
+        self._left -= size
+        self._last = name
+        return True
+
+    @property
+    def next(self) -> str | None:
+        """The `after` of the next page; None: this was the last."""
+        return self._last if self.more else None
+
+
+def page_of(rows: Iterable[tuple[str, Any]], *, more: bool = False) -> Page:
+    """A page of rows with their names, in order. `more`: there are others behind them."""
+    page = Page()
+    for name, row in rows:
+        if not page.take(name, row):
+            return page
+    page.more = more
+    return page
+
+
+def topics_behind(topics: Mapping[str, Topic], after: str) -> tuple[list[Topic], bool]:
+    """The first topics by name that one page may tell of; and whether there are others."""
+    names = sorted(name for name in topics if name > after)
+    chosen: list[Topic] = []
+    partitions = 0
+    for name in names:
+        partitions += len(topics[name].partitions)
+        if chosen and partitions > PAGE_PARTITIONS_MAX:
+            break
+        chosen.append(topics[name])
+    return chosen, len(chosen) < len(names)
+
+
+def bounded(value: int, low: int, high: int, field: str) -> int:
+    if not low <= value <= high:
+        raise InvalidArgument(f"{field} must be from {low} to {high}", field=field, limit=high)
+    return value
+
+
+def locate(topic: Topic, message_id: str) -> tuple[int, int]:
+    """Partition and sequence of a message."""
+    place = MessageId.parse(message_id)
+    if place.topic != topic.config.id or place.partition >= len(topic.partitions):
+        raise NotFound(f"no message {message_id} in this topic", message_id=message_id)
+    return place.partition, place.sequence
+
+
+class ListPart(NamedTuple):
+    """What one node tells of a list that others have parts of, in order."""
+
+    keys: list[tuple[int, int]]  # by which the whole list is in order
+    rows: list[dict[str, Any]]
+    cut: bool  # it has more, which its answer had no room for
+
+
+def merged_lists(
+    lists: Iterable[ListPart], topic: Topic, limit: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """The first rows of all lists, as many as an answer may hold; and whether there are more.
+
+    It ends where a list ends that was cut: what comes next in that one is not known, and might
+    come before what is next in the others."""
+    rows: list[tuple[tuple[int, int], dict[str, Any], bool]] = []
+    for keys, mine, cut in lists:
+        ends = [False] * (len(mine) - 1) + [cut]
+        rows += zip(keys, mine, ends, strict=False)
+    rows.sort(key=lambda row: row[0])
+    allowance = Allowance(topic, limit)
+    found: list[dict[str, Any]] = []
+    for _, row, ends_there in rows:
+        if len(found) == limit or not allowance.take(_size_of(row)):
+            return found, True
+        found.append(row)
+        if ends_there:
+            return found, True
+    return found, False
+
+
+def _size_of(row: dict[str, Any]) -> int:
+    """About what a message takes in an answer."""
+    headers = row["headers"]
+    packed = len(msgspec.msgpack.encode(headers)) if headers else 0
+    return ROW_BYTES + len(row["payload"]) + len(row["key"]) + packed + len(row.get("detail", ""))
+
+
+async def all_committed(topic: Topic, partitions: list[Partition]) -> None:
+    """Wait until all that was seen is committed: nothing is shown that could still be lost."""
+    topic.wake()
+    await asyncio.gather(*(p.journal.committed(p.log.sequence_last) for p in partitions))
+
+
+class Allowance:
+    """What an answer may hold: so many messages, and `ANSWER_BYTES_MAX` of them.
+
+    The sizes of messages are not known before they are read. So they are taken in steps: first as
+    many as fit if they are as large as those of the topic's last answer, or if there was none, a
+    `UNSEEN_PART` of what they may be at most; then as many as fit if they are as large as the ones
+    before.
+    """
+
+    def __init__(self, topic: Topic, limit: int) -> None:
+        self._topic, self._left, self._limit = topic, ANSWER_BYTES_MAX, limit
+        self._each = topic.message_bytes or (
+            topic.config.payload_bytes_max // UNSEEN_PART + ROW_BYTES
+        )
+        self._count = 0
+
+    def step(self) -> int:
+        """How many may be taken next; 0: the answer is full."""
+        fitting = self._left // self._each
+        return min(self._limit - self._count, fitting if self._count else max(1, fitting))
+
+    def take(self, size: int) -> bool:
+        """Whether a message of that many bytes is in the answer; the first one is in any case."""
+        if self._count and size > self._left:
+            self._left = 0
+            return False
+        self._left -= size
+        self._count += 1
+        self._each = self._topic.message_bytes = max(
+            1, (ANSWER_BYTES_MAX - self._left) // self._count
+        )
+        return True
+
+
+def sizes_in(columns: Columns) -> list[int]:
+    """What each message takes in an answer."""
+    sizes = np.full(columns.count, ROW_BYTES, np.int64)
+    for name in ("key", "headers", "payload"):
+        column = columns.binary(name)
+        if column is not None:
+            sizes += np.diff(column.offsets)
+    found: list[int] = sizes.tolist()
+    return found
+
+
+async def read_messages(
+    topic: Topic, places: list[tuple[Partition, int]], *, besides: int = 0
+) -> list[dict[str, Any]]:
+    """Messages in the order asked for, as many of the first as an answer may hold in which there
+    are so many bytes `besides` of each."""
+    allowance = Allowance(topic, len(places))
+    found: list[dict[str, Any]] = []
+    while (step := allowance.step()) > 0:
+        for row, size in await _read_step(topic, places[len(found) : len(found) + step]):
+            if not allowance.take(size + besides):
+                return found
+            found.append(row)
+    return found
+
+
+async def _read_step(
+    topic: Topic, places: list[tuple[Partition, int]]
+) -> list[tuple[dict[str, Any], int]]:
+    """Messages in the order asked for, and their sizes."""
+    by_partition: dict[Partition, list[int]] = {}
+    for partition, sequence in places:
+        by_partition.setdefault(partition, []).append(sequence)
+    found: dict[tuple[int, int], tuple[dict[str, Any], int]] = {}
+    for partition, sequences in by_partition.items():
+        rows = await asyncio.to_thread(partition.reader.load, sequences)
+        assert rows is not None
+        attempts = partition.heap.attempts(np.array(sequences, np.uint64))
+        columns = DELIVERY.decode(rows.encode(attempts), len(sequences))
+        faults = rows.faults()
+        sizes = sizes_in(columns)
+        for at, row in enumerate(messages_in(topic, partition.index, columns)):
+            if at in faults:
+                row["headers"] = {UNREADABLE: faults[at]}
+            found[partition.index, row["sequence"]] = (row, sizes[at])
+    return [found[partition.index, sequence] for partition, sequence in places]
+
+
+def messages_in(topic: Topic, partition: int, columns: Columns) -> Iterable[dict[str, Any]]:
+    payloads = columns.binary("payload")
+    keys, headers = columns.binary("key"), columns.binary("headers")
+    for i, sequence in enumerate(columns.fixed("message").tolist()):
+        time_ms = int(columns.fixed("time_ms")[i])
+        packed = b"" if headers is None else headers[i]
+        yield {
+            "message_id": str(MessageId(time_ms, topic.config.id, partition, sequence)),
+            "partition": partition,
+            "sequence": sequence,
+            "priority": int(columns.fixed("priority")[i]),
+            "attempts": int(columns.fixed("attempts")[i]),
+            "time_ms": time_ms,
+            "key": b"" if keys is None else keys[i],
+            "headers": headers_of(packed),
+            "payload": b"" if payloads is None else payloads[i],
+        }

@@ -1,0 +1,395 @@
+"""The other nodes of this one's cluster: who they are, what they hold, and how to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from penstock.cluster.catalog import Catalog
+from penstock.cluster.membership import Membership, NodeInfo
+from penstock.cluster.placement import Candidate, Policy
+from penstock.cluster.records import Plans, Records
+from penstock.cluster.store import LeasingStore, repeat
+from penstock.config import ClusterOptions
+from penstock.errors import FailedPrecondition, PenstockError, RetryableError, Unavailable
+from penstock.node.clock import Clock
+from penstock.node.cluster.control import ClusterControl, Local
+from penstock.node.cluster.copies import SeedReader, SeedServer
+from penstock.node.cluster.disk import DataDisk
+from penstock.node.cluster.peers import Connect, PeerLink, Peers
+from penstock.node.cluster.transport import PeerTransport
+from penstock.node.observe.logs import get_logger
+from penstock.node.replica.clocks import Clocks, ClockWatch
+from penstock.node.replica.ports import HostPort, Key
+from penstock.replication.options import ReplicationOptions
+
+CLUSTER_UUID: Final = "cluster/uuid"
+PROBE_S: Final = 2.0  # between looks whether the metadata store answers
+LOOK_S: Final = 0.5  # between looks whether the others are reached
+ASK_S: Final = 2.0
+RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
+log = get_logger(__name__)
+
+
+if TYPE_CHECKING:
+    from penstock.node.cluster.administration import ClusterAdministration
+
+CallSelf = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Cluster:
+    """`start` once this node listens, `leave` before it stops listening."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        *,
+        store: LeasingStore,
+        catalog: Catalog,
+        options: ClusterOptions,
+        replication: ReplicationOptions,
+        connect: Connect,
+        disk: DataDisk,
+        clock: Clock,
+        spawn: Callable[..., object],
+        spawn_vital: Callable[..., object],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.node, self.options = info.id, options
+        self.catalog, self.records = catalog, Records(store)
+        self.plans, self.store = Plans(store), store
+        self.disk, self._on_fatal = disk, on_fatal
+        self.members = Membership(
+            store, lease_ttl_s=options.lease_s, before_return=self._renew_disk
+        )
+        self.peers = Peers(info.id, connect=connect, spawn=spawn)
+        self.clocks = Clocks(info.id, tolerance_ms=options.clock_offset_s * 1000)
+        self._watch = ClockWatch(
+            self.clocks, clock, ask=self.ask, reached=self._reached, members=lambda: self.alive,
+            hand_over=self._give_up_all,
+        )  # fmt: skip
+        self.uuid = ""  # of its metadata; known once this node has joined
+        self.available = True  # the metadata store answered when it was asked last
+        self.ready = False  # topics and records were read: requests may come
+        self.leaving = False
+        self.cut_off = False  # neither the metadata store nor a majority of the members is reached
+        self.on_cut_off: Callable[[], None] = _nothing  # called again and again while it is so
+        self._info, self._spawn, self._spawn_vital = info, spawn, spawn_vital
+        self._seed_bytes_per_s = replication.seed_bytes_per_s
+        self._local: Local | None = None
+        self.call_self: CallSelf = _nobody
+        self.topic_id_highest: Callable[[], int] = lambda: 0  # of folders here
+        self.administration: ClusterAdministration
+        self._membership: asyncio.Task[Any] | None = None
+
+    def serve(self, local: Local) -> None:
+        """Connect the network and the metadata store to the hosts of this node."""
+        self._local = local
+        reader = SeedReader(self.peers, bytes_per_s=self._seed_bytes_per_s)
+        self.seeds = SeedServer(local.hosts)
+        self.transport = PeerTransport(
+            self.node, peers=self.peers, hosts=local.hosts, fetch_seed=reader.fetch
+        )
+        self.control = ClusterControl(
+            self.node,
+            store=self.store,
+            catalog=self.catalog,
+            local=local,
+            ages=lambda: self.members.ages,
+            deleted=self.deleted,
+            spawn=self._spawn,
+        )
+
+    # --- the view that requests are routed by ---
+
+    def coordinator(self, key: Key) -> str:
+        """The node that coordinates a partition, if it can be asked."""
+        node = self.control.coordinator(key)
+        return node if node == self.node or self.live(node) is not None else ""
+
+    def live(self, node: str) -> PeerLink | None:
+        return self.peers.live(node)
+
+    async def changed(self, key: Key) -> None:
+        await self.control.changed(key)
+
+    def on_connected(self, node: str) -> None:
+        self.control.wake()  # who waits for a coordinator may find it reachable now
+        self._watch.wake()
+
+    def on_refused(self, node: str) -> None:
+        return
+
+    # --- asking other nodes ---
+
+    async def ask(
+        self, node: str, method: str, /, *, within_s: float = ASK_S, **arguments: Any
+    ) -> dict[str, Any]:
+        """An administrative call to a node, this one too."""
+        if node == self.node:
+            return await self.call_self(method, arguments)
+        connection = self.live(node)
+        if connection is None:
+            raise Unavailable(f"node {node} is not connected", node=node)
+        try:
+            async with asyncio.timeout(within_s):
+                return await connection.call(method, **arguments)
+        except TimeoutError as error:
+            raise Unavailable(f"node {node} did not answer in {within_s:g} s", node=node) from error
+
+    async def ask_all(
+        self, method: str, /, *, within_s: float = ASK_S, **arguments: Any
+    ) -> dict[str, dict[str, Any]]:
+        """The same to every member; those who do not answer are left out."""
+        nodes = sorted({*self.alive, self.node})
+        answers = await asyncio.gather(
+            *(self.ask(node, method, within_s=within_s, **arguments) for node in nodes),
+            return_exceptions=True,
+        )
+        told: dict[str, dict[str, Any]] = {}
+        for node, answer in zip(nodes, answers, strict=True):
+            if isinstance(answer, dict):
+                told[node] = answer
+            elif not isinstance(answer, PenstockError):
+                raise answer
+        return told
+
+    # --- who is there ---
+
+    @property
+    def alive(self) -> Mapping[str, NodeInfo]:
+        return self.members.alive
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.options.policy)
+
+    @property
+    def is_oldest(self) -> bool:
+        """Whether this node looks after what one node is enough for."""
+        ages = self.members.ages
+        return self.node == min(ages, key=lambda node: ages[node], default="")
+
+    def candidates(self) -> list[Candidate]:
+        """Nodes that replicas may be placed on."""
+        ages = self.members.ages
+        return [
+            Candidate(info.id, info.zone, ages.get(info.id, 0), info.draining)
+            for info in self.alive.values()
+        ]
+
+    def _on_members(self) -> None:
+        self.peers.on_members(self.members.alive)
+        self.control.on_members(self.members.ages)
+
+    # --- coming and going ---
+
+    async def start(self, info: NodeInfo) -> None:
+        """Join, and take part from now on. Raises `AlreadyExists` if another node has our name."""
+        self._info = info
+        self.members.on_change(self._on_members)
+        self.peers.listen(self)
+        await until_available(lambda: self.members.join(info))
+        self._on_members()
+        self._spawn_vital(self._stay(), name="members")
+        self._spawn_vital(self.control.run(), name="control")
+        probing = repeat(self._probe, trouble="the metadata cannot be read", pause_s=PROBE_S)
+        self._spawn_vital(probing, name="metadata-probe")
+        self._spawn_vital(self._look_around(), name="reach")
+        watching = repeat(self._watch.run, trouble="clocks are not compared", pause_s=LOOK_S)
+        self._spawn_vital(watching, name="clocks")
+        renewing = repeat(self._keep_disk, trouble="the disk is not renewed", pause_s=PROBE_S)
+        self._spawn_vital(renewing, name="disk")
+        await self.control.ready()
+        self.ready = True
+        log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
+
+    async def _stay(self) -> None:
+        self._membership = asyncio.current_task()
+        await self.members.run()
+
+    async def _keep_disk(self) -> None:
+        await asyncio.sleep(self.options.generation_s)
+        await self._renew_disk()
+
+    async def _renew_disk(self) -> None:
+        """Raise the generation of the data folder; end the node if that is not its own any more."""
+        try:
+            await self.disk.renew()
+        except FailedPrecondition as error:
+            self._on_fatal(error)
+            raise
+
+    async def set_draining(self, draining: bool) -> None:
+        """Tell the others whether this node is to be given replicas."""
+        self._info = msgspec.structs.replace(self._info, draining=draining)
+        await self.members.update(self._info)
+
+    async def leave(self, within_s: float) -> None:
+        """Hand all partitions over, bounded in time, and tell the others that we go. Without time,
+        as after a failure, nothing is handed over: the others take it when they hear of it."""
+        self.leaving = True
+        deadline = time.monotonic() + within_s
+        if self.members.joined and within_s > 0:
+            await self._leave_in_order(within_s)
+        if self._membership is not None:
+            self._membership.cancel()  # it would register us again
+        if self.members.joined:
+            try:
+                async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
+                    await self.members.leave()
+            except (TimeoutError, PenstockError) as error:
+                log.warning("left without a word; the lease ends by itself", error=str(error))
+
+    async def _leave_in_order(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self.set_draining(True)
+                await self._hand_over()
+                await self.disk.renew()  # a copy that was taken while we ran is older now
+        except (TimeoutError, PenstockError) as error:
+            log.warning(
+                "not everything was handed over",
+                error=str(error) or "no time left",
+                partitions=len(self._coordinated()),
+            )
+
+    async def _hand_over(self) -> None:
+        """Give up what others can take over, and wait until they have."""
+        turns = asyncio.Semaphore(RESIGNING_MAX)
+
+        async def hand_over(key: Key) -> None:
+            async with turns:
+                await self.resign(key)
+                while self.control.coordinator(key) == self.node and self._has_heir(key):
+                    with suppress(TimeoutError):  # an heir that goes away changes no record
+                        async with asyncio.timeout(LOOK_S):
+                            await self.control.changed(key)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key in self._coordinated():
+                if self._has_heir(key):
+                    tasks.create_task(hand_over(key))
+        left = len(self._coordinated())
+        if left:
+            log.info("partitions that nobody else can take over now stop", partitions=left)
+
+    def _coordinated(self) -> list[Key]:
+        """The partitions whose record names us as coordinator."""
+        records = self.control.records.items()
+        return [key for key, held in records if held.record.coordinator == self.node]
+
+    def _has_heir(self, key: Key) -> bool:
+        """Whether a majority of the replicas is reached without us, and one of them is to stay."""
+        record = self.control.records[key].record
+        others = [n for n in self._reached() if record.is_voter(n)]
+        return record.majority(others) and any(not self.alive[n].draining for n in others)
+
+    async def resign(self, key: Key) -> None:
+        """Give a partition up, and do not try to get it back while we leave."""
+        assert self._local is not None
+        host = self._local.hosts.get(key)
+        if host is None:
+            return
+        await host.resign()
+        if self.leaving:
+            self.control.quiet.add(key)
+
+    async def _give_up_all(self) -> bool:
+        """Give up what is coordinated here, to whoever takes it; whether nothing is left."""
+        assert self._local is not None
+        turns = asyncio.Semaphore(RESIGNING_MAX)
+
+        async def give_up(host: HostPort) -> None:
+            async with turns:
+                await host.resign()
+
+        hosts = [host for host in self._local.hosts.values() if host.coordinates]
+        async with asyncio.TaskGroup() as tasks:
+            for host in hosts:
+                tasks.create_task(give_up(host))
+        return not any(host.coordinates for host in hosts)
+
+    def _reached(self) -> list[str]:
+        """The other members that can be asked right now."""
+        return [node for node in self.alive if self.live(node) is not None]
+
+    async def deleted(self, topic: int) -> bool:
+        """Whether a topic that is not there was deleted: the metadata are those that we joined
+        with, and have given out its id."""
+        return await self.catalog.given(topic) and await self._same()
+
+    async def protect_ids(self) -> None:
+        """Have no topic given an id that a folder here has: a store that was restored from an older
+        copy does not know of it."""
+        skipped = await self.catalog.skip_ids(self.topic_id_highest())
+        if skipped:
+            log.critical(
+                "the metadata are older than folders here, and lack topics that these have; their "
+                "files are kept, and their ids are not given out again",
+                skipped=skipped,
+            )
+
+    async def _same(self) -> bool:
+        """Whether the store holds the metadata of our cluster."""
+        entry = await self.store.get(CLUSTER_UUID)
+        return entry is not None and entry.value.decode() == self.uuid
+
+    async def _look_around(self) -> None:
+        """Know whether this node is cut off. Then others have taken over what it coordinates, or
+        soon will, and whoever can reach them should."""
+        while True:
+            cut_off = self.ready and not (self.available or self._among_most())
+            if cut_off and not self.cut_off:
+                log.warning("cut off from the other nodes and the metadata store")
+            elif self.cut_off and not cut_off:
+                log.info("no longer cut off")
+            self.cut_off = cut_off
+            if cut_off:
+                self.on_cut_off()
+            await asyncio.sleep(LOOK_S)
+
+    def _among_most(self) -> bool:
+        """Whether we are connected to a majority of those who were alive when we last heard."""
+        return 2 * (1 + len(self._reached())) > len(self.alive)
+
+    async def _probe(self) -> None:
+        """Know whether the metadata store answers."""
+        try:
+            reached = await self._same()
+            if reached:
+                await self.protect_ids()
+            if not reached and self.available:
+                log.critical("the metadata of this cluster are gone: restore etcd")
+        except PenstockError as error:
+            reached = False
+            if self.available:
+                log.warning("the metadata store is away; this node goes on", error=str(error))
+        if reached and not self.available:
+            log.info("the metadata store is back")
+        self.available = reached
+        await asyncio.sleep(PROBE_S)
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
+
+
+async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    raise Unavailable("the node is starting")
+
+
+async def until_available(join: Callable[[], Awaitable[None]]) -> None:
+    """For a node that starts: it waits for a store that is away, and ends if it is refused."""
+    while True:
+        try:
+            await join()
+            return
+        except RetryableError as error:
+            log.warning("waiting for the metadata store", error=error.message)
+            await asyncio.sleep(PROBE_S)

@@ -1,0 +1,239 @@
+"""Messages and streams between the replicas of this node and those of others.
+
+A stream has two ends. The *reading* end is opened by a follower over its own connection; if there
+is none, it waits for one, and hears that the other is gone when a connection is refused. The
+*sending* end lives in the session that the stream was opened on, and goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from penstock.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer
+from penstock.node.cluster.peers import FollowHandle, Peers
+from penstock.node.observe.logs import get_logger
+from penstock.node.replica.ports import HostPort, Key, Letter, SeedTarget
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.wire.frame import FrameFlag, FrameType
+from penstock.wire.messages import OpenFollow, Told, pack
+
+KINDS: Final[dict[str, type[Any]]] = {
+    "ack": Ack, "fence": Fence, "fenced": Fenced, "probe": Probe, "probed": Probed,
+}  # fmt: skip
+_NAMES: Final = {kind: name for name, kind in KINDS.items()}
+_DECODERS: Final = {name: msgspec.msgpack.Decoder(kind) for name, kind in KINDS.items()}
+_FOLLOW: Final = msgspec.msgpack.Decoder(Follow)
+_encoder: Final = msgspec.msgpack.Encoder()
+_PADDING: Final = bytes(8)
+ACK_AGAIN_S: Final = 0.05  # until an acknowledgement that says nothing new is sent all the same
+log = get_logger(__name__)
+
+FetchSeed = Callable[[str, Key, SeedTarget], Any]
+
+
+class Output(Protocol):
+    """A session, as the sending end of a stream uses it."""
+
+    blocked: bool  # its send buffer is full
+
+    def send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None: ...
+
+
+class FollowOutput:
+    """The sending end of a stream that another node has opened here."""
+
+    def __init__(self, output: Output, number: int, *, key: Key, follow: Follow) -> None:
+        self.output, self.number, self.key = output, number, key
+        self.node, self.stream = follow.node, follow.stream
+        self.refused = False  # a slice did not fit the buffer: somebody waits for room
+
+
+class _Reading:
+    """The reading end of a stream that this node has opened, or wants to."""
+
+    def __init__(self, transport: PeerTransport, to: str, *, key: Key, follow: Follow) -> None:
+        self.to, self.key, self.follow = to, key, follow
+        self.handle: FollowHandle | None = None
+        self.lost = False  # it was open: whoever wants to go on opens another
+        self._transport = transport
+
+    def on_followed(self, reply: Followed) -> None:
+        host = self._transport.host_of(self)
+        if host is not None:
+            host.on_message(reply)
+
+    def on_slice(self, append: Append, batches: list[Batch]) -> None:
+        host = self._transport.host_of(self)
+        if host is not None:
+            host.on_slice(append, batches)
+
+    def on_lost(self, error: PenstockError | None) -> None:
+        self.handle, self.lost = None, True
+        host = self._transport.host_of(self)
+        if host is not None:
+            host.on_stream_lost(self.follow.stream)
+
+
+class PeerTransport:
+    """`ports.Transport` over the connections of `Peers` and the sessions of this node."""
+
+    def __init__(
+        self, node: str, *, peers: Peers, hosts: Mapping[Key, HostPort], fetch_seed: FetchSeed
+    ) -> None:
+        self._node, self._peers, self._hosts = node, peers, hosts
+        self._fetch_seed = fetch_seed
+        self._readings: dict[Key, _Reading] = {}
+        self._sendings: dict[tuple[str, Key], FollowOutput] = {}
+        self._acked: dict[Key, tuple[Ack, float]] = {}  # what was said last, and when
+        self._loop = asyncio.get_running_loop()
+        peers.listen(self)
+
+    # --- what hosts ask for ---
+
+    def send(self, to: str, key: Key, message: Letter) -> None:
+        if isinstance(message, Followed):
+            self._answer(to, key, message)
+            return
+        if type(message) is Ack and self._said(key, message):
+            return
+        self._peers.tell(to, Told(*key, _NAMES[type(message)], _encoder.encode(message)))
+
+    def _said(self, key: Key, ack: Ack) -> bool:
+        """Whether this very acknowledgement was sent a moment ago, for the batch whose commit the
+        stream tells of now. One after a while is a sign of life."""
+        now = self._loop.time()
+        before = self._acked.get(key)
+        if before is not None and before[0] == ack and now - before[1] < ACK_AGAIN_S:
+            return True
+        self._acked[key] = (ack, now)
+        return False
+
+    def open_stream(self, to: str, key: Key, follow: Follow) -> None:
+        self.close_stream(key)
+        reading = self._readings[key] = _Reading(self, to, key=key, follow=follow)
+        if not self._peers.knows(to):
+            asyncio.get_running_loop().call_soon(reading.on_lost, None)
+            return
+        self._open(reading)
+
+    def close_stream(self, key: Key) -> None:
+        reading = self._readings.pop(key, None)
+        if reading is not None and reading.handle is not None:
+            reading.handle.close()
+
+    def send_slice(self, to: str, key: Key, append: Append, batches: list[Batch]) -> bool:
+        sending = self._sendings.get((to, key))
+        if sending is None or sending.stream != append.stream:
+            return False
+        if sending.output.blocked:
+            sending.refused = True
+            return False
+        payload: list[Buffer] = [pack(append)]
+        for batch in batches:
+            payload += [batch.header(), batch.body, _PADDING[: -batch.size & 7]]
+        sending.output.send(FrameType.BATCH, sending.number, *payload, flags=FrameFlag.BATCHED)
+        return True
+
+    async def fetch_seed(self, source: str, key: Key, into: SeedTarget) -> None:
+        await self._fetch_seed(source, key, into)
+
+    # --- what connections tell ---
+
+    def on_connected(self, node: str) -> None:
+        for reading in list(self._readings.values()):
+            if reading.to == node and reading.handle is None and not reading.lost:
+                self._open(reading)
+
+    def on_refused(self, node: str) -> None:
+        for reading in list(self._readings.values()):
+            if reading.to == node and reading.handle is None:
+                host = self.host_of(reading)
+                if host is not None:
+                    host.on_stream_lost(reading.follow.stream, gone=True)
+
+    def host_of(self, reading: _Reading) -> HostPort | None:
+        """The host that a reading end is for, unless it has another stream by now."""
+        if self._readings.get(reading.key) is not reading:
+            return None
+        return self._hosts.get(reading.key)
+
+    def _open(self, reading: _Reading) -> None:
+        connection = self._peers.live(reading.to)
+        if connection is not None:
+            try:
+                reading.handle = connection.follow(
+                    *reading.key, follow=reading.follow, follower=reading
+                )
+            except Unavailable:
+                return  # it was lost in this very turn; the next connection opens the stream
+
+    # --- what sessions bring ---
+
+    def on_told(self, told: list[Told]) -> None:
+        for each in told:
+            decoder = _DECODERS.get(each.kind)
+            host = self._hosts.get((each.topic, each.partition))
+            if decoder is None or host is None:
+                continue  # of a later version, or of a partition that is not here any more
+            host.on_message(_decoded(decoder, each.message, field="told"))
+
+    def on_open(self, output: Output, number: int, control: OpenFollow) -> FollowOutput:
+        """Another node asks for a log; the answer is a `Followed`, at once or later."""
+        follow: Follow = _decoded(_FOLLOW, control.follow, field="follow")
+        key = (control.topic, control.partition)
+        sending = FollowOutput(output, number, key=key, follow=follow)
+        before = self._sendings.get((follow.node, key))
+        self._sendings[follow.node, key] = sending
+        host = self._hosts.get(key)
+        if before is not None and host is not None:
+            host.on_follower_lost(before.node, before.stream)
+        if host is None:
+            refused = Followed(self._node, 0, follow.stream, 0, 0, refused=True)
+            self._answer(follow.node, key, refused)
+        else:
+            host.on_follow(follow)
+        return sending
+
+    def on_closed(self, sending: FollowOutput) -> None:
+        """The stream's other end, or its connection, is gone."""
+        if self._sendings.get((sending.node, sending.key)) is sending:
+            del self._sendings[sending.node, sending.key]
+            host = self._hosts.get(sending.key)
+            if host is not None:
+                host.on_follower_lost(sending.node, sending.stream)
+
+    def on_writable(self, sending: FollowOutput) -> None:
+        """There is room in the session's buffer again."""
+        if sending.refused:
+            sending.refused = False
+            host = self._hosts.get(sending.key)
+            if host is not None:
+                host.on_writable(sending.node)
+
+    def _answer(self, to: str, key: Key, reply: Followed) -> None:
+        sending = self._sendings.get((to, key))
+        if sending is not None and sending.stream == reply.stream:
+            sending.output.send(FrameType.ACK, sending.number, pack(reply))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes, *, field: str) -> Any:
+    """A message between replicas; raises `InvalidArgument` if it is none."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"malformed {field}: {error}", field=field) from error

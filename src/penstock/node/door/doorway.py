@@ -1,0 +1,188 @@
+"""Who may be connected: strangers, who have not shown yet that they may, and those who have.
+
+A stranger is a connection that has not greeted, has not shown a good key, or is still at its TLS
+handshake. Strangers have a bound of their own, and when there are too many the oldest goes: a
+newcomer always gets in, and whoever means well is past the greeting long before its turn to go
+comes. One address has a part of the places only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from penstock.config import Limits
+from penstock.errors import LimitExceeded
+from penstock.node.door.tls_link import TlsIntake, TlsLink
+
+GRACE_S: Final = 0.25  # for which a stranger stays, unless there are twice as many as there may be
+IDLE_S: Final = 5.0  # after which a connection without a request may make way for another one
+LOOKED_AT_MAX: Final = 32  # connections, for one to make way
+
+
+class Guest(Protocol):
+    """A connection, as far as the doorway deals with it."""
+
+    address: str
+
+    def idle_s(self) -> float:
+        """For how long nothing has been asked of this node; 0: something is under way."""
+
+    def expel(self) -> None:
+        """End the connection at once, or soon if it is owed a word."""
+
+
+class Doorway:
+    """Invariant: a guest is among the strangers, or inside, or neither; never both."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        on_refused: Callable[[str], None] = lambda reason: None,
+        on_evicted: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._limits = limits
+        self._on_refused, self._on_evicted = on_refused, on_evicted
+        self._strangers: dict[Guest, float] = {}  # since when; the oldest first
+        self._strangers_at: dict[str, dict[Guest, float]] = {}  # the same by address
+        self._bytes: dict[Guest, int] = {}  # that strangers have sent
+        self._bytes_total = 0
+        self._inside: dict[str, dict[Guest, None]] = {}  # by address
+        self._inside_total = 0
+        self._intake = TlsIntake()
+
+    def handshake(self, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext) -> TlsLink:
+        """What an accepted connection begins as, where callers come by TLS."""
+        return TlsLink(
+            tls, Handshake(self, factory), intake=self._intake, within_s=self._limits.greeting_s
+        )
+
+    @property
+    def strangers(self) -> int:
+        return len(self._strangers)
+
+    @property
+    def inside(self) -> int:
+        return self._inside_total
+
+    def enter(self, guest: Guest) -> None:
+        now = time.monotonic()
+        self._strangers[guest] = now
+        at = self._strangers_at.setdefault(guest.address, {})
+        at[guest] = now
+        self._trim(at, self._limits.address_strangers_max, now)
+        self._trim(self._strangers, self._limits.strangers_max, now)
+
+    def _trim(self, guests: dict[Guest, float], most: int, now: float) -> None:
+        while len(guests) > most:
+            oldest, since = next(iter(guests.items()))
+            if now - since < GRACE_S and len(guests) <= 2 * most:
+                return
+            self._expel(oldest, "stranger")
+
+    def hold(self, guest: Guest, size: int) -> None:
+        """A stranger has sent so many bytes that are kept."""
+        if guest not in self._strangers:
+            return
+        self._bytes_total += size - self._bytes.get(guest, 0)
+        self._bytes[guest] = size
+        while self._bytes_total > self._limits.strangers_bytes_max:
+            self._expel(next(iter(self._bytes)), "stranger_bytes")
+
+    def admit(self, guest: Guest) -> None:
+        """The guest may come in; raises `LimitExceeded` if there is no place for it."""
+        self._forget_stranger(guest)
+        inside = self._inside.setdefault(guest.address, {})
+        limits = self._limits
+        if len(inside) >= limits.address_connections_max:
+            self._make_way(inside, f"too many connections from {guest.address}")
+        elif self._inside_total >= limits.connections_max:
+            self._make_way(max(self._inside.values(), key=len), "too many connections")
+        inside[guest] = None
+        self._inside_total += 1
+
+    def _make_way(self, inside: dict[Guest, None], message: str) -> None:
+        """Have the idlest of the oldest connections leave; raises if all of them are busy."""
+        candidates = itertools.islice(inside, LOOKED_AT_MAX)
+        idlest = max(candidates, key=lambda guest: guest.idle_s())
+        if idlest.idle_s() < IDLE_S:
+            self._on_refused("connections")
+            raise LimitExceeded(message, retry_after_s=1.0)
+        self._expel(idlest, "connections")
+
+    def leave(self, guest: Guest) -> None:
+        self._forget_stranger(guest)
+        inside = self._inside.get(guest.address)
+        if inside is not None and guest in inside:
+            del inside[guest]
+            self._inside_total -= 1
+        if not inside:
+            self._inside.pop(guest.address, None)
+
+    def _forget_stranger(self, guest: Guest) -> None:
+        if self._strangers.pop(guest, None) is None:
+            return
+        at = self._strangers_at[guest.address]
+        del at[guest]
+        if not at:
+            del self._strangers_at[guest.address]
+        self._bytes_total -= self._bytes.pop(guest, 0)
+
+    def _expel(self, guest: Guest, reason: str) -> None:
+        self.leave(guest)
+        guest.expel()
+        self._on_evicted(reason)
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """Where a connection comes from; empty inside the process. Who has one IPv6 address has a whole
+    network of them, so that counts as one."""
+    peer: Any = transport.get_extra_info("peername")
+    if not isinstance(peer, tuple):
+        return ""
+    host = str(peer[0])
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
+
+
+class Handshake:
+    """A connection until its TLS is agreed on; then the protocol that `factory` makes has it.
+
+    The loop's own way would show a connection to nobody before its handshake is done, so nobody
+    could count it, or make it give way.
+    """
+
+    def __init__(self, doorway: Doorway, factory: Callable[[], asyncio.Protocol]) -> None:
+        self._doorway, self._factory = doorway, factory
+        self._link: TlsLink | None = None
+        self.address = ""
+
+    def on_connected(self, link: TlsLink) -> None:
+        self._link = link
+        self.address = address_of(link)
+        self._doorway.enter(self)
+
+    def on_agreed(self) -> asyncio.Protocol:
+        self.on_lost()
+        return self._factory()
+
+    def on_lost(self) -> None:
+        self._link = None
+        self._doorway.leave(self)
+
+    def idle_s(self) -> float:
+        return 0.0
+
+    def expel(self) -> None:
+        if self._link is not None:
+            self._link.abort()

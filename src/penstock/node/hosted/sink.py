@@ -1,0 +1,370 @@
+"""A sink that the node itself runs for a delta topic.
+
+To the live path it is a subscriber with a durable cursor: it has an outbox, credit, a rate, and
+reads on from the log when it falls behind. Its frames are parcels for a thread of its own, which
+writes them; what is written returns its credit and moves the cursor. So a sink that is slow or
+broken costs its bounds and delays nobody.
+
+Sinks that are fed states get the vectors that their rows have touched as they are at the time: at
+least as new as the rows. Of two states a sink keeps the newer, so nothing is lost by that. States
+are copied in the loop, and a change of a few bytes may need a vector of many: so they count as the
+deltas do, and a parcel has few enough of them to be made in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import NotFound, PenstockError
+from penstock.model.delta_batch import halves
+from penstock.node.hosted.sink_thread import Parcel, SinkThread
+from penstock.node.live.catch_up import OLDEST
+from penstock.node.live.cursors import SINK_PREFIX, CursorPlace
+from penstock.node.live.held_changes import SubscriptionTerms
+from penstock.node.live.partition import LivePartition
+from penstock.node.live.released_columns import Outgoing, Routes
+from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
+from penstock.node.observe.live_metrics import SinkReading
+from penstock.node.observe.logs import get_logger
+from penstock.propagation.flow.outbox import bytes_of
+from penstock.propagation.fold.merge import VectorStates
+from penstock.propagation.fold.releases import ReleasedRows
+from penstock.sinks.health import Patience
+from penstock.sinks.letters import LetterBox
+from penstock.sinks.protocol import Feed, Sink
+
+if TYPE_CHECKING:
+    from penstock.node.live.hub import Hub
+
+AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
+PROBE_S: Final = 5.0  # after which it is seen whether the cursor of one that is halted is gone
+FEW: Final = 32  # rows that are counted one by one
+JOIN_S: Final = 10.0  # for the write under way when the node stops
+STATES_BYTES: Final = 1 << 20  # copied in one step of the loop, or a single state
+COMPONENT_BYTES: Final = 4
+log = get_logger(__name__)
+
+
+class HostedOptions(Patience, frozen=True, kw_only=True):
+    """What a `[[live.sink]]` table may say besides the sink's own options."""
+
+    start: Literal["beginning", "now"] = "beginning"  # of a sink without a cursor
+    batch_rows: int = 100  # so many are written at once, …
+    batch_ms: int = 10  # … or those that have gathered in so long; 0: at once
+    read_rows: int = 10_000  # handed over at a time while it reads on from the log, at most
+    window_rows: int = 10_000  # handed to the sink and not written yet
+    window_bytes: int = 32 << 20  # … states included
+
+
+class AttachedPartition:
+    """One partition, during one tenure."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.subscription: Subscription | None = None
+        self._found = 0  # committed when the subscription began
+
+    def follow(self, subscription: Subscription) -> None:
+        self.subscription, self._found = subscription, subscription.source.sequence_committed
+
+    @property
+    def filled(self) -> bool:
+        """Whether the sink holds what it found when it began."""
+        return self.subscription is not None and self.subscription.handled(self._found)
+
+
+class HostedSink:
+    def __init__(
+        self,
+        hub: Hub,
+        sink: Sink,
+        *,
+        routes: Routes,
+        options: HostedOptions,
+        pipeline: Callable[[int], str],
+        box: LetterBox,
+        spawn: Callable[..., None],
+    ) -> None:
+        self.hub, self.sink, self.routes, self.options = hub, sink, routes, options
+        self._spawn, self._loop = spawn, asyncio.get_running_loop()
+        self.thread = SinkThread(
+            sink, topic=hub.topic.config.name, pipeline=pipeline, box=box, patience=options,
+            opened=lambda held: self._in_loop(self._opened, held),
+            done=lambda parcels: self._in_loop(self._done, parcels),
+        )  # fmt: skip
+        self._attached: dict[int, AttachedPartition] = {}
+        self._held: int | None = None  # what the sink says that it holds, if it does
+        self._ready = False
+        self.halted: dict[int, str] = {}  # by partition, why it cannot go on
+        self.stopped = False
+
+    @property
+    def name(self) -> str:
+        return self.sink.name
+
+    def _in_loop(self, call: Callable[[Any], None], value: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, value)
+
+    # --- the beginning and the end ---
+
+    def start(self) -> None:
+        self.thread.runner.start()
+
+    def _opened(self, held: int | None) -> None:
+        """The sink can be reached: follow what is served here."""
+        self._held, self._ready = held, True
+        for partition in self.hub.topic.local:
+            self.serve(partition.index)
+
+    def serve(self, index: int) -> None:
+        if self._ready and not self.stopped and index not in self._attached:
+            attached = self._attached[index] = AttachedPartition(index)
+            self._spawn(self._attach(attached), name=f"sink-{self.name}-{index}")
+
+    def unserve(self, index: int) -> None:
+        """The tenure ended: who waits to follow the partition need not any more."""
+        self.halted.pop(index, None)
+        attached = self._attached.get(index)
+        if attached is not None and attached.subscription is None:
+            del self._attached[index]
+
+    async def stop(self) -> None:
+        """Let the write under way end; cursors are noted when this returns."""
+        self.stopped = True
+        self.thread.stop()
+        await asyncio.to_thread(self.thread.runner.join, JOIN_S)
+        await asyncio.sleep(0)  # what was written last is told by a callback
+        for attached in list(self._attached.values()):
+            if attached.subscription is not None:
+                attached.subscription.close()
+
+    # --- following partitions ---
+
+    async def _attach(self, attached: AttachedPartition) -> None:
+        index = attached.index
+        while self._wants(attached):
+            try:
+                subscription = await self.hub.open(
+                    index,
+                    self._terms(),
+                    start="cursor",
+                    at=0 if self.options.start == "now" else OLDEST,
+                    emit=lambda live: self._emitter(live, attached),
+                    fail=lambda error: self._lost(attached, error),
+                    held=self._held,
+                )
+            except NotFound as error:  # what it would need next is no longer in the log
+                await self._halt(attached, error)
+            except PenstockError as error:
+                log.warning("sink waits", sink=self.name, partition=index, error=error.message)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                attached.follow(subscription)
+                return
+        if self._attached.get(index) is attached:
+            del self._attached[index]
+
+    async def _halt(self, attached: AttachedPartition, problem: NotFound) -> None:
+        """Wait until somebody has decided that it may leave out what is gone."""
+        index = attached.index
+        self.halted[index] = problem.message
+        log.error("sink halted", sink=self.name, partition=index, problem=problem.message)
+        place = CursorPlace(self.hub.topic.config.id, self._terms().cursor, index)
+        while self._wants(attached):
+            await asyncio.sleep(PROBE_S)
+            try:
+                stored = await self.hub.cursors.look(place)
+            except PenstockError as error:
+                log.warning("sink waits", sink=self.name, partition=index, error=error.message)
+                continue
+            if stored is None and self._wants(attached):
+                del self.halted[index]
+                return
+
+    def _wants(self, attached: AttachedPartition) -> bool:
+        here = self.hub.topic.served(attached.index) is not None and not self.hub.closed
+        return here and not self.stopped and self._attached.get(attached.index) is attached
+
+    def _lost(self, attached: AttachedPartition, error: PenstockError) -> None:
+        """The subscription ended: the tenure did, or something went wrong with it."""
+        if self._attached.get(attached.index) is attached:
+            del self._attached[attached.index]
+            log.info("sink detached", sink=self.name, partition=attached.index, why=error.message)
+            here = self.hub.topic.served(attached.index)
+            if here is None and hasattr(self.sink, "forget"):
+                self.thread.forget(attached.index)
+            self._loop.call_later(AGAIN_S, self._again, attached.index)
+
+    def _again(self, index: int) -> None:
+        if not self.hub.closed and self.hub.topic.served(index) is not None:
+            self.serve(index)
+
+    def _terms(self) -> SubscriptionTerms:
+        options, live = self.options, self.hub.options
+        in_order, rows = self.sink.ordered, self._parcel_rows()
+        waiting = rows if in_order else options.window_rows  # in order, all that waits is a parcel
+        return SubscriptionTerms(
+            name=self.name,
+            hosted=True,
+            routes=self.routes,
+            cursor="" if getattr(self.sink, "volatile", False) else SINK_PREFIX + self.name,
+            credit_entries=options.window_rows,
+            credit_bytes=options.window_bytes,
+            batch_max=rows,
+            batch_rows=options.batch_rows,
+            read_rows=options.read_rows,
+            batch_ms=options.batch_ms,
+            in_order=in_order,
+            needs_fold=self._with_states,
+            outbox_entries=min(live.outbox_entries, waiting),
+            outbox_bytes=min(live.outbox_bytes, options.window_bytes),
+            ageing_ms=live.ageing_ms,
+            rate_min=live.rate_min,
+            rate_max=live.rate_max,
+        )
+
+    @property
+    def _with_states(self) -> bool:
+        return bool(self.sink.feed & Feed.STATES)
+
+    def _parcel_rows(self) -> int:
+        """Rows of one parcel: no more than there may be states, should each be of a vector."""
+        options = self.options
+        if not self._with_states:
+            return options.window_rows
+        size = COMPONENT_BYTES * self.hub.topic.config.dimensions
+        fitting = min(STATES_BYTES, options.window_bytes) // size
+        return min(max(fitting, 1), options.window_rows)
+
+    # --- parcels ---
+
+    def _emitter(self, live: LivePartition, attached: AttachedPartition) -> Emit:
+        with_states = self._with_states
+        inline = getattr(self.sink, "inline", False)
+
+        def emit(rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
+            states = _states(live, rows) if with_states and len(rows) else None
+            size = bytes_of(rows) + (0 if states is None else _bytes_of_states(states))
+            # Shared is what a feed has just released; everything else has waited somewhere.
+            since = None if shared is None else _committed_at(live, rows)
+            parcel = Parcel(attached, attached.index, rows, states, position, size, since)
+            if inline and self.thread.write_now(parcel):
+                self._loop.call_soon(self._done, [parcel])
+            else:
+                self.thread.put(parcel)
+            return size
+
+        return emit
+
+    def _done(self, parcels: list[Parcel]) -> None:
+        """Parcels of one partition are written."""
+        senders = {id(parcel.sender): parcel.sender for parcel in parcels if not parcel.moved}
+        for sender in senders.values():
+            self._settle(sender, [parcel for parcel in parcels if parcel.sender is sender])
+        times = [parcel.rows.batch.log_times_ms for parcel in parcels if len(parcel.rows)]
+        if times:
+            self._note_age(times[0] if len(times) == 1 else np.concatenate(times))
+
+    def _settle(self, sender: AttachedPartition, parcels: list[Parcel]) -> None:
+        """Return the credit of all of them at once: each return may have the next parcel made."""
+        subscription = sender.subscription
+        if subscription is not None and subscription.state is not SubscriptionState.CLOSED:
+            subscription.acknowledge(max(parcel.position for parcel in parcels))
+            entries = sum(len(parcel.rows) for parcel in parcels)
+            subscription.grant(entries, sum(parcel.bytes for parcel in parcels))
+
+    def _note_age(self, times_ms: NDArray[np.int64]) -> None:
+        """Rows that the log took at these times are in the sink."""
+        now_ms, freshness = time.time_ns() // 1_000_000, self.thread.runner.meter.freshness
+        if len(times_ms) <= FEW:
+            few = [(now_ms - time_ms) / 1000 for time_ms in times_ms.tolist()]
+            freshness.record_few(few, now=time.monotonic())
+            oldest = max(few)
+        else:
+            ages = (now_ms - times_ms) / 1000
+            freshness.record(ages, now=time.monotonic())
+            oldest = float(ages.max())
+        self.hub.on_written(self.name, len(times_ms), max(0.0, oldest))
+
+    # --- how things are ---
+
+    def filling(self, partitions: Iterable[int]) -> list[int]:
+        """Those of the partitions of which it does not hold yet what it found in their logs."""
+        attached = self._attached
+        return [i for i in partitions if i not in attached or not attached[i].filled]
+
+    def readings(self) -> list[tuple[int, Subscription]]:
+        found = sorted(self._attached.items())
+        return [(i, a.subscription) for i, a in found if a.subscription is not None]
+
+    def reading(self) -> SinkReading:
+        runner = self.thread.runner
+        meter = runner.meter
+        found = [subscription for _, subscription in self.readings()]
+        well = not self.halted and runner.state in ("idle", "writing", "opening")
+        return SinkReading(
+            sink=self.name,
+            up=well,
+            breaker=runner.retry.breaker_state,
+            lag=sum(s.source.sequence_committed - s.acknowledged for s in found),
+            outbox=sum(s.waiting for s in found),
+            rate=min((s.rate.rate for s in found), default=0.0),
+            busy_s=meter.busy_s(now=time.monotonic()),
+            rows=meter.rows,
+            retries=meter.failures,
+            rejected=meter.rejected,
+            dead_letters=meter.dead_letters,
+        )
+
+    def status(self, now_ms: int) -> list[dict[str, Any]]:
+        """A row for each partition that this node serves."""
+        meter, now = self.thread.runner.meter, time.monotonic()
+        shared = {
+            "name": self.name,
+            "breaker": self.thread.runner.retry.describe(now=now) | {"opened": meter.opens},
+            "written": meter.rows,
+            "writes": meter.writes,
+            "write_s": round(meter.write_s, 6),
+            "rows_per_s": round(meter.rows_per_s(now=now), 1),
+            "retries": meter.failures,
+            "rejected": meter.rejected,
+            "dead_letters": meter.dead_letters,
+            "busy_s": round(meter.busy_s(now=now), 3),
+            "visible_s": meter.freshness.recent(now=now),
+            "timings": {"written": self.thread.timings.summary()},
+            "last_error": None if meter.last_error is None else vars(meter.last_error),
+        }
+        rows = []
+        for partition in self.hub.topic.local:
+            attached = self._attached.get(partition.index)
+            subscription = None if attached is None else attached.subscription
+            state = "halted" if partition.index in self.halted else self.thread.runner.state
+            known = {} if subscription is None else subscription.status(now_ms)
+            followed = {"following": known.get("state", "activating"), "state": state}
+            rows.append({**known, "partition": partition.index, **shared, **followed})
+        return rows
+
+
+def _states(live: LivePartition, rows: ReleasedRows) -> VectorStates:
+    """The vectors that these rows have changed, as they are now."""
+    fold = live.feed.fold
+    vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
+    numbers = fold.ledger.vectors.find(*halves(vectors))
+    return fold.states(numbers[numbers >= 0])
+
+
+def _committed_at(live: LivePartition, rows: ReleasedRows) -> float | None:
+    """When the first of the rows that are being delivered was committed."""
+    first = int(rows.positions[0]) if len(rows) else 0
+    return next((since for last, since in live.feed.delivered if last >= first), None)
+
+
+def _bytes_of_states(states: VectorStates) -> int:
+    return states.values.nbytes + len(states.metadata.blob)

@@ -1,0 +1,221 @@
+"""What is released for a subscriber and not sent to it yet, and how fast it may be sent."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.model.delta_batch import sixteens
+from penstock.node.live.released_columns import Routes
+from penstock.propagation.flow.outbox import DeltaOutbox, bytes_of
+from penstock.propagation.flow.rate import AdaptiveRate, TokenBucket
+from penstock.propagation.flow.window import CoalesceWindow
+from penstock.propagation.fold.releases import ReleasedRows
+
+AHEAD_MAX: Final = 100_000  # rows sent out of turn that are remembered
+PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
+
+
+class HeldChanges:
+    """Rows gather in a window if they are to be coalesced, and wait in the outbox; both are
+    bounded. What goes out before others that were released earlier is remembered."""
+
+    def __init__(self, terms: SubscriptionTerms) -> None:
+        self._terms = terms
+        self.outbox = DeltaOutbox(
+            entries_max=terms.outbox_entries,
+            bytes_max=terms.outbox_bytes,
+            ageing_ms=terms.ageing_ms,
+        )
+        self._window = CoalesceWindow(terms.coalesce_ms) if terms.coalesce_ms else None
+        self._window_bytes = 0
+        self._ahead = SentAhead()
+        self._lost: int | None = None  # the first position of what did not fit, once merged
+        self.folded = 0  # deltas that were merged into others
+        # Nothing is ever kept back for a while: with an empty outbox, rows go out as they come.
+        self.direct = not (terms.batch_ms or terms.coalesce_ms)
+
+    @property
+    def rows(self) -> int:
+        return self.outbox.entries + (0 if self._window is None else self._window.entries)
+
+    @property
+    def full(self) -> bool:
+        """Whether something had to be dropped, or too much would have to be remembered."""
+        return self._lost is not None or self._ahead.rows > AHEAD_MAX
+
+    def settled(self, through: int) -> int:
+        """Nothing waits that was released up to here, of all up to `through`."""
+        found = self.outbox.settled_position if self.outbox.entries else through
+        if self._window is not None:
+            for first in (self._window.first_position, self._lost):
+                found = found if first is None else min(found, first - 1)
+        return found
+
+    def keep(self, rows: ReleasedRows, now_ms: int) -> bool:
+        """Let rows wait; False: they do not fit."""
+        if self._window is None:
+            return self.outbox.add(rows, now_ms)
+        self._window.add(rows.packed(), now_ms)
+        self._window_bytes += bytes_of(rows)
+        return True
+
+    def collect(self, now_ms: int) -> None:
+        """Put what has gathered for long enough into the outbox."""
+        window = self._window
+        if window is None or not window.entries:
+            return
+        first = window.first_position
+        full = self._window_bytes >= self._terms.outbox_bytes
+        rows = window.flush() if full else window.due(now_ms)
+        if rows is not None:
+            self._window_bytes = 0
+            if not self.outbox.add(rows, now_ms):
+                self._lost = first
+
+    def wait_ms(self, now_ms: int) -> float | None:
+        """How long what waits may wait for more; None: nothing waits, 0: no longer."""
+        found = None
+        if self._window is not None and self._window.due_ms is not None:
+            found = self._window.due_ms - now_ms
+        terms, outbox = self._terms, self.outbox
+        if outbox.entries:
+            if not terms.batch_ms or outbox.entries >= min(terms.batch_rows, terms.batch_max):
+                return 0.0
+            left_ms = terms.batch_ms - (now_ms - (outbox.oldest_ms or 0))
+            found = left_ms if found is None else min(found, left_ms)
+        return None if found is None else max(found, 0.0)
+
+    def take(self, entries: int, bytes_: int, now_ms: int, through: int) -> ReleasedRows | None:
+        """What goes next."""
+        rows = self.outbox.take(entries, bytes_)
+        if rows is None:
+            return None
+        self.folded += rows.folded
+        if not self.outbox.entries:
+            self._ahead.clear()
+        else:
+            self._ahead.add(rows)
+            if self._ahead.rows > AHEAD_MAX:
+                self._ahead.settle(self.settled(through))
+        return rows
+
+    def drop(self) -> dict[bytes, int]:
+        """Forget what waits; of each vector the last that was sent out of turn."""
+        sent = self._ahead.sent()
+        self._ahead.clear()
+        self.outbox.clear()
+        if self._window is not None:
+            self._window.clear()
+            self._window_bytes = 0
+        self._lost = None
+        return sent
+
+
+class SendPace:
+    """A rate that follows what the subscriber can bear. `whole`: rows go together or not at all,
+    so what the rate allows meanwhile is saved up for them."""
+
+    def __init__(self, terms: SubscriptionTerms) -> None:
+        self._whole = terms.in_order
+        self.rate = AdaptiveRate(
+            initial=terms.rate_max, minimum=terms.rate_min, maximum=terms.rate_max
+        )
+        self._bucket = TokenBucket(self.rate)
+        self._saved = 0
+        self._active = False  # something was sent or returned since it was adjusted last
+        self._held = False  # … was kept back by the rate since then
+
+    def used(self) -> None:
+        self._active = True
+
+    def adjust(self, utilisation: float, now_ms: int) -> None:
+        """Who stands still tells nothing of what it could bear."""
+        if self._active:
+            self._bucket.observe(utilisation, now_ms, held=self._held)
+            self._active = self._held = False
+
+    def take_all(self, rows: int, now_ms: int) -> bool:
+        """Whether so many may go at once; takes them if so."""
+        found = self._bucket.take(rows, now_ms)
+        if found < rows:
+            self._bucket.give_back(found)
+            self._held = True
+        return found == rows
+
+    def take(self, rows: int, now_ms: int) -> int:
+        """How many of so many rows may go."""
+        found = self._bucket.take(rows, now_ms)
+        self._held |= found < rows
+        if self._whole and found < rows:
+            self._saved += found
+            found = 0
+            if self._saved >= rows:
+                self._saved, found = 0, rows
+        return found
+
+    def give_back(self, rows: int) -> None:
+        self._bucket.give_back(rows)
+
+    def wait_ms(self, now_ms: int) -> float:
+        return max(self._bucket.wait_ms(now_ms), PACE_MS)
+
+
+class SubscriptionTerms(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    routes: Routes = ()
+    cursor: str = ""
+    credit_entries: int = 10_000
+    credit_bytes: int = 8 << 20
+    batch_max: int = 1000  # rows of one sending
+    batch_ms: int = 0  # how long the first of a batch may wait for others
+    batch_rows: int = 1000  # … unless there are so many
+    read_rows: int = 1000  # rows of one sending while it reads on from the log
+    coalesce_ms: int = 0
+    hosted: bool = False  # a sink of this node
+    needs_fold: bool = False  # it looks at states: not while a thread has the fold
+    in_order: bool = False  # never by urgency: all that waits is sent together
+    outbox_entries: int = 10_000
+    outbox_bytes: int = 8 << 20
+    ageing_ms: int = 10_000
+    rate_min: float = 1000.0
+    rate_max: float = 1_000_000.0
+
+
+class SentAhead:
+    """Rows that were sent while others, released before them, still wait.
+
+    Deltas of a vector are sent in order, so of each vector the last one sent says all: who reads
+    the log again leaves out what is not behind it.
+    """
+
+    __slots__ = ("_parts", "rows")
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]] = []
+        self.rows = 0
+
+    def add(self, rows: ReleasedRows) -> None:
+        self._parts.append((rows.positions, rows.ordinals, rows.batch.vector))
+        self.rows += len(rows)
+
+    def settle(self, position: int) -> None:
+        """Nothing waits any more that was released up to here."""
+        self._parts = [part for part in self._parts if int(part[0].max()) > position]
+        self.rows = sum(len(part[0]) for part in self._parts)
+
+    def clear(self) -> None:
+        if self._parts:
+            self._parts = []
+            self.rows = 0
+
+    def sent(self) -> dict[bytes, int]:
+        """By vector, the ordinal of the last one that was sent."""
+        found: dict[bytes, int] = {}
+        for _, ordinals, vectors in self._parts:
+            for vector, ordinal in zip(sixteens(vectors), ordinals.tolist(), strict=True):
+                found[vector] = max(ordinal, found.get(vector, 0))
+        return found

@@ -1,0 +1,457 @@
+"""One partition on this node, in whatever role: it performs what the replication core decides.
+
+The core (`penstock.replication.replica`) is told what happened and answers with effects. They are
+performed here in order, on the event loop. Some take a while: a promise that is synced, a log that
+is cut, a heap that must catch up before the barrier. What comes after such an effect waits for it,
+while the core goes on being told what happens.
+
+Ending a tenure is the exception. Nothing may be appended once the core has stepped down, so that
+part happens at once, whatever waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from penstock.errors import Corruption, PenstockError, Unavailable
+from penstock.heap import Heap
+from penstock.log.identity import remove_asides
+from penstock.model.batch import Batch
+from penstock.node.observe.logs import get_logger
+from penstock.node.replica.follower_log import FollowerLog
+from penstock.node.replica.heap_applier import HeapApplier, ReplayedLog
+from penstock.node.replica.log_sender import LogSender
+from penstock.node.replica.opener import OpenedReplica
+from penstock.node.replica.performer import Performer, Slow
+from penstock.node.replica.ports import Key, Letter, SeedHead
+from penstock.node.replica.repair import Repair, head_of, slice_of
+from penstock.node.replica.services import Surroundings
+from penstock.node.replica.tenure import Tenure
+from penstock.node.serve.partition import Partition, SnapshotFacts
+from penstock.node.serve.topic import Topic
+from penstock.node.storage.flusher import Flusher
+from penstock.replication import effects as do
+from penstock.replication.assignment import PartitionRecord
+from penstock.replication.effects import Effect, Effects
+from penstock.replication.messages import (
+    Ack,
+    Append,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
+    Probe,
+    Probed,
+)
+from penstock.replication.replica import Replica, Role
+
+log = get_logger(__name__)
+CREDIT_TOLD_MS: Final = 60_000  # between two warnings in the log of one follower's credit
+_OF_CREDIT: Final = ("credit_low", "credit_exhausted")
+
+
+class Host:
+    """See the module. `partition` is there while this node serves."""
+
+    def __init__(
+        self, topic: Topic, index: int, opened: OpenedReplica, around: Surroundings
+    ) -> None:
+        self.topic, self.index, self.around = topic, index, around
+        self.key: Key = (topic.config.id, index)
+        self.log, self._file = opened.log, opened.file
+        self.replica = Replica(
+            around.node, uuid=opened.file.uuid, promised=opened.file.promised,
+            committed=opened.log.sequence_committed, log=opened.facts, options=around.options,
+            policy=around.policy,
+        )  # fmt: skip
+        self._performing = Performer(
+            self._do, perform=self._perform, spawn=around.spawn, on_error=self._on_error,
+            on_fatal=around.on_fatal,
+        )  # fmt: skip
+        self.mending = Repair(
+            self.replica, now=around.now, resign=self._hand_over, renew=self._start_over,
+            report=around.on_damage,
+        )  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        opened.log.watch.tell = self._hear_of_damage
+        self._aside = opened.aside  # damaged copies are kept until this one counts
+        self.flusher = Flusher(
+            opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
+            on_write=around.metrics.log_written, on_durable=self._on_durable,
+            on_room=self._write_on, on_failed=self._on_failed,
+        )  # fmt: skip
+        self.applying = HeapApplier(
+            opened.replayed.heap,
+            opened.log,
+            spawn=self._performing.spawn,
+            on_rebuilt=self._on_rebuilt,
+            on_unreadable=self._on_unapplied,
+        )
+        self.following = FollowerLog(
+            self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
+            now=around.now, spawn=self._performing.spawn, perform=self._perform,
+        )  # fmt: skip
+        self.sending: LogSender | None = None
+        if around.transport is not None:
+            self.sending = LogSender(
+                self.key, self.replica, opened.log, transport=around.transport, now=around.now,
+                pace=around.pace, perform=self._perform, spawn=self._performing.spawn,
+                on_unreadable=self._on_unsent,
+            )  # fmt: skip
+        self.tenure = Tenure(
+            topic, index, self.replica, flusher=self.flusher, applying=self.applying,
+            sending=self.sending, around=around, snapshot=opened.replayed.snapshot,
+        )  # fmt: skip
+        self.replayed = opened.replayed.batches
+        self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
+        self._credit_told_ms: dict[tuple[str, str], int] = {}  # (follower, what) -> when
+        self.halted = ""  # why nothing is done any more
+        self.closed = False
+
+    @property
+    def heap(self) -> Heap:
+        return self.applying.heap
+
+    @property
+    def partition(self) -> Partition | None:
+        """What this node serves, while it does."""
+        return self.tenure.partition
+
+    @property
+    def snapshot(self) -> SnapshotFacts:
+        """The newest one."""
+        return self.tenure.snapshot
+
+    @snapshot.setter
+    def snapshot(self, facts: SnapshotFacts) -> None:
+        self.tenure.snapshot = facts
+
+    @property
+    def committed(self) -> int:
+        return self.replica.committed
+
+    @property
+    def sequence_readable(self) -> int:
+        """How far the log may be shown to readers of this replica."""
+        return min(self.log.sequence_committed, self.log.sequence_durable)
+
+    @property
+    def role(self) -> Role:
+        return Role.HALTED if self.halted else self.replica.role
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this node holds the partition's epoch and has entered it, or is about to."""
+        return self.replica.coordinator is not None
+
+    @property
+    def coordinator(self) -> str:
+        """The node that coordinates, as far as is known here."""
+        record = self.replica.record
+        return "" if record is None else record.coordinator
+
+    # --- from the metadata store ---
+
+    def on_record(self, record: PartitionRecord, revision: int) -> None:
+        self._perform(self.replica.on_record(record, revision, self._now))
+        if self._aside and self.replica.counts:
+            self._aside = False
+            self._performing.spawn(self._forget_asides())
+
+    def on_epoch_taken(self, record: PartitionRecord, revision: int) -> None:
+        self._perform(self.replica.on_epoch_taken(record, revision, self._now))
+
+    def on_change_lost(self) -> None:
+        self._perform(self.replica.on_change_lost(self._now))
+
+    def on_members(self, alive: Mapping[str, int]) -> None:
+        self._perform(self.replica.on_members(alive, self._now))
+
+    # --- from other nodes ---
+
+    def on_message(self, message: Letter) -> None:
+        self._perform(_HANDLERS[type(message)](self.replica, message, self._now))
+        if type(message) is Ack and self.sending is not None:
+            self.sending.pump(message.node)
+
+    def on_follow(self, follow: Follow) -> None:
+        self._perform(self.replica.on_follow(follow, self._now))
+
+    def on_slice(self, append: Append, batches: list[Batch]) -> None:
+        self._perform(self.replica.on_append(append, batches, self._now))
+
+    def on_stream_lost(self, stream: int, *, gone: bool = False) -> None:
+        self._perform(self.replica.on_stream_lost(stream, self._now, gone=gone))
+
+    def on_follower_lost(self, node: str, stream: int) -> None:
+        if self.sending is not None:
+            self.sending.closed(node, stream)
+        self._perform(self.replica.on_follower_lost(node, stream, self._now))
+
+    def on_writable(self, node: str) -> None:
+        if self.sending is not None:
+            self.sending.on_writable(node)
+
+    async def seed_head(self) -> SeedHead:
+        return await head_of(self.log, self.committed)
+
+    async def seed_slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
+        return await slice_of(self.log, from_sequence, through=through, bytes_max=bytes_max)
+
+    # --- from the node ---
+
+    def on_tick(self) -> None:
+        self.replica.barred = self.around.barred()
+        self._perform(self.replica.on_tick(self._now))
+        if not (self.closed or self.halted):
+            self.mending.on_tick()
+            self.tenure.on_tick()
+
+    def persist_floor(self) -> None:
+        """Remember on disk how far an idle log was acknowledged."""
+        reached = min(self.log.sequence_durable, self.log.sequence_committed)
+        idle = not self.flusher.writing if self.partition is None else self.partition.idle
+        lately = not self.log.floor_due
+        if idle and self._floor_persisted < reached and not (lately or self.log.seeding):
+            self._floor_persisted = reached
+            self.flusher.persist_floor()
+
+    async def on_shrunk(self) -> None:
+        """The log was compacted: what can be streamed as it was written begins later now."""
+        if self.sending is not None:
+            first = await asyncio.to_thread(self.log.first_as_written)
+            self.replica.log.first = max(self.replica.log.first, first)
+
+    async def serving(self) -> None:
+        """Wait until this node serves the partition; raises if that cannot be."""
+        await self.tenure.serving()
+
+    async def resign(self) -> None:
+        """Give up the epoch, after what is under way: another takes over at once."""
+        if self.partition is not None:
+            await self.tenure.finish()
+            self._perform(self.replica.resign(self._now))
+
+    async def close(self) -> None:
+        """Stop, and let go of the files. Nothing is resigned; that is `resign`."""
+        if self.closed:
+            return
+        self.closed = True
+        self.log.watch.end()
+        self.topic.end_readers(self)
+        stopping = Unavailable("the node is stopping; the outcome is unknown")
+        self.tenure.end(stopping)
+        self.tenure.refuse(stopping)
+        self._performing.stop()
+        if self.sending is not None:
+            self.sending.close()
+        await self.following.stop()
+        if self.flusher.failed is None:
+            await self.flusher.alone(self.log.close)
+
+    # --- damage ---
+
+    def _hear_of_damage(self, error: Corruption) -> None:
+        """On whichever thread has met it."""
+        self._loop.call_soon_threadsafe(self._on_damaged, error)
+
+    def _on_damaged(self, error: Corruption) -> None:
+        # What is not committed may have been cut off while somebody read it.
+        committed = error.details.get("sequence", 0) <= self.log.sequence_committed
+        if committed and not self.closed:
+            self.mending.on_damage(error)
+
+    def _on_unsent(self, error: Corruption) -> None:
+        self.mending.on_damage(error, faulty=self.replica.coordinator is None)
+
+    def _on_unapplied(self, error: Corruption) -> None:
+        if self.around.transport is None or "file" not in error.details:
+            self._on_error(error)  # nobody has it whole, or what is whole makes no sense
+        else:
+            self.mending.on_damage(error, faulty=True)
+
+    def _hand_over(self) -> None:
+        self._tell(log.warning, "a damaged replica hands over")
+        self._performing.spawn(self.resign())
+
+    def _start_over(self) -> None:
+        self.around.control.renew(self.key, uuid=self.replica.uuid, epoch=self.replica.epoch)
+
+    async def _forget_asides(self) -> None:
+        try:
+            await asyncio.to_thread(remove_asides, self.log.folder)
+        except OSError as error:
+            self._tell(log.warning, "a damaged copy is not removed", error=str(error))
+        else:
+            self._tell(log.info, "a mended replica counts; its damaged copy is removed")
+
+    # --- effects ---
+
+    @property
+    def _now(self) -> int:
+        return self.around.now()
+
+    def _perform(self, effects: Effects) -> None:
+        if self.closed or self.halted:
+            return
+        for effect in effects:
+            if type(effect) is do.SteppedDown:
+                self.tenure.depose()
+        self._performing.add(effects)
+
+    def _do(self, effect: Effect) -> Slow | None:
+        return _EFFECTS[type(effect)](self, effect)
+
+    def _on_error(self, error: PenstockError) -> None:
+        """Something that the replica cannot go on without has failed."""
+        if self.closed:
+            return
+        if isinstance(error, Corruption):
+            self._halt(do.Halt(error.message))
+            self.around.on_damage(error)
+        else:
+            self.flusher.fail(error)
+
+    def _on_failed(self, error: BaseException) -> None:
+        assert self.flusher.failed is not None
+        self.tenure.fail(self.flusher.failed)
+        self.around.on_fatal(error)
+
+    def _halt(self, effect: do.Halt) -> None:
+        self.halted = effect.reason
+        self._performing.stop()
+        self.tenure.end(Unavailable(f"the partition halted: {effect.reason}"))
+        self._tell(log.critical, "a replica halts", reason=effect.reason)
+
+    def _tell(self, level: Callable[..., object], event: str, **facts: object) -> None:
+        level(event, topic=self.topic.config.name, partition=self.index, **facts)
+
+    def _persist(self, effect: do.Persist) -> Slow:
+        async def persist() -> Effects:
+            await asyncio.to_thread(self._file.promise, effect.promised)
+            self.around.metrics.promised(self.topic.config.name)
+            return self.replica.on_persisted(effect.promised, self._now)
+
+        return persist()
+
+    # --- messages and streams ---
+
+    def _send(self, effect: do.Send) -> None:
+        transport, sending = self.around.transport, self.sending
+        if transport is None or sending is None:
+            return
+        message = effect.message
+        if isinstance(message, Append):
+            sending.send_sign(effect.to, message)
+            return
+        if isinstance(message, Fenced):
+            message = msgspec.structs.replace(message, time_ms=self.around.clock.now_ms())
+        transport.send(effect.to, self.key, message)
+        if isinstance(message, Followed) and not (message.refused or message.reseed):
+            sending.opened(effect.to, message.stream)
+
+    def _open_stream(self, effect: do.OpenStream) -> None:
+        if self.around.transport is not None:
+            self.around.transport.open_stream(effect.to, self.key, effect.follow)
+
+    def _close_stream(self, effect: do.CloseStream) -> Slow | None:
+        if self.around.transport is not None:
+            self.around.transport.close_stream(self.key)
+        return self.following.abandon_copy() if self.following.copying else None
+
+    # --- the log ---
+
+    def _write(self, effect: do.Write) -> Slow | None:
+        return self.following.write(effect.batches)
+
+    def _truncate(self, effect: do.Truncate) -> Slow:
+        lost = self.log.sequence_last - effect.sequence
+        self.around.metrics.truncated(self.topic.config.name, lost)
+        self._tell(log.warning, "uncommitted entries are cut off", entries=lost)
+        return self.following.truncate(effect.sequence)
+
+    def _reseed(self, effect: do.Reseed) -> None:
+        assert self.around.transport is not None
+        self._tell(log.warning, "a replica starts over from a snapshot", source=effect.source)
+        self.mending.on_replaced()
+        self.around.on_mended(self.key)
+        self.following.reseed(effect.source, self.around.transport.fetch_seed)
+
+    def _on_durable(self, sequence: int) -> None:
+        effects = self.replica.on_durable(sequence, self._now)
+        if not effects or self.partition is None:  # no commit takes a turn
+            self._write_on()
+        if self.partition is None:
+            self.topic.on_readable()  # it may have heard of the commit before its disk was done
+        self._perform(effects)
+
+    def _write_on(self) -> None:
+        """More can be written. The turn of a topic does that, for partitions that are served."""
+        if self.partition is not None:
+            self.topic.wake()
+        else:
+            self.tenure.flush()
+
+    def _commit(self, effect: do.Commit) -> None:
+        # What a full disk did not take is not here, though others have committed it.
+        sequence = min(effect.sequence, self.log.sequence_last)
+        self.log.advance_commit(sequence)
+        if not self.tenure.on_commit(sequence):
+            self.applying.advance(sequence)
+            self.topic.on_readable()
+
+    def _on_rebuilt(self, replayed: ReplayedLog) -> None:
+        self.tenure.snapshot = replayed.snapshot
+
+    def _warn(self, effect: do.Warn) -> None:
+        self.around.metrics.stream_warned(
+            self.topic.config.name, self.index, effect.node, effect.what
+        )
+        level = log.info if effect.what == "resumed" else log.warning
+        if effect.what in _OF_CREDIT and not self._credit_is_news(effect):
+            level = log.debug
+        self._tell(level, "a follower's stream", follower=effect.node, what=effect.what)
+
+    def _credit_is_news(self, effect: do.Warn) -> bool:
+        """Large batches use credit up each time and mean nothing by it: all are counted, and one
+        line in a while is enough."""
+        about, now = (effect.node, effect.what), self._now
+        if now < self._credit_told_ms.get(about, now - CREDIT_TOLD_MS) + CREDIT_TOLD_MS:
+            return False
+        self._credit_told_ms[about] = now
+        return True
+
+
+_HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
+    Ack: Replica.on_ack,
+    Fence: Replica.on_fence,
+    Fenced: Replica.on_fenced,
+    Followed: Replica.on_followed,
+    Probe: Replica.on_probe,
+    Probed: Replica.on_probed,
+}
+_EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
+    do.AnswerUnknown: lambda host, effect: host.tenure.doubt(),
+    do.AppendBarrier: lambda host, effect: host.tenure.begin(effect.epoch),
+    do.BeganServing: lambda host, effect: host.tenure.serve(effect.epoch),
+    do.ChangeRecord: lambda host, effect: host.around.control.change_record(
+        host.key, effect.record, effect.revision
+    ),
+    do.CloseStream: Host._close_stream,
+    do.Commit: Host._commit,
+    do.Halt: Host._halt,
+    do.OpenStream: Host._open_stream,
+    do.Persist: Host._persist,
+    do.Reseed: Host._reseed,
+    do.Retire: lambda host, effect: host.around.control.retire(host.key),
+    do.Send: Host._send,
+    do.SteppedDown: lambda host, effect: None,  # it took place when it was heard of
+    do.TakeEpoch: lambda host, effect: host.around.control.take_epoch(host.key),
+    do.Truncate: Host._truncate,
+    do.Warn: Host._warn,
+    do.Write: Host._write,
+}

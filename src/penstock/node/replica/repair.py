@@ -1,0 +1,134 @@
+"""What a replica does about damage to its log: hand over, then start over as a copy of the others.
+
+Nothing is dropped before another replica coordinates with a barrier of its own that is committed:
+that one has all that was ever committed. Nor is it while there would be no majority without it.
+Until then the damaged replica follows and votes, because where its log ends and what it has
+promised is true; whoever has the only other copy may need that vote. It coordinates only if nobody
+else does, so that one bad block does not stop a partition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from penstock.errors import Corruption
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Batch
+from penstock.node.replica.ports import SeedHead
+from penstock.node.storage.flusher import Flusher
+from penstock.replication.replica import LogHealth, Replica
+
+ASK_AGAIN_MS: Final = 1_000  # while it may not be replaced yet: another one is, or etcd is away
+RESIGN_AGAIN_MS: Final = 10_000  # doubled each time: perhaps all of them are damaged
+RESIGN_AGAIN_MS_MAX: Final = 600_000
+
+
+class Repair:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        now: Callable[[], int],
+        resign: Callable[[], None],
+        renew: Callable[[], None],
+        report: Callable[[Corruption], None],
+    ) -> None:
+        self._replica, self._now = replica, now
+        self._resign, self._renew, self._report = resign, renew, report
+        self.damage = ""  # what was found first
+        self._ask_ms = 0  # to be replaced, and not before
+        self._resign_ms = 0  # the same
+        self._resign_again_ms = RESIGN_AGAIN_MS
+
+    def on_damage(self, error: Corruption, *, faulty: bool = False) -> None:
+        """Some of the log cannot be read; `faulty`: what coordinating or lending it takes."""
+        if faulty:
+            self._replica.health = LogHealth.FAULTY
+        elif self._replica.health is LogHealth.SOUND:
+            self._replica.health = LogHealth.DAMAGED
+        if not self.damage:
+            self.damage = error.message
+            self._report(error)
+
+    def on_replaced(self) -> None:
+        """The log is another one now."""
+        self.damage = ""
+
+    def on_tick(self) -> None:
+        if not self.damage:
+            return
+        now, coordinator = self._now(), self._replica.coordinator
+        if coordinator is not None:
+            if now >= self._resign_ms and coordinator.serving and coordinator.has_heir(now):
+                self._resign_ms = now + self._resign_again_ms
+                self._resign_again_ms = min(2 * self._resign_again_ms, RESIGN_AGAIN_MS_MAX)
+                self._resign()
+        elif now >= self._ask_ms and self._replica.replaceable(now):
+            self._ask_ms = now + ASK_AGAIN_MS
+            self._renew()
+
+
+class Seed:
+    """Receives the copy of a replica that is too far behind: a snapshot, and the log as stored."""
+
+    def __init__(self, log: PartitionLog, flusher: Flusher) -> None:
+        self._log, self._flusher = log, flusher
+        self.begun = False  # the log that was there is gone
+
+    async def begin(self, head: SeedHead) -> None:
+        self.begun = True
+        await self._flusher.alone(lambda: self._start(head))
+
+    def _start(self, head: SeedHead) -> None:
+        self._log.reset(first=head.first, chain=head.chain, epoch=head.epoch)
+        if head.snapshot_sequence:
+            self._log.install_snapshot(
+                sequence=head.snapshot_sequence,
+                chain=head.snapshot_chain,
+                epoch=head.snapshot_epoch,
+                parts=[head.snapshot],
+            )
+
+    async def write(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            await self._flusher.make_room(batch.size, enqueue=False)
+            self._log.stage(batch, received=True)
+        await self._flusher.alone(self._write_staged)
+
+    def _write_staged(self) -> None:
+        flush = self._log.take()
+        if flush is not None:
+            self._log.write(flush)
+
+    async def finish(self) -> None:
+        await self._flusher.alone(self._log.finish_seeding)
+
+
+async def head_of(log: PartitionLog, committed: int) -> SeedHead:
+    """What a copy of this log begins with."""
+
+    def read() -> SeedHead:
+        snapshot, base = log.load_snapshot(), log.base
+        through = min(committed, log.sequence_durable)
+        if snapshot is None:
+            return SeedHead(base.first, base.chain, base.epoch, through)
+        return SeedHead(
+            base.first, base.chain, base.epoch, max(through, snapshot.sequence),
+            snapshot.sequence, snapshot.chain, snapshot.epoch, bytes(snapshot.data),
+        )  # fmt: skip
+
+    return await asyncio.to_thread(read)
+
+
+async def slice_of(
+    log: PartitionLog, from_sequence: int, *, through: int, bytes_max: int
+) -> list[Batch]:
+    """The next batches of a copy, as stored."""
+
+    def read() -> list[Batch]:
+        found = log.read_slice(from_sequence, through=through, bytes_max=bytes_max, nowait=False)
+        return found or []
+
+    return await asyncio.to_thread(read)

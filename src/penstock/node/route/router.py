@@ -1,0 +1,195 @@
+"""The node's way to partitions that other nodes serve, shared by all of its topics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final, Protocol
+
+from penstock.errors import CallerError, PenstockError, Unavailable, from_wire
+from penstock.node.route.errands import (
+    Errand,
+    Freight,
+    RemotePartition,
+    control_of,
+    frames,
+    not_there,
+)
+from penstock.node.route.ports import ClusterView, Key, PartitionPort
+from penstock.wire.messages import Forwarded, Outcome, pack
+
+LOOK_S: Final = 0.05  # between looks for a coordinator, should nobody tell of a change
+
+
+class RoutedTopic(Protocol):
+    """A topic, as far as its router needs to know it."""
+
+    def served(self, index: int) -> PartitionPort | None:
+        """The partition itself, if this node serves it."""
+
+
+class Router:
+    def __init__(
+        self, view: Callable[[], ClusterView], *, spawn: Callable[..., None], consumers: bytes
+    ) -> None:
+        self._view, self._spawn = view, spawn
+        self.consumers = consumers  # what the names of all consumers of this node begin with
+        self._topics: dict[int, RoutedTopic] = {}
+        self._loop = asyncio.get_running_loop()
+        self._outboxes: dict[str, list[Errand]] = {}  # by node, of this turn
+        self._waiting: dict[Key, list[Errand]] = {}  # until something changes
+        self._served: dict[Key, asyncio.Event] = {}  # who waits for that
+
+    @property
+    def cluster(self) -> ClusterView:
+        """As of now: a node that joins a cluster replaces its view."""
+        return self._view()
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run `work` beside everything else."""
+        self._spawn(work, name=name)
+
+    # --- topics ---
+
+    def add(self, topic: RoutedTopic, topic_id: int) -> None:
+        self._topics[topic_id] = topic
+
+    def remove(self, topic: RoutedTopic, topic_id: int) -> None:
+        if self._topics.get(topic_id) is topic:
+            del self._topics[topic_id]
+
+    def elsewhere(self, topic: str, key: Key) -> PartitionPort:
+        """The port of a partition that this node does not serve."""
+        return RemotePartition(topic, key, send=self.send)
+
+    # --- where things are ---
+
+    def served(self, key: Key) -> PartitionPort | None:
+        """The partition itself, if this node serves it."""
+        topic = self._topics.get(key[0])
+        return None if topic is None else topic.served(key[1])
+
+    def coordinator(self, key: Key) -> str:
+        """The other node that coordinates a partition; empty: nobody does, or we are to."""
+        node = self.cluster.coordinator(key)
+        return "" if node == self.cluster.node else node
+
+    # --- errands ---
+
+    def send(self, errand: Errand) -> None:
+        """Send it on with what else goes there in this turn, or let it wait for a coordinator."""
+        served = self.served(errand.key)
+        if served is not None:
+            errand.hand_over(served)
+            return
+        node = self.coordinator(errand.key)
+        if node and self.cluster.live(node) is not None:
+            outbox = self._outboxes.get(node)
+            if outbox is None:
+                outbox = self._outboxes[node] = []
+                self._loop.call_soon(self._flush, node)
+            outbox.append(errand)
+        else:
+            self._wait(errand)
+
+    def on_served(self, key: Key) -> None:
+        """A partition is served here from now on."""
+        if key in self._served:
+            self._served.pop(key).set()
+
+    # --- sending ---
+
+    def _flush(self, node: str) -> None:
+        errands = self._outboxes.pop(node)
+        for kind, some in frames(errands):
+            self._ask(node, kind, some)
+
+    def _ask(self, node: str, kind: Freight, errands: list[Errand]) -> None:
+        peer = self.cluster.live(node)
+        if peer is None:  # lost in this very turn, before anything was sent
+            for errand in errands:
+                self._wait(errand)
+            return
+        bodies = [errand.data for errand in errands]
+        answer = peer.ask(kind.type, Forwarded, pack(control_of(kind, errands)), *bodies)
+        answer.add_done_callback(partial(self._on_answer, node, kind, errands))
+
+    def _on_answer(
+        self, node: str, kind: Freight, errands: list[Errand], done: asyncio.Future[Forwarded]
+    ) -> None:
+        error: BaseException | None
+        if done.cancelled():
+            error = Unavailable("the request was given up")
+        else:
+            error = done.exception()
+        if error is None and len(done.result().outcomes) != len(errands):
+            error = _unfit(node)
+        if error is None:
+            for errand, outcome in zip(errands, done.result().outcomes, strict=True):
+                self._on_outcome(node, errand, outcome)
+        elif not_there(error):
+            for errand in errands:
+                self._wait(errand)
+        elif isinstance(error, CallerError) and len(errands) > 1:
+            for errand in errands:  # one of them is wrong, and none was written: ask one by one
+                self._ask(node, kind, [errand])
+        else:
+            known = error if isinstance(error, PenstockError) else Unavailable(str(error))
+            for errand in errands:
+                errand.fail(from_wire(known.to_wire()))
+
+    def _on_outcome(self, node: str, errand: Errand, outcome: Outcome) -> None:
+        if outcome.error is None:
+            try:
+                errand.succeed(outcome)
+            except (IndexError, ValueError, OverflowError):  # of entries that it does not have
+                errand.fail(_unfit(node))
+            return
+        error = from_wire(outcome.error)
+        if not_there(error):
+            self._wait(errand)
+        else:
+            errand.fail(error)
+
+    # --- waiting ---
+
+    def _wait(self, errand: Errand) -> None:
+        cut_off = self.cluster.cut_off
+        if cut_off or self._loop.time() >= errand.deadline:
+            errand.give_up(elsewhere=cut_off)
+            return
+        waiting = self._waiting.get(errand.key)
+        if waiting is None:
+            self._waiting[errand.key] = [errand]
+            self.spawn(self._look(errand.key), name="forward-wait")
+        else:
+            waiting.append(errand)
+
+    async def _look(self, key: Key) -> None:
+        """Send a partition's waiting errands again once something changed about it."""
+        await self.changed(key)
+        for errand in self._waiting.pop(key):
+            if self._loop.time() >= errand.deadline:
+                errand.give_up(elsewhere=self.cluster.cut_off)
+            else:
+                self.send(errand)
+
+    async def changed(self, key: Key) -> None:
+        """Returns when something changed about a partition, or after a short while."""
+        served = self._served.setdefault(key, asyncio.Event())
+        events = [
+            asyncio.ensure_future(self.cluster.changed(key)),
+            asyncio.ensure_future(served.wait()),
+        ]
+        try:
+            await asyncio.wait(events, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for event in events:
+                event.cancel()
+            self._served.pop(key, None)
+
+
+def _unfit(node: str) -> Unavailable:
+    """What happened is not known: the answer is about something else."""
+    return Unavailable(f"an answer of node {node} does not fit its request")

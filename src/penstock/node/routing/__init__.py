@@ -1,1 +1,0 @@
-"""Requests for partitions that another node serves."""

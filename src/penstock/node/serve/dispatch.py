@@ -1,0 +1,161 @@
+"""Who gets the ready messages: a topic's lease streams on this node, best messages first.
+
+As long as this node serves all partitions of the topic, a message is chosen and leased in one step.
+Otherwise what other nodes have comes in rounds (`rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.heap import Spine
+from penstock.node.clock import Clock
+from penstock.node.route.router import Router
+from penstock.node.serve.deliveries import Deliveries
+from penstock.node.serve.partition import Partition
+from penstock.node.serve.rounds import STRETCH, Rounds
+from penstock.node.serve.streams import ConsumerStream
+from penstock.node.write.journal import COALESCE_ENTRIES, Journal
+
+if TYPE_CHECKING:
+    from penstock.node.serve.topic import Topic
+
+LEASES_PER_TURN: Final = 5000
+LEASE_MAX: Final = 1000  # messages leased by one record
+RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
+
+
+class Dispatch:
+    def __init__(
+        self, topic: Topic, deliveries: Deliveries, *, clock: Clock, router: Router
+    ) -> None:
+        self._topic, self._deliveries, self._clock = topic, deliveries, clock
+        self.streams: dict[bytes, ConsumerStream] = {}
+        self.rank_error_max = 0
+        self._spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
+        self._picks = 0
+        self._awaited: list[tuple[Journal, int]] | None = None  # writes that a small lease awaits
+        self.rounds = Rounds(topic, self, clock=clock, router=router)
+
+    def reconfigure(self) -> None:
+        config = self._topic.config
+        self._spine = Spine(config.k, config.partitions, stretch=STRETCH)
+        self.rounds.reconfigure()
+
+    def add(self, stream: ConsumerStream) -> None:
+        self.streams[stream.consumer] = stream
+        self.rounds.renew()
+
+    def remove(self, stream: ConsumerStream) -> None:
+        stream.open = False
+        if self.streams.pop(stream.consumer, None) is not None:
+            self.rounds.forget(stream.consumer)
+
+    @property
+    def unused_credit(self) -> int:
+        return sum(max(0, s.window - s.out - s.away) for s in self.streams.values())
+
+    def offer(self) -> bool:
+        """Lease ready messages to streams with credit; False if that has to wait for something."""
+        topic = self._topic
+        for partition in topic.local:
+            if not partition.coordinator.serving:
+                return False
+        if len(topic.local) < len(topic.partitions):
+            return self.rounds.offer()
+        if topic.config.paused or not self.streams or not self._any_waiting():
+            return True
+        hungry = self.hungry()
+        if not hungry:
+            return True
+        if self._better_later(sum([room for _, room in hungry])):
+            return False
+        now_ms = self._clock.now_ms()
+        budget = min(LEASES_PER_TURN, topic.config.inflight_max - topic.leased)
+        for stream, wanted in self.shares(budget):
+            picked = self._pick(wanted, now_ms)
+            if sum(self.lease(stream, p, messages) for p, messages in picked) < wanted:
+                return True  # that was all
+        if self.hungry() and topic.config.inflight_max > topic.leased:
+            topic.wake()  # the rest in the next turn, so that others get theirs
+        return True
+
+    def _any_waiting(self) -> bool:
+        for partition in self._topic.local:
+            if partition.heap.ready or partition.heap.delayed:
+                return True
+        return False
+
+    def hungry(self) -> list[tuple[ConsumerStream, int]]:
+        """Streams with room, and how much."""
+        leases_max = self._topic.config.consumer_leases_max
+        rooms = [(s, s.room(leases_max)) for s in self.streams.values()]
+        return [(stream, room) for stream, room in rooms if room > 0]
+
+    def shares(self, budget: int) -> Iterator[tuple[ConsumerStream, int]]:
+        """Who gets how many next, until nobody has room or the budget is used up.
+
+        Alone, a stream gets many at once; several take turns, a delivery each.
+        """
+        hungry = self.hungry()
+        while hungry and budget > 0:
+            for stream, room in hungry:
+                share = LEASE_MAX if len(hungry) == 1 else stream.batch_max
+                wanted = min(room, share, budget)
+                if wanted <= 0:
+                    return
+                yield stream, wanted
+                budget -= wanted
+            hungry = self.hungry()
+            self._rotate_streams()
+
+    def lease(
+        self, stream: ConsumerStream, partition: Partition, messages: NDArray[np.uint64]
+    ) -> int:
+        visibility_ms = stream.visibility_ms or self._topic.config.visibility_ms
+        return self._deliveries.lease(stream, partition, messages, visibility_ms=visibility_ms)
+
+    def on_ranked(self, error: int) -> None:
+        """The rank error of a pick was measured."""
+        self.rank_error_max = max(self.rank_error_max, error)
+        self._topic.metrics.rank_error(self._topic.config.name, error)
+
+    def _better_later(self, wanted: int) -> bool:
+        """Whether to wait for the writes under way, since there is little to lease.
+
+        The lease could hardly be durable sooner, what is enqueued until then may be better, and
+        credit that comes back in crumbs would be leased out in crumbs for ever after.
+        """
+        local = self._topic.local
+        if min(wanted, sum(p.heap.ready for p in local)) < COALESCE_ENTRIES:
+            if self._awaited is None:
+                journals = (p.journal for p in local)
+                self._awaited = [(j, j.writes) for j in journals if j.writing]
+            if any(journal.writes == writes for journal, writes in self._awaited):
+                return True
+        self._awaited = None
+        return False
+
+    def _rotate_streams(self) -> None:
+        """Who was served first goes last next time."""
+        if len(self.streams) > 1:
+            consumer = next(iter(self.streams))
+            self.streams[consumer] = self.streams.pop(consumer)
+
+    def _pick(self, wanted: int, now_ms: int) -> list[tuple[Partition, NDArray[np.uint64]]]:
+        """The best ready messages over all partitions, by the spine's rank bound."""
+        local = self._topic.local
+        if len(local) == 1:
+            messages = local[0].select(wanted, now_ms)
+            picked = [(local[0], messages)] if len(messages) else []
+        else:
+            picked = [(local[at], m) for at, m in self._spine.pick(local, wanted, now_ms)]
+        self._picks += 1
+        if picked and self._picks % RANK_SAMPLE == 0:
+            by_place = [(local.index(p), m) for p, m in picked]
+            self.on_ranked(self._spine.rank_error(local, by_place, now_ms))
+        return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]

@@ -1,0 +1,264 @@
+"""From an Enqueue frame to the parts that wait in partitions."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, InvalidArgument, PenstockError
+from penstock.model.batch import Codec, decompress
+from penstock.model.columns import Buffer, Columns, Value
+from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ, PRODUCER_NUMBER_MAX
+from penstock.model.topic import TopicKind
+from penstock.node.route.errands import forwarded
+from penstock.node.route.ports import PartitionPort
+from penstock.node.serve.topic import Topic, check_id
+from penstock.node.write.bodies import (
+    check_body,
+    check_partition,
+    homes_of_deltas,
+    spread,
+    spread_deltas,
+    subset,
+)
+from penstock.node.write.requests import EnqueuePart, EnqueueRequest, Reply
+from penstock.wire.messages import Enqueue, Enqueued, Part, PutDelta
+
+PARTS_MIN: Final = 64  # that an enqueue may have, however few partitions its topic has
+Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its first entry's place
+
+
+def enqueue(
+    topic: Topic, control: Enqueue, data: memoryview, reply: Reply, *, raw_bytes_max: int
+) -> None:
+    """Check everything, then hand the parts to their partitions. Raises before any change.
+
+    `raw_bytes_max`: what compressed bodies may have together when they are decompressed."""
+    check_id(topic, control.topic_id)
+    bodies = _bodies(topic, control, data, raw_bytes_max)
+    if control.forwarded:
+        _enqueue_forwarded(topic, control, bodies, reply)
+        return
+    if topic.config.kind is TopicKind.DELTA:
+        placed = _place_deltas(topic, control, bodies)
+    else:
+        placed = _place(topic, control, bodies)
+    if control.expected_sequence is not None and len(placed) != 1:
+        raise InvalidArgument(
+            "expected_sequence needs entries of one partition", field="expected_sequence"
+        )
+    request = EnqueueRequest(
+        topic.config.id, len(placed), _timed(topic, sum(c.count for c, _, _ in bodies), reply)
+    )
+    expected = control.expected_sequence
+    parts = [(share.partition, share.part(request, expected)) for share in placed]
+    if control.atomic and len(parts) > 1:
+        topic.atomic.enqueue(parts)
+    elif topic.ingest is not None:
+        topic.ingest.enqueue(parts)
+    else:
+        for partition, part in parts:
+            partition.enqueue(part)
+
+
+def enqueue_of_delta(control: PutDelta, delta: memoryview) -> tuple[Enqueue, bytes]:
+    """The enqueue that a delta by itself stands for."""
+    values: dict[str, Value] = {"payload": [delta]}
+    if control.headers:
+        values["headers"] = [control.headers]
+    for field, number in (("epoch", control.epoch), ("sequence", control.sequence)):
+        if not 0 <= number < PRODUCER_NUMBER_MAX:
+            raise InvalidArgument(
+                f"{field} must be from 0 to {PRODUCER_NUMBER_MAX - 1}", field=field
+            )
+    if control.producer:
+        values |= {
+            "run_count": [1],
+            "run_epoch": [control.epoch],
+            "run_sequence": [control.sequence],
+            "run_producer": [control.producer.encode()],
+        }
+    body = ENQ.encode(1, values, runs=1 if control.producer else 0)
+    part = Part(0, 1, len(body))
+    return Enqueue(control.topic, [part], partitioned=False), body
+
+
+def _enqueue_forwarded(topic: Topic, control: Enqueue, bodies: list[Checked], reply: Reply) -> None:
+    """Parts that another node has sent on: each is one request, with an outcome of its own."""
+    if control.transaction:
+        topic.partition(control.home)  # which there must be
+    outcomes = forwarded(len(bodies), reply)
+    for i, (part, (columns, body, _)) in enumerate(zip(control.parts, bodies, strict=True)):
+        if topic.config.kind is TopicKind.DELTA:
+            homes = homes_of_deltas(columns, topic.config, now_ms=topic.clock.now_ms())
+            check_partition(homes, part.partition, len(topic.partitions))
+        partition = topic.served(topic.partition(part.partition).index)
+        if partition is None:
+            outcomes.part(i)(topic.not_here(part.partition))
+            continue
+        request = EnqueueRequest(topic.config.id, 1, outcomes.part(i))
+        whole = _Allotment(partition, columns, body, range(columns.count), control.codec)
+        share = whole.part(request, control.expected_sequence)
+        if control.transaction:
+            topic.atomic.prepare(
+                partition, share, transaction=control.transaction, home=control.home
+            )
+        elif topic.ingest is not None:
+            topic.ingest.enqueue([(partition, share)])
+        else:
+            partition.enqueue(share)
+
+
+def _bodies(topic: Topic, control: Enqueue, data: memoryview, raw_bytes_max: int) -> list[Checked]:
+    """Each part's checked columns, its body as received, and its first entry's place."""
+    if not control.parts:
+        raise InvalidArgument("an enqueue has no parts", field="parts")
+    parts_max = max(PARTS_MIN, len(topic.partitions))
+    if len(control.parts) > parts_max and not control.forwarded:
+        raise InvalidArgument(
+            f"an enqueue has over {parts_max} parts: one for each partition is enough",
+            field="parts",
+            limit=parts_max,
+        )
+    if sum(p.length for p in control.parts) != len(data):
+        raise InvalidArgument("parts do not add up to the frame", field="parts")
+    if sum(p.count for p in control.parts) > BATCH_ENTRIES_MAX:
+        raise InvalidArgument(
+            f"an enqueue has more than {BATCH_ENTRIES_MAX} entries",
+            field="entries",
+            limit=BATCH_ENTRIES_MAX,
+        )
+    if control.codec:
+        _check_raw_lengths(control, raw_bytes_max)
+    found: list[Checked] = []
+    at = index = 0
+    for i, part in enumerate(control.parts):
+        if part.length < 0:
+            raise InvalidArgument("a part's length is negative", field="parts")
+        body = bytes(data[at : at + part.length])
+        raw = body if not control.codec else _decompressed(control, i, body)
+        found.append((check_body(raw, part.count, topic.config), body, index))
+        at += part.length
+        index += part.count
+    return found
+
+
+def _check_raw_lengths(control: Enqueue, limit: int) -> None:
+    """Of all parts together, and before any is decompressed: small frames may claim a lot."""
+    if control.codec not in (Codec.ZSTD, Codec.LZ4):
+        raise InvalidArgument(f"codec {control.codec} is unknown", field="codec")
+    lengths = control.raw_lengths or []
+    if (
+        len(lengths) != len(control.parts)
+        or any(length < 1 for length in lengths)
+        or sum(lengths) > limit
+    ):
+        raise InvalidArgument(
+            f"raw_lengths must give each part's length, together at most {limit}",
+            field="raw_lengths",
+            limit=limit,
+        )
+
+
+def _decompressed(control: Enqueue, index: int, body: bytes) -> bytes:
+    assert control.raw_lengths is not None, "checked with all of them"
+    length = control.raw_lengths[index]
+    try:
+        raw = decompress(Codec(control.codec), body, length + 1)
+    except Corruption as error:
+        raise InvalidArgument(error.message, field="body") from error
+    if len(raw) != length:
+        raise InvalidArgument("a body is not of its stated length", field="raw_lengths")
+    return raw
+
+
+class _Allotment(NamedTuple):
+    """What one partition gets of an enqueue."""
+
+    partition: PartitionPort
+    columns: Columns
+    body: Buffer
+    indices: range | NDArray[np.int64]  # of its entries in the request
+    codec: int
+
+    def part(self, request: EnqueueRequest, expected_sequence: int | None) -> EnqueuePart:
+        return EnqueuePart(
+            request,
+            self.columns,
+            indices=self.indices,
+            body=self.body,
+            codec=self.codec,
+            expected_sequence=expected_sequence,
+        )
+
+
+def _place(topic: Topic, control: Enqueue, bodies: list[Checked]) -> list[_Allotment]:
+    """Which partition gets which part."""
+    placed: list[_Allotment] = []
+    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
+        if control.partitioned:
+            indices = range(index, index + part.count)
+            target = topic.partition(part.partition)
+            placed.append(_Allotment(target, columns, body, indices, control.codec))
+        else:
+            topic.rotation = (topic.rotation + 1) % len(topic.partitions)
+            shares = list(spread(columns, len(topic.partitions), fallback=topic.rotation))
+            placed += _spread(topic, control, (columns, body, index), shares)
+    return placed
+
+
+def _place_deltas(topic: Topic, control: Enqueue, bodies: list[Checked]) -> list[_Allotment]:
+    """The same for deltas, which are checked here: only where their vectors belong."""
+    placed: list[_Allotment] = []
+    partitions, now_ms = len(topic.partitions), topic.clock.now_ms()
+    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
+        homes = homes_of_deltas(columns, topic.config, now_ms=now_ms)
+        if control.partitioned:
+            target = topic.partition(part.partition)
+            check_partition(homes, target.index, partitions)
+            indices = range(index, index + part.count)
+            placed.append(_Allotment(target, columns, body, indices, control.codec))
+        else:
+            shares = list(spread_deltas(homes))
+            placed += _spread(topic, control, (columns, body, index), shares)
+    if control.atomic and len(placed) > 1:
+        raise InvalidArgument(
+            "an atomic batch of deltas must have vectors of one partition", field="atomic"
+        )
+    return placed
+
+
+def _spread(
+    topic: Topic,
+    control: Enqueue,
+    whole: Checked,
+    shares: list[tuple[int, NDArray[np.int64]]],
+) -> list[_Allotment]:
+    columns, body, index = whole
+    if len(shares) == 1:
+        indices = range(index, index + columns.count)
+        return [_Allotment(topic.partitions[shares[0][0]], columns, body, indices, control.codec)]
+    placed: list[_Allotment] = []
+    for partition, chosen in shares:
+        share = subset(columns, chosen)
+        decoded = ENQ.decode(share, len(chosen))
+        placed.append(_Allotment(topic.partitions[partition], decoded, share, chosen + index, 0))
+    return placed
+
+
+def _timed(topic: Topic, count: int, reply: Reply) -> Reply:
+    started = time.perf_counter()
+
+    def answer(result: object) -> None:
+        if isinstance(result, Enqueued):
+            topic.metrics.enqueued(topic.config.name, count, time.perf_counter() - started)
+            if result.duplicates:
+                topic.metrics.duplicates(topic.config.name, len(result.duplicates))
+        elif isinstance(result, PenstockError) and result.status == "RESOURCE_EXHAUSTED":
+            topic.metrics.backpressure(result.code)
+        reply(result)
+
+    return answer

@@ -1,0 +1,300 @@
+"""Messages out of the log: payloads stay there and are read when they are delivered."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from copy import copy
+from itertools import accumulate, count
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, NotFound
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer, Columns
+from penstock.model.delivery import DELIVERY
+from penstock.model.plain import faults_of
+
+_TIME: Final = struct.Struct("<q")
+_OVERHEAD: Final = 2048  # bytes of the objects round an opened batch
+_COPIED_MAX: Final = 300  # entries that are copied out at once: lists and bytes are picked faster
+
+
+class _Decoded:
+    """A batch opened for picking single messages out of it.
+
+    One that is what was written, as its CRC says, and yet holds no columns is opened all the same:
+    its messages are empty, and `fault` says why.
+    """
+
+    __slots__ = ("fault", "first", "headers", "keys", "last", "payloads", "places", "priority",
+                 "size", "time_ms")  # fmt: skip
+
+    def __init__(self, batch: Batch) -> None:
+        self.first, self.last, self.time_ms = batch.first, batch.last, batch.time_ms
+        self.size = _OVERHEAD
+        self.fault = ""
+        self.priority: Sequence[int] | None = None
+        self.payloads: _Slices = ([0] * (batch.count + 1), b"")
+        self.keys: _Slices | None = None
+        self.headers: _Slices | None = None
+        self.places: dict[int, int] | None = None
+        try:
+            columns = batch.columns()
+            columns.validate()
+        except Corruption as error:
+            self.fault = error.message
+        else:
+            self._open(batch, columns)
+
+    def _open(self, batch: Batch, columns: Columns) -> None:
+        self.size = len(columns.body) + _OVERHEAD
+        priority = columns.view("priority")
+        self.priority = priority
+        if priority is not None and len(priority) <= _COPIED_MAX:
+            self.priority = priority.tolist()
+        self.payloads = _slices(columns, "payload") or self.payloads
+        self.keys = _slices(columns, "key")
+        self.headers = _slices(columns, "headers")
+        if batch.compacted:
+            sequences = columns.fixed("sequence").tolist()
+            self.places = {sequence: i for i, sequence in enumerate(sequences)}
+
+    def place(self, sequence: int) -> int:
+        if self.places is None:
+            return sequence - self.first
+        place = self.places.get(sequence)
+        if place is None:
+            raise NotFound(f"message {sequence} was compacted away")
+        return place
+
+    @property
+    def bytes(self) -> int:
+        """Of all payloads, keys and headers."""
+        columns = (self.payloads, self.keys, self.headers)
+        return sum([slices[0][-1] for slices in columns if slices is not None])
+
+    def only(self, sequences: list[int]) -> _Decoded:
+        """A copy with just these messages, in this order, that does not hold on to the batch."""
+        places = [self.place(sequence) for sequence in sequences]
+        some = copy(self)
+        some.priority = None if self.priority is None else [self.priority[p] for p in places]
+        some.payloads = _copied(self.payloads, places)
+        some.keys = None if self.keys is None else _copied(self.keys, places)
+        some.headers = None if self.headers is None else _copied(self.headers, places)
+        some.places = None
+        return some
+
+
+_Slices = tuple[Sequence[int], Buffer]  # offsets, and the blob that they point into
+_Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of each
+
+
+def _slices(columns: Columns, name: str) -> _Slices | None:
+    ends = columns.view(name)
+    if ends is None:
+        return None
+    if len(ends) > _COPIED_MAX:
+        return ends, columns.blob(name)
+    return ends.tolist(), bytes(columns.blob(name))
+
+
+def _copied(slices: _Slices, places: list[int]) -> _Slices:
+    ends, blob = slices
+    values = [bytes(blob[ends[place] : ends[place + 1]]) for place in places]
+    return list(accumulate(map(len, values), initial=0)), b"".join(values)
+
+
+def _values(cells: Iterable[tuple[_Slices | None, list[int]]]) -> list[Buffer]:
+    """The picked values of a binary column, empty where a batch does not have it."""
+    values: list[Buffer] = []
+    for slices, places in cells:
+        if slices is None:
+            values += [b""] * len(places)
+        else:
+            ends, blob = slices
+            values += [blob[ends[place] : ends[place + 1]] for place in places]
+    return values
+
+
+class MessageRows:
+    """Messages gathered from the log, as columns."""
+
+    __slots__ = ("picks", "sequences")
+
+    def __init__(self, sequences: list[int], picks: _Picks) -> None:
+        self.sequences, self.picks = sequences, picks
+
+    def faults(self) -> dict[int, str]:
+        """By row, why it cannot be read: its batch, or its headers, are not what they should be.
+
+        Nothing wrong enters a log nowadays, but a log may be older than that.
+        """
+        found: dict[int, str] = {}
+        row = 0
+        for batch, places in self.picks:
+            if batch.fault:
+                found |= dict.fromkeys(range(row, row + len(places)), f"body: {batch.fault}")
+            elif batch.headers is not None:
+                ends, blob = batch.headers
+                values = [bytes(blob[ends[place] : ends[place + 1]]) for place in places]
+                for at, fault in faults_of(values).items():
+                    found[row + at] = f"headers: {fault.text}"
+            row += len(places)
+        return found
+
+    def exceed(self, bytes_max: int) -> bool:
+        """Whether the keys, headers and payloads are more than this. The batches that hold them
+        nearly always answer that; else the messages are looked at."""
+        left = bytes_max - sum([batch.size for batch, _ in self.picks])
+        if left >= 0:
+            return False
+        left = bytes_max
+        for batch, places in self.picks:
+            for slices in (batch.payloads, batch.keys, batch.headers):
+                if slices is not None:
+                    ends = slices[0]
+                    left -= sum([ends[place + 1] - ends[place] for place in places])
+        return left < 0
+
+    def encode(self, attempts: NDArray[np.uint32]) -> bytes:
+        """The rows as a DELIVERY body."""
+        times: list[bytes] = []
+        priorities: list[int] = []
+        payloads: list[Buffer] = []
+        keyed = headed = False
+        for batch, places in self.picks:
+            times.append(_TIME.pack(batch.time_ms) * len(places))
+            if batch.priority is None:
+                priorities += [0] * len(places)
+            else:
+                priorities += map(batch.priority.__getitem__, places)
+            ends, blob = batch.payloads
+            payloads += [blob[ends[place] : ends[place + 1]] for place in places]
+            keyed |= batch.keys is not None
+            headed |= batch.headers is not None
+        return DELIVERY.encode(
+            len(self.sequences),
+            {
+                "message": np.array(self.sequences, np.uint64),
+                "time_ms": np.frombuffer(b"".join(times), np.int64),
+                "priority": priorities,
+                "attempts": attempts if attempts.any() else None,
+                "key": _values((b.keys, p) for b, p in self.picks) if keyed else None,
+                "headers": _values((b.headers, p) for b, p in self.picks) if headed else None,
+                "payload": payloads,
+            },
+        )
+
+
+class ReadCache:
+    """Opened batches of all partitions of a node, bounded by bytes, least recently used first out.
+
+    Messages leave in the order of priority, so a batch is visited many times before it is done.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._held: OrderedDict[tuple[int, int], _Decoded] = OrderedDict()
+
+    def get(self, owner: int, first: int) -> _Decoded | None:
+        found = self._held.get((owner, first))
+        if found is not None:
+            self._held.move_to_end((owner, first))
+        return found
+
+    def put(self, owner: int, decoded: _Decoded) -> None:
+        self.drop(owner, decoded.first)
+        self._held[owner, decoded.first] = decoded
+        self._bytes += decoded.size
+        while self._bytes > self._bytes_max:
+            _, out = self._held.popitem(last=False)
+            self._bytes -= out.size
+
+    def drop(self, owner: int, first: int) -> None:
+        old = self._held.pop((owner, first), None)
+        if old is not None:
+            self._bytes -= old.size
+
+    def drop_all(self, owner: int) -> None:
+        for held, first in list(self._held):
+            if held == owner:
+                self.drop(held, first)
+
+
+class MessageReader:
+    """Messages of one partition."""
+
+    _owners = count()
+
+    def __init__(self, log: PartitionLog, cache: ReadCache) -> None:
+        self._log, self._cache = log, cache
+        self._owner = next(self._owners)
+
+    def gather(self, sequences: list[int], *, nowait: bool) -> MessageRows | None:
+        """The messages in the order asked for; None if `nowait` and one is not in memory."""
+        picks: _Picks = []
+        places: list[int] = []
+        batch, first, last = None, 1, 0
+        for sequence in sequences:
+            if batch is None or not first <= sequence <= last:
+                batch = self._batch(sequence, nowait, guess=last + 1)
+                if batch is None:
+                    return None
+                first, last = batch.first, batch.last
+                places = []
+                picks.append((batch, places))
+            places.append(sequence - first if batch.places is None else batch.place(sequence))
+        return MessageRows(sequences, picks)
+
+    def load(self, sequences: list[int], bytes_max: int | None = None) -> MessageRows | None:
+        """`gather` from wherever they are; blocks, so it runs in a thread. None if several of them
+        are more than `bytes_max`, which is found before all of them are read.
+
+        It takes the messages themselves out of their batches: there may be as many batches, in as
+        many files, and nothing says that all of them fit in memory or can be open at once.
+        """
+        left = bytes_max
+        found: dict[int, tuple[_Decoded, int]] = {}
+        wanted = sorted(sequences)
+        at = 0
+        while at < len(wanted):
+            batch = self._log.read(wanted[at], nowait=False)
+            assert batch is not None
+            end = bisect_right(wanted, batch.last)
+            some = _Decoded(batch).only(wanted[at:end])
+            if left is not None and len(wanted) > 1:
+                left -= some.bytes
+                if left < 0:
+                    return None
+            found.update((sequence, (some, i)) for i, sequence in enumerate(wanted[at:end]))
+            at = end
+        return MessageRows(
+            sequences, [(some, [i]) for some, i in map(found.__getitem__, sequences)]
+        )
+
+    def forget(self) -> None:
+        """The log's files changed (compaction), or the partition is closed."""
+        self._cache.drop_all(self._owner)
+
+    def _batch(self, sequence: int, nowait: bool, *, guess: int) -> _Decoded | None:
+        """The batch of a message; `guess` is where it begins if it follows the one before."""
+        found = self._cache.get(self._owner, guess)
+        if found is not None and found.first <= sequence <= found.last:
+            return found
+        first = self._log.first_of(sequence)
+        found = None if first is None else self._cache.get(self._owner, first)
+        # After a rewrite an older, shorter batch may still be here under the same first sequence.
+        if found is None or sequence > found.last:
+            batch = self._log.read(sequence, nowait=nowait)
+            if batch is None:
+                return None
+            found = _Decoded(batch)
+            self._cache.put(self._owner, found)
+        return found

@@ -1,0 +1,253 @@
+"""Credit-controlled streams out of a node: leases for consumers, batches for log readers.
+
+A stream has a window and an amount that is out. It may send while the amount out fits the window;
+nothing is queued for it meanwhile, so a slow reader costs the node its window and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from penstock.errors import InvalidArgument, NotFound, PenstockError
+from penstock.log.partition import PartitionLog
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer
+from penstock.wire.messages import Delivery, LogSlice
+
+WINDOW_ENTRIES_MAX: Final = 1_000_000
+WINDOW_BYTES_MAX: Final = 256 << 20
+SLICE_BYTES_MAX: Final = 1 << 20  # log batches sent in one frame
+
+
+def gone(sequence: int, *, sequence_first: int) -> NotFound:
+    """The refusal to read what retention has dropped; it says from where on there is something."""
+    return NotFound(
+        f"sequence {sequence} is gone: the log starts at {sequence_first}",
+        sequence_first=sequence_first,
+    )
+
+
+def check_window(entries: int, bytes_: int) -> None:
+    """Raise unless a reader may ask for this much."""
+    for field, value, limit in (
+        ("credit_entries", entries, WINDOW_ENTRIES_MAX),
+        ("credit_bytes", bytes_, WINDOW_BYTES_MAX),
+    ):
+        if not 1 <= value <= limit:
+            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+
+
+class LogSource(Protocol):
+    """A replica whose log may be read, as far as it is committed."""
+
+    @property
+    def log(self) -> PartitionLog: ...
+
+    @property
+    def sequence_readable(self) -> int: ...
+
+
+class SendRoom(Protocol):
+    """Where the bytes count that are read in order to be sent."""
+
+    def take(self, size: int) -> bool:
+        """Whether so much may be read now. If not, the stream is pumped again when it may."""
+
+    def give_back(self, size: int) -> None:
+        """What was taken is sent, or not sent after all."""
+
+
+class ConsumerStream:
+    """Messages leased to one consumer. `out` counts leases that are not yet settled."""
+
+    __slots__ = ("away", "batch_max", "blocked", "changed", "consumer", "fail", "key_id", "open",
+                 "out", "send", "unreadable", "visibility_ms", "window")  # fmt: skip
+
+    def __init__(
+        self,
+        consumer: bytes,
+        *,
+        window: int,
+        batch_max: int,
+        visibility_ms: int | None,
+        send: Callable[[Delivery, Buffer], None],
+        key_id: str | None = None,
+        fail: Callable[[PenstockError], None] | None = None,
+    ) -> None:
+        self.consumer, self.window, self.batch_max = consumer, window, batch_max
+        self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
+        # Told when what was leased does not come: it cannot be read, or may not be leased at all.
+        self.fail = fail
+        self.changed: Callable[[], None] | None = None  # told when less is out, or `away` is other
+        self.out = 0
+        self.away = 0  # the same, of messages that other nodes have leased to it
+        self.open = True
+        self.blocked = False  # the connection's send buffer is full
+        self.unreadable = 0  # messages that were leased to it and became dead letters instead
+
+    def room(self, leases_max: int) -> int:
+        """How many messages may be leased to it now."""
+        if self.blocked or not self.open:
+            return 0
+        return min(self.window, leases_max) - self.out - self.away
+
+    def on_leased(self, count: int) -> None:
+        self.out += count
+
+    def on_released(self, count: int) -> None:
+        """Leases ended durably: their credit comes back."""
+        self.recount(self.out - count)
+        if self.out < 0:
+            raise RuntimeError(f"stream {self.consumer!r} got back more credit than it gave")
+
+    def recount(self, out: int) -> None:
+        """So many leases are out: some ended, or went with a partition that moved."""
+        self.out = out
+        if self.changed is not None:
+            self.changed()
+
+    def on_away(self, change: int) -> None:
+        """Other nodes have leased more to it, or some of that has ended."""
+        self.away += change
+        if self.changed is not None:
+            self.changed()
+
+    def grant(self, entries: int) -> None:
+        self.window += entries
+        if not 0 < self.window <= WINDOW_ENTRIES_MAX:
+            raise InvalidArgument(
+                f"a stream's credit must be from 1 to {WINDOW_ENTRIES_MAX}",
+                field="credits",
+                limit=WINDOW_ENTRIES_MAX,
+            )
+
+
+class ReaderStream:
+    """Committed batches of one partition from a cursor on, verbatim."""
+
+    def __init__(
+        self,
+        source: LogSource,
+        *,
+        partition: int,
+        from_sequence: int,
+        window_entries: int,
+        window_bytes: int,
+        send: Callable[[LogSlice, list[Buffer]], None],
+        fail: Callable[[BaseException], None],
+        end: Callable[[], None],
+        room: SendRoom,
+        through: int | None = None,
+    ) -> None:
+        self.source, self._log, self.partition = source, source.log, partition
+        self.cursor = from_sequence
+        self._window_entries, self._window_bytes = window_entries, window_bytes
+        self._entries_out = self._bytes_out = 0
+        self._send, self.fail, self._end, self._room = send, fail, end, room
+        self._through = through  # the batch that covers it is the last; None: there is none
+        self._reading = False
+        self.open = True
+        self.blocked = False
+
+    def acknowledge(self, entries: int, bytes_: int) -> None:
+        """The reader took this much: its credit comes back."""
+        if not (0 <= entries <= self._entries_out and 0 <= bytes_ <= self._bytes_out):
+            raise InvalidArgument("more credit returned than is out", field="entries")
+        self._entries_out -= entries
+        self._bytes_out -= bytes_
+
+    def pump(self) -> None:
+        """Send what is committed and fits the credit, as far as there is room for it."""
+        while self._may_send(sequence_committed := self.source.sequence_readable):
+            room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
+            try:
+                # A segment that is not open tells no size: its first slice may have more.
+                size = self._log.slice_size(self.cursor, through=sequence_committed, bytes_max=room)
+                taken = SLICE_BYTES_MAX if size is None else size
+                if not self._room.take(taken):
+                    return
+                batches = self._read_warm(sequence_committed, room, taken=taken)
+            except PenstockError as error:  # dropped by retention, or damaged
+                self.fail(error)
+                return
+            if batches is None:
+                self._read_cold(sequence_committed, room, taken=taken)
+                return
+            if not self._send_slice(batches, sequence_committed, taken=taken):
+                return
+
+    def _read_warm(
+        self, sequence_committed: int, bytes_max: int, *, taken: int
+    ) -> list[Batch] | None:
+        try:
+            return self._log.read_slice(
+                self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=True
+            )
+        except BaseException:
+            self._room.give_back(taken)
+            raise
+
+    def _may_send(self, sequence_committed: int) -> bool:
+        return (
+            self.open
+            and not self.blocked
+            and not self._reading
+            and self.cursor <= sequence_committed
+            and (self._bytes_out < self._window_bytes or not self._bytes_out)
+        )
+
+    def _send_slice(self, batches: list[Batch], sequence_committed: int, *, taken: int) -> bool:
+        """Send the leading batches that the credit covers, and give back what was taken for them.
+        Whether something was sent, and more may follow."""
+        try:
+            return self._send_fitting(batches, sequence_committed)
+        finally:
+            self._room.give_back(taken)
+
+    def _send_fitting(self, batches: list[Batch], sequence_committed: int) -> bool:
+        """A batch that comes when nothing is out may exceed the window, in entries and bytes."""
+        fitting: list[Buffer] = []
+        entries, size, last = self._entries_out, self._bytes_out, 0
+        for batch in batches:
+            padded = batch.size + (-batch.size & 7)
+            if entries and entries + batch.count > self._window_entries:
+                break
+            if size and size + padded > self._window_bytes:
+                break
+            if self._through is not None and batch.first > self._through:
+                break
+            fitting += [batch.header(), batch.body, bytes(padded - batch.size)]
+            entries, size, last = entries + batch.count, size + padded, batch.last
+        if not fitting:
+            return False
+        self._entries_out, self._bytes_out = entries, size
+        self._send(LogSlice(self.partition, batches[0].first, last, sequence_committed), fitting)
+        self.cursor = last + 1
+        if self._through is not None and last >= self._through:
+            self._end()
+            return False
+        return True
+
+    def _read_cold(self, sequence_committed: int, bytes_max: int, *, taken: int) -> None:
+        """The page cache misses: read in a thread, then go on."""
+        self._reading = True
+        future = asyncio.get_running_loop().run_in_executor(
+            None,
+            lambda: self._log.read_slice(
+                self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=False
+            ),
+        )
+
+        def done(future: asyncio.Future[list[Batch] | None]) -> None:
+            self._reading = False
+            error = future.exception()
+            if error is not None or not self.open:
+                self._room.give_back(taken)
+                if error is not None and self.open:
+                    self.fail(error)
+            elif self._send_slice(future.result() or [], sequence_committed, taken=taken):
+                self.pump()  # more may be committed by now
+
+        future.add_done_callback(done)

@@ -1,0 +1,437 @@
+"""A topic on this node: its partitions, its consumers, and the turn that serves them.
+
+A turn runs at most once per loop iteration: every partition turns what has gathered into batches,
+ready messages are leased to the streams that have credit, and all of it goes out in one write per
+partition. An enqueue and the lease that follows from it thus share one fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
+from penstock.heap import Applied
+from penstock.model.topic import TopicConfig
+from penstock.node.clock import Alarm, Clock
+from penstock.node.observe.metrics import Metrics
+from penstock.node.route.ports import AlwaysHere, Key, PartitionPort
+from penstock.node.route.router import Router
+from penstock.node.serve.deliveries import Deliveries
+from penstock.node.serve.dispatch import Dispatch
+from penstock.node.serve.ingest import IngestGate
+from penstock.node.serve.partition import Partition
+from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream
+from penstock.node.serve.supply import Demand
+from penstock.node.write.requests import EnqueuePart
+from penstock.propagation.options import LiveOptions
+
+
+class AtomicPort(Protocol):
+    """A topic's atomic batches, which are driven outside of its turns."""
+
+    def enqueue(self, parts: Sequence[tuple[PartitionPort, EnqueuePart]]) -> None:
+        """Write all parts or none, and answer their requests."""
+
+    def prepare(
+        self, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+    ) -> None:
+        """Prepare a part of a batch that another node drives."""
+
+    def arm(self) -> None:
+        """Something was appended that may wait for a decision, or for a confirmation."""
+
+    def close(self) -> None: ...
+
+
+class LivePath(Protocol):
+    """What pushes the deltas of a topic to subscribers, as far as its topic must know it."""
+
+    def room(self) -> int:
+        """How many more deltas may be written before it lags too much."""
+
+    def serve(self, index: int) -> None: ...
+
+    def unserve(self, index: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Topic:
+    def __init__(
+        self,
+        config: TopicConfig,
+        *,
+        clock: Clock,
+        metrics: Metrics,
+        on_damage: Callable[[PenstockError], None],
+        on_fatal: Callable[[BaseException], None],
+        router: Router,
+        atomic: Callable[[Topic], AtomicPort],
+        live: LiveOptions | None = None,
+    ) -> None:
+        """`live`: how deltas are taken in; None: the topic is a queue."""
+        self.config, self.router = config, router
+        self.partitions: list[PartitionPort] = []  # all, wherever they are served
+        self.local: list[Partition] = []  # those that this node serves, by index
+        self._served: dict[int, Partition] = {}  # the same, by their indices
+        self._add_ports()
+        router.add(self, config.id)
+        self.metrics = metrics
+        self.clock = clock
+        self._on_fatal = on_fatal
+        self._deliveries = Deliveries(
+            config.name, metrics=metrics, on_damage=on_damage, on_fatal=on_fatal
+        )
+        self.dispatch = Dispatch(self, self._deliveries, clock=clock, router=router)
+        self._demands: list[Demand] = []  # other nodes whose consumers want our messages
+        self._log_streams: list[ReaderStream] = []
+        self._loop = asyncio.get_running_loop()
+        self._turn_due = False
+        self._dispatch_waiters: list[asyncio.Future[None]] = []
+        self._alarm = Alarm(clock, self._on_timer)
+        self.atomic = atomic(self)
+        self._armed_for: list[int] = []  # where the logs ended when the timers were set
+        self.rotation = 0  # the partition that keyless messages go to next
+        self.live: LivePath | None = None  # of a delta topic, once somebody subscribed
+        self.ingest: IngestGate | None = None  # of a delta topic
+        if live is not None:
+            self.ingest = IngestGate(self, options=live, clock=clock, metrics=metrics)
+        # How many more deltas may be written before the live path lags too much; None: any.
+        self.live_room: Callable[[], int] | None = None
+        self.message_bytes = 0  # of messages in answers, on average; 0: there was none yet
+        self.closed = False
+
+    def reconfigure(self, config: TopicConfig) -> None:
+        self.config = config
+        self._add_ports()
+        self.dispatch.reconfigure()
+
+    def _add_ports(self) -> None:
+        """A port for each partition that has none; until it is served here, it is elsewhere."""
+        for index in range(len(self.partitions), self.config.partitions):
+            self.partitions.append(self._elsewhere(index))
+
+    def _elsewhere(self, index: int) -> PartitionPort:
+        return self.router.elsewhere(self.config.name, self.key(index))
+
+    # --- which partitions this node serves ---
+
+    def serve(self, index: int, partition: Partition) -> None:
+        """A tenure began: this node coordinates the partition."""
+        self.partitions[index] = self._served[index] = partition
+        self._place_local()
+        self.router.on_served(self.key(index))
+        if self.live is not None:
+            self.live.serve(index)
+        self._recount()
+        self.wake()
+
+    def unserve(self, index: int) -> None:
+        """A tenure ended. What had gathered for it has surely not happened."""
+        gone = self._served.pop(index, None)
+        if gone is None:
+            return
+        self.partitions[index] = self._elsewhere(index)
+        self._place_local()
+        moved = Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
+        if self.ingest is not None:
+            self.ingest.fail(index, moved)
+        gone.enqueuer.fail(moved)
+        gone.settler.fail(moved)
+        self.end_readers(gone)
+        if self.live is not None:
+            self.live.unserve(index)
+        self._recount()
+        self.dispatch.rounds.renew()
+        self.wake()
+
+    def end_readers(self, source: LogSource) -> None:
+        """A log is not to be read here any more: whoever does looks for it elsewhere."""
+        for stream in tuple(self._log_streams):
+            if stream.source is source:
+                stream.fail(
+                    Unavailable(
+                        f"partition {stream.partition} of {self.config.name} moved",
+                        partition=stream.partition,
+                    )
+                )
+
+    def reached(self, index: int | None = None) -> bool:
+        """Whether a partition, or each of them, can be served: here, or by a node that we reach."""
+        indices = range(len(self.partitions)) if index is None else (index,)
+        return all(self._reaches(i) for i in indices)
+
+    def _reaches(self, index: int) -> bool:
+        served = self._served.get(index)
+        if served is not None:
+            return served.journal.may_commit
+        node = self.router.coordinator(self.key(index))
+        return bool(node) and self.router.cluster.live(node) is not None
+
+    def end_pops(self, error: PenstockError) -> None:
+        """Answer the pops that wait and have leased nothing."""
+        for stream in list(self.dispatch.streams.values()):
+            if stream.fail is not None and not (stream.out or stream.away):
+                stream.fail(error)
+
+    def doubt(self, partition: Partition, error: PenstockError) -> int:
+        """Nobody knows whether a partition's last leases will be: pops, which are counted, do not
+        wait for them. Streams do, and get them should they be committed."""
+        pops = [
+            stream
+            for stream in self.dispatch.streams.values()
+            if stream.fail is not None and partition.leased_to(stream.consumer)
+        ]
+        for stream in pops:
+            assert stream.fail is not None
+            stream.fail(error)
+        return len(pops)
+
+    def _recount(self) -> None:
+        """Partitions came or went, and with them leases of consumers here and elsewhere."""
+        for stream in self.dispatch.streams.values():
+            stream.recount(sum(p.leased_to(stream.consumer) for p in self.local))
+        for demand in self._demands:
+            demand.recount(self.local)
+
+    def _place_local(self) -> None:
+        self.local = [self._served[index] for index in sorted(self._served)]
+        self._armed_for = []
+
+    def key(self, index: int) -> Key:
+        return (self.config.id, index)
+
+    def served(self, index: int) -> Partition | None:
+        """A partition, if this node serves it."""
+        return self._served.get(index)
+
+    def here(self, index: int) -> Partition:
+        """A partition that this node must serve."""
+        found = self._served.get(self.partition(index).index)
+        if found is None:
+            raise self.not_here(index)
+        return found
+
+    def not_here(self, index: int) -> WrongEpoch:
+        """The refusal of what only the coordinator may do; it says who that is."""
+        return WrongEpoch(
+            f"partition {index} of {self.config.name} is not served by this node",
+            partition=index,
+            coordinator=self.router.coordinator(self.key(index)) or None,
+        )
+
+    # --- for sessions ---
+
+    def follow(self, live: LivePath) -> None:
+        """Somebody subscribes: the live path follows the topic's partitions from now on."""
+        self.live, self.live_room = live, live.room
+
+    def partition(self, index: int) -> PartitionPort:
+        if not 0 <= index < len(self.partitions):
+            raise InvalidArgument(
+                f"topic {self.config.name} has partitions 0 to {len(self.partitions) - 1}",
+                field="partition",
+                limit=len(self.partitions) - 1,
+            )
+        return self.partitions[index]
+
+    def add_stream(self, stream: ConsumerStream) -> None:
+        self.dispatch.add(stream)
+        self.wake()
+
+    def remove_stream(self, stream: ConsumerStream) -> None:
+        self.dispatch.remove(stream)
+        self.wake()
+
+    def streams_of(self, key_id: str | None) -> int:
+        return sum(1 for s in self.dispatch.streams.values() if s.key_id == key_id)
+
+    def add_demand(self, consumers: bytes, send: Callable[..., None]) -> Demand:
+        """Consumers of another node, whose names begin so, may lease our messages."""
+        demand = Demand(self, self._deliveries, consumers=consumers, clock=self.clock, send=send)
+        self._demands.append(demand)
+        self.wake()
+        return demand
+
+    def remove_demand(self, demand: Demand) -> None:
+        demand.close()
+        if demand in self._demands:
+            self._demands.remove(demand)
+
+    @property
+    def log_streams(self) -> int:
+        return len(self._log_streams)
+
+    def add_log_stream(self, stream: ReaderStream) -> None:
+        self._log_streams.append(stream)
+        self.wake()
+
+    def on_readable(self) -> None:
+        """A replica of this node that does not serve its partition may show more of its log."""
+        if self._log_streams:
+            self.wake()
+
+    def remove_log_stream(self, stream: ReaderStream) -> None:
+        stream.open = False
+        if stream in self._log_streams:
+            self._log_streams.remove(stream)
+
+    def wake(self) -> None:
+        if not self._turn_due and not self.closed:
+            self._turn_due = True
+            self._loop.call_soon(self._due_turn)
+
+    def observe(self, applied: Applied, reason: str) -> None:
+        """A batch is committed: return credits, count what happened."""
+        for consumer, count in applied.released.items():
+            stream = self.dispatch.streams.get(consumer)
+            if stream is not None:
+                stream.on_released(count)
+            else:
+                any(demand.on_released(consumer) for demand in self._demands)
+        self._count(applied, reason)
+
+    def _count(self, applied: Applied, reason: str) -> None:
+        name, metrics = self.config.name, self.metrics
+        if applied.acked:
+            metrics.acked(name, applied.acked)
+        if applied.retried:
+            metrics.retried(name, applied.retried)
+        if applied.expired:
+            metrics.leases_expired(name, applied.expired)
+        if applied.replayed:
+            metrics.replayed(name, applied.replayed)
+        if applied.dead:
+            metrics.dead_lettered(name, applied.dead, reason=reason)
+
+    @property
+    def leased(self) -> int:
+        return sum(p.heap.leased for p in self.local)
+
+    # --- the turn ---
+
+    def _due_turn(self) -> None:
+        if self._turn_due:  # not taken since
+            self.turn()
+
+    def turn(self) -> None:
+        self._turn_due = False
+        if self.closed:
+            return
+        try:
+            self._take_turn()
+        except Exception as error:  # noqa: BLE001 - state and log may differ now: stop the node
+            self._on_fatal(error)
+
+    def _take_turn(self) -> None:
+        if self.ingest is not None and self.ingest.queue.depth:
+            self.ingest.drain()
+        for partition in self.local:
+            if partition.enqueuer.gathered:
+                partition.enqueuer.take_turn()
+        for demand in self._demands:
+            demand.take_turn()
+        self._offer()
+        for partition in self.local:
+            partition.journal.flush()
+        # Nobody waits for a settlement as for a message: it is worked on during that write.
+        for partition in self.local:
+            if partition.settler.gathered:
+                partition.settler.take_turn()
+                partition.journal.flush()
+        for stream in tuple(self._log_streams):
+            stream.pump()
+        for demand in self._demands:
+            demand.after_turn()
+        self._arm()
+
+    async def dispatched(self) -> None:
+        """Wait until every ready message was offered to the streams that are open now."""
+        waiter = self._loop.create_future()
+        self._dispatch_waiters.append(waiter)
+        self.dispatch.rounds.renew()
+        self.wake()
+        await waiter
+
+    def _offer(self) -> None:
+        if self.dispatch.offer():
+            for waiter in self._dispatch_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._dispatch_waiters.clear()
+
+    # --- time ---
+
+    def _arm(self) -> None:
+        """Set the timers anew, unless nothing was appended that could have changed them."""
+        ends = [p.journal.log.sequence_last for p in self.local]
+        if ends != self._armed_for:
+            self._armed_for = ends
+            self._arm_timer()
+            self.atomic.arm()
+
+    def rearm(self) -> None:
+        """Set the timers anew, whatever was appended."""
+        self._armed_for = []
+        self.wake()
+
+    def _arm_timer(self) -> None:
+        due = [w for p in self.local if (w := p.next_wakeup()) is not None]
+        if not due:
+            return
+        earliest_ms, set_ms = min(due), self._alarm.when_ms
+        if set_ms is None or set_ms > earliest_ms:
+            self._alarm.set(max(earliest_ms, self.clock.now_ms() + 1))
+
+    def _on_timer(self) -> None:
+        for partition in self.local:
+            partition.expire()
+        self.rearm()
+
+    def close(self) -> None:
+        self.closed = True
+        if self.live is not None:
+            self.live.close()
+        if self.ingest is not None:
+            self.ingest.close(topic_not_found(self.config.name))
+        self.router.remove(self, self.config.id)
+        self._alarm.cancel()
+        self.atomic.close()
+        for waiter in self._dispatch_waiters:
+            if not waiter.done():
+                waiter.set_exception(topic_not_found(self.config.name))
+        self.dispatch.rounds.close()
+        for partition in self.local:
+            partition.reader.forget()
+
+
+def reject_delta_topic(name: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} is a delta topic: read it with deltas()", field="topic")
+
+
+def topic_not_found(name: str) -> NotFound:
+    return NotFound(f"no topic {name}", topic=name)
+
+
+def has_id(topic: Topic, topic_id: int) -> bool:
+    """Whether an id is the topic's; False: an earlier topic of the same name had it. Ids rise, so a
+    greater one is of a successor that this node has not heard of yet: that raises."""
+    if topic_id == topic.config.id:
+        return True
+    if topic_id > topic.config.id and not isinstance(topic.router.cluster, AlwaysHere):
+        raise Unavailable(
+            f"this node does not know yet that {topic.config.name} was made again", elsewhere=True
+        )
+    return False
+
+
+def check_id(topic: Topic, topic_id: int) -> None:
+    """Refuse a request that was made for an earlier topic of the same name; 0 stands for whichever
+    topic has the name."""
+    if topic_id and not has_id(topic, topic_id):
+        name = topic.config.name
+        raise NotFound(
+            f"topic {name} was deleted and made again", topic=name, topic_id=topic.config.id
+        )

@@ -1,0 +1,149 @@
+"""A log stream, or a subscription, of a partition that another node serves: passed on, frame by
+frame.
+
+What comes from the other node and does not fit the reader's connection waits in this node, so the
+other one may send a part of the reader's window only (`bytes_lent`). It gets that part back as
+frames are passed on, while the reader's connection takes them; and never so much that more than
+the reader's window could be under way. A reader that does not read costs this node that part.
+
+How the stream ends is passed on as well, but not what the other node says of itself: that a reader
+should go elsewhere is not true of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.errors import InvalidArgument, PenstockError, Unavailable, WrongEpoch
+from penstock.model.columns import Buffer
+from penstock.model.delivery import most_urgent
+from penstock.node.route.ports import PeerPort
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.messages import (
+    Changes,
+    Grant,
+    LogSlice,
+    OpenLog,
+    OpenSubscription,
+    pack,
+    unpack,
+)
+
+
+class LogRelay:
+    def __init__(
+        self,
+        peer: PeerPort,
+        control: OpenLog | OpenSubscription,
+        *,
+        bytes_lent: int,
+        send: Callable[..., None],
+        end: Callable[[PenstockError | None], None],
+    ) -> None:
+        self._peer, self._send, self._end = peer, send, end
+        self.opened = False  # the request is answered
+        self._changes = isinstance(control, OpenSubscription)
+        self.bytes_lent = min(bytes_lent, control.credit_bytes)
+        self._entries = _Window(control.credit_entries, control.credit_entries)
+        self._bytes = _Window(control.credit_bytes, self.bytes_lent)
+        # A batch that exceeds what is lent comes when nothing else is out; a delta does anyway.
+        self._bytes_least = self.bytes_lent // 4 if self._changes else 0
+        self._blocked = False
+        self.open = True
+        control = msgspec.structs.replace(control, credit_bytes=self.bytes_lent)
+        self._number = peer.open(control, self)
+
+    @property
+    def blocked(self) -> bool:
+        """The connection's send buffer is full."""
+        return self._blocked
+
+    @blocked.setter
+    def blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        self._grant_due()
+
+    def grant(self, grant: Grant) -> None:
+        self._entries.give_back(grant.entries)
+        self._bytes.give_back(grant.bytes)
+        if grant.position:  # a cursor moves, however full the connection is
+            self._peer.send(FrameType.ACK, self._number, pack(Grant(0, 0, grant.position)))
+        self._grant_due()
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._peer.close_stream(self._number)
+
+    def _grant_due(self) -> None:
+        if self._blocked or not self.open:
+            return
+        if self._entries.due or self._bytes.due > self._bytes_least:
+            grant = Grant(self._entries.take_due(), self._bytes.take_due())
+            self._peer.send(FrameType.ACK, self._number, pack(grant))
+
+    # --- what the other node says ---
+
+    def on_answer(self, payload: Buffer) -> None:
+        if self.open:
+            self.opened = True
+            self._send(FrameType.ACK, payload)
+
+    def on_batch(self, payload: memoryview) -> None:
+        if not self.open:
+            return
+        flags = int(FrameFlag.BATCHED)
+        if self._changes:
+            changes, body = unpack(payload, Changes)
+            flags |= flags_of_class(most_urgent(body, changes.count))
+            entries = changes.count
+        else:
+            piece, body = unpack(payload, LogSlice)
+            entries = piece.last - piece.first + 1
+        self._entries.arrived += entries
+        self._bytes.arrived += len(body)
+        self._send(FrameType.BATCH, payload, flags=flags)
+        self._grant_due()
+
+    def on_end(self, error: PenstockError | None) -> None:
+        if self.open:
+            self.open = False
+            self._end(None if error is None else _of_the_stream(error))
+
+
+def _of_the_stream(error: PenstockError) -> PenstockError:
+    """Without what is true of the other node alone."""
+    theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
+    return Unavailable(error.message) if theirs else error
+
+
+class _Window:
+    """Entries, or bytes, of a reader's credit, of which the other node has a part.
+
+    Invariant: granted ≤ arrived and granted ≤ returned + whole - part; by the second one no more
+    than `whole` is ever under way to the reader, by the first no more than `part` to this node.
+    """
+
+    __slots__ = ("_granted", "_returned", "_spare", "arrived")
+
+    def __init__(self, whole: int, part: int) -> None:
+        self._spare = whole - part
+        self.arrived = self._returned = self._granted = 0  # in all, from the beginning
+
+    def give_back(self, amount: int) -> None:
+        """The reader has handled so much more."""
+        if not 0 <= amount <= self.arrived - self._returned:
+            raise InvalidArgument("more credit returned than is out", field="entries")
+        self._returned += amount
+
+    @property
+    def due(self) -> int:
+        """What the other node may have back."""
+        return min(self.arrived, self._returned + self._spare) - self._granted
+
+    def take_due(self) -> int:
+        due = self.due
+        self._granted += due
+        return due

@@ -1,0 +1,497 @@
+"""One native connection, the node's end: frames in, engine calls, frames out; and its listener.
+
+A session greets, then serves requests and streams until either side closes. Whatever a caller may
+make it hold is bounded: frame size, streams, calls, bytes either way (`flow`), and time without a
+sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import (
+    Corruption,
+    InvalidArgument,
+    LimitExceeded,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
+from penstock.model.batch import Codec
+from penstock.model.columns import Buffer
+from penstock.model.entries import DELAY_MS_MAX
+from penstock.model.topic import TopicKind
+from penstock.node.calls.table import Caller
+from penstock.node.door.budget import Budget
+from penstock.node.door.doorway import address_of
+from penstock.node.door.flow import Flow
+from penstock.node.door.inbox import Inbox
+from penstock.node.engine import Engine
+from penstock.node.observe.logs import get_logger
+from penstock.node.route.ports import PartitionPort
+from penstock.node.serve.intake import enqueue, enqueue_of_delta
+from penstock.node.serve.topic import Topic
+from penstock.node.session.call_desk import CallDesk
+from penstock.node.session.greeting import read_greeting
+from penstock.node.session.stream_table import StreamTable
+from penstock.node.session.tokens import Act, Tokens
+from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
+from penstock.wire import frame as wire
+from penstock.wire.compression import compressed, expanded, raw_length
+from penstock.wire.frame import Frame, FrameFlag, FrameType
+from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX
+from penstock.wire.messages import (
+    Call,
+    Enqueue,
+    Extend,
+    OpenFollow,
+    OpenLease,
+    OpenLog,
+    OpenSubscription,
+    PutDelta,
+    Return,
+    Settle,
+    SlowDown,
+    Tell,
+    pack,
+    unpack,
+)
+from penstock.wire.negotiation import CODECS
+from penstock.wire.outbox import Outbox, WireTransport
+from penstock.wire.supply import OpenSupply
+
+SLOW_DOWN_S_MAX: Final = 0.25  # then a producer tries again, and may be told again
+_numbers: Final = itertools.count(1)
+log = get_logger(__name__)
+
+Open = OpenLease | OpenLog | OpenSubscription | OpenFollow | OpenSupply | Tell | Call
+
+
+class Session(asyncio.Protocol):
+    """`budget`: of what its caller makes the node hold; none is given: the node's."""
+
+    def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
+        self._engine = engine
+        self._number = next(_numbers)
+        self._codec = Codec.NONE  # by which frames may be compressed
+        self._transport: WireTransport | None = None
+        self.address = ""  # where the caller is; empty: in this process
+        self._greeted = False
+        self._key_id: str | None = None
+        self._peer = False  # another node of the cluster, as far as we can tell
+        limits = engine.config.limits
+        budget = budget or engine.budget
+        self._flow = Flow(budget, limits, self._cut_off)
+        name = f"{engine.identity.node}/{engine.run_id}/{self._number}"
+        self._subscriptions = StreamTable(engine, self._send, self._flow.account, name=name)
+        self._inbox = Inbox(
+            engine.rota,
+            budget,
+            self._flow,
+            on_frame=self._on_frame,
+            on_dropped=self._answer_error,
+            on_corrupt=self._on_corrupt,
+        )
+        self._slowed: dict[str, float] = {}  # by topic: until when its producers know to hold back
+        self._calls = CallDesk(engine, self._flow, shared=budget is not engine.budget)
+        self.pending = 0  # requests without an answer yet
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    # --- transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        if self._engine.config.cluster_name:
+            self._transport = Outbox(self._transport, asyncio.get_running_loop().call_soon)
+        self._flow.start(self._transport)
+        self._engine.connections.add(self)
+        self.address = address_of(transport)
+        if self.address:
+            self._engine.doorway.enter(self)
+        self._watch(self._engine.config.limits.greeting_s, self._check_alive)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._inbox.end()
+        self._flow.end()
+        self._engine.connections.discard(self)
+        self._engine.doorway.leave(self)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._subscriptions.close_all()
+
+    def data_received(self, data: bytes) -> None:
+        self._flow.heard = time.monotonic()
+        self._inbox.feed(data)
+        if not self._greeted:
+            self._engine.doorway.hold(self, self._inbox.buffered)
+
+    def _on_corrupt(self, error: Corruption) -> None:
+        self._refuse(InvalidArgument(f"protocol error: {error.message}", field="frame"))
+
+    def _cut_off(self, reason: str) -> None:
+        """The connection holds what others need, or for too long."""
+        if reason == "frame":
+            self._refuse(LimitExceeded("a frame was not whole in time", retry_after_s=1.0))
+        elif self._transport is not None:
+            self._transport.abort()  # it would not read a farewell
+        self._inbox.end()
+
+    def pause_writing(self) -> None:
+        self._subscriptions.block(True)
+
+    def resume_writing(self) -> None:
+        self._flow.on_drained()
+        self._subscriptions.block(False)
+
+    def _watch(self, after_s: float, then: Callable[[], None]) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = asyncio.get_running_loop().call_later(after_s, then)
+
+    def _check_alive(self) -> None:
+        idle_s = self._engine.config.limits.idle_s
+        silent_s = self._flow.silent_s()
+        if self._greeted and silent_s <= idle_s:
+            self._watch(max(0.05, idle_s - silent_s + 0.01), self._check_alive)
+        elif self._flow.unread and self._transport is not None:
+            self._transport.abort()  # it would not read a farewell either
+        else:
+            self.shut("no sign of life")
+
+    def part(self, reason: str) -> None:
+        """Say that the node goes, and leave it to the client to end the connection. Until then what
+        it asks is refused by name: were the connection closed on requests that are on their way,
+        the system would reset it, and answers that nobody has read yet would be lost."""
+        self._send(FrameType.NACK, 0, pack(Unavailable(reason, leaving=True).to_wire()))
+
+    def shut(self, reason: str) -> None:
+        """End the connection; the client may reconnect."""
+        if self._transport is not None:
+            self._send(FrameType.NACK, 0, pack(Unavailable(reason).to_wire()))
+            self._close(self._transport)
+
+    def _close(self, transport: WireTransport) -> None:
+        """End it when what was sent is read, or after a while."""
+        transport.close()
+        self._watch(self._engine.config.limits.idle_s, transport.abort)
+
+    def idle_s(self) -> float:
+        busy = self.pending or self._subscriptions.any
+        return 0.0 if busy else time.monotonic() - self._flow.heard
+
+    def expel(self) -> None:
+        """Make way for other connections."""
+        if self._greeted:
+            self.shut("too many connections")
+        elif self._transport is not None:
+            self._transport.abort()
+
+    def drop_topic(self, topic: Topic) -> None:
+        self._subscriptions.drop_topic(topic)
+
+    def end_unreached(self, error: PenstockError) -> None:
+        self._subscriptions.end_unreached(error)
+
+    def revoke(self, key_id: str) -> None:
+        """The key is revoked: whoever holds it is out at once."""
+        if self._key_id == key_id:
+            self._refuse(Unauthenticated("the API key is revoked", key_id=key_id))
+
+    def _refuse(self, error: PenstockError) -> None:
+        if self._transport is not None:
+            self._send(FrameType.NACK, 0, pack(error.to_wire()))
+            self._close(self._transport)
+            self._transport = None
+            self._inbox.end()
+
+    def _send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
+        if self._transport is None:
+            return
+        if self._codec and (packed := compressed(self._codec, payload)) is not None:
+            payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
+        self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
+        if self._subscriptions.blocked:
+            self._flow.on_unsent(sum(map(len, payload)))
+
+    # --- frames ---
+
+    def _on_frame(self, frame: Frame) -> None:
+        if not self._greeted:
+            self._greet(frame)
+            return
+        number = frame.sequence
+        try:
+            self._engine.check_serving()
+            handler = self._HANDLERS.get(frame.type)
+            if handler is None:
+                raise InvalidArgument(f"a client does not send {frame.type.name}", field="type")
+            handler(self, self._expanded(frame) if frame.flags & FrameFlag.COMPRESSED else frame)
+        except Corruption as error:
+            self._answer_error(number, InvalidArgument(error.message, field="payload"))
+        except PenstockError as error:
+            self._answer_error(number, error)
+        except Exception:  # one bad request must not end the others'
+            log.exception("request failed", type=frame.type.name)
+            self._answer_error(number, PenstockError("internal error"))
+
+    def _greet(self, frame: Frame) -> None:
+        try:
+            greeting = read_greeting(self._engine, frame)
+            if self.address:
+                self._engine.doorway.admit(self)
+        except PenstockError as error:
+            self._refuse(error)
+            return
+        self._greeted = True
+        self._key_id, self._peer = greeting.key_id, greeting.peer
+        limits = self._engine.config.limits
+        self._inbox.allow(limits.frame_bytes_max)
+        if self._key_id is not None and not self._peer:
+            self._flow.account.join(self._key_id)
+        self._watch(limits.idle_s, self._check_alive)
+        self._send(FrameType.HEARTBEAT, frame.sequence, pack(greeting.welcome))
+        self._codec = CODECS.get(greeting.welcome.codec, Codec.NONE)
+
+    def _expanded(self, frame: Frame) -> Frame:
+        """A compressed frame as it was. What it needs counts before it is there."""
+        limits = self._engine.config.limits
+        bytes_max = min(limits.frame_bytes_max, limits.raw_bytes_max)
+        self._flow.account.check(min(raw_length(frame), bytes_max))
+        return expanded(frame, self._codec, bytes_max=bytes_max)
+
+    def _check_peer(self) -> None:
+        if not self._peer:
+            raise Unauthenticated("only a node of the cluster may do this")
+
+    def _on_batch(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, Enqueue)
+        if control.forwarded or control.transaction or control.home:
+            self._check_peer()
+        self._enqueue(frame, control, data)
+
+    def _on_delta(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, PutDelta)
+        if self._engine.topic(control.topic).config.kind is not TopicKind.DELTA:
+            raise InvalidArgument(f"{control.topic} is no delta topic", field="topic")
+        request, body = enqueue_of_delta(control, data)
+        self._enqueue(frame, request, memoryview(body))
+
+    def _enqueue(self, frame: Frame, control: Enqueue, data: memoryview) -> None:
+        size, limits = len(data), self._engine.config.limits
+        if control.codec and control.raw_lengths:  # it is kept decompressed until it is written
+            raw = min(sum(control.raw_lengths), limits.raw_bytes_max)
+            size = max(size, raw)
+        self._flow.account.check(size)
+        topic = self._engine.topic(control.topic)
+        reply = self._reply(frame, max(0, size))
+        try:
+            enqueue(topic, control, data, reply, raw_bytes_max=limits.raw_bytes_max)
+        except Corruption as error:
+            reply(InvalidArgument(error.message, field="payload"))
+        except PenstockError as error:
+            reply(error)  # what is refused is no longer under way
+        except Exception:
+            log.exception("request failed", type=frame.type.name)
+            reply(PenstockError("internal error"))
+        else:
+            ingest = topic.ingest
+            if ingest is not None and ingest.queue.high and not control.forwarded:
+                after_s = ingest.queue.retry_after_s(self._engine.clock.now_ms())
+                self._slow_down(control.topic, min(after_s, SLOW_DOWN_S_MAX))
+
+    def _slow_down(self, topic: str, after_s: float) -> None:
+        """Have a producer hold back, once in the time that it is asked to."""
+        now = time.monotonic()
+        if now < self._slowed.get(topic, 0.0):
+            return
+        self._slowed = {name: until for name, until in self._slowed.items() if until > now}
+        self._slowed[topic] = now + after_s
+        slow = SlowDown(max(1, round(after_s * 1000)), "many deltas wait to be written", topic)
+        self._send(FrameType.BACKPRESSURE, 0, pack(slow))
+
+    def _on_ack(self, frame: Frame) -> None:
+        if not frame.flags & FrameFlag.ACK_WANTED:
+            self._subscriptions.on_ack(frame.sequence, frame.payload)
+            return
+        control, data = unpack(frame.payload, Settle)
+        topic = self._engine.queue(control.topic)
+        self._for_tokens(frame, topic, control, data, lambda p, t, r: p.settle(TokenRequest(t, r)))
+
+    def _on_nack(self, frame: Frame) -> None:
+        control, data = unpack(frame.payload, Return)
+        topic = self._engine.queue(control.topic)
+        if control.delay_ms is not None and not 0 <= control.delay_ms <= DELAY_MS_MAX:
+            raise InvalidArgument(
+                f"delay_ms must be from 0 to {DELAY_MS_MAX}", field="delay_ms", limit=DELAY_MS_MAX
+            )
+        reason = control.reason.encode()[:1024]
+
+        def give_back(partition: PartitionPort, tokens: NDArray[np.uint64], reply: Reply) -> None:
+            partition.give_back(
+                ReturnRequest(
+                    tokens,
+                    reply,
+                    delay_ms=control.delay_ms,
+                    reject=control.reject,
+                    counted=control.counted,
+                    reason=reason,
+                )
+            )
+
+        self._for_tokens(frame, topic, control, data, give_back)
+
+    def _on_heartbeat(self, frame: Frame) -> None:
+        if not len(frame.payload):
+            self._send(FrameType.HEARTBEAT, frame.sequence)
+            return
+        control, data = unpack(frame.payload, Extend)
+        topic = self._engine.queue(control.topic)
+        if not 0 < control.extend_ms <= topic.config.visibility_ms_max:
+            raise InvalidArgument(
+                f"extend_ms must be from 1 to {topic.config.visibility_ms_max}",
+                field="extend_ms",
+                limit=topic.config.visibility_ms_max,
+            )
+        self._for_tokens(
+            frame,
+            topic,
+            control,
+            data,
+            lambda p, t, r: p.extend(ExtendRequest(t, r, extend_ms=control.extend_ms)),
+        )
+
+    def _on_subscribe(self, frame: Frame) -> None:
+        control: Open
+        bytes_max = CONTROL_BYTES_MAX if self._peer else OPENING_BYTES_MAX
+        control, _ = unpack(frame.payload, Open, bytes_max=bytes_max)  # type: ignore[arg-type]
+        if isinstance(control, Call):
+            self._on_call(frame, control)
+            return
+        if isinstance(control, Tell):
+            self._check_peer()
+            if self._engine.nodes is not None:
+                self._engine.nodes.transport.on_told(control.told)
+            return
+        self._subscriptions.check_number(frame.sequence)
+        if isinstance(control, OpenFollow):
+            self._check_peer()
+            self._subscriptions.open_follow(frame.sequence, control)
+            return
+        if isinstance(control, OpenSupply):
+            self._check_peer()
+            self._subscriptions.open_supply(frame.sequence, control)
+            return
+        if isinstance(control, OpenLease):
+            self._subscriptions.open_lease(frame.sequence, control, self._key_id)
+        elif isinstance(control, OpenSubscription):
+            if control.forwarded:
+                self._check_peer()
+            self._subscriptions.open_subscription(frame.sequence, control)
+        else:
+            self._subscriptions.open_log(frame.sequence, control)
+
+    def _on_unsubscribe(self, frame: Frame) -> None:
+        self._subscriptions.close(frame.sequence)
+        self._send(FrameType.ACK, frame.sequence, pack({}))
+
+    _HANDLERS: Final = {
+        FrameType.BATCH: _on_batch,
+        FrameType.DELTA: _on_delta,
+        FrameType.ACK: _on_ack,
+        FrameType.NACK: _on_nack,
+        FrameType.HEARTBEAT: _on_heartbeat,
+        FrameType.SUBSCRIBE: _on_subscribe,
+        FrameType.UNSUBSCRIBE: _on_unsubscribe,
+    }
+
+    # --- answers ---
+
+    def _reply(self, frame: Frame, size: int) -> Reply:
+        """The callback that answers `frame`, and the accounting of what is under way. A delta that
+        wants no answer gets one only if it is refused."""
+        number = frame.sequence
+        quiet = frame.type is FrameType.DELTA and not frame.flags & FrameFlag.ACK_WANTED
+        self.pending += 1
+        self._flow.take(size)
+
+        def answer(result: object) -> None:
+            self.pending -= 1
+            self._flow.give_back(size)
+            if self._transport is None:
+                return
+            if isinstance(result, PenstockError):
+                self._answer_error(number, result)
+            elif not quiet:
+                self._answer(number, pack(result))
+
+        return answer
+
+    def _answer(self, number: int, payload: bytes) -> None:
+        if len(payload) <= wire.PAYLOAD_BYTES_MAX:
+            self._send(FrameType.ACK, number, payload)
+            return
+        error = InvalidArgument(
+            f"the answer has {len(payload)} bytes, over {wire.PAYLOAD_BYTES_MAX}: ask for less",
+            field="arguments",
+            limit=wire.PAYLOAD_BYTES_MAX,
+        )
+        self._answer_error(number, error)
+
+    def _answer_error(self, number: int, error: PenstockError) -> None:
+        self._send(FrameType.NACK, number, pack(error.to_wire()))
+
+    # --- leases ---
+
+    def _for_tokens(
+        self,
+        frame: Frame,
+        topic: Topic,
+        control: Settle | Return | Extend,
+        data: memoryview,
+        act: Act,
+    ) -> None:
+        """Split the tokens by partition and answer once with all the lost positions."""
+        if control.forwarded:
+            self._check_peer()
+        tokens = Tokens(topic, control, data)
+        tokens.hand_out(act, self._reply(frame, len(data)))
+
+    # --- calls ---
+
+    def _on_call(self, frame: Frame, call: Call) -> None:
+        self._calls.check_room()
+        reply = self._reply(frame, len(frame.payload))
+        caller = Caller(
+            self._key_id, self._number, self._peer, gone=lambda: self._transport is None
+        )
+        self._calls.begin(call, caller, reply)
+
+
+async def listen(
+    engine: Engine, *, host: str, port: int, tls: ssl.SSLContext | None
+) -> asyncio.Server:
+    """Accept native connections; the server tells its real port where 0 was asked for."""
+    loop = asyncio.get_running_loop()
+
+    def accept() -> asyncio.BaseProtocol:
+        session = partial(Session, engine)
+        return session() if tls is None else engine.doorway.handshake(session, tls)
+
+    try:
+        return await loop.create_server(accept, host, port, backlog=1024)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def port_of(server: asyncio.Server) -> int:
+    return int(server.sockets[0].getsockname()[1])

@@ -1,0 +1,344 @@
+"""A session's streams: opened and closed by the client, credited by it, ended by the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from penstock.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PenstockError,
+    Unavailable,
+)
+from penstock.model.columns import Buffer
+from penstock.model.entries import BATCH_ENTRIES_MAX
+from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig
+from penstock.node.cluster.transport import FollowOutput
+from penstock.node.door.budget import Account
+from penstock.node.door.flow import Outlet
+from penstock.node.engine import Engine
+from penstock.node.replica.host import Host
+from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream, check_window, gone
+from penstock.node.serve.supply import Demand
+from penstock.node.serve.topic import Topic, check_id
+from penstock.node.session.live_streams import LiveStream, check_subscription
+from penstock.node.session.log_relay import LogRelay
+from penstock.replication.replica import LogHealth, Role
+from penstock.wire.frame import FrameFlag, FrameType
+from penstock.wire.messages import (
+    Delivery,
+    Grant,
+    LogSlice,
+    OpenFollow,
+    OpenLease,
+    OpenLog,
+    OpenSubscription,
+    pack,
+    unpack,
+)
+from penstock.wire.supply import Asked, OpenSupply
+
+RELAYS_BYTES: Final = 32 << 20  # that a connection's relays share
+RELAY_BYTES_MAX: Final = 4 << 20
+RELAY_BYTES_MIN: Final = 64 << 10
+Stream = ConsumerStream | ReaderStream | LiveStream | LogRelay
+Send = Callable[..., None]  # (type, number, *payload, flags=)
+
+
+class StreamTable:
+    def __init__(self, engine: Engine, send: Send, account: Account, *, name: str) -> None:
+        self._engine, self._send, self._name = engine, send, name
+        self._outlet = Outlet(engine.pace, account, self._pump_logs)
+        self._streams: dict[int, tuple[Topic, Stream]] = {}
+        self._follows: dict[int, FollowOutput] = {}  # logs that another node reads
+        self._demands: dict[int, tuple[Topic, Demand]] = {}  # other nodes that pop from here
+        self.blocked = False  # the connection's send buffer is full
+
+    def check_number(self, number: int) -> None:
+        """Raise unless one more stream may be opened under this number."""
+        limit = self._engine.config.limits.streams_max
+        if number in self._streams or number in self._follows or number in self._demands:
+            raise InvalidArgument("the stream number is taken", field="sequence")
+        if len(self._streams) >= limit:
+            raise LimitExceeded(f"a connection has at most {limit} streams", limit=limit)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._streams or self._follows or self._demands)
+
+    def _add(self, number: int, topic: Topic, stream: Stream) -> None:
+        stream.blocked = self.blocked
+        self._streams[number] = (topic, stream)
+
+    def block(self, blocked: bool) -> None:
+        """The connection's send buffer is full, or has room again."""
+        self.blocked = blocked
+        for topic, stream in self._streams.values():
+            stream.blocked = blocked
+            topic.wake()
+        for topic, demand in self._demands.values():
+            demand.blocked = blocked
+            topic.wake()
+        if not blocked and self._engine.nodes is not None:
+            for sending in list(self._follows.values()):
+                self._engine.nodes.transport.on_writable(sending)
+
+    def _pump_logs(self) -> None:
+        """There may be room for what logs have."""
+        for _, stream in list(self._streams.values()):
+            if isinstance(stream, ReaderStream):
+                stream.pump()
+
+    def send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
+        self._send(type, number, *payload, flags=flags)
+
+    def close(self, number: int) -> None:
+        found = self._streams.pop(number, None)
+        if found is not None:
+            _remove(*found)
+        supplied = self._demands.pop(number, None)
+        if supplied is not None:
+            supplied[0].remove_demand(supplied[1])
+        sending = self._follows.pop(number, None)
+        if sending is not None and self._engine.nodes is not None:
+            self._engine.nodes.transport.on_closed(sending)
+
+    def close_all(self) -> None:
+        self._outlet.end()
+        for number in [*self._streams, *self._follows, *self._demands]:
+            self.close(number)
+
+    def drop_topic(self, topic: Topic) -> None:
+        """The topic is deleted: end its streams."""
+        for number, (owner, _) in [*self._streams.items(), *self._demands.items()]:
+            if owner is topic:
+                self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
+
+    def end_unreached(self, error: PenstockError) -> None:
+        """End the streams on which nothing can come now. A relay ends with its connection."""
+        for number, (topic, stream) in list(self._streams.items()):
+            if isinstance(stream, LogRelay):
+                continue
+            if not topic.reached(None if isinstance(stream, ConsumerStream) else stream.partition):
+                self.end(number, error)
+
+    def end(self, number: int, error: PenstockError | None = None) -> None:
+        """Close a stream from this side and say why; without an error: it is complete. If it is not
+        open yet, whoever asked for it waits for an answer, and this is it."""
+        found = self._streams.get(number)
+        if found is None and number not in self._demands:
+            return
+        opened = found is None or _answered(found[1])
+        self.close(number)
+        why = () if error is None else (pack(error.to_wire()),)
+        self._send(FrameType.UNSUBSCRIBE if opened else FrameType.NACK, number, *why)
+
+    def on_ack(self, number: int, payload: Buffer) -> None:
+        """What a client sends on a stream of its own: credit, or on a supply stream a question."""
+        demand = self._demands.get(number)
+        if demand is not None:
+            message: Asked
+            message, _ = unpack(payload, Asked)  # type: ignore[arg-type]
+            demand[1].on_message(message)
+        else:
+            self._grant(number, unpack(payload, Grant)[0])
+
+    def open_supply(self, number: int, control: OpenSupply) -> None:
+        topic = self._engine.queue(control.topic)
+        check_id(topic, control.topic_id)
+
+        def send(*payload: Buffer) -> None:
+            self._send(FrameType.BATCH, number, *payload, flags=FrameFlag.BATCHED)
+
+        self._demands[number] = (topic, topic.add_demand(control.consumers, send))
+        self._send(FrameType.ACK, number, pack({}))
+
+    def _grant(self, number: int, grant: Grant) -> None:
+        found = self._streams.get(number)
+        if found is None:
+            return  # the stream ended while the grant was on its way
+        topic, stream = found
+        try:
+            if isinstance(stream, ConsumerStream):
+                stream.grant(grant.entries)
+            elif isinstance(stream, LogRelay | LiveStream):
+                stream.grant(grant)
+            else:
+                stream.acknowledge(grant.entries, grant.bytes)
+        except InvalidArgument as error:
+            self.end(number, error)
+            return
+        topic.wake()
+
+    def open_lease(self, number: int, control: OpenLease, key_id: str | None) -> None:
+        topic = self._engine.queue(control.topic)
+        _check_lease(control, topic.config)
+        self._engine.check_reach(control.topic)
+        if topic.streams_of(key_id) >= topic.config.key_streams_max:
+            limit = topic.config.key_streams_max
+            raise LimitExceeded(
+                f"topic {control.topic} allows {limit} streams per key", limit=limit
+            )
+        consumer = f"{self._name}/{number}/{control.consumer}"
+
+        def send(delivery: Delivery, body: Buffer) -> None:
+            self._send(FrameType.BATCH, number, pack(delivery), body, flags=FrameFlag.BATCHED)
+
+        stream = ConsumerStream(
+            consumer.encode(),
+            window=control.credits,
+            batch_max=control.batch_max,
+            visibility_ms=control.visibility_ms,
+            send=send,
+            key_id=key_id,
+        )
+        self._add(number, topic, stream)
+        self._send(FrameType.ACK, number, pack({"consumer": consumer}))
+        topic.add_stream(stream)
+
+    def open_follow(self, number: int, control: OpenFollow) -> None:
+        if self._engine.nodes is None:
+            raise FailedPrecondition("this node is alone: nobody follows it")
+        self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
+
+    def open_log(self, number: int, control: OpenLog) -> None:
+        """From a replica of this node, at its commit; if there is none that will do, from the
+        coordinator."""
+        topic = self._engine.topic(control.topic)
+        check_id(topic, control.topic_id)
+        check_window(control.credit_entries, control.credit_bytes)
+        source: LogSource
+        served = topic.served(topic.partition(control.partition).index)
+        self._engine.check_reach(control.topic, control.partition)
+        host = self._engine.hosts.get(topic.key(control.partition))
+        if served is not None:
+            source = served
+        elif host is not None and _readable(host) and _has(host, control):
+            source = host
+        else:
+            self._relay(number, control, topic)
+            return
+        start = control.from_sequence or source.sequence_readable + 1
+        if start < source.log.sequence_first:
+            raise gone(start, sequence_first=source.log.sequence_first)
+
+        def send(piece: LogSlice, batches: list[Buffer]) -> None:
+            self._send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
+
+        def fail(error: BaseException) -> None:
+            known = error if isinstance(error, PenstockError) else Unavailable(str(error))
+            self.end(number, known)
+
+        stream = ReaderStream(
+            source,
+            partition=control.partition,
+            from_sequence=start,
+            window_entries=control.credit_entries,
+            window_bytes=control.credit_bytes,
+            send=send,
+            fail=fail,
+            end=lambda: self.end(number),
+            room=self._outlet,
+            through=control.through or None,
+        )
+        self._add(number, topic, stream)
+        self._send(FrameType.ACK, number, pack({"from_sequence": start, "topic": topic.config.id}))
+        topic.add_log_stream(stream)
+
+    def open_subscription(self, number: int, control: OpenSubscription) -> None:
+        """From this node's hub if it coordinates the partition, else from the one that does."""
+        topic = self._engine.topic(control.topic)
+        check_id(topic, control.topic_id)
+        check_subscription(control, topic)
+        self._engine.check_reach(control.topic, control.partition)
+        if topic.served(control.partition) is None:
+            if control.forwarded:
+                raise topic.not_here(control.partition)
+            self._relay(number, msgspec.structs.replace(control, forwarded=True), topic)
+            return
+
+        stream = LiveStream(
+            control.partition, self._sender(number), end=lambda error: self.end(number, error)
+        )
+        self._add(number, topic, stream)
+        self._engine.spawn(
+            stream.subscribe(self._engine.hub(topic), control), name="open-subscription"
+        )
+
+    def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
+        node = topic.router.coordinator(topic.key(control.partition))
+        peer = topic.router.cluster.live(node) if node else None
+        if peer is None:
+            raise Unavailable(
+                f"nobody serves partition {control.partition} of {control.topic} at the moment",
+                partition=control.partition,
+            )
+
+        relay = LogRelay(
+            peer,
+            control,
+            bytes_lent=self._relay_share(),
+            send=self._sender(number),
+            end=lambda error: self.end(number, error),
+        )
+        self._add(number, topic, relay)
+
+    def _sender(self, number: int) -> Callable[..., None]:
+        """Sends frames of one stream: (type, *payload, flags=)."""
+
+        def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
+            self._send(type, number, *payload, flags=flags)
+
+        return send
+
+    def _relay_share(self) -> int:
+        """What one more relay may have on its way to a reader that does not read."""
+        relays = (s for _, s in self._streams.values() if isinstance(s, LogRelay))
+        left = RELAYS_BYTES - sum(relay.bytes_lent for relay in relays)
+        return max(RELAY_BYTES_MIN, min(RELAY_BYTES_MAX, left // 4))
+
+
+def _check_lease(control: OpenLease, config: TopicConfig) -> None:
+    if len(control.consumer.encode()) > CONSUMER_BYTES_MAX:
+        raise InvalidArgument(
+            f"consumer has at most {CONSUMER_BYTES_MAX} bytes",
+            field="consumer",
+            limit=CONSUMER_BYTES_MAX,
+        )
+    for field, value, limit in (
+        ("credits", control.credits, config.consumer_leases_max),
+        ("batch_max", control.batch_max, BATCH_ENTRIES_MAX),
+        ("visibility_ms", control.visibility_ms, config.visibility_ms_max),
+    ):
+        if value is not None and not 1 <= value <= limit:
+            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+
+
+def _readable(host: Host) -> bool:
+    """Whether a replica that does not serve may show its log."""
+    return host.role is Role.FOLLOWING and host.replica.health is LogHealth.SOUND
+
+
+def _has(host: Host, control: OpenLog) -> bool:
+    """Whether a replica that follows can give what is asked: not what commits *from now on*, which
+    it hears of late, and not what it has never had."""
+    return control.from_sequence >= host.log.sequence_first and control.from_sequence > 0
+
+
+def _answered(stream: Stream) -> bool:
+    """Whether the request for it is answered; most are in the step in which they come."""
+    return not isinstance(stream, LiveStream | LogRelay) or stream.opened
+
+
+def _remove(topic: Topic, stream: Stream) -> None:
+    if isinstance(stream, ConsumerStream):
+        topic.remove_stream(stream)
+    elif isinstance(stream, LogRelay | LiveStream):
+        stream.close()
+    else:
+        topic.remove_log_stream(stream)

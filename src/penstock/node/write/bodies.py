@@ -1,0 +1,269 @@
+"""ENQ bodies as they arrive: check them, merge small ones, take parts, spread them by key.
+
+Bodies of a delta topic hold valid deltas, each in the partition of its vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import Corruption, InvalidArgument
+from penstock.model.columns import RUNS_MAX, Binary, Buffer, Columns, Domain, Value
+from penstock.model.delta_batch import DeltaBatch, explain
+from penstock.model.delta_checks import plain_deltas, validate
+from penstock.model.entries import (
+    BATCH_ENTRIES_MAX,
+    DELAY_MS_MAX,
+    ENQ,
+    HEADERS_BYTES_MAX,
+    KEY_BYTES_MAX,
+    PRODUCER_ID_BYTES_MAX,
+    PRODUCER_NUMBER_MAX,
+    RETRIES_MAX,
+)
+from penstock.model.partitioning import partitions_of, partitions_of_deltas, partitions_of_digests
+from penstock.model.plain import fault_in
+from penstock.model.topic import TopicConfig
+
+_ENTRY_FIXED: Final = tuple(
+    c.name
+    for c in ENQ.columns
+    if c.domain is Domain.ENTRY and not c.binary and c.name != "sequence"
+)
+_ENTRY_BINARY: Final = tuple(c.name for c in ENQ.columns if c.domain is Domain.ENTRY and c.binary)
+FEW: Final = 64  # deltas that are looked at one by one
+_MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
+
+
+def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
+    """Decode an untrusted ENQ body and hold it against the topic's limits."""
+    if not 1 <= count <= BATCH_ENTRIES_MAX:
+        raise InvalidArgument(
+            f"a batch has {count} entries, must be from 1 to {BATCH_ENTRIES_MAX}",
+            field="entries",
+            limit=BATCH_ENTRIES_MAX,
+        )
+    try:
+        columns = ENQ.decode(body, count)
+        columns.validate()
+    except Corruption as error:
+        raise InvalidArgument(f"malformed batch: {error.message}", field="body") from error
+    if "sequence" in columns:
+        raise InvalidArgument("a batch must not name its sequences", field="sequence")
+    _check_sizes(columns, "payload", config.payload_bytes_max)
+    _check_sizes(columns, "key", KEY_BYTES_MAX)
+    _check_sizes(columns, "headers", HEADERS_BYTES_MAX)
+    _check_headers(columns)
+    _check_sizes(columns, "run_producer", PRODUCER_ID_BYTES_MAX)
+    _check_range(columns, "delay_ms", 0, DELAY_MS_MAX)
+    _check_range(columns, "max_retries", -1, RETRIES_MAX)
+    if columns.runs:
+        _check_runs(columns)
+    return columns
+
+
+def _check_runs(columns: Columns) -> None:
+    counts = columns.view("run_count")
+    if counts is None or sum(counts) != columns.count:
+        raise InvalidArgument("producer runs do not cover the batch", field="run_count")
+    if "run_producer" not in columns:
+        raise InvalidArgument("producer runs name no producer", field="run_producer")
+    epochs, firsts = columns.view("run_epoch"), columns.view("run_sequence")
+    if epochs is not None and max(epochs) > PRODUCER_NUMBER_MAX:
+        raise _too_large("run_epoch")
+    if firsts is not None and any(
+        first + count > PRODUCER_NUMBER_MAX for first, count in zip(firsts, counts, strict=True)
+    ):
+        raise _too_large("run_sequence")
+
+
+def _too_large(field: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field} is over {PRODUCER_NUMBER_MAX}", field=field, limit=PRODUCER_NUMBER_MAX
+    )
+
+
+def _check_sizes(columns: Columns, name: str, limit: int) -> None:
+    if name not in columns or len(columns.blob(name)) <= limit:
+        return
+    ends = np.asarray(columns.view(name))
+    sizes = np.diff(ends)
+    if int(sizes.max()) > limit:
+        index = int(sizes.argmax())
+        raise InvalidArgument(
+            f"{name} of entry {index} has {int(sizes[index])} bytes, at most {limit}",
+            field=name,
+            limit=limit,
+            index=index,
+        )
+
+
+def _check_headers(columns: Columns) -> None:
+    """Refuse headers that somebody who gets the message could not read."""
+    column = columns.binary("headers")
+    found = None if column is None else fault_in(column)
+    if found is not None:
+        index, fault = found
+        raise InvalidArgument(
+            f"headers of entry {index} are not a msgpack map of plain values: {fault.text}",
+            field="headers",
+            limit=fault.limit,
+            index=index,
+        )
+
+
+def _check_range(columns: Columns, name: str, low: int, high: int) -> None:
+    if name not in columns:
+        return
+    values = columns.fixed(name)
+    if int(values.min()) < low or int(values.max()) > high:
+        raise InvalidArgument(f"{name} must be from {low} to {high}", field=name, limit=high)
+
+
+def merge(bodies: Sequence[Columns]) -> bytes:
+    """One body with the entries of all, in order: what many small enqueues become in the log."""
+    values: dict[str, Value | None] = {}
+    for name in _ENTRY_FIXED:
+        if any(name in c for c in bodies):
+            values[name] = np.concatenate([c.fixed(name) for c in bodies])
+    for name in _ENTRY_BINARY:
+        if any(name in c for c in bodies):
+            values[name] = _concat([(c.binary(name), c.count) for c in bodies])
+    runs = 0
+    if any(c.runs for c in bodies):
+        runs = sum(c.runs or 1 for c in bodies)
+        values["run_count"] = np.concatenate(
+            [c.fixed("run_count") if c.runs else np.array([c.count], np.uint32) for c in bodies]
+        )
+        for name in ("run_epoch", "run_sequence"):
+            values[name] = np.concatenate(
+                [c.fixed(name) if c.runs else np.zeros(1, np.uint64) for c in bodies]
+            )
+        values["run_producer"] = _concat([(c.binary("run_producer"), c.runs or 1) for c in bodies])
+    return ENQ.encode(sum(c.count for c in bodies), values, runs=runs)
+
+
+def _concat(cells: Sequence[tuple[Binary | None, int]]) -> Binary:
+    sizes = [np.zeros(n, np.int32) if c is None else np.diff(c.offsets) for c, n in cells]
+    offsets = np.zeros(sum(map(len, sizes)) + 1, np.int32)
+    np.cumsum(np.concatenate(sizes), out=offsets[1:])
+    return Binary(offsets, b"".join(c.blob for c, _ in cells if c is not None))
+
+
+def subset(columns: Columns, indices: NDArray[np.int64]) -> bytes:
+    """The body with only the entries at `indices` (ascending)."""
+    values: dict[str, Value | None] = {
+        name: columns.fixed(name)[indices] for name in _ENTRY_FIXED if name in columns
+    }
+    for name in _ENTRY_BINARY:
+        cell = columns.binary(name)
+        if cell is not None:
+            values[name] = cell.take(indices)
+    if columns.runs:
+        values |= _run_subset(columns, indices)
+    runs = values.get("run_count")
+    return ENQ.encode(len(indices), values, runs=0 if runs is None else len(runs))
+
+
+def _run_subset(columns: Columns, indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Runs of the chosen entries: a run stays one only where its entries stay neighbours."""
+    producer, sequence, run = producer_entries(columns)
+    chosen_run, chosen_sequence = run[indices], sequence[indices]
+    breaks = np.flatnonzero((np.diff(chosen_run) != 0) | (np.diff(chosen_sequence) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    if len(starts) > RUNS_MAX:
+        raise InvalidArgument("too many producer runs", field="run_count", limit=RUNS_MAX)
+    first_run = chosen_run[starts]
+    return {
+        "run_count": np.diff(np.append(starts, len(indices))),
+        "run_epoch": columns.fixed("run_epoch")[first_run],
+        "run_sequence": chosen_sequence[starts],
+        "run_producer": [producer[i] for i in first_run.tolist()],
+    }
+
+
+def producer_entries(
+    columns: Columns,
+) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64]]:
+    """Producer ids by run, and for each entry its producer sequence and its run."""
+    counts = columns.fixed("run_count").astype(np.int64)
+    run = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    sequence = columns.fixed("run_sequence").astype(np.int64)[run] + (
+        np.arange(columns.count) - starts[run]
+    )
+    producers = columns.binary("run_producer")
+    return ([] if producers is None else list(producers)), sequence, run
+
+
+def spread(
+    columns: Columns, partitions: int, *, fallback: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Which entries go where: by key, else by producer sequence, else to `fallback`."""
+    if partitions == 1:
+        yield 0, np.arange(columns.count)
+        return
+    keys = columns.binary("key")
+    names = [b""] * columns.count if keys is None else list(keys)
+    keyless = [i for i, key in enumerate(names) if not key]
+    if keyless and columns.runs:
+        producer, sequence, run = producer_entries(columns)
+        for i in keyless:
+            if producer[run[i]]:
+                names[i] = b"%s:%d" % (producer[run[i]], sequence[i])
+    where = partitions_of(names, partitions)
+    where[[i for i in keyless if not names[i]]] = fallback
+    for partition in np.unique(where).tolist():
+        yield partition, np.flatnonzero(where == partition)
+
+
+def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> NDArray[np.int64]:
+    """Where each delta of a checked ENQ body belongs: all deltas of a vector lie in one log.
+
+    Raises `InvalidArgument` for the first entry that is no valid delta.
+    """
+    payloads = columns.binary("payload")
+    if payloads is None:
+        raise InvalidArgument("a delta has no payload", field="payload")
+    for name in _MEANINGLESS:
+        if name in columns and (columns.fixed(name) > 0).any():
+            raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
+    if len(payloads) <= FEW:
+        return _homes_of_few(payloads, config, now_ms)
+    deltas = DeltaBatch.of(payloads)
+    validate(deltas, dimensions=config.dimensions, now_ms=now_ms)
+    return partitions_of_digests(np.ascontiguousarray(deltas.vector[:, 0]), config.partitions)
+
+
+def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray[np.int64]:
+    """The same without columns, which take longer to set up than a few deltas to check."""
+    rows, plain = payloads.tolist(), plain_deltas(config.dimensions)
+    for row, payload in enumerate(rows):
+        if not plain.sure(payload, now_ms=now_ms):
+            explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
+    if config.partitions == 1:
+        return np.zeros(len(rows), np.int64)
+    return partitions_of_deltas(rows, config.partitions)
+
+
+def spread_deltas(homes: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Which deltas go where."""
+    for partition in np.unique(homes).tolist():
+        yield partition, np.flatnonzero(homes == partition)
+
+
+def check_partition(homes: NDArray[np.int64], partition: int, partitions: int) -> None:
+    """Refuse a part whose producer has another idea of where its vectors belong."""
+    if partitions == 1:
+        return
+    wrong = homes != partition
+    if wrong.any():
+        raise InvalidArgument(
+            f"delta {int(np.argmax(wrong))}: its vector does not belong in partition {partition}",
+            field="partition",
+            limit=partitions - 1,
+        )

@@ -1,0 +1,463 @@
+"""Admit, order and merge a few deltas, one row at a time.
+
+The columns of `order` and `merge` cost about the same for one row as for a thousand. A node folds
+what was just committed, which is a row or ten: here each is read from its payload with plain
+numbers (`DeltaRow`), and entered into the very same tables.
+
+`RowFold` takes only what is plainly in order: a sound delta that is a duplicate, or whose causes
+were all released, of a vector that nothing waits for. At the first row that is anything else it
+stops, and the columns take the rest. As a fold does not depend on how a log is cut, nobody can tell
+which of the two a delta went through.
+
+`RowMerge` merges a released row as `merge` does with columns. Most deltas are stamped after
+everything that was merged into their vector: then every register they name is theirs, and nothing
+has to be compared.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from operator import lt
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.model.columns import Buffer
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_checks import shapes
+from penstock.model.delta_format import (
+    CLOCK,
+    HAS_INDICES,
+    HAS_PARENT,
+    HEADER,
+    TIME_MAX,
+    Op,
+    PriorityClass,
+)
+from penstock.propagation.fold.ledger import PENDING, Ledger
+from penstock.propagation.fold.merge import Merge
+from penstock.propagation.fold.registers import ALIVE, DEAD, VectorOperation
+from penstock.propagation.fold.waitlist import Waitlist
+
+WIDE: Final = 32  # values above which arrays are quicker than numbers
+# The header and the delta's own clock entry: ids as two numbers, without version and source.
+_FIXED: Final = struct.Struct("<xBBxHBBQQQQ16sqQQHHI16xQ")
+_HEADER: Final = HEADER.size
+_CLOCK: Final = CLOCK.size
+_OPS: Final = len(Op)
+_PRIORITIES: Final = len(PriorityClass)
+
+
+class DeltaRow:
+    """The row at hand: one object is read into again and again."""
+
+    __slots__ = (
+        "_at", "_blob", "_dimensions", "_least", "_most", "_start", "chain", "clocks", "code",
+        "counter", "flags", "high", "indices", "low", "metadata_bytes", "n", "namespace_bytes",
+        "op", "origin", "parent_high", "parent_low", "priority", "sequence", "time", "time_ms",
+        "values", "vector", "vector_high", "vector_id_bytes", "vector_low",
+    )  # fmt: skip
+
+    indices: Sequence[int] | None  # or an array, as `values`, if there are many
+    values: Sequence[float]
+    vector: int  # numbers in the ledger
+    chain: int
+    code: int
+    sequence: int
+    time_ms: int
+
+    def __init__(self, dimensions: int) -> None:
+        least, most = shapes(dimensions)
+        self._dimensions, self._least, self._most = dimensions, least.tolist(), most.tolist()
+
+    def read(self, blob: Buffer, start: int) -> bool:
+        """Read a payload whose sizes are right; says whether it has the shape of a delta."""
+        (
+            op, self.priority, n, clocks, flags, self.low, self.high, self.parent_low,
+            self.parent_high, self.origin, time, self.vector_low, self.vector_high,
+            self.namespace_bytes, self.vector_id_bytes, self.metadata_bytes, self.counter,
+        ) = _FIXED.unpack_from(blob, start)  # fmt: skip
+        self._blob, self._start, self._at = blob, start, start + _HEADER + _CLOCK * clocks
+        self.op, self.n, self.clocks, self.flags, self.time = op, n, clocks, flags, time
+        if op >= _OPS or self.priority >= _PRIORITIES or not 1 <= time <= TIME_MAX:
+            return False
+        shape = op | (flags & HAS_INDICES) << 2
+        if not self._least[shape] <= n <= self._most[shape]:
+            return False
+        if n > WIDE:
+            return self._read_many(n, indexed=bool(flags & HAS_INDICES))
+        return self._read_few(n, indexed=bool(flags & HAS_INDICES))
+
+    def _read_few(self, n: int, *, indexed: bool) -> bool:
+        numbers = _numbers(n, indexed).unpack_from(self._blob, self._at)
+        self.indices, self.values = None, numbers
+        if indexed:
+            indices, self.values = numbers[:n], numbers[n:]
+            self.indices = indices
+            if indices[-1] >= self._dimensions or not all(map(lt, indices, indices[1:])):
+                return False
+        total = sum(self.values)
+        return bool(total - total == 0)  # a number that is not finite leaves a trace in the sum
+
+    def _read_many(self, n: int, *, indexed: bool) -> bool:
+        at, self.indices = self._at, None
+        if indexed:
+            indices = np.frombuffer(self._blob, "<u2", n, at)
+            self.indices, at = indices, at + 2 * n  # type: ignore[assignment]
+            if indices[-1] >= self._dimensions or not (indices[1:] > indices[:-1]).all():
+                return False
+        values = np.frombuffer(self._blob, "<f4", n, at)
+        self.values = values  # type: ignore[assignment]
+        return bool(np.isfinite(values).all())
+
+    def causes(self) -> Iterator[tuple[Any, ...]]:
+        """The clock entries (origin, counter) but the delta's own."""
+        return CLOCK.iter_unpack(self._blob[self._start + _HEADER + _CLOCK : self._at])
+
+    def names(self) -> tuple[bytes, bytes]:
+        start = self._names_at()
+        middle = start + self.namespace_bytes
+        return bytes(self._blob[start:middle]), bytes(
+            self._blob[middle : middle + self.vector_id_bytes]
+        )
+
+    def metadata(self) -> bytes:
+        start = self._names_at() + self.namespace_bytes + self.vector_id_bytes
+        return bytes(self._blob[start : start + self.metadata_bytes])
+
+    def _names_at(self) -> int:
+        return int(self._at + self.n * (4 + (self.flags & HAS_INDICES)))
+
+
+@cache  # at most as many as there may be numbers, twice
+def _numbers(n: int, indexed: bool) -> struct.Struct:
+    return struct.Struct(f"<{n}H{n}f" if indexed else f"<{n}f")
+
+
+_CREATE: Final = int(Op.CREATE)
+_DENSE: Final = int(Op.DENSE)
+_SPARSE: Final = int(Op.SPARSE)
+_SCALE: Final = int(Op.SCALE)
+_OFFSET: Final = int(Op.OFFSET)
+_DELETE: Final = int(Op.DELETE)
+PROBES: Final = 16  # components looked at for one that was set before an operation
+
+
+class RowMerge:
+    def __init__(self, merge: Merge) -> None:
+        self._merge, self._registers, self._operations = merge, merge.registers, merge.operations
+        self._ledger, self._width = merge.ledger, merge.registers.dimensions
+        self._probes = range(min(PROBES, self._width))
+        self._touched: dict[int, None] = {}
+
+    @property
+    def version(self) -> int:
+        """Grows when views are out of date."""
+        return self._merge.table.version + self._registers.table.version
+
+    @property
+    def room(self) -> int:
+        """Vectors that there may be before anything moves."""
+        return min(self._merge.table.capacity, self._registers.table.capacity)
+
+    def prepare(self, count: int) -> None:
+        """Make room for so many vectors more, and look at the arrays that there are then."""
+        merge, registers = self._merge, self._registers
+        merge.reserve()
+        registers.table.reserve(count)
+        merge.table.reserve(count)
+        registers.widen(len(self._ledger.codes))
+        view = registers.table.view
+        self._values: Any = view("values")  # of floats, which a memoryview is not known to have
+        self._times, self._writers = view("times"), view("writers")
+        self._existence = view("existence")
+        self._said = {
+            name: (view(f"{name}_time"), view(f"{name}_writer"))
+            for name in ("existence", "metadata")
+        }
+        view = merge.table.view
+        self._revision, self._newest, self._lane = view("revision"), view("time"), view("lane")
+        self._sequence, self._log_time_ms = view("sequence"), view("log_time_ms")
+
+    def reserve(self) -> None:
+        """Enter the vectors that came since; there is room."""
+        self._merge.reserve()
+
+    def merge(self, row: DeltaRow) -> bool:
+        """Merge a delta, unless it has to be taken with care: then nothing has happened."""
+        op, vector, time = row.op, row.vector, row.time
+        newest = time > self._newest[vector]
+        operations = self._operations
+        if vector in operations.folds and (time, row.origin) <= operations.folds[vector]:
+            return False
+        if op == _SPARSE:
+            if row.n > WIDE:
+                if not newest:
+                    return False
+                self._set_many(row)
+            elif newest:
+                self._set(row)
+            else:
+                self._offer(row)
+            if vector in operations.lists:
+                self._prune(vector)
+        elif op <= _DENSE:
+            if not newest:
+                return False
+            self._set_all(row)
+        elif op in (_SCALE, _OFFSET):
+            if operations.count(vector) >= operations.operations_max:
+                return False
+            self._operate(row)
+            if not newest:
+                operations.prune(vector, self._ledger.ranks)
+        elif op == _DELETE and self._say("existence", row):
+            self._existence[vector] = DEAD
+        if op != _SPARSE and (row.metadata_bytes or op in (_CREATE, _DELETE)):
+            self._set_metadata(row)
+        self._count(row, newest)
+        return True
+
+    def _prune(self, vector: int) -> None:
+        """Drop operations that were overwritten, unless it is plain that none was."""
+        times, first = self._times, vector * self._width
+        for operation in self._operations.lists[vector]:
+            time, named = operation.time, operation.indices
+            for index in self._probes if named is None else named[:PROBES].tolist():
+                if times[first + index] < time:
+                    break
+            else:
+                self._operations.prune(vector, self._ledger.ranks)
+                return
+
+    def _set(self, row: DeltaRow) -> None:
+        values, times, writers = self._values, self._times, self._writers
+        first, time, code = row.vector * self._width, row.time, row.code
+        for index, value in zip(row.indices, row.values):  # type: ignore[arg-type] # noqa: B905
+            place = first + index
+            values[place], times[place], writers[place] = value, time, code
+
+    def _offer(self, row: DeltaRow) -> None:
+        """Set the components that were not set by a greater stamp."""
+        times, writers, ranks = self._times, self._writers, self._ledger.ranks
+        first, time, code = row.vector * self._width, row.time, row.code
+        assert row.indices is not None
+        for index, value in zip(row.indices, row.values, strict=True):
+            place = first + index
+            before = times[place]
+            if time > before or (time == before and ranks[code] > ranks[writers[place]]):
+                self._values[place], times[place], writers[place] = value, time, code
+
+    def _set_many(self, row: DeltaRow) -> None:
+        table, vector, named = self._registers.table, row.vector, row.indices
+        table["values"][vector][named] = row.values
+        table["times"][vector][named] = row.time
+        table["writers"][vector][named] = row.code
+
+    def _set_all(self, row: DeltaRow) -> None:
+        table, vector = self._registers.table, row.vector
+        table["values"][vector] = row.values
+        table["times"][vector] = row.time
+        table["writers"][vector] = row.code
+        self._operations.lists.pop(vector, None)  # they were all stamped before it
+        if self._say("existence", row):
+            self._existence[vector] = ALIVE
+
+    def _operate(self, row: DeltaRow) -> None:
+        operation = VectorOperation(
+            row.time,
+            self._ledger.origin_name(row.code),
+            row.code,
+            row.op == _SCALE,
+            None if row.indices is None else np.array(row.indices, np.uint16),
+            np.array(row.values, np.float32),
+        )
+        self._operations.add(row.vector, operation)
+
+    def _set_metadata(self, row: DeltaRow) -> None:
+        if not self._say("metadata", row):
+            return
+        if row.metadata_bytes:
+            self._registers.metadata[row.vector] = row.metadata()
+        else:
+            self._registers.metadata.pop(row.vector, None)
+
+    def _say(self, name: str, row: DeltaRow) -> bool:
+        """Stamp a register, unless that of a greater stamp."""
+        times, writers = self._said[name]
+        vector, time, code = row.vector, row.time, row.code
+        before, ranks = times[vector], self._ledger.ranks
+        if time < before or (time == before and ranks[code] <= ranks[writers[vector]]):
+            return False
+        times[vector], writers[vector] = time, code
+        return True
+
+    def _count(self, row: DeltaRow, newest: bool) -> None:
+        vector = row.vector
+        self._revision[vector] += 1
+        if newest:
+            self._newest[vector] = row.time
+        # What was merged before came before, so these are maxima too.
+        self._sequence[vector], self._log_time_ms[vector] = row.sequence, row.time_ms
+        if self._merge.noting:
+            self._touched[vector] = None
+            if row.priority < self._lane[vector]:
+                self._lane[vector] = row.priority
+
+    def finish(self) -> None:
+        """Note the vectors that were changed."""
+        if self._touched:
+            self._merge.touched.append(np.array(list(self._touched), np.int64))
+            self._touched.clear()
+
+
+ROWS_MAX: Final = 64  # of a feed: with more the columns are quicker
+CHAINS_FEW: Final = 8
+NEVER: Final = 1 << 63
+
+
+class RowFold:
+    def __init__(self, ledger: Ledger, waitlist: Waitlist, merge: Merge) -> None:
+        self.ledger, self.waitlist = ledger, waitlist
+        self._merge = RowMerge(merge)
+        self._row = DeltaRow(merge.registers.dimensions)
+        self._version = self._origins = -1  # what the views were made of
+
+    def take(
+        self, batch: DeltaBatch, sequences: list[int], times_ms: list[int]
+    ) -> tuple[int, list[int]]:
+        """Take rows up to the first that is not plain; which that is, and which were released.
+
+        The others are duplicates. Log times do not step back.
+        """
+        self._prepare(len(sequences))
+        stop, released, overdue = 0, [], self._overdue()
+        row, blob, dedup_ms = self._row, batch.blob, self.ledger.dedup_ms
+        for number, start in enumerate(batch.starts.tolist()):
+            row.time_ms = times_ms[number]
+            if row.time_ms >= overdue or not row.read(blob, start):
+                break
+            entry = self.ledger.ids.add_one(row.low, row.high)
+            state = self._id_states[entry]
+            if state <= 0 or self._id_times[entry] < row.time_ms - dedup_ms:
+                row.sequence = sequences[number]
+                if state == PENDING or not (self._ready(row) and self._merge.merge(row)):
+                    break
+                self._release(row, entry)
+                released.append(number)
+            stop = number + 1
+        if stop:
+            self.ledger.time_ms = times_ms[stop - 1]
+        self._merge.finish()
+        return stop, released
+
+    def _overdue(self) -> int:
+        """The log time at which something that waits is to be turned out."""
+        waitlist = self.waitlist
+        if len(waitlist) > waitlist.pending_max:
+            return 0
+        eldest = waitlist.eldest()
+        return NEVER if eldest is None else eldest.log_time_ms + waitlist.pending_ms
+
+    def _prepare(self, count: int) -> None:
+        """See that views are of today's arrays, and that there is room for all that may come."""
+        ledger = self.ledger
+        ids, vectors, chains = ledger.ids.table, ledger.vectors.table, ledger.chains.table
+        vectors_after = vectors.count + count
+        if (
+            ids.version + vectors.version + chains.version + self._merge.version == self._version
+            and ids.count + count <= ledger.ids.room
+            and vectors_after <= ledger.vectors.room
+            and vectors_after <= self._merge.room
+            and chains.count + count <= ledger.chains.room
+            and len(ledger.codes) == self._origins
+        ):
+            return
+        for keys in (ledger.ids, ledger.vectors, ledger.chains):
+            keys.reserve(count)
+        self._merge.prepare(count)
+        self._origins = len(ledger.codes)
+        # Each only ever grows, so their sum tells.
+        self._version = ids.version + vectors.version + chains.version + self._merge.version
+        self._id_states, self._id_times = ids.view("vector"), ids.view("log_time_ms")
+        self._waiting, self._latest = vectors.view("waiting"), vectors.view("chain")
+        self._writers, self._next = chains.view("high"), chains.view("next")
+        self._seen, self._times = chains.view("seen"), chains.view("time")
+        self._heads = chains.view("head")
+
+    def _ready(self, row: DeltaRow) -> bool:
+        """Whether all causes were released, and nothing of the vector waits.
+
+        Vectors and chains are entered on sight: they count from their first release on.
+        """
+        ledger = self.ledger
+        vector = ledger.vectors.find_one(row.vector_low, row.vector_high)
+        if vector < 0:
+            vector = self._new_vector(row)
+        code = ledger.codes.get(row.origin)
+        if code is None or self._waiting[vector]:
+            return False
+        chain = self._latest[vector] - 1
+        if chain < 0 or self._writers[chain] != code:
+            chain = self._find_chain(vector, code)
+            if chain < 0:
+                chain = self._new_chain(vector, code)
+        row.vector, row.chain, row.code = vector, chain, code
+        if row.counter != self._seen[chain] + 1:
+            return False
+        if row.clocks > 1 and not self._causes_seen(row):
+            return False
+        last = self._times[chain]
+        if row.time <= last:
+            row.time = last + 1  # an origin's later delta stays the later one
+        return not row.flags & HAS_PARENT or self._parent_released(row)
+
+    def _new_vector(self, row: DeltaRow) -> int:
+        ledger = self.ledger
+        vector = ledger.vectors.put_one(row.vector_low, row.vector_high)
+        namespace, vector_id = row.names()
+        ledger.namespaces.add(namespace)
+        ledger.vector_ids.add(vector_id)
+        self._merge.reserve()
+        return vector
+
+    def _find_chain(self, vector: int, code: int) -> int:
+        """A vector's chain, or -1. It has few of them: going through those is the quickest."""
+        writers, following, chain = self._writers, self._next, self._latest[vector] - 1
+        for _ in range(CHAINS_FEW):
+            if chain < 0 or writers[chain] == code:
+                return chain
+            chain = following[chain] - 1
+        return self.ledger.chains.find_one(vector, code)
+
+    def _new_chain(self, vector: int, code: int) -> int:
+        chain = self.ledger.chains.add_one(vector, code)
+        self._next[chain], self._latest[vector] = self._latest[vector], chain + 1
+        return chain
+
+    def _causes_seen(self, row: DeltaRow) -> bool:
+        codes, vector = self.ledger.codes, row.vector
+        for origin, counter in row.causes():
+            code = codes.get(origin)
+            chain = -1 if code is None else self._find_chain(vector, code)
+            if chain < 0 or self._seen[chain] < counter:
+                return False
+        return True
+
+    def _parent_released(self, row: DeltaRow) -> bool:
+        low, high, heads, at = row.parent_low, row.parent_high, self._heads, 2 * row.chain
+        if heads[at] == low and heads[at + 1] == high:
+            return True
+        entry = self.ledger.ids.find_one(low, high)
+        if entry < 0 or self._id_states[entry] != row.vector + 1:
+            return False
+        recent: bool = self._id_times[entry] >= row.time_ms - self.ledger.dedup_ms
+        return recent
+
+    def _release(self, row: DeltaRow, entry: int) -> None:
+        chain, at = row.chain, 2 * row.chain
+        self._seen[chain], self._times[chain] = row.counter, row.time
+        self._heads[at], self._heads[at + 1] = row.low, row.high
+        self._id_states[entry], self._id_times[entry] = row.vector + 1, row.time_ms

@@ -1,0 +1,405 @@
+"""Columns that grow together, keys that number their rows, and texts picked by number.
+
+`Table` holds columns whose rows are added at the end and never move. `KeyTable` gives each distinct
+pair of 64-bit numbers a row number, 0, 1, 2 … batch by batch, by open addressing in a
+numpy array: a batch of lookups costs a few gathers, not a Python call per key. `Texts` keeps many
+short texts in one array of bytes, without a Python object for each.
+
+For a few rows the gathers cost more than they save. Those are read and set through memoryviews of
+the very same columns, whose items are plain numbers, and keys are looked up one at a time.
+
+Twice as many places for millions of keys take a second to fill, which a caller who adds a handful
+should not wait for. So they are filled in the course of the additions before they are needed: from
+three eighths of the places on, every new key has a few old ones placed in the next set, and that
+takes over when it has them all. Rows only ever come at the end, so nothing has to be done twice.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from penstock.model.columns import Binary
+
+ROWS_MIN: Final = 1024
+FEW_KEYS: Final = 1024  # who adds more at once may as well wait
+STEP_KEYS: Final = 64  # new ones after which the next set of places is looked after
+FILLED_PER_KEY: Final = 64  # empty places made, or …
+PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before half the places are taken
+LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
+_A: Final = np.uint64(0x9E3779B97F4A7C15)
+_B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_HALF: Final = np.uint64(32)
+_A_ONE: Final = int(_A)  # the same for one key
+_B_ONE: Final = int(_B)
+_WORD: Final = (1 << 64) - 1
+
+Numbers = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+def stable_order(keys: Numbers) -> Numbers:
+    """Rows by ascending key, equal ones as they come; keys are not negative.
+
+    One sort of packed integers, which numpy vectorises; a stable argsort takes five times as long.
+    """
+    bits = len(keys).bit_length()
+    if len(keys) and int(keys.max()).bit_length() + bits > 63:
+        return np.argsort(keys, kind="stable")
+    packed = keys << bits
+    packed |= np.arange(len(keys))
+    packed.sort()
+    packed &= (1 << bits) - 1
+    return packed
+
+
+def beginnings(groups: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where in a column a stretch of equal neighbours begins."""
+    begins = np.ones(len(groups), np.bool_)
+    begins[1:] = groups[1:] != groups[:-1]
+    return begins
+
+
+def places_within(groups: NDArray[Any]) -> tuple[Numbers, Numbers]:
+    """Of each row: its place among its equal neighbours, and the row where those begin."""
+    numbers = np.arange(len(groups))
+    start = np.maximum.accumulate(np.where(beginnings(groups), numbers, 0))
+    return numbers - start, start
+
+
+class Table:
+    """Columns by name. An array is valid until rows are added: ask again after that."""
+
+    __slots__ = ("_columns", "capacity", "count", "version")
+
+    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
+        self.count = 0
+        self.version = 0  # grows when arrays are replaced, and views of them are out of date
+        self.capacity = ROWS_MIN
+        self._columns: dict[str, NDArray[Any]] = {}
+        for name, kind in columns.items():
+            dtype, *width = kind if isinstance(kind, tuple) else (kind,)
+            self._columns[name] = np.zeros((self.capacity, *width), dtype)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """The column with room beyond its rows: for picking and setting rows by number."""
+        return self._columns[name]
+
+    def __setitem__(self, name: str, column: NDArray[Any]) -> None:
+        self._columns[name] = column
+        self.version += 1
+
+    def view(self, name: str) -> memoryview:
+        """A column, row behind row, whose items are plain numbers; for as long as `version`."""
+        return self._columns[name].reshape(-1).data
+
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def rows(self, name: str) -> NDArray[Any]:
+        return self._columns[name][: self.count]
+
+    def extend(self, count: int) -> int:
+        """Add rows of zeros; returns the first of them."""
+        first = self.count
+        if first + count > self.capacity:
+            self.reserve(count)
+        self.count += count
+        return first
+
+    def reserve(self, count: int) -> None:
+        """Make room for that many more rows."""
+        need = self.count + count
+        if need <= self.capacity:
+            return
+        self.capacity = max(need, self._larger())
+        for name, old in self._columns.items():
+            self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
+            self._columns[name][: self.count] = old[: self.count]
+        self.version += 1
+
+    def _larger(self) -> int:
+        """Zeros that nobody touched take no memory, so room is cheap, and moving rows is not."""
+        size = sum(column.nbytes for column in self._columns.values())
+        return self.capacity * 4 if size < LAVISH_BYTES else self.capacity * 3 // 2
+
+    def keep(self, rows: Numbers) -> None:
+        """Drop all rows but these, which are numbered anew in the given order."""
+        for name, column in self._columns.items():
+            kept = column[rows]
+            column[: len(rows)] = kept
+            column[len(rows) : self.count] = 0
+            self._columns[name] = column
+        self.count = len(rows)
+
+
+def _hashed(low: Words, high: Words, bits: int) -> Numbers:
+    mixed = low * _A ^ high * _B
+    mixed ^= mixed >> _HALF
+    mixed *= _A
+    mixed >>= np.uint64(64 - bits)
+    return mixed.view(np.int64)
+
+
+def _place(table: Table, places: NDArray[np.int32], *, bits: int, first: int, end: int) -> None:
+    """Put rows whose keys are not there yet into places; all keys differ."""
+    last = len(places) - 1
+    place = _hashed(table["low"][first:end], table["high"][first:end], bits)
+    waiting = np.arange(end - first)
+    while len(waiting):
+        at, rows = place[waiting], waiting + first
+        free = places[at] < 0
+        places[at[free]] = rows[free]
+        settled = free & (places[at] == rows)
+        waiting = waiting[~settled]
+        place[waiting] = (place[waiting] + 1) & last
+
+
+class NextPlaces:
+    """The set of places that comes next, on its way."""
+
+    __slots__ = ("_filled", "bits", "placed", "places")
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.places = np.empty(1 << bits, np.int32)
+        self._filled = 0  # so many places are known to be empty, or taken by a row
+        self.placed = 0  # rows
+
+    def advance(self, table: Table, keys: int) -> bool:
+        """Do the work that so many new keys call for; True: it has every row."""
+        if self._filled < len(self.places):
+            end = self._filled + FILLED_PER_KEY * keys
+            self.places[self._filled : end] = -1
+            self._filled = end
+            return False
+        end = min(table.count, self.placed + PLACED_PER_KEY * keys)
+        _place(table, self.places, bits=self.bits, first=self.placed, end=end)
+        self.placed = end
+        return end == table.count
+
+
+class KeyTable:
+    """Row numbers of pairs of numbers. At most half of the places are taken."""
+
+    __slots__ = (
+        "_bits", "_ended", "_highs", "_last", "_lows", "_next", "_places", "_spots", "_version",
+        "room", "table",
+    )  # fmt: skip
+
+    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
+        self.table = Table({"low": np.uint64, "high": np.uint64, **columns})
+        self._clear(11)
+
+    def _clear(self, bits: int) -> None:
+        self._use(np.full(1 << bits, -1, np.int32), bits)
+
+    def _use(self, places: NDArray[np.int32], bits: int) -> None:
+        self._places, self._bits = places, bits
+        self._next: NextPlaces | None = None
+        self.table.version += 1
+        self._look()
+
+    def _look(self) -> None:
+        """Take views of what single keys are looked up in."""
+        self._spots, self._last = self._places.data, len(self._places) - 1
+        self._lows, self._highs = self.table.view("low"), self.table.view("high")
+        self._version = self.table.version
+        self._make_room()
+        self._ended = 0  # the place where the latest search of a single key ended
+
+    def _make_room(self) -> None:
+        """Say how many keys there may be before `reserve` is to be asked again."""
+        calm = self._crowded_at if self._next is None else self.table.count + STEP_KEYS
+        self.room = min(self.table.capacity, len(self._places) // 2, calm)
+
+    @property
+    def _crowded_at(self) -> int:
+        """From so many keys on the next set of places is prepared."""
+        return len(self._places) // 8 * 3
+
+    def __len__(self) -> int:
+        return self.table.count
+
+    def find(self, low: Words, high: Words) -> Numbers:
+        """Rows of keys, -1 where a key is unknown."""
+        return self._probe(low, high)[0]
+
+    def _probe(self, low: Words, high: Words) -> tuple[Numbers, Numbers]:
+        """Rows, and the places where the search of each key ended."""
+        lows, highs = self.table["low"], self.table["high"]
+        places, last = self._places, len(self._places) - 1
+        place = _hashed(low, high, self._bits)
+        found = places[place].astype(np.int64)
+        # A row of -1 reads the last row of the columns: harmless, as it is masked.
+        other = (found >= 0) & ((lows[found] != low) | (highs[found] != high))
+        active = np.flatnonzero(other)
+        while len(active):
+            at = (place[active] + 1) & last
+            row = places[at].astype(np.int64)
+            place[active], found[active] = at, row
+            differs = (lows[row] != low[active]) | (highs[row] != high[active])
+            active = active[(row >= 0) & differs]
+        return found, place
+
+    def add(self, low: Words, high: Words) -> Numbers:
+        """Rows of keys; unknown ones are given new rows."""
+        self._reserve(len(low))
+        found, place = self._probe(low, high)
+        waiting = np.flatnonzero(found < 0)
+        while len(waiting):
+            # Everyone writes itself into the free place it found: the last one to do so wins it.
+            at = place[waiting]
+            self._places[at] = waiting
+            won = self._places[at] == waiting
+            winners, losers = waiting, waiting[~won]
+            if len(losers):
+                winners, at = waiting[won], at[won]
+            first = self.table.extend(len(winners))
+            rows = np.arange(first, first + len(winners))
+            self.table["low"][first : self.table.count] = low[winners]
+            self.table["high"][first : self.table.count] = high[winners]
+            self._places[at] = rows
+            found[winners] = rows
+            waiting = losers
+            if len(waiting):
+                rest = self._probe(low[waiting], high[waiting])
+                found[waiting], place[waiting] = rest
+                waiting = waiting[rest[0] < 0]
+        return found
+
+    def find_one(self, low: int, high: int) -> int:
+        """The row of one key, -1 if it is unknown."""
+        if self._version != self.table.version:
+            self._look()
+        mixed = (low * _A_ONE ^ high * _B_ONE) & _WORD
+        place = ((mixed ^ mixed >> 32) * _A_ONE & _WORD) >> (64 - self._bits)
+        spots, lows, highs = self._spots, self._lows, self._highs
+        row: int = spots[place]
+        while row >= 0 and (lows[row] != low or highs[row] != high):
+            place = (place + 1) & self._last
+            row = spots[place]
+        self._ended = place
+        return row
+
+    def put_one(self, low: int, high: int) -> int:
+        """Give a key a row that `find_one` has just not found; there must be room."""
+        row = self.table.extend(1)
+        self._lows[row], self._highs[row] = low, high
+        self._spots[self._ended] = row
+        return row
+
+    def add_one(self, low: int, high: int) -> int:
+        """The row of one key, a new one if it is unknown; there must be room."""
+        row = self.find_one(low, high)
+        return row if row >= 0 else self.put_one(low, high)
+
+    def reserve(self, count: int) -> None:
+        """Make room for that many more keys, so that rows and places stay where they are."""
+        self._reserve(count)
+        self.table.reserve(count)
+        if self._version != self.table.version:
+            self._look()
+        self._make_room()
+
+    def _reserve(self, count: int) -> None:
+        after = self.table.count + count
+        if 2 * after > len(self._places):  # many at once
+            self._clear((2 * after).bit_length())
+            _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
+        elif after > self._crowded_at and (count <= FEW_KEYS or self._next is not None):
+            if self._next is None:
+                self._next = NextPlaces(self._bits + 1)
+            if self._next.advance(self.table, max(count, STEP_KEYS)):
+                self._use(self._next.places, self._next.bits)
+
+    def keep(self, rows: Numbers) -> None:
+        self.table.keep(rows)
+        self._clear(max(11, (2 * len(rows)).bit_length()))
+        _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
+
+    def validate(self) -> None:
+        known = self.find(self.table.rows("low"), self.table.rows("high"))
+        assert np.array_equal(known, np.arange(self.table.count)), "a key is not found"
+        assert (self._places >= 0).sum() == self.table.count
+        assert 2 * self.table.count <= len(self._places)
+        assert self._next is None or self._next.placed <= self.table.count
+
+
+BYTES_MIN: Final = 1 << 16
+
+
+class Texts:
+    """Append-only: text *i* is `sizes[i]` bytes of the arena, from `starts[i]` on."""
+
+    __slots__ = ("_arena", "_end", "table")
+
+    def __init__(self) -> None:
+        self._arena = np.zeros(BYTES_MIN, np.uint8)
+        self._end = 0
+        self.table = Table({"start": np.int64, "size": np.int64})
+
+    def __len__(self) -> int:
+        return self.table.count
+
+    def __getitem__(self, number: int) -> bytes:
+        start = int(self.table["start"][number])
+        return self._arena[start : start + int(self.table["size"][number])].tobytes()
+
+    def extend(self, texts: list[bytes]) -> None:
+        self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
+
+    def add(self, text: bytes) -> None:
+        """One more text."""
+        start, end = self._end, self._end + len(text)
+        self._make_room(len(text))
+        row = self.table.extend(1)
+        self.table["start"][row], self.table["size"][row] = start, len(text)
+        self._arena[start:end] = np.frombuffer(text, np.uint8)
+        self._end = end
+
+    def append(self, data: bytes, sizes: Numbers) -> None:
+        """Texts that lie one behind the other."""
+        self._make_room(len(data))
+        first = self.table.extend(len(sizes))
+        self.table["size"][first : self.table.count] = sizes
+        self.table["start"][first : self.table.count] = self._end + np.cumsum(sizes) - sizes
+        self._arena[self._end : self._end + len(data)] = np.frombuffer(data, np.uint8)
+        self._end += len(data)
+
+    def _make_room(self, size: int) -> None:
+        while self._end + size > len(self._arena):
+            grown = np.zeros(2 * len(self._arena), np.uint8)
+            grown[: self._end] = self._arena[: self._end]
+            self._arena = grown
+
+    def take(self, numbers: Numbers) -> Binary:
+        """Texts by number, as a column: those of one size are moved together."""
+        starts, sizes = self.table["start"][numbers], self.table["size"][numbers]
+        offsets = np.zeros(len(numbers) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        found = np.empty(offsets[-1], np.uint8)
+        order = stable_order(sizes)
+        ranked = sizes[order]
+        cuts = np.flatnonzero(ranked[1:] != ranked[:-1]) + 1
+        for a, b in pairwise([0, *cuts.tolist(), len(order)]):
+            size = int(ranked[a]) if b > a else 0
+            if size:
+                rows = order[a:b]
+                _everywhere(found, size)[offsets[rows]] = _everywhere(self._arena, size)[
+                    starts[rows]
+                ]
+        return Binary(offsets.astype(np.int32), found.data)
+
+    def joined(self) -> NDArray[np.uint8]:
+        """All texts, one behind the other."""
+        return self._arena[: self._end]
+
+
+def _everywhere(data: NDArray[np.uint8], size: int) -> NDArray[Any]:
+    """The texts of one size that begin at each byte."""
+    places = len(data) - size + 1
+    return np.ndarray((places,), f"V{size}", data, strides=(1,))

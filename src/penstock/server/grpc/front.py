@@ -1,0 +1,350 @@
+"""What stands before the gRPC library: it accepts connections, counts, and passes bytes on.
+
+The library listens on a socket in the file system that nobody else can reach. It bounds one call,
+but neither connections per address nor what all callers together make it hold, and it reads
+messages from whoever asks. So each connection comes through here, where its frames are read along
+(`frames`): messages that are not whole count in the node's budget, have a deadline, and wait
+while there is no room for more; answers that are not read have a deadline too. A handler learns by
+`FrontConnection.name` whom a call comes from, and admits the connection once it has a good key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import tempfile
+import time
+from pathlib import Path
+from typing import Final, cast
+
+from penstock.node.door.budget import Budget, Held
+from penstock.node.door.doorway import Doorway, address_of
+from penstock.server.callers import key_id_of, listen
+from penstock.server.grpc.frames import AnswerFrames, RequestFrames
+from penstock.server.options import GatewayOptions
+
+FRAMES_PER_TURN: Final = 256  # of one connection, then the others have theirs
+ANY: Final = 1 << 40  # more frames than one piece of bytes can hold
+STRANGER_STREAMS: Final = 16  # calls that are open on a connection without a good key so far
+UNREAD_BYTES: Final = 256 << 10  # of answers in a connection's buffer, from which no more is taken
+
+
+class FrontConnection(asyncio.Protocol):
+    """One caller's connection. Its other end is a `Back`, which is the library's client."""
+
+    def __init__(self, front: GrpcFront) -> None:
+        self._front = front
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._back: Back | None = None
+        self._requests = RequestFrames()
+        self.answers = AnswerFrames(self._requests)
+        self._pending = b""  # received and not passed on yet
+        self._at = 0  # where the rest of it begins
+        self._turning = False  # the rest of it has its turn soon
+        self._waits_for_room = False
+        self._unread_since: float | None = None
+        self._admitted = False
+        self._key_id: str | None = None
+        self._greeting: asyncio.TimerHandle | None = None
+        self.account = front.budget.account(self)
+        self.address = ""
+        self.name = ""  # as the library calls it
+        self.calls = 0
+        self.used = time.monotonic()
+
+    # --- who it is ---
+
+    def admit(self, api_key: str | None) -> None:
+        """A call has shown a good key; raises `LimitExceeded` if there is no place for it."""
+        if not self._admitted:
+            self._front.doorway.admit(self)
+            self._admitted = True
+            self._go_on()
+        key_id = key_id_of(api_key)
+        if key_id is not None and key_id != self._key_id:
+            self._key_id = key_id
+            self.account.join(key_id)
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a message is on its way."""
+        return bool(self._requests.unfinished)
+
+    def idle_s(self) -> float:
+        return 0.0 if self.calls else time.monotonic() - self.used
+
+    def expel(self) -> None:
+        self.abort()
+
+    # --- its beginning and its end ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.pause_reading()
+        self._transport.set_write_buffer_limits(UNREAD_BYTES)
+        self.address = address_of(transport)
+        self._front.connections.add(self)
+        self._front.doorway.enter(self)
+        self._greeting = self._loop.call_later(self._front.options.head_s, self._check_greeted)
+        self._front.open_back(self)
+
+    def joined(self, back: Back, name: str) -> None:
+        """The front has opened the way to the library; now the caller may be read."""
+        self._back, self.name = back, name
+        if self._transport is not None:
+            self._transport.resume_reading()
+        else:
+            back.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._greeting is not None:
+            self._greeting.cancel()
+        if self._back is not None:
+            self._back.close()
+        self._pending = b""
+        budget = self._front.budget
+        budget.waiting.pop(self._on_room, None)
+        budget.unwatch(self)
+        self.account.hold(0, Held.MESSAGES)
+        self.account.close()
+        self._front.on_lost(self)
+
+    def _check_greeted(self) -> None:
+        if not self._requests.greeted:
+            self.abort()
+
+    def close(self) -> None:
+        """The library has ended the connection: let what it said be read."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- from the caller ---
+
+    def data_received(self, data: bytes) -> None:
+        self._pending = self._pending[self._at :] + data if self._pending else data
+        self._at = 0
+        if not self._turning:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Read some frames along, and hand them to the library."""
+        self._turning = False
+        if self._transport is None or self._back is None:
+            return
+        frames_max = self._frames_max()
+        if not frames_max:
+            self.steer()
+            return
+        requests, data = self._requests, self._pending
+        requests.now = time.monotonic()
+        end = requests.feed(data, self._at, frames_max=frames_max)
+        self._back.write(data if self._at == 0 and end == len(data) else data[self._at : end])
+        if end < len(data):
+            self._at = end
+            self._turning = True
+            self._loop.call_soon(self._pass_on)
+        else:
+            self._pending, self._at = b"", 0
+        self._count()
+        self.steer()
+
+    def _frames_max(self) -> int:
+        """How many frames may be passed on now. A stranger has few calls open: the library would
+        refuse others for the sake of a flood of them."""
+        if self._admitted:
+            return FRAMES_PER_TURN
+        return max(0, STRANGER_STREAMS - len(self._requests.open))
+
+    def _go_on(self) -> None:
+        """Pass on, in the next turn of the loop, the bytes that had to wait."""
+        if self._pending and not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._pass_on)
+
+    def _count(self) -> None:
+        held, budget = self._requests.held, self._front.budget
+        if held or self.account.by_kind[Held.MESSAGES]:
+            self.account.hold(held, Held.MESSAGES)
+            if not self._admitted:
+                self._front.doorway.hold(self, held)
+            (budget.watch if held else budget.unwatch)(self)
+            self._waits_for_room = bool(held) and not self.account.has_room(0)
+            if self._waits_for_room:
+                budget.waiting[self._on_room] = None
+
+    def _on_room(self) -> None:
+        """The budget has room again, for which this connection has waited."""
+        self._waits_for_room = False
+        self._count()
+        self.steer()
+
+    def steer(self) -> None:
+        """Read while what came was passed on and there is room for more."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        blocked = self._back is None or self._back.blocked
+        if self._pending or self._waits_for_room or blocked:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    # --- to the caller ---
+
+    def write(self, data: bytes) -> None:
+        self.answers.feed(data, 0, frames_max=ANY)
+        if self.account.by_kind[Held.MESSAGES]:
+            self._count()
+        if self._pending:
+            self._go_on()
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._unread_since = time.monotonic()
+        self._front.budget.watch(self)
+        if self._back is not None:
+            self._back.pause(True)
+
+    def resume_writing(self) -> None:
+        self._unread_since = None
+        if self._back is not None:
+            self._back.pause(False)
+
+    # --- what the budget asks ---
+
+    def stuck_s(self) -> float:
+        now = time.monotonic()
+        unfinished = self._requests.unfinished
+        since = [message.since for message in unfinished.values()]
+        if self._unread_since is not None:
+            since.append(self._unread_since)
+        return now - min(since) if since else 0.0
+
+    def overdue(self) -> str | None:
+        now, limits = time.monotonic(), self._front.options.limits
+        for message in self._requests.unfinished.values():
+            wanted_s = limits.frame_s + message.came / limits.bytes_per_s_min
+            if now - message.since > wanted_s or now - message.moved > limits.frame_s:
+                return "frame_time"
+        if self._unread_since is not None and now - self._unread_since > limits.write_s:
+            return "write_time"
+        return None
+
+    def evict(self, reason: str) -> None:
+        self.account.hold(0, Held.MESSAGES)
+        self.abort()
+
+
+class Back(asyncio.Protocol):
+    """The other end of a caller's connection, which is a client of the library."""
+
+    def __init__(self, front: FrontConnection) -> None:
+        self._front = front
+        self._transport: asyncio.Transport | None = None
+        self.blocked = False  # the library does not read
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._front.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._front.close()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause(self, paused: bool) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+
+    def pause_writing(self) -> None:
+        self.blocked = True
+
+    def resume_writing(self) -> None:
+        self.blocked = False
+        self._front.steer()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+class GrpcFront:
+    """Listens from `start` to `stop`. `path` is where the library has to listen."""
+
+    def __init__(self, options: GatewayOptions, *, budget: Budget, doorway: Doorway) -> None:
+        self.options, self.budget, self.doorway = options, budget, doorway
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-grpc-")  # nobody else's
+        self.path = Path(self._folder.name) / "socket"
+        self._prefix = f"penstock-{secrets.token_hex(8)}"
+        self._numbers = 0
+        self._named: dict[str, FrontConnection] = {}
+        self._opening: set[asyncio.Task[None]] = set()
+        self.connections: set[FrontConnection] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self, tls: ssl.SSLContext | None) -> None:
+        options = self.options
+        self._server, self.port = await listen(
+            lambda: FrontConnection(self),
+            host=options.host, port=options.grpc_port, doorway=self.doorway, tls=tls,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Accept no further connections; those that are open stay."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def stop(self) -> None:
+        self.close()
+        for task in self._opening:
+            task.cancel()
+        for connection in list(self.connections):
+            connection.abort()
+        self._folder.cleanup()
+
+    def find(self, peer: str) -> FrontConnection | None:
+        """The connection that a call came by, as the library names it."""
+        return self._named.get(peer)
+
+    def open_back(self, connection: FrontConnection) -> None:
+        self._numbers += 1
+        task = asyncio.ensure_future(self._open_back(connection, f"{self._prefix}-{self._numbers}"))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open_back(self, connection: FrontConnection, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.setblocking(False)
+        try:
+            link.bind(b"\0" + name.encode())  # so that a call can be told whom it comes from
+            await loop.sock_connect(link, str(self.path))
+            _, back = await loop.create_unix_connection(lambda: Back(connection), sock=link)
+        except OSError:
+            link.close()
+            connection.abort()
+            return
+        peer = f"unix-abstract:{name}"
+        if connection in self.connections:
+            self._named[peer] = connection
+        connection.joined(back, peer)
+
+    def on_lost(self, connection: FrontConnection) -> None:
+        self.connections.discard(connection)
+        self.doorway.leave(connection)
+        self._named.pop(connection.name, None)

@@ -1,0 +1,189 @@
+"""Between gRPC messages and the gateway's own arguments and answers.
+
+Field names are the same on both sides, so one pair of functions serves every call but the enqueues.
+A field that is not set is left out and takes its default, or is refused as missing, exactly as over
+HTTP. The enqueues are where the time goes: they make columns straight out of repeated messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from penstock.client.network.streams import DeliveredBatch
+from penstock.errors import InvalidArgument
+from penstock.model.ids import MessageId
+from penstock.model.plain import headers_of
+from penstock.model.topic import NAME
+from penstock.server._generated import penstock_pb2 as pb
+from penstock.server.answers import text_headers
+from penstock.server.entries import Entry, GatewayEntries, packed_headers, producer_run
+from penstock.server.pool import GatewayLink
+
+M = TypeVar("M", bound=Message)
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """The fields that are set, as builtins."""
+    return {field.name: _builtin(field, value) for field, value in message.ListFields()}
+
+
+def _builtin(field: FieldDescriptor, value: Any) -> Any:
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return known.name.lower() if known else str(value)
+    if field.is_repeated:
+        return dict(value) if _is_map(field) else list(value)
+    return value
+
+
+def message_of(type: type[M], values: Mapping[str, Any]) -> M:
+    """A message with those of `values` that it has fields for."""
+    return type(**_known(_descriptor(type), values))
+
+
+def _known(descriptor: Descriptor, values: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name, field in _fields(descriptor):
+        value = values.get(name)
+        if value is None:
+            continue
+        if field.enum_type is not None:
+            value = str(value).upper()
+        elif name == "headers":
+            value = text_headers(value)
+        elif field.message_type is not None:
+            value = [_known(field.message_type, item) for item in value]
+        known[name] = value
+    return known
+
+
+def _descriptor(type: type[Message]) -> Descriptor:
+    found: Any = type.DESCRIPTOR
+    return cast(Descriptor, found)
+
+
+@cache
+def _fields(descriptor: Descriptor) -> list[tuple[str, FieldDescriptor]]:
+    return list(descriptor.fields_by_name.items())
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def items_of(batch: DeliveredBatch) -> list[pb.PopItem]:
+    """The messages that a delivery has as columns."""
+    delivery, columns = batch.delivery, batch.columns
+    count = delivery.count
+    sequences = columns.fixed("message").tolist()
+    times = columns.fixed("time_ms").tolist()
+    empty = [b""] * count
+    keys, headers, payloads = (
+        empty if (cell := columns.binary(name)) is None else list(cell)
+        for name in ("key", "headers", "payload")
+    )
+    items = []
+    for i, (sequence, time_ms, priority, attempts) in enumerate(
+        zip(
+            sequences,
+            times,
+            columns.fixed("priority").tolist(),
+            columns.fixed("attempts").tolist(),
+            strict=True,
+        )
+    ):
+        message_id = str(MessageId(time_ms, delivery.topic, delivery.partition, sequence))
+        items.append(
+            pb.PopItem(
+                message_id=message_id,
+                partition=delivery.partition,
+                sequence=sequence,
+                priority=priority,
+                attempts=attempts,
+                time_ms=time_ms,
+                key=keys[i],
+                headers=text_headers(headers_of(headers[i])) if headers[i] else None,
+                payload=payloads[i],
+                lease_token=str(delivery.token(i)),
+                deadline_ms=delivery.deadline_ms,
+                visibility_ms=delivery.visibility_ms,
+            )
+        )
+    return items
+
+
+async def enqueue(link: GatewayLink, request: pb.EnqueueRequest) -> pb.EnqueueResponse:
+    run = producer_run(
+        request.producer_id,
+        epoch=request.epoch,
+        seq=request.seq if request.HasField("seq") else None,
+        count=1,
+    )
+    entry = Entry(
+        request.payload,
+        request.priority,
+        request.key,
+        packed_headers(request.headers),
+        request.delay_ms,
+        request.max_retries if request.HasField("max_retries") else -1,
+        run,
+    )
+    written = await link.put(topic_of(request.topic), entry)
+    return pb.EnqueueResponse(message_id=written.message_id, duplicate=written.duplicate)
+
+
+async def enqueue_batch(
+    link: GatewayLink, request: pb.EnqueueBatchRequest
+) -> pb.EnqueueBatchResponse:
+    written = await link.put_batch(
+        topic_of(request.topic),
+        entries_of(request),
+        atomic=request.atomic if request.HasField("atomic") else True,
+        expected_sequence=expected_of(request),
+    )
+    return pb.EnqueueBatchResponse(**written._asdict())
+
+
+def entries_of(request: pb.EnqueueBatchRequest) -> GatewayEntries:
+    messages = list(request.messages)  # holds the wrappers, which each pass would make again
+    if not messages:
+        raise InvalidArgument("a batch needs a message", field="messages")
+    run = producer_run(
+        request.producer_id,
+        epoch=request.epoch,
+        seq=request.seq if request.HasField("seq") else None,
+        count=len(messages),
+    )
+    keys = [m.key for m in messages]
+    headers = [m.headers for m in messages]
+    delays_ms = [m.delay_ms for m in messages]
+    max_retries = [m.max_retries if m.HasField("max_retries") else -1 for m in messages]
+    return GatewayEntries(
+        [m.payload for m in messages],
+        [m.priority for m in messages],
+        keys if any(keys) else None,
+        [packed_headers(h) for h in headers] if any(headers) else None,
+        delays_ms if any(delays_ms) else None,
+        max_retries if max(max_retries) >= 0 else None,
+        () if run is None else (run,),
+    )
+
+
+def expected_of(request: pb.EnqueueBatchRequest) -> int | None:
+    if not request.HasField("expected_sequence"):
+        return None
+    expected: int = request.expected_sequence
+    if expected >> 63:
+        raise InvalidArgument("expected_sequence is too large", field="expected_sequence")
+    return expected
+
+
+def topic_of(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise InvalidArgument(f"topic must match {NAME.pattern}", field="topic", limit=NAME.pattern)
+    return name

@@ -1,0 +1,276 @@
+"""The HTTP routes: which path is which call, and where its arguments stand.
+
+Arguments of GET and DELETE stand in the path and the query, of the others in the path and the body.
+`force` and `confirm` of a destructive call may stand in the query of any of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from penstock.errors import InvalidArgument, NotFound
+from penstock.server import answers as tell
+from penstock.server import arguments as ask
+from penstock.server.answers import json_headers
+from penstock.server.arguments import decoded, request_of
+from penstock.server.entries import Entry, GatewayEntries, packed_headers, producer_run
+from penstock.server.operations import OPERATIONS, GatewayOperation, Result
+from penstock.server.pool import GatewayLink
+
+BODY_BYTES_MAX: Final = 1 << 20
+QUERY_FIELDS_MAX: Final = 32
+_raw: Final = msgspec.json.Decoder(Raw)
+_JSON_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
+
+
+async def enqueue(link: GatewayLink, request: ask.EnqueueCall) -> Result:
+    written = await link.put(request.topic, entry_of(request))
+    return {"message_id": written.message_id, "duplicate": written.duplicate}
+
+
+async def enqueue_batch(link: GatewayLink, request: ask.EnqueueBatchCall) -> Result:
+    written = await link.put_batch(
+        request.topic,
+        entries_of(request),
+        atomic=request.atomic,
+        expected_sequence=request.expected_sequence,
+    )
+    return written._asdict()
+
+
+ENQUEUES: Final = {
+    "Enqueue": GatewayOperation(
+        ask.EnqueueCall, tell.EnqueuedAnswer, enqueue, "Enqueue one message"
+    ),
+    "EnqueueBatch": GatewayOperation(
+        ask.EnqueueBatchCall,
+        tell.BatchEnqueuedAnswer,
+        enqueue_batch,
+        "Enqueue many, all or none",
+    ),
+}
+_PLAIN: Final = frozenset(ENQUEUES)  # results that need no conversion to be sent
+
+
+class HttpRoute:
+    """One call over HTTP."""
+
+    def __init__(self, method: str, path: str, name: str, *, body_bytes_max: int | None = None):
+        self.method, self.path, self.name = method, path, name
+        self.operation = (OPERATIONS | ENQUEUES)[name]
+        self.parameters = re.findall(r"\{(\w+)\}", path)
+        self.in_body = method in ("POST", "PATCH")
+        self.destructive = issubclass(self.operation.request, ask.Destructive)
+        self.body_bytes_max = body_bytes_max  # None: the gateway's own limit
+        self._decoder = msgspec.json.Decoder(self.operation.request)
+
+    def parse(
+        self, *, parameters: dict[str, str], query: bytes, body: bytes | bytearray
+    ) -> msgspec.Struct:
+        """The call's arguments; raises `InvalidArgument` with the name of a wrong one."""
+        if not self.in_body:
+            fields = {**query_fields(query), **parameters}
+            return request_of(fields, self.operation.request, text=True)
+        if not parameters and not query:
+            return decoded(self._decoder, body)
+        fields = decoded(_JSON_OBJECT, body)
+        return self._merged(fields, parameters, query_fields(query))
+
+    def _merged(
+        self, fields: dict[str, Any], parameters: dict[str, str], query: dict[str, str]
+    ) -> msgspec.Struct:
+        for name in parameters.keys() & fields.keys():
+            raise InvalidArgument(f"{name} stands in the path", field=name)
+        for name in query:
+            if not self.destructive or name not in ("force", "confirm"):
+                raise InvalidArgument(f"no such query argument: {name}", field=name)
+        fields |= parameters | query
+        if "force" in query:
+            fields["force"] = request_of(
+                {"force": query["force"]}, ask.Destructive, text=True
+            ).force
+        return request_of(fields, self.operation.request)
+
+    async def answer(self, link: GatewayLink, request: msgspec.Struct) -> bytes:
+        """Run the call, and give its result in JSON."""
+        result = await self.operation.run(link, request)
+        if self.name in _PLAIN:
+            return msgspec.json.encode(result)
+        return self.operation.answered(link, request, result, self.encode)
+
+    def encode(self, result: Result) -> bytes:
+        if "messages" in result:
+            result = {**result, "messages": [message_json(m) for m in result["messages"]]}
+        return msgspec.json.encode(msgspec.convert(result, self.operation.response))
+
+
+class Match(NamedTuple):
+    route: HttpRoute
+    parameters: dict[str, str]
+
+
+class RouteTable:
+    """All routes, found by method and path."""
+
+    def __init__(self, routes: list[HttpRoute]) -> None:
+        self.all = routes
+        self._exact = {(r.method, r.path): Match(r, {}) for r in routes if not r.parameters}
+        self._under = {(r.method, r.path.rpartition("/")[0]): r for r in routes if r.parameters}
+
+    def find(self, method: str, path: str, raw_path: bytes) -> Match:
+        found = self._exact.get((method, path))
+        if found is not None:
+            return found
+        folder, _, last = raw_path.decode("ascii", "replace").rpartition("/")
+        route = self._under.get((method, folder))
+        if route is None or not last:
+            raise NotFound(f"no such route: {method} {path}")
+        return Match(route, {route.parameters[0]: unquote(last)})
+
+
+def query_fields(query: bytes) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for name, value in query_pairs(query):
+        if name in fields:
+            raise InvalidArgument(f"{name} is given twice", field=name)
+        fields[name] = value
+    return fields
+
+
+def query_pairs(query: bytes) -> list[tuple[str, str]]:
+    try:
+        return parse_qsl(
+            query.decode("ascii"),
+            keep_blank_values=True,
+            strict_parsing=bool(query),
+            max_num_fields=QUERY_FIELDS_MAX,
+            errors="strict",
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"malformed query: {error}", field="query") from error
+
+
+def routes() -> RouteTable:
+    def small(method: str, path: str, name: str) -> HttpRoute:
+        return HttpRoute(method, path, name, body_bytes_max=BODY_BYTES_MAX)
+
+    return RouteTable(
+        [
+            small("POST", "/v1/heaps", "MakeHeap"),
+            small("GET", "/v1/heaps", "ListHeaps"),
+            small("GET", "/v1/heaps/{topic}", "GetHeap"),
+            small("PATCH", "/v1/heaps/{topic}", "UpdateHeapConfig"),
+            small("DELETE", "/v1/heaps/{topic}", "DeleteHeap"),
+            small("GET", "/v1/stats", "Stats"),
+            HttpRoute("POST", "/v1/enqueue", "Enqueue"),
+            HttpRoute("POST", "/v1/enqueue:batch", "EnqueueBatch"),
+            small("POST", "/v1/pop", "Pop"),
+            small("POST", "/v1/ack", "Ack"),
+            small("POST", "/v1/ack:batch", "AckBatch"),
+            small("POST", "/v1/nack", "Nack"),
+            small("POST", "/v1/nack:batch", "NackBatch"),
+            small("POST", "/v1/extend", "Extend"),
+            small("GET", "/v1/peek", "Peek"),
+            small("POST", "/v1/purge", "Purge"),
+            small("POST", "/v1/move-to-dlq", "MoveToDLQ"),
+            small("GET", "/v1/dlq", "DlqList"),
+            small("POST", "/v1/dlq:replay", "DlqReplay"),
+            small("POST", "/v1/dlq:delete", "DlqDelete"),
+            small("POST", "/v1/confirm", "Confirm"),
+            small("GET", "/v1/keys", "ListKeys"),
+            small("POST", "/v1/keys", "CreateKey"),
+            small("DELETE", "/v1/keys/{id}", "RevokeKey"),
+            small("GET", "/v1/status", "Status"),
+        ]
+    )
+
+
+def payload_of(message: ask.NewMessage, *, place: str = "") -> bytes:
+    """The bytes to store; `place` is where the message stands in the request."""
+    text = message.payload_base64
+    if isinstance(message.payload, Raw):
+        if text is not UNSET:
+            raise InvalidArgument(
+                "give payload or payload_base64, not both", field=f"{place}payload_base64"
+            )
+        payload = bytes(message.payload)
+        # The decoder checked the syntax of what it did not decode, but not the text in its strings.
+        if not payload.isascii() and not _is_utf8(payload):
+            raise InvalidArgument("payload is not UTF-8", field=f"{place}payload")
+        return payload
+    if not isinstance(text, str):
+        raise InvalidArgument("a message needs a payload", field=f"{place}payload")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        name = f"{place}payload_base64"
+        raise InvalidArgument(f"{name} is not base64: {error}", field=name) from error
+
+
+def entry_of(request: ask.EnqueueCall) -> Entry:
+    return Entry(
+        payload_of(request),
+        request.priority,
+        request.key.encode(),
+        packed_headers(request.headers),
+        request.delay_ms,
+        -1 if request.max_retries is None else request.max_retries,
+        producer_run(request.producer_id, epoch=request.epoch, seq=request.seq, count=1),
+    )
+
+
+def entries_of(request: ask.EnqueueBatchCall) -> GatewayEntries:
+    messages = request.messages
+    run = producer_run(
+        request.producer_id, epoch=request.epoch, seq=request.seq, count=len(messages)
+    )
+    return GatewayEntries(
+        [payload_of(m, place=f"messages[{i}].") for i, m in enumerate(messages)],
+        [m.priority for m in messages],
+        [m.key.encode() for m in messages],
+        [packed_headers(m.headers) for m in messages],
+        [m.delay_ms for m in messages],
+        [-1 if m.max_retries is None else m.max_retries for m in messages],
+        () if run is None else (run,),
+    )
+
+
+def message_json(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the engine in the form of `MessageAnswer` and its kin."""
+    shown = dict(message)
+    payload, key = bytes(shown.pop("payload", b"")), bytes(shown.pop("key", b""))
+    if _is_json(payload):
+        shown["payload"] = Raw(payload)
+    else:
+        shown["payload_base64"] = base64.b64encode(payload).decode()
+    if key and _is_utf8(key):
+        shown["key"] = key.decode()
+    elif key:
+        shown["key_base64"] = base64.b64encode(key).decode()
+    shown["headers"] = json_headers(shown.get("headers"))
+    return shown
+
+
+def _is_json(payload: bytes) -> bool:
+    if not payload.isascii() and not _is_utf8(payload):
+        return False
+    try:
+        _raw.decode(payload)
+    except (msgspec.DecodeError, RecursionError):  # what is nested too deeply is shown as bytes
+        return False
+    return True
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

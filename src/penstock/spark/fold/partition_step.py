@@ -1,0 +1,341 @@
+"""One partition's step in a trigger: from a range of the log to a change file and a new head.
+
+The *head* is what Spark remembers of a partition: up to which sequence it is folded, and the
+snapshot to begin from. The state itself, columns of many megabytes, is kept by the worker process
+that folded last (`StateCache`). A task that lands on another worker, or comes again after a
+failure, makes the state of its head anew: from the cached state if that is not beyond the head,
+else from the snapshot, and from there through the log. Folding is a function of the log alone, not
+of how it is cut into ranges, so every way leads to the same state and the same file.
+
+Parents that are asked back (`Propagator.missing`) are looked for in the log. Retention may delete
+what was found there between one fold and the next, so the answers since the last snapshot are part
+of the head: making a state anew never asks again.
+
+What a fold returns becomes the sections of a change file. STATES, a section per lane and a row per
+vector: one that was touched more than once stands there once, as it is at the end, in the most
+urgent lane of all that touched it. DELTAS in the order of release. QUARANTINE has the columns of
+DELTAS, with the payload, and why each is there; its ordinal counts the quarantined deltas of the
+partition.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from penstock.errors import Corruption
+from penstock.model.delta_format import NO_ID
+from penstock.propagation.fold.propagator import FeedOutcome, Propagator
+from penstock.propagation.fold.snapshot import dump, restore
+from penstock.propagation.options import PropagationOptions
+from penstock.sinks.protocol import Feed
+from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
+from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter
+from penstock.spark.fold.log_deltas import find_forgotten, read_deltas
+from penstock.spark.fold.snapshots import FoldSnapshots
+from penstock.spark.source.options import Connecting
+from penstock.spark.source.ranges import ReadRange
+
+CACHED_MAX: Final = 64  # partitions whose state a worker keeps
+SNAPSHOT_MS: Final = 600_000  # of log time, after which a snapshot is due however few deltas came
+# A snapshot's bytes are spread over the deltas between two of them: a large state is saved less
+# often, so that saving never costs more than a share of folding.
+SNAPSHOT_BYTES_PER_DELTA: Final = 100
+FOUND_MAX: Final = 256  # answers that a head carries; past it a snapshot is due
+
+Answer = Callable[[Iterable[bytes]], Set[bytes]]
+
+
+class FoldHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What Spark's state store holds of a partition."""
+
+    version: int = 1
+    start: int  # the first sequence that was ever folded
+    sequence: int  # folded up to here
+    snapshot: str = ""  # empty: none yet, a fold begins at `start`
+    snapshot_sequence: int = 0
+    snapshot_bytes: int = 0
+    snapshot_ms: int = 0  # log time of the newest change in it
+    newest_ms: int = 0  # log time of the newest change
+    unsaved: int = 0  # deltas folded since
+    quarantined: int = 0  # deltas so far: numbers the next ones
+    found: tuple[str, ...] = ()  # parents that the log held when they were asked for, as hex
+
+
+class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What every task of a pipeline is told; it travels to the workers."""
+
+    pipeline: str  # id
+    node: Connecting
+    state: Path
+    dimensions: dict[str, int]  # by topic
+    options: PropagationOptions
+    snapshot_deltas: int
+    feed: Feed = Feed.STATES | Feed.DELTAS  # what the sinks make use of; nothing else is written
+
+
+class StateCache:
+    """The states that this process has at hand, the least recently used ones dropped first.
+
+    A state is taken out to be worked on and put back when that went well: one that an error left
+    half done is never found again.
+    """
+
+    def __init__(self, *, cached_max: int = CACHED_MAX) -> None:
+        self._states: OrderedDict[tuple[str, str, int], Propagator] = OrderedDict()
+        self._cached_max = cached_max
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def take(self, pipeline: str, topic: str, partition: int) -> Propagator | None:
+        return self._states.pop((pipeline, topic, partition), None)
+
+    def put(self, pipeline: str, topic: str, partition: int, state: Propagator) -> None:
+        self._states[pipeline, topic, partition] = state
+        while len(self._states) > self._cached_max:
+            self._states.popitem(last=False)
+
+
+STATES: Final = StateCache()  # of this process
+
+
+class PartitionStep:
+    """Folds one range of one partition."""
+
+    def __init__(self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES) -> None:
+        self._plan, self._range, self._cache = plan, part, cache
+        self._access = plan.node.access()
+        self._snapshots = FoldSnapshots(plan.state / "snapshots")
+
+    def run(self, head: FoldHead | None) -> tuple[FoldHead, ChangePart]:
+        """The head after this range, and what came out; durable when it returns."""
+        topic, partition, first = self._range.topic, self._range.partition, self._range.first
+        if head is None:
+            head = FoldHead(start=first, sequence=first - 1)
+        self._check_follows(head)
+        state = self._state_of(head)
+        found: set[bytes] = set()
+        answer, states = self._asking(state, found), Feed.STATES in self._plan.feed
+        outcomes = list(
+            self._fold(state, first=first, last=self._range.last, answer=answer, states=states)
+        )
+        part = self._write(outcomes, quarantined=head.quarantined)
+        known = (*head.found, *sorted(id_.hex() for id_ in found))
+        head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
+        self._cache.put(self._plan.pipeline, topic, partition, state)
+        return head, part
+
+    def _check_follows(self, head: FoldHead) -> None:
+        if self._range.first != head.sequence + 1:
+            raise Corruption(
+                f"{self._range} does not follow {head.sequence}, up to which the state is folded:"
+                " the checkpoint's offsets and its state are not of one run",
+                sequence=head.sequence,
+            )
+
+    # --- making a state ---
+
+    def _state_of(self, head: FoldHead) -> Propagator:
+        """The state at exactly the head's sequence."""
+        state = self._cache.take(self._plan.pipeline, self._range.topic, self._range.partition)
+        if state is None or not head.snapshot_sequence <= state.sequence <= head.sequence:
+            state = self._restored(head)
+        first = max(state.sequence + 1, head.start)
+        if first <= head.sequence:
+            known = frozenset(map(bytes.fromhex, head.found))
+            through, answer = head.sequence, known.intersection
+            for _ in self._fold(state, first=first, last=through, answer=answer, states=False):
+                pass  # its outcome was written when these ranges were first folded
+        return state
+
+    def _restored(self, head: FoldHead) -> Propagator:
+        if not head.snapshot:
+            return Propagator(self._plan.dimensions[self._range.topic], self._plan.options)
+        state = restore(self._snapshots.read(head.snapshot), self._plan.options)
+        if state.sequence != head.snapshot_sequence:
+            raise Corruption(
+                f"{head.snapshot} is of sequence {state.sequence}, not {head.snapshot_sequence}"
+            )
+        return state
+
+    def _fold(
+        self, state: Propagator, *, first: int, last: int, answer: Answer, states: bool
+    ) -> Iterator[FeedOutcome]:
+        topic, partition = self._range.topic, self._range.partition
+        for deltas, through in read_deltas(self._access, topic, partition, first=first, last=last):
+            yield state.feed(deltas, through=through, states=states)
+            while wanted := state.missing():
+                yield state.resolve(answer(wanted))
+
+    def _asking(self, state: Propagator, found: set[bytes]) -> Answer:
+        """Answers from the log, which are noted in `found`."""
+
+        def ask(_: Iterable[bytes]) -> set[bytes]:
+            topic, partition = self._range.topic, self._range.partition
+            held = find_forgotten(self._access, topic, partition, state)
+            found.update(held)
+            return held
+
+        return ask
+
+    # --- what is kept ---
+
+    def _write(self, outcomes: list[FeedOutcome], *, quarantined: int) -> ChangePart:
+        topic, partition = self._range.topic, self._range.partition
+        data = self._plan.state / "changes" / "data"
+        writer = ChangeWriter(data, topic=topic, partition=partition)
+        write_outcomes(
+            writer,
+            outcomes,
+            topic=topic,
+            partition=partition,
+            feed=self._plan.feed,
+            quarantined=quarantined,
+        )
+        return writer.finish(first=self._range.first, last=self._range.last, counts=total(outcomes))
+
+    def _advanced(self, head: FoldHead, state: Propagator, part: ChangePart) -> FoldHead:
+        """The head after the range, with a new snapshot if one is due."""
+        newest = max((s.log_time_ms_max for s in part.sections), default=head.newest_ms)
+        head = msgspec.structs.replace(
+            head,
+            sequence=part.last,
+            newest_ms=newest,
+            snapshot_ms=head.snapshot_ms or newest,
+            unsaved=head.unsaved + part.counts.get("read", 0),
+            quarantined=head.quarantined + part.counts.get("quarantined", 0),
+        )
+        spread = head.snapshot_bytes // SNAPSHOT_BYTES_PER_DELTA
+        due = head.unsaved >= max(self._plan.snapshot_deltas, spread)
+        old = head.unsaved > 0 and newest - head.snapshot_ms >= SNAPSHOT_MS
+        if not (due or old or len(head.found) > FOUND_MAX):
+            return head
+        stored = self._snapshots.write(
+            dump(state),
+            topic=self._range.topic,
+            partition=self._range.partition,
+            sequence=head.sequence,
+        )
+        return msgspec.structs.replace(
+            head,
+            snapshot=stored.name,
+            snapshot_sequence=head.sequence,
+            snapshot_bytes=stored.bytes,
+            snapshot_ms=newest,
+            unsaved=0,
+            found=(),
+        )
+
+
+QUARANTINE: Final = pa.schema(
+    [
+        *DELTAS,
+        pa.field("reason", pa.utf8(), nullable=False),
+        pa.field("missing", pa.binary(16)),  # the parent that never came
+    ]
+)
+LAST: Final = frozenset({"pending", "pending_oldest_ms"})  # counts that say how it is, not how much
+
+
+def write_outcomes(
+    writer: ChangeWriter,
+    outcomes: Sequence[FeedOutcome],
+    *,
+    topic: str,
+    partition: int,
+    feed: Feed,
+    quarantined: int,
+) -> None:
+    """Add what `feed` names, and the quarantine; `quarantined` of the partition came before."""
+    place: dict[str, Any] = {"topic": topic, "partition": partition}
+    if Feed.STATES in feed:
+        _write_states(writer, [states_table(outcome.touched, **place) for outcome in outcomes])
+    if Feed.DELTAS in feed:
+        payloads = Feed.PAYLOADS in feed
+        tables = [released_table(outcome, **place, payloads=payloads) for outcome in outcomes]
+        writer.add("deltas", pa.concat_tables(tables))
+    for outcome in outcomes:
+        quarantined += len(outcome.quarantined)
+    writer.add("quarantine", _quarantine(outcomes, last=quarantined, **place))
+
+
+def _write_states(writer: ChangeWriter, tables: Sequence[pa.Table]) -> None:
+    states = _newest(tables)
+    lanes = states["lane"].to_numpy()
+    for lane in range(LANES):
+        rows = np.flatnonzero(lanes == lane)
+        whole = len(rows) == len(lanes)
+        writer.add("states", states if whole else states.take(pa.array(rows)), lane=lane)
+
+
+def total(outcomes: Sequence[FeedOutcome]) -> dict[str, int]:
+    """The counts of all outcomes together."""
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        add_counts(counts, outcome.counts)
+    return counts
+
+
+def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, value in more.items():
+        counts[name] = value if name in LAST else counts.get(name, 0) + value
+
+
+def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:
+    """DELTAS rows of what an outcome released."""
+    return deltas_table(
+        outcome.released,
+        positions=outcome.positions,
+        ordinals=outcome.ordinals,
+        topic=topic,
+        partition=partition,
+        payloads=payloads,
+    )
+
+
+def _quarantine(
+    outcomes: Sequence[FeedOutcome], *, last: int, topic: str, partition: int
+) -> pa.Table:
+    tables = []
+    ordinal = last - sum(len(outcome.quarantined) for outcome in outcomes)
+    for outcome in outcomes:
+        batch = outcome.quarantined
+        count = len(batch)
+        numbers = np.arange(ordinal + 1, ordinal + count + 1, dtype=np.uint64)
+        ordinal += count
+        table = deltas_table(
+            batch,
+            positions=batch.sequences,
+            ordinals=numbers,
+            topic=topic,
+            partition=partition,
+            payloads=True,
+        )
+        reasons = pa.array(outcome.reasons, pa.utf8())
+        missing = [None if id_ == NO_ID else id_ for id_ in outcome.missing]
+        tables.append(
+            pa.table([*table.columns, reasons, pa.array(missing, pa.binary(16))], schema=QUARANTINE)
+        )
+    return pa.concat_tables(tables)
+
+
+def _newest(tables: Sequence[pa.Table]) -> pa.Table:
+    """One row per vector: the newest one, in the most urgent lane."""
+    full = [table for table in tables if table.num_rows]
+    if len(full) <= 1:
+        return full[0] if full else tables[0]
+    table = pa.concat_tables(full)
+    keys = vector_keys(table)
+    vectors = keys.dictionary_encode().indices.to_numpy()
+    urgent = np.full(len(table), LANES, np.int8)  # by vector
+    np.minimum.at(urgent, vectors, table["lane"].to_numpy())
+    at = table.schema.get_field_index("lane")
+    table = table.set_column(at, table.schema.field(at), pa.array(urgent[vectors]))
+    return table.filter(pa.array(newest(keys, table["revision"].to_numpy())))

@@ -1,0 +1,447 @@
+"""What a sink holds, compared with what the log adds up to.
+
+Time goes on while things are compared. A difference may have an *excuse*: the sink is `behind` the
+log, or `ahead` of the place up to which the log was folded. Whether the excuse holds is for the
+caller to know, who looks at cursors and at the log: at rest none does. What a sink refused and its
+dead letters hold is excused as `dead`.
+
+**Vectors** are held against the fold, a batch of the scan at a time. The fold's states lie in one
+mapped table per log partition. A row of the scan is looked up by the hash of its name and compared
+column by column: the revision, the bits of the values, the bytes of the metadata. Each expected row
+counts how often it was met, so that at the end what was never met is missing, and what was met
+twice is there twice. Memory is a few dozen bytes per vector.
+
+A row of a lower revision than the fold's is behind, one of a higher revision is ahead. Two rows
+of the same revision must be equal always.
+
+**A history** of deltas must have what one log partition released, each of them once, unchanged.
+Both sides are DELTAS tables of one partition. Released deltas are numbered (`ordinal`), so a row's
+place is known, and a row that is missing, there twice or beyond the end is seen by counting.
+
+**Messages** that a sink passed on to a topic must be what the log released, each of them once. A
+remote topic holds the deltas themselves, and perhaps others from elsewhere; a queue of notices
+holds nothing but notices. Both are read from their logs, whatever consumers have done since, and
+compared by delta id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.errors import Unsupported
+from penstock.model.batch import Batch
+from penstock.sinks.schema import DELTAS
+from penstock.sinks.topics import Notice
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.rows import deltas_of, pieces
+
+SHOWN_MAX: Final = 20  # differences that are described one by one; all are counted
+Excuse = Literal["behind", "ahead", "dead"]
+
+
+@dataclass
+class _Found:
+    counts: Counter[str] = field(default_factory=Counter)  # by kind
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Comparison:
+    """Differences by the excuses that each of them has; one of them is enough."""
+
+    expected: int = 0
+    compared: int = 0
+    _found: dict[frozenset[Excuse], _Found] = field(default_factory=dict)
+
+    def differ(
+        self, kind: str, places: Iterable[dict[str, Any]], count: int, *excuses: Excuse
+    ) -> None:
+        """Count `count` differences of a kind, and keep the first places for people."""
+        if count:
+            found = self._found.setdefault(frozenset(excuses), _Found())
+            found.counts[kind] += count
+            found.shown += ({"kind": kind, **p} for p in islice(places, self._room(found)))
+
+    def add(self, other: Comparison) -> None:
+        """Take over what another comparison found."""
+        self.expected += other.expected
+        self.compared += other.compared
+        for excuses, more in other._found.items():
+            found = self._found.setdefault(excuses, _Found())
+            found.counts += more.counts
+            found.shown += more.shown[: self._room(found)]
+
+    def _room(self, found: _Found) -> int:
+        return max(0, SHOWN_MAX - len(found.shown))
+
+    def wrong(self, excused: Set[Excuse] = frozenset()) -> Counter[str]:
+        """The differences by kind that none of the accepted excuses covers."""
+        total = Counter[str]()
+        for excuses, found in self._found.items():
+            if not excuses & excused:
+                total += found.counts
+        return total
+
+    def pending(self, excused: Set[Excuse]) -> int:
+        """How many differences there are that an accepted excuse covers."""
+        found = (found.counts.total() for e, found in self._found.items() if e & excused)
+        return sum(found)
+
+    def to_dict(self, excused: Set[Excuse] = frozenset()) -> dict[str, Any]:
+        document: dict[str, Any] = {"expected": self.expected, "compared": self.compared}
+        if pending := self.pending(excused):
+            document["pending"] = pending
+        if wrong := self.wrong(excused):
+            shown = [s for e, f in self._found.items() if not e & excused for s in f.shown]
+            document |= {"differences": dict(wrong), "first_differences": shown[:SHOWN_MAX]}
+        return document
+
+
+Mask = NDArray[np.bool_]
+Places = NDArray[np.int64]
+
+
+class Expected:
+    """The states of all partitions, found by the name of their vector."""
+
+    def __init__(self, tables: Sequence[pa.Table]) -> None:
+        self._tables = [table.combine_chunks() for table in tables if table.num_rows]
+        hashes = [keys_of(t["namespace"], t["vector_id"]) for t in self._tables]
+        keys = np.concatenate([np.zeros((0, 2), np.uint64), *hashes])
+        revision = np.concatenate(
+            [np.zeros(0, np.int64), *(_numbers(t, "revision") for t in self._tables)]
+        )
+        deleted = np.concatenate(
+            [np.zeros(0, np.bool_), *(_numbers(t, "deleted") for t in self._tables)]
+        )
+        table = np.repeat(np.arange(len(hashes)), [len(keys) for keys in hashes])
+        row = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(keys)) for keys in hashes)])
+        # Of a vector that two topics have, sinks keep the higher revision.
+        order = np.lexsort((revision, keys[:, 1], keys[:, 0]))
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = (keys[order][1:] != keys[order][:-1]).any(axis=1)
+        kept = order[last]
+        self._keys, self._table, self._row = keys[kept], table[kept], row[kept]
+        self.revision, self.alive = revision[kept], ~deleted[kept]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, keys: NDArray[np.uint64]) -> Places:
+        """Where each key is, -1: nowhere."""
+        at = np.searchsorted(self._keys[:, 0], keys[:, 0])
+        found = np.full(len(keys), -1, np.int64)
+        todo = np.arange(len(keys))
+        while len(todo):  # once, but for keys that share their first half
+            inside = at[todo] < len(self._keys)
+            todo = todo[inside]
+            todo = todo[self._keys[at[todo], 0] == keys[todo, 0]]
+            hit = self._keys[at[todo], 1] == keys[todo, 1]
+            found[todo[hit]] = at[todo[hit]]
+            todo = todo[~hit]
+            at[todo] += 1
+        return found
+
+    def among(self, keys: NDArray[np.uint64]) -> Mask:
+        """Which of the rows have one of these keys."""
+        mask = np.zeros(len(self), np.bool_)
+        places = self.find(keys)
+        mask[places[places >= 0]] = True
+        return mask
+
+    def groups(self, places: Places) -> Iterator[tuple[pa.Table, Places, Places]]:
+        """(table, rows in it, index into `places`) for every table that has some of them."""
+        for number in np.unique(self._table[places]):
+            index = np.flatnonzero(self._table[places] == number)
+            yield self._tables[number], self._row[places[index]], index
+
+    def name(self, place: Any) -> dict[str, Any]:
+        """Who a row is, for people."""
+        table, row = self._tables[self._table[place]], int(self._row[place])
+        fields = ("namespace", "vector_id", "topic", "partition")
+        return {field: table[field][row].as_py() for field in fields}
+
+
+def compare_states(
+    expected: Expected, scan: Iterable[pa.RecordBatch], *, dead: Mask | None = None
+) -> Comparison:
+    """Compare a scan with the fold. `dead`: rows that the sink once refused, for dead letters."""
+    dead = np.zeros(len(expected), np.bool_) if dead is None else dead
+    found = Comparison(expected=int(np.count_nonzero(expected.alive)))
+    met = np.zeros(len(expected), np.int64)
+    for batch in scan:
+        _compare_batch(expected, batch, dead=dead, met=met, found=found)
+    twice = np.flatnonzero(met > 1)
+    found.differ("twice", map(expected.name, twice), len(twice))
+    # Not yet there, or there once and deleted since.
+    missing = expected.alive & (met == 0)
+    refused = np.flatnonzero(missing & dead)
+    found.differ("missing", map(expected.name, refused), len(refused), "behind", "ahead", "dead")
+    lost = np.flatnonzero(missing & ~dead)
+    found.differ("missing", map(expected.name, lost), len(lost), "behind", "ahead")
+    return found
+
+
+def _compare_batch(
+    expected: Expected,
+    batch: pa.RecordBatch,
+    *,
+    dead: Mask,
+    met: NDArray[np.int64],
+    found: Comparison,
+) -> None:
+    found.compared += batch.num_rows
+    places = expected.find(keys_of(batch["namespace"], batch["vector_id"]))
+    unknown = np.flatnonzero(places < 0)
+    found.differ("extra", (_row(batch, row) for row in unknown), len(unknown), "ahead")
+    known = np.flatnonzero(places >= 0)
+    np.add.at(met, places[known], 1)
+    gap = _numbers(batch, "revision")[known] - expected.revision[places[known]]
+    refused = dead[places[known]]
+    apart: tuple[tuple[Places, tuple[Excuse, ...]], ...] = (
+        (known[(gap < 0) & ~refused], ("behind",)),
+        (known[(gap < 0) & refused], ("behind", "dead")),
+        (known[gap > 0], ("ahead",)),
+    )
+    for rows, excuses in apart:
+        described = (_revision(expected, batch, row, places) for row in rows)
+        found.differ("revision", described, len(rows), *excuses)
+    same = known[gap == 0]
+    buried = same[~expected.alive[places[same]]]
+    found.differ("deleted but present", (_row(batch, row) for row in buried), len(buried))
+    rows = same[expected.alive[places[same]]]
+    _compare_contents(expected, batch, rows=rows, places=places, found=found)
+
+
+def _revision(
+    expected: Expected, batch: pa.RecordBatch, row: int, places: Places
+) -> dict[str, Any]:
+    revision = {"revision": batch["revision"][int(row)].as_py()}
+    return _row(batch, row) | revision | {"expected": int(expected.revision[places[row]])}
+
+
+def _compare_contents(
+    expected: Expected, batch: pa.RecordBatch, *, rows: Places, places: Places, found: Comparison
+) -> None:
+    """Rows of one revision: values bit for bit, metadata byte for byte."""
+    for table, theirs, index in expected.groups(places[rows]):
+        mine = rows[index]
+        actual, wanted = _values(batch)[mine], _values(table)[theirs]
+        if actual.shape[1] != wanted.shape[1]:
+            detail = {"dimensions": actual.shape[1], "expected": wanted.shape[1]}
+            place = _row(batch, mine[0]) | detail
+            found.differ("dimensions", [place], len(mine))
+            continue
+        unequal = actual != wanted
+        other = np.flatnonzero(unequal.any(axis=1))
+        described = (
+            _row(batch, mine[row]) | _component(actual[row], wanted[row], unequal[row])
+            for row in other
+        )
+        found.differ("values", described, len(other))
+        ours = _metadata(table["metadata"].take(pa.array(theirs)))
+        other = np.flatnonzero(_metadata(batch["metadata"].take(pa.array(mine))) != ours)
+        found.differ("metadata", (_row(batch, mine[row]) for row in other), len(other))
+
+
+def keys_of(namespaces: Any, vector_ids: Any) -> NDArray[np.uint64]:
+    """The hash of each vector's name, as two numbers."""
+    pairs = zip(namespaces.to_pylist(), vector_ids.to_pylist(), strict=True)
+    digests = [xxhash.xxh3_128_digest(f"{space}\0{name}".encode()) for space, name in pairs]
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+
+
+def _numbers(table: pa.Table | pa.RecordBatch, column: str) -> NDArray[Any]:
+    return np.asarray(table[column].to_numpy(zero_copy_only=False))
+
+
+def _values(table: pa.Table | pa.RecordBatch) -> NDArray[np.uint32]:
+    """The bits of the vectors, one row each. Lists of any kind will do if all have one length."""
+    column = table["vector"]
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    flat = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    bits: NDArray[np.uint32] = flat.view(np.uint32).reshape(len(column), -1)
+    return bits
+
+
+def _metadata(column: Any) -> NDArray[np.object_]:
+    """Bytes, where none and null are the same."""
+    return np.asarray(pc.fill_null(column, b"").to_numpy(zero_copy_only=False))
+
+
+def _component(
+    actual: NDArray[np.uint32], wanted: NDArray[np.uint32], unequal: Mask
+) -> dict[str, Any]:
+    at = int(np.flatnonzero(unequal)[0])
+    return {
+        "component": at,
+        "value": float(actual.view(np.float32)[at]),
+        "expected": float(wanted.view(np.float32)[at]),
+        "components": int(np.count_nonzero(unequal)),
+    }
+
+
+def _row(batch: pa.RecordBatch, row: Any) -> dict[str, Any]:
+    at = int(row)
+    return {name: batch[name][at].as_py() for name in ("namespace", "vector_id")}
+
+
+COMPARED: Final = [name for name in DELTAS.names if name != "payload"]
+_SHOWN: Final = ("topic", "partition", "ordinal", "sequence", "namespace", "vector_id")
+
+
+def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
+    """Add what differs between the two to `found`. `expected` is in the order of release."""
+    actual = _like(actual.select(COMPARED))
+    found.expected += expected.num_rows
+    found.compared += actual.num_rows
+    rows = _rows(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
+    strays = np.flatnonzero(rows < 0)
+    found.differ("extra", (_shown(actual, row) for row in strays), len(strays), "ahead")
+    times = np.bincount(rows[rows >= 0], minlength=expected.num_rows)
+    missing = np.flatnonzero(times == 0)
+    found.differ("missing", (_shown(expected, row) for row in missing), len(missing), "behind")
+    repeated = np.flatnonzero(times > 1)
+    found.differ("twice", (_shown(expected, row) for row in repeated), len(repeated))
+    known = rows >= 0
+    _compare_rows(expected, rows[known], actual.filter(pa.array(known)), found)
+
+
+def _rows(expected: NDArray[np.int64], actual: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each number stands among the expected ones, which ascend; -1: nowhere."""
+    rows = np.searchsorted(expected, actual)
+    rows[rows == len(expected)] = -1
+    rows[(rows >= 0) & (expected[rows] != actual)] = -1
+    return rows
+
+
+def _compare_rows(
+    expected: pa.Table, rows: NDArray[np.int64], actual: pa.Table, found: Comparison
+) -> None:
+    """Every row against the released delta of its number, column by column."""
+    wanted = expected.select(COMPARED)
+    if not np.array_equal(rows, np.arange(wanted.num_rows)):
+        wanted = wanted.take(pa.array(rows))
+    for name in COMPARED:
+        unequal = np.flatnonzero(_unequal(actual[name], wanted[name]))
+        places = (_shown(actual, row) for row in unequal)
+        found.differ(f"column {name}", places, len(unequal))
+
+
+def _like(table: pa.Table) -> pa.Table:
+    """With the types of DELTAS: a lake has fewer of them."""
+    schema = pa.schema([DELTAS.field(name).with_nullable(True) for name in COMPARED])
+    return table.cast(schema)
+
+
+def _unequal(actual: pa.ChunkedArray, wanted: pa.ChunkedArray) -> NDArray[np.bool_]:
+    if pa.types.is_list(actual.type):
+        return _unequal_lists(actual.combine_chunks(), wanted.combine_chunks())
+    nulls = pc.xor(actual.is_null(), wanted.is_null())
+    other = pc.fill_null(pc.not_equal(actual, wanted), False)
+    return np.asarray(pc.or_(nulls, other).to_numpy())
+
+
+def _unequal_lists(actual: Any, wanted: Any) -> NDArray[np.bool_]:
+    """Lists of numbers by their bits; null and empty are the same."""
+    sizes = [pc.fill_null(pc.list_value_length(side), 0).to_numpy() for side in (actual, wanted)]
+    unequal: NDArray[np.bool_] = sizes[0] != sizes[1]
+    same = ~unequal
+    if unequal.any():
+        actual, wanted = (side.filter(pa.array(same)) for side in (actual, wanted))
+    left, right = (_bits(side.flatten()) for side in (actual, wanted))
+    owner = np.repeat(np.flatnonzero(same), sizes[0][same])
+    unequal[owner[left != right]] = True
+    return unequal
+
+
+def _bits(values: Any) -> NDArray[Any]:
+    numbers = values.to_numpy(zero_copy_only=False)
+    return np.asarray(numbers.view(f"u{numbers.dtype.itemsize}"))
+
+
+def _shown(table: pa.Table, row: Any) -> dict[str, Any]:
+    return {name: table[name][int(row)].as_py() for name in _SHOWN}
+
+
+Ids = NDArray[np.void]  # sixteen bytes each
+_ID: Final = np.dtype([("low", "<u8"), ("high", "<u8")])
+_notices: Final = msgspec.msgpack.Decoder(Notice)
+
+
+def compare_forwarded(released: Sequence[pa.Table], held: Ids, *, only_ours: bool) -> Comparison:
+    """`held` are the ids in the destination; if it has `only_ours`, others do not belong there."""
+    ids = [np.frombuffer(_bytes(table["delta_id"]), _ID) for table in released]
+    expected = np.concatenate([np.empty(0, _ID), *ids])
+    found = Comparison(expected=len(expected), compared=len(held))
+    distinct, times = np.unique(held, return_counts=True)
+    missing = expected[~np.isin(expected, distinct)]
+    found.differ("missing", map(_named, missing), len(missing), "behind")
+    ours = np.isin(distinct, expected)
+    twice = distinct[ours & (times > 1)]
+    found.differ("twice", map(_named, twice), len(twice))
+    if only_ours:
+        extra = distinct[~ours]
+        found.differ("extra", map(_named, extra), len(extra), "ahead")
+    return found
+
+
+def delta_ids(access: NodeAccess, topic: str) -> Ids:
+    """The ids of all deltas in a delta topic."""
+
+    def ids(batches: Sequence[Batch]) -> Ids:
+        deltas = deltas_of(pieces(batches, first=0, last=1 << 62))
+        return np.ascontiguousarray(deltas.delta_id).view(_ID).reshape(-1)
+
+    return _read(access, topic, ids)
+
+
+def notice_ids(access: NodeAccess, topic: str) -> Ids:
+    """The ids that the notices in a queue topic speak of."""
+
+    def ids(batches: Sequence[Batch]) -> Ids:
+        payloads = [p for batch in batches for p in batch.columns().binary("payload") or ()]
+        return np.frombuffer(b"".join(_notices.decode(p).delta_id for p in payloads), _ID)
+
+    return _read(access, topic, ids)
+
+
+def _read(access: NodeAccess, topic: str, ids: Callable[[Sequence[Batch]], Ids]) -> Ids:
+    found = [np.empty(0, _ID)]
+    for status in access.log_status(topic):
+        if status.sequence_first > 1:
+            raise Unsupported(f"the log of {topic} no longer goes back to its beginning")
+        last = status.readable
+        for batches in access.read_range(topic, status.partition, 1, last):
+            if any(batch.compacted for batch in batches):
+                raise Unsupported(f"the log of {topic} was compacted: settled messages are gone")
+            found.append(ids(batches))
+    return np.concatenate(found)
+
+
+def _bytes(column: Any) -> bytes:
+    return b"".join(_chunks(column))
+
+
+def _chunks(column: pa.ChunkedArray) -> Iterator[bytes]:
+    """The values of a fixed-size binary column one behind the other."""
+    for chunk in column.chunks:
+        width = chunk.type.byte_width
+        data = chunk.buffers()[1]
+        yield bytes(data[chunk.offset * width : (chunk.offset + len(chunk)) * width])
+
+
+def _named(one: Any) -> dict[str, str]:
+    return {"delta_id": one.tobytes().hex()}

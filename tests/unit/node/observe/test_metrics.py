@@ -1,0 +1,160 @@
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.node.observe.instruments import OTHER, SERIES_MAX, Counter, Histogram
+from penstock.node.observe.metrics import Metrics, NodeReading, PartitionReading
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """The scrape as a scraper reads it: (name, label values …) -> value."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    return {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_batch_counts_for_each_of_its_messages() -> None:
+    metrics = Metrics()
+    metrics.enqueued("jobs", 100, 0.003)
+    metrics.enqueued("jobs", 1, 0.2)
+    found = samples(metrics)
+    assert found["penstock_enqueue_seconds_count", "jobs"] == 101
+    assert found["penstock_enqueue_seconds_sum", "jobs"] == pytest.approx(0.5)
+    assert found["penstock_enqueue_seconds_bucket", "0.0025", "jobs"] == 0
+    assert found["penstock_enqueue_seconds_bucket", "0.005", "jobs"] == 100
+    assert found["penstock_enqueue_seconds_bucket", "+Inf", "jobs"] == 101
+
+
+@pytest.mark.parametrize(("value", "bucket"), [(1.0, 0), (1.1, 1), (2.0, 1), (2.1, 2), (0.0, 0)])
+def test_a_bound_belongs_to_its_bucket(value: float, bucket: int) -> None:
+    histogram = Histogram("h", "help", bounds=(1.0, 2.0))
+    histogram.observe((), value)
+    counts = [sample.value for sample in histogram.collect().samples if "le" in sample.labels]
+    assert counts == [float(at >= bucket) for at in range(3)]
+
+
+def test_every_event_has_its_metric() -> None:
+    metrics = Metrics()
+    metrics.popped("jobs", 5, 0.01)
+    metrics.rank_error("jobs", 3, 2)
+    metrics.duplicates("jobs", 1)
+    metrics.acked("jobs", 2)
+    metrics.retried("jobs", 3)
+    metrics.dead_lettered("jobs", 4, reason="retries")
+    metrics.replayed("jobs", 5)
+    metrics.leases_expired("jobs", 6)
+    metrics.leases_lost("jobs", 7)
+    metrics.log_written(4096, 0.001)
+    metrics.snapshot_written(0.5)
+    metrics.requested("pop", "OK", 0.01)
+    metrics.backpressure("disk_full")
+    metrics.auth_failed()
+    metrics.ingest_rejected("vectors", 40)
+    metrics.ingest_high("vectors")
+    found = samples(metrics)
+    assert found["penstock_ingest_rejected_deltas_total", "vectors"] == 40
+    assert found["penstock_ingest_high_water_crossings_total", "vectors"] == 1
+    assert found["penstock_pop_seconds_count", "jobs"] == 5
+    assert found["penstock_rank_error_bucket", "2.0", "jobs"] == 0
+    assert found["penstock_rank_error_bucket", "5.0", "jobs"] == 2
+    assert found["penstock_duplicate_messages_total", "jobs"] == 1
+    assert found["penstock_acked_messages_total", "jobs"] == 2
+    assert found["penstock_retried_messages_total", "jobs"] == 3
+    assert found["penstock_dead_lettered_messages_total", "retries", "jobs"] == 4
+    assert found["penstock_replayed_messages_total", "jobs"] == 5
+    assert found["penstock_lease_expiries_total", "jobs"] == 6
+    assert found["penstock_lease_lost_total", "jobs"] == 7
+    assert found["penstock_log_written_bytes_total",] == 4096
+    assert found["penstock_fsync_seconds_count",] == 1
+    assert found["penstock_snapshot_seconds_count",] == 1
+    assert found["penstock_requests_total", "pop", "OK"] == 1
+    assert found["penstock_request_seconds_count", "pop"] == 1
+    assert found["penstock_backpressure_total", "disk_full"] == 1
+    assert found["penstock_auth_failures_total",] == 1
+
+
+def test_gauges_are_read_at_the_scrape() -> None:
+    metrics = Metrics(node="n1")
+    ready = 3
+
+    def read() -> NodeReading:
+        partition = PartitionReading("jobs", 1, ready=ready, delayed=2, inflight=4, dead=1)
+        return NodeReading(
+            [partition], connections=2, streams={"lease": 1}, credits={"lease": 9},
+            ingest={"vectors": [1, 0, 0, 7]},
+        )  # fmt: skip
+
+    metrics.read_with(read)
+    assert samples(metrics)["penstock_backlog_messages", "1", "jobs"] == 5
+    ready = 10
+    found = samples(metrics)
+    assert found["penstock_backlog_messages", "1", "jobs"] == 12
+    assert found["penstock_inflight_messages", "1", "jobs"] == 4
+    assert found["penstock_dlq_messages", "1", "jobs"] == 1
+    assert found["penstock_connections",] == 2
+    assert found["penstock_streams", "lease"] == 1
+    assert found["penstock_credits", "lease"] == 9
+    assert found["penstock_ingest_deltas", "low", "vectors"] == 7
+
+
+def test_what_does_not_exist_has_no_value() -> None:
+    metrics = Metrics()
+    metrics.read_with(lambda: NodeReading([PartitionReading("jobs", 0)]))
+    names = {key[0] for key in samples(metrics)}
+    assert "penstock_log_bytes" in names
+    assert not names & {"penstock_oldest_age_seconds", "penstock_snapshot_age_seconds"}
+
+
+def test_a_scrape_works_before_the_engine_does() -> None:
+    found = samples(Metrics(node="n1"))
+    assert found["penstock_connections",] == 0
+    assert found["penstock_fsync_seconds_count",] == 0
+    assert any(key[0] == "penstock_build_info" and "n1" in key for key in found)
+    assert found["process_resident_memory_bytes",] > 0
+
+
+def test_a_topic_starts_at_zero_and_leaves_without_trace() -> None:
+    metrics = Metrics()
+    metrics.begin_topic("jobs")
+    metrics.begin_topic("other")
+    assert samples(metrics)["penstock_acked_messages_total", "jobs"] == 0
+    metrics.dead_lettered("jobs", 1, reason="rejected")
+    metrics.forget_topic("jobs")
+    left = [key for key in samples(metrics) if "jobs" in key]
+    assert left == []
+    assert ("penstock_acked_messages_total", "other") in samples(metrics)
+
+
+def test_beginning_a_topic_twice_keeps_its_count() -> None:
+    metrics = Metrics()
+    metrics.acked("jobs", 3)
+    metrics.begin_topic("jobs")
+    assert samples(metrics)["penstock_acked_messages_total", "jobs"] == 3
+
+
+def test_nodes_in_one_process_count_apart() -> None:
+    first, second = Metrics(node="a"), Metrics(node="b")
+    first.acked("jobs", 1)
+    assert ("penstock_acked_messages_total", "jobs") not in samples(second)
+
+
+def test_the_number_of_series_is_bounded() -> None:
+    counter = Counter("c", "help", ["name"])
+    for n in range(SERIES_MAX + 5):
+        counter.add((str(n),))
+    assert len(counter.collect().samples) == SERIES_MAX + 1
+    assert counter.value(OTHER) == 5
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text("utf-8")
+    text = text.partition("## A pipeline")[0]
+    names = set(re.findall(r"^# HELP (penstock_\w+)", Metrics().text().decode(), re.MULTILINE))
+    assert len(names) > 25
+    assert {name for name in names if f"`{name}`" not in text} == set()
+    assert set(re.findall(r"^\| `(penstock_\w+)`", text, re.MULTILINE)) == names

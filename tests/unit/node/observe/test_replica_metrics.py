@@ -1,0 +1,71 @@
+"""What a scrape shows of replicas, and the alert rules over it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from penstock.node.observe.metrics import Metrics, NodeReading
+from penstock.node.observe.replica_metrics import FollowerReading, ReplicaReading
+
+ROOT = Path(__file__).resolve().parents[4]
+ALERTS, METRICS = ROOT / "deploy/alerts.yml", ROOT / "docs/metrics.md"
+
+
+def scrape(reading: ReplicaReading) -> str:
+    metrics = Metrics()
+    metrics.read_with(lambda: NodeReading(replicas=[reading]))
+    return metrics.text().decode()
+
+
+def test_a_replica_shows_its_role_and_how_far_it_is() -> None:
+    text = scrape(ReplicaReading("jobs", 3, "following", epoch=7, sequence_committed=40))
+    assert 'penstock_replica_role{partition="3",role="following",topic="jobs"} 1.0' in text
+    assert 'penstock_replica_epoch{partition="3",topic="jobs"} 7.0' in text
+    assert 'penstock_replica_committed{partition="3",topic="jobs"} 40.0' in text
+
+
+def test_a_coordinator_shows_each_of_its_followers() -> None:
+    slow = FollowerReading(
+        "b", lag=12, credit=0.25, lagging=True, credit_entries=250, credit_entries_max=1000,
+        credit_bytes=4096, credit_bytes_max=8192,
+    )  # fmt: skip
+    text = scrape(ReplicaReading("jobs", 0, "serving", followers=(slow,)))
+    assert 'penstock_follower_lag_entries{follower="b",partition="0",topic="jobs"} 12.0' in text
+    assert 'penstock_follower_credit_ratio{follower="b",partition="0",topic="jobs"} 0.25' in text
+    assert 'penstock_follower_lagging{follower="b",partition="0",topic="jobs"} 1.0' in text
+    assert 'penstock_follower_learner{follower="b",partition="0",topic="jobs"} 0.0' in text
+    for name, value in (("entries", 250), ("entries_max", 1000), ("bytes", 4096)):
+        labels = '{follower="b",partition="0",topic="jobs"}'
+        assert f"penstock_follower_credit_{name}{labels} {value}.0" in text
+
+
+def test_a_warning_tells_of_whom_it_is() -> None:
+    metrics = Metrics()
+    metrics.stream_warned("jobs", 3, "b", "lagging")
+    metrics.stream_warned("jobs", 3, "b", "lagging")
+    series = '{follower="b",partition="3",topic="jobs",what="lagging"}'
+    assert f"penstock_follower_warnings_total{series} 2.0" in metrics.text().decode()
+    metrics.forget_topic("jobs")
+    assert series not in metrics.text().decode()
+
+
+def test_alerts_speak_of_metrics_that_are_documented() -> None:
+    first_cells = re.findall(r"^\| (`penstock_[^|]*)\|", METRICS.read_text(), re.M)
+    documented = {name for cell in first_cells for name in re.findall(r"`(penstock_\w+)`", cell)}
+    used = set(re.findall(r"penstock_\w+", ALERTS.read_text()))
+    assert len(used) > 5 and used <= documented
+
+
+def test_every_alert_is_explained() -> None:
+    text, explained = ALERTS.read_text(), METRICS.read_text()
+    # A folded text (">-") goes on for as long as its lines are indented further than `expr`.
+    rules = re.findall(r"^ {8}expr: (?:>-\n)?((?:.+\n)(?: {10}.+\n)*)", text, re.M)
+    assert len(rules) == text.count("- alert:") == 13
+    assert [rule for rule in rules if f"`{' '.join(rule.split())}`" not in explained] == []
+
+
+def test_alerts_about_followers_leave_out_who_only_learns() -> None:
+    rules = re.findall(r"expr: (.*penstock_follower_.*)", ALERTS.read_text())
+    assert len(rules) == 3
+    assert all(rule.endswith(" unless penstock_follower_learner == 1") for rule in rules)

@@ -1,0 +1,269 @@
+"""One partition's step: the state of its head by every way there is, and what it leaves behind.
+
+On a real node, without Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.spark.conftest import RunningNode
+
+from penstock.errors import Corruption, StorageFailed
+from penstock.model.delta import Delta, Op, encode
+from penstock.propagation.fold.propagator import Propagator
+from penstock.propagation.fold.snapshot import digest
+from penstock.propagation.options import PropagationOptions
+from penstock.sinks.protocol import Feed, Items
+from penstock.spark.fold.changes import ChangePart, read_section
+from penstock.spark.fold.log_deltas import read_deltas
+from penstock.spark.fold.partition_step import (
+    FoldHead,
+    FoldPlan,
+    PartitionStep,
+    ReadRange,
+    StateCache,
+)
+from penstock.spark.source.access import NodeAccess, NodeTopicWriter
+from penstock.spark.source.options import Connecting
+from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
+
+DIMENSIONS = 8
+OPTIONS = CorpusOptions(
+    deltas=1200,
+    vectors=60,
+    dimensions=DIMENSIONS,
+    components=3,
+    duplicates=0.05,
+    disorder=0.2,
+    concurrent=0.1,
+    window=50,
+    ops=ALL_OPS,
+)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """A node with the corpus in a delta topic of one partition."""
+    running = RunningNode(tmp_path_factory.mktemp("node"))
+    config = {"name": "vectors", "kind": "delta", "dimensions": DIMENSIONS}
+    running.access().call("topic_create", config=config)
+    writer = NodeTopicWriter(running.access)
+    at = 1
+    for chunk in generate(OPTIONS).chunks(100):
+        payloads = pa.array(chunk.payloads.tolist(), pa.binary())
+        sequences = np.arange(at, at + len(chunk))
+        items = Items(sequences=sequences, payloads=payloads)
+        writer.append("vectors", producer="corpus", epoch=1, items=items, partition=0)
+        at += len(chunk)
+    yield running
+    NodeAccess.close_shared()
+    running.close()
+
+
+class Steps:
+    """A pipeline's steps over one partition, as Spark would have them done."""
+
+    def __init__(self, node: RunningNode, folder: Path, **plan: Any) -> None:
+        for name in ("snapshots", "changes/data"):
+            (folder / name).mkdir(parents=True)
+        self.data = folder / "changes/data"
+        self.last = node.access().log_status("vectors")[0].readable
+        self.plan = FoldPlan(
+            pipeline="p-1",
+            node=Connecting(url=node.url),
+            state=folder,
+            dimensions={"vectors": DIMENSIONS, "orphans": DIMENSIONS},
+            **{"options": PropagationOptions(), "snapshot_deltas": 1 << 40, **plan},
+        )
+
+    def run(
+        self, head: FoldHead | None, first: int, last: int, *, cache: StateCache | None = None
+    ) -> tuple[FoldHead, ChangePart]:
+        found = ReadRange("vectors", 0, first, last)
+        return PartitionStep(self.plan, found, cache=StateCache() if cache is None else cache).run(
+            head
+        )
+
+    def in_ranges(self, size: int, *, cache: StateCache) -> tuple[FoldHead, list[ChangePart]]:
+        head: FoldHead | None = None
+        parts = []
+        for first in range(1, self.last + 1, size):
+            end = min(first + size - 1, self.last)
+            head, part = self.run(head, first, end, cache=cache)
+            parts.append(part)
+        assert head is not None
+        return head, parts
+
+    def rows(self, part: ChangePart, kind: str) -> list[dict[str, Any]]:
+        tables = [read_section(self.data, part, s) for s in part.sections if s.kind == kind]
+        return [row for table in tables for row in table.to_pylist()]
+
+
+def direct(node: RunningNode) -> Propagator:
+    """The whole log in one fold."""
+    last = node.access().log_status("vectors")[0].readable
+    state = Propagator(DIMENSIONS)
+    for deltas, through in read_deltas(node.access(), "vectors", 0, first=1, last=last):
+        state.feed(deltas, through=through)
+    return state
+
+
+def test_the_states_written_are_those_of_a_direct_fold(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path)
+    _, parts = steps.in_ranges(170, cache=StateCache())
+    found = {row["vector_id"]: row for part in parts for row in steps.rows(part, "states")}
+    expected = direct(node).states()
+    assert len(found) == len(expected)
+    for row, name in enumerate(expected.vector_id):
+        state = found[name.decode()]
+        assert state["revision"] == expected.revision[row]
+        assert state["deleted"] == expected.deleted[row]
+        assert state["vector"] == expected.values[row].tolist()
+
+
+def test_every_delta_is_released_once_in_order(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path)
+    _, parts = steps.in_ranges(170, cache=StateCache())
+    deltas = [row for part in parts for row in steps.rows(part, "deltas")]
+    assert [row["ordinal"] for row in deltas] == list(range(1, len(deltas) + 1))
+    ids = [row["delta_id"] for row in deltas]
+    assert len(set(ids)) == len(ids) == sum(part.counts["released"] for part in parts)
+    seen: set[bytes] = set()
+    for row in deltas:
+        assert row["parent"] is None or row["parent"] in seen
+        seen.add(row["delta_id"])
+    assert all(row["payload"] is None for row in deltas)
+
+
+def test_a_state_is_made_anew_from_log_snapshot_or_cache(node: RunningNode, tmp_path: Path) -> None:
+    """A task may land anywhere: with its state, behind it, ahead of it, or with nothing at all."""
+    steps = Steps(node, tmp_path, snapshot_deltas=250)
+    cache = StateCache()
+    head, _ = steps.run(None, 1, 400, cache=cache)
+    assert head.snapshot
+    behind = StateCache()
+    behind.put("p-1", "vectors", 0, steps_state(steps, head))
+    head, _ = steps.run(head, 401, 500, cache=cache)
+    assert head.snapshot_sequence == 400
+    results = [
+        steps.run(head, 501, 700, cache=found) for found in (cache, behind, cache, StateCache())
+    ]
+    assert all(part == results[0][1] for _, part in results)
+    assert {head.snapshot for head, _ in results} == {"vectors-0-700.snapshot"}
+    assert len({path.name for path in steps.data.glob("*-501-700-*")}) == 1
+
+
+def steps_state(steps: Steps, head: FoldHead) -> Propagator:
+    cache = StateCache()
+    steps.run(head, head.sequence + 1, head.sequence + 1, cache=cache)
+    state = cache.take("p-1", "vectors", 0)
+    assert state is not None
+    return state
+
+
+def test_the_cut_does_not_change_the_digest(node: RunningNode, tmp_path: Path) -> None:
+    digests = set()
+    for number, size in enumerate((60, 333, 5000)):
+        steps = Steps(node, tmp_path / str(number), snapshot_deltas=200)
+        cache = StateCache()
+        steps.in_ranges(size, cache=cache)
+        state = cache.take("p-1", "vectors", 0)
+        assert state is not None
+        digests.add(digest(state))
+    assert digests == {digest(direct(node))}
+
+
+def test_a_range_that_does_not_follow_is_refused(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path)
+    head, _ = steps.run(None, 1, 10)
+    for first in (10, 12):
+        with pytest.raises(Corruption, match="does not follow 10"):
+            steps.run(head, first, 20)
+
+
+def test_a_snapshot_of_another_sequence_is_refused(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path, snapshot_deltas=1)
+    head, _ = steps.run(None, 1, 10)
+    wrong = msgspec.structs.replace(head, snapshot_sequence=9)
+    with pytest.raises(Corruption, match="is of sequence 10, not 9"):
+        steps.run(wrong, 11, 20)
+
+
+def test_payloads_travel_only_when_a_sink_wants_them(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path, feed=Feed.DELTAS | Feed.PAYLOADS)
+    _, part = steps.run(None, 1, 50)
+    assert all(len(row["payload"]) >= 112 for row in steps.rows(part, "deltas"))
+
+
+def test_nothing_is_written_that_no_sink_takes(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path, feed=Feed(0))
+    head, part = steps.run(None, 1, 50)
+    assert part.counts["released"] > 0 and head.sequence == 50
+    assert part.file is None and not list(steps.data.iterdir())
+    _, part = Steps(node, tmp_path / "deltas", feed=Feed.DELTAS).run(None, 1, 50)
+    assert {section.kind for section in part.sections} == {"deltas"}
+
+
+def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path: Path) -> None:
+    steps = Steps(node, tmp_path)
+    cache = StateCache()
+    head, _ = steps.run(None, 1, 10, cache=cache)
+    steps.data.rename(tmp_path / "away")
+    with pytest.raises(StorageFailed, match="changes/data"):
+        steps.run(head, 11, 50, cache=cache)
+    assert len(cache) == 0
+    (tmp_path / "away").rename(steps.data)
+    again, _ = steps.run(head, 11, 50, cache=cache)
+    assert again == steps.run(head, 11, 50)[0]
+
+
+def test_the_least_recently_used_state_is_dropped() -> None:
+    cache = StateCache(cached_max=2)
+    for partition in (0, 1, 2):
+        cache.put("p", "t", partition, Propagator(2))
+    assert cache.take("p", "t", 0) is None
+    assert cache.take("p", "t", 2) is not None
+    assert cache.take("p", "t", 2) is None
+
+
+def orphan(vector_id: str) -> bytes:
+    """A delta whose parent was never written."""
+    delta = Delta(
+        delta_id=vector_id.encode() * 16,
+        namespace="default",
+        vector_id=vector_id,
+        op=Op.SPARSE,
+        origin="o",
+        time=1 << 40,
+        parent=b"p" * 16,
+        clock={"o": 1},
+        indices=np.array([0], np.uint16),
+        values=np.array([1.0], np.float32),
+    )
+    return encode(delta, dimensions=DIMENSIONS)
+
+
+def test_a_delta_without_its_parent_is_quarantined_with_its_bytes(
+    node: RunningNode, tmp_path: Path
+) -> None:
+    config = {"name": "orphans", "kind": "delta", "dimensions": DIMENSIONS}
+    node.access().call("topic_create", config=config, exists_ok=True)
+    payloads = [orphan("a"), orphan("b")]
+    items = Items(sequences=np.arange(1, 3), payloads=pa.array(payloads, pa.binary()))
+    writer = NodeTopicWriter(node.access)
+    writer.append("orphans", producer="o", epoch=1, items=items, partition=0)
+    steps = Steps(node, tmp_path, options=PropagationOptions(pending_max=1))
+    last = node.access().log_status("orphans")[0].readable
+    step = PartitionStep(steps.plan, ReadRange("orphans", 0, 1, last), cache=StateCache())
+    head, part = step.run(None)
+    (row,) = steps.rows(part, "quarantine")
+    assert (row["reason"], row["missing"], row["ordinal"]) == ("parent missing", b"p" * 16, 1)
+    assert row["payload"] == payloads[0]
+    assert (head.quarantined, part.counts["pending"]) == (1, 1)
