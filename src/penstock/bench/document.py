@@ -20,7 +20,7 @@ from penstock.model.version import __version__
 
 
 @dataclass(frozen=True)
-class Session:
+class Measurement:
     """One run of the command: its folder, the machine it found, when it began."""
 
     folder: Path
@@ -58,10 +58,10 @@ class Session:
 
 
 @contextmanager
-def session(folder: Path | None) -> Iterator[Session]:
+def measurement(folder: Path | None) -> Iterator[Measurement]:
     """A scratch folder below `folder` for as long as it is measured."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=folder) as scratch:
-        yield Session(Path(scratch), machine_facts(Path(scratch)), datetime.now(UTC))
+        yield Measurement(Path(scratch), machine_facts(Path(scratch)), datetime.now(UTC))
 
 
 def _values(results: Mapping[str, Sequence[Values]], metrics: Sequence[Metric]) -> Values:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from penstock.bench.document import median_of, session, shown
+from penstock.bench.document import measurement, median_of, shown
 from penstock.bench.stages import Run, Values
 from penstock.bench.targets import Metric
 from penstock.console import progress, say
@@ -19,7 +19,7 @@ QUICK_SCALE: Final = 0.1  # of the work, for a quick look
 Stage = Callable[[Run], Awaitable[list[Values]]]  # a row of values for each of its runs
 
 
-class Prepared(NamedTuple):
+class StageSet(NamedTuple):
     """Stages by name, ready to run, and what a reader has to know about their work."""
 
     stages: Mapping[str, Stage]
@@ -31,7 +31,7 @@ class Subject:
     """What a benchmark measures. Its stages may share something, which is open while they run."""
 
     metrics: tuple[Metric, ...]
-    prepare: Callable[[Run], AbstractAsyncContextManager[Prepared]]
+    prepare: Callable[[Run], AbstractAsyncContextManager[StageSet]]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ async def measure(
 ) -> dict[str, Any]:
     """The whole document: medians under their metric's name, and everything they came from."""
     results: dict[str, list[Values]] = {}
-    with session(folder) as made:
+    with measurement(folder) as made:
         run = Run(folder=made.folder, scale=QUICK_SCALE if quick else 1.0, runs=runs)
         async with subject.prepare(run) as prepared:
             with progress("bench", total=len(names), unit="stages") as advance:

@@ -14,12 +14,12 @@ from penstock.bench.live import kernels, stages, stalled, subscriber
 from penstock.bench.pipeline import load
 from penstock.bench.pipeline import stages as on_spark
 from penstock.bench.queue import backlog, gateway, latency, native
-from penstock.bench.runner import Prepared, Stage, Subject, each_run
+from penstock.bench.runner import Stage, StageSet, Subject, each_run
 from penstock.bench.stages import BATCH, PAYLOAD_BYTES, Run, Values
 from penstock.bench.targets import CLUSTER_METRICS, LIVE_METRICS, PIPELINE_METRICS, QUEUE_METRICS
 from penstock.bench.vectors import COMPONENTS, DIMENSIONS
 
-QUEUE: Final = Prepared(
+QUEUE: Final = StageSet(
     stages={
         "enqueue": each_run(native.enqueue),
         "pop": each_run(native.pop),
@@ -36,7 +36,7 @@ QUEUE: Final = Prepared(
     },
 )
 
-LIVE: Final = Prepared(
+LIVE: Final = StageSet(
     stages={
         "sink": each_run(stages.to_sink),
         "memory": each_run(stages.to_memory),
@@ -64,7 +64,7 @@ def _clustered(stage: Callable[[on_cluster.ClusterBench], Awaitable[list[Values]
     return clustered
 
 
-CLUSTER: Final = Prepared(
+CLUSTER: Final = StageSet(
     stages={
         "enqueue": _clustered(on_cluster.enqueue),
         "pop": _clustered(on_cluster.pop),
@@ -85,14 +85,14 @@ CLUSTER: Final = Prepared(
 
 
 @asynccontextmanager
-async def _pipeline(run: Run) -> AsyncIterator[Prepared]:
+async def _pipeline(run: Run) -> AsyncIterator[StageSet]:
     """All stages work on one node and one Spark session, each run in a thread."""
     async with load.pipeline_bench(run) as bench:
 
         def threaded(stage: Callable[[load.PipelineBench, Path], Values]) -> Stage:
             return each_run(lambda run: asyncio.to_thread(stage, bench, run.folder))
 
-        yield Prepared(
+        yield StageSet(
             stages={
                 "read": threaded(on_spark.read),
                 "ordered": threaded(on_spark.ordered),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.chapters import Chapter, Screen, document_of
-from penstock.demo.picture.recording import Recording
+from penstock.demo.picture.samples import Recording
 from penstock.demo.queue.story import tell_of_the_queue
 from penstock.model.version import __version__
 from penstock.testing.process import ServerProcess, penstock_program, server_process
@@ -64,7 +64,7 @@ class Story:
         """Spark takes its time to start: the first act is played meanwhile, on its own node."""
         from penstock.demo.archive import story as delta_story
         from penstock.demo.archive.cinema import cinema, watched
-        from penstock.demo.archive.writers import Scale
+        from penstock.demo.archive.pipeline import Scale
 
         self.screen.act(
             "Prologue: an archive", "A node, Redis and Spark start. Nobody waits for them to write."

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.document import Session, median_of
+from penstock.bench.document import Measurement, median_of
 from penstock.bench.live.load import on_schedule
 from penstock.bench.live.stages import check_timed
 from penstock.bench.live.subscriber import STAMP, Arrival, since_commit
 from penstock.bench.queue.gateway import post_many, request_bytes
 from penstock.bench.report import number, view_of
-from penstock.bench.runner import Prepared, Subject, each_run, measure
+from penstock.bench.runner import StageSet, Subject, each_run, measure
 from penstock.bench.stages import Run, Values, at_once, payloads
 from penstock.bench.subjects import SUBJECTS
 from penstock.bench.targets import QUEUE_METRICS, Metric, offered
@@ -41,7 +41,7 @@ async def test_stages_are_run_in_folders_of_their_own(tmp_path: Path) -> None:
         (run.folder / "data").mkdir()
         return {"a": float(len(folders))}
 
-    prepared = Prepared({"one": each_run(stage), "two": each_run(stage)}, {"size": 7})
+    prepared = StageSet({"one": each_run(stage), "two": each_run(stage)}, {"size": 7})
     subject = Subject((_bounded("a", 1.0),), lambda run: nullcontext(prepared))
     document = await measure(subject, ["one"], runs=3, quick=True, folder=tmp_path)
     assert document["a"] == 2.0
@@ -103,7 +103,7 @@ def test_medians_are_taken_value_by_value() -> None:
 
 
 def test_a_target_that_was_not_measured_is_missed(tmp_path: Path) -> None:
-    made = Session(tmp_path, {}, datetime.now(UTC))
+    made = Measurement(tmp_path, {}, datetime.now(UTC))
     target, other = _bounded("a", 1.0), _bounded("c", 1.0, stage="other")
     whole = made.document({"one": [{"a": 2.0}]}, (target, other), {})
     assert whole["ok"]
@@ -117,7 +117,7 @@ def test_a_target_that_was_not_measured_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_value_that_one_run_lacks_is_missing(tmp_path: Path) -> None:
-    made = Session(tmp_path, {}, datetime.now(UTC))
+    made = Measurement(tmp_path, {}, datetime.now(UTC))
     for rows in ([{"a": 2.0}, {}], [{}, {"a": 2.0}]):
         document = made.document({"one": rows}, (_bounded("a", 1.0),), {})
         assert document["missing"] == ["a"]
@@ -125,7 +125,7 @@ def test_a_value_that_one_run_lacks_is_missing(tmp_path: Path) -> None:
 
 
 def test_of_a_load_the_worst_run_counts(tmp_path: Path) -> None:
-    made = Session(tmp_path, {}, datetime.now(UTC))
+    made = Measurement(tmp_path, {}, datetime.now(UTC))
     load, plain = offered("one", 100), _bounded("a", 95.0)
     rows = [{"one_offered_per_s": rate, "a": rate} for rate in (100.0, 100.0, 94.9)]
     document = made.document({"one": rows}, (load, plain), {})

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.demo.picture.charts import breakers, charts, freshness, latency, throughput
 from penstock.demo.picture.page import page
-from penstock.demo.picture.recording import Event, Probe, Recording, Sample, SinkSample, Span
+from penstock.demo.picture.samples import Event, Recording, Sample, Sighting, SinkSample, Span
 
 VOID = {"meta", "br"}
 
@@ -26,8 +26,8 @@ def recorded() -> Recording:
         )
         for at in range(20)
     ]  # fmt: skip
-    probes = [Probe(lane="CRITICAL", put_at=at, seen_at=at + 1.5) for at in range(8)]
-    probes += [Probe(lane="LOW", put_at=at, seen_at=at + 9) for at in range(8)]
+    probes = [Sighting(lane="CRITICAL", put_at=at, seen_at=at + 1.5) for at in range(8)]
+    probes += [Sighting(lane="LOW", put_at=at, seen_at=at + 9) for at in range(8)]
     return Recording(samples, [Event(2, "a < b")], [Span(2, 5, "shop is down")], probes)
 
 

@@ -4,15 +4,15 @@ import pytest
 
 from penstock.demo.archive.story import overtaken
 from penstock.demo.chapters import Chapter, Screen, document_of
-from penstock.demo.picture.recording import Probe
+from penstock.demo.picture.samples import Sighting
 
 
-def low(put_at: float, seen_at: float) -> Probe:
-    return Probe(lane="LOW", put_at=put_at, seen_at=seen_at)
+def low(put_at: float, seen_at: float) -> Sighting:
+    return Sighting(lane="LOW", put_at=put_at, seen_at=seen_at)
 
 
-def edit(put_at: float, seen_at: float) -> Probe:
-    return Probe(lane="CRITICAL", put_at=put_at, seen_at=seen_at)
+def edit(put_at: float, seen_at: float) -> Sighting:
+    return Sighting(lane="CRITICAL", put_at=put_at, seen_at=seen_at)
 
 
 def test_overtaken_is_put_before_and_seen_after() -> None:

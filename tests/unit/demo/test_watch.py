@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.demo.archive.watch import Prober, WriteTimes, counts_of, look
-from penstock.demo.picture.recording import Probe
+from penstock.demo.picture.samples import Sighting
 
 
 def status(*, read: int, lag_s: float = 0.0, breaker: str = "closed") -> dict[str, Any]:
@@ -58,7 +58,7 @@ async def test_the_prober_sees_each_change_once_and_when_it_is_there() -> None:
     now, shown = 15.0, {("films", "a"): 9, ("films", "b"): 1}
     await prober.look()
     assert prober.seen == [
-        Probe(lane="CRITICAL", put_at=10.0, seen_at=12.0),
-        Probe(lane="LOW", put_at=10.0, seen_at=15.0),
+        Sighting(lane="CRITICAL", put_at=10.0, seen_at=12.0),
+        Sighting(lane="LOW", put_at=10.0, seen_at=15.0),
     ]
     assert prober.awaited == []

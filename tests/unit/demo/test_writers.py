@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from penstock.demo.archive.writers import PART_ENDS, Scale, corpus_of, in_parts
+from penstock.demo.archive.pipeline import Scale
+from penstock.demo.archive.writers import PART_ENDS, corpus_of, in_parts
 
 
 def test_no_delta_arrives_in_an_earlier_part_than_its_causes() -> None:

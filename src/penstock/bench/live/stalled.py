@@ -46,7 +46,7 @@ class Deaf(Connection):
         self._transport.pause_reading()
 
 
-class Counter:
+class CountingSubscriber:
     """A subscriber that counts what arrives, and takes it unless it stalls."""
 
     def __init__(self, stall: Stall) -> None:
@@ -91,7 +91,10 @@ async def stalled_subscriber(run: Run) -> Values:
 async def _run(run: Run, count: int, stall: Stall) -> FanOut:
     folder = run.folder / f"stalled-{stall.value}"
     async with live_bench(folder, options=PATIENT) as bench, AsyncExitStack() as stack:
-        counters = [Counter(stall), *(Counter(Stall.NONE) for _ in range(SUBSCRIBERS - 1))]
+        counters = [
+            CountingSubscriber(stall),
+            *(CountingSubscriber(Stall.NONE) for _ in range(SUBSCRIBERS - 1)),
+        ]
         connections = []
         for counter in counters:
             connection = await connect(bench.server.url, Deaf)
@@ -160,7 +163,7 @@ async def _check_stalled(bench: LiveBench) -> None:
         raise Unavailable(f"nobody has stalled among {len(rows)} subscribers")
 
 
-async def _arrived(counters: list[Counter], count: int) -> None:
+async def _arrived(counters: list[CountingSubscriber], count: int) -> None:
     """Wait until all of them have it."""
     deadline = time.monotonic() + WAIT_S
     while not all(counter.rows >= count for counter in counters):

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.demo.archive import films
-from penstock.demo.archive.pipeline import EDITS, STILLS, PipelineProcess
+from penstock.demo.archive.pipeline import EDITS, STILLS, PipelineProcess, Scale
 from penstock.demo.archive.watch import Prober, Vector, WriteTimes, look
 from penstock.demo.chapters import Screen
-from penstock.demo.picture.recording import Event, Recording, Sample
+from penstock.demo.picture.samples import Event, Recording, Sample
 from penstock.testing.process import ServerProcess, penstock_program
 
 if TYPE_CHECKING:
     from penstock.client.client import Client
-    from penstock.demo.archive.writers import Scale
     from penstock.sinks.cache import CacheSink
     from penstock.testing.redis import RedisProcess
 

@@ -65,6 +65,29 @@ outage = "{folder}/outage"
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is written, and how long the bulk of it takes its writers."""
+
+    vectors: int
+    deltas: int
+    bulk_s: float
+    rows_per_trigger: int  # few, so that bulk work takes many triggers
+    slow_rows_per_s: int
+
+    @classmethod
+    def of(cls, *, quick: bool) -> Scale:
+        if quick:
+            return cls(
+                vectors=2_000, deltas=16_000, bulk_s=3.0, rows_per_trigger=1_200,
+                slow_rows_per_s=300,
+            )  # fmt: skip
+        return cls(
+            vectors=20_000, deltas=120_000, bulk_s=5.0, rows_per_trigger=6_000,
+            slow_rows_per_s=2_500,
+        )  # fmt: skip
+
+
 @dataclass(kw_only=True)
 class PipelineProcess:
     """`penstock pipeline run`, with everything it keeps under one folder."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.console import cell
 from penstock.demo.archive import films, writers
+from penstock.demo.archive.account import audit_everything, count_everything
 from penstock.demo.archive.cinema import Cinema
-from penstock.demo.archive.ending import audit_everything, count_everything
-from penstock.demo.archive.pipeline import EDITS, FAILING, SLOW, STILLS
-from penstock.demo.archive.searching import Answers, find_the_fresh_change
+from penstock.demo.archive.pipeline import EDITS, FAILING, SLOW, STILLS, Scale
+from penstock.demo.archive.search import Answers, find_the_fresh_change
 from penstock.demo.chapters import Chapter
-from penstock.demo.picture.recording import CLOSED, Probe, SinkSample, Span, quantile
+from penstock.demo.picture.samples import CLOSED, Sighting, SinkSample, Span, quantile
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Play:
     """What the chapters share."""
 
     house: Cinema
-    scale: writers.Scale
+    scale: Scale
     corpus: Corpus
     models: writers.Models
     editors: writers.Editors
@@ -85,7 +85,7 @@ async def _tell(play: Play, *parts: tuple[str, Part]) -> list[Chapter]:
     return chapters
 
 
-async def begin(house: Cinema, scale: writers.Scale) -> Play:
+async def begin(house: Cinema, scale: Scale) -> Play:
     """Topics, the pipeline's process, and the writers."""
     await writers.create_topics(house)
     await house.pipeline.start()
@@ -224,7 +224,7 @@ def _judge_priorities(house: Cinema, chapter: Chapter) -> None:
     }  # fmt: skip
 
 
-def overtaken(probes: list[Probe]) -> int:
+def overtaken(probes: list[Sighting]) -> int:
     """LOW changes that were put before an edit and seen after it."""
     edits = [probe for probe in probes if probe.lane == "CRITICAL"]
     return sum(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from penstock.demo.picture.recording import CLOSED, Probe, Sample, SinkSample
+from penstock.demo.picture.samples import CLOSED, Sample, Sighting, SinkSample
 
 LOOK_EVERY_S: Final = 0.05  # for probes: their latency is known this exactly
 AWAITED_MAX: Final = 10_000
@@ -101,7 +101,7 @@ class Prober:
     def __init__(self, revisions: Revisions, *, clock: Callable[[], float]) -> None:
         self._revisions, self._clock = revisions, clock
         self.awaited: list[Awaited] = []
-        self.seen: list[Probe] = []
+        self.seen: list[Sighting] = []
 
     def expect(self, vector: Vector, *, revision: int, lane: str) -> None:
         """A change was acknowledged just now."""
@@ -125,7 +125,7 @@ class Prober:
             id(one) for one, revision in zip(asked, found, strict=True) if revision >= one.revision
         }
         self.seen += [
-            Probe(lane=one.lane, put_at=one.put_at, seen_at=now)
+            Sighting(lane=one.lane, put_at=one.put_at, seen_at=now)
             for one in asked
             if id(one) in there
         ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from penstock.demo.archive import films
-from penstock.demo.archive.pipeline import EDITS, STILLS
+from penstock.demo.archive.pipeline import EDITS, STILLS, Scale
 
 if TYPE_CHECKING:
     from penstock.client.delta.deltas import Deltas
@@ -28,29 +28,6 @@ CHUNK: Final = 1_000
 PART_ENDS: Final = (0.15, 0.85)  # of the corpus: the first load, the bulk work; then a rest
 EDIT_EVERY_S: Final = 0.2
 ORPHAN: Final = "The Reel That Never Was"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How much is written, and how long the bulk of it takes its writers."""
-
-    vectors: int
-    deltas: int
-    bulk_s: float
-    rows_per_trigger: int  # few, so that bulk work takes many triggers
-    slow_rows_per_s: int
-
-    @classmethod
-    def of(cls, *, quick: bool) -> Scale:
-        if quick:
-            return cls(
-                vectors=2_000, deltas=16_000, bulk_s=3.0, rows_per_trigger=1_200,
-                slow_rows_per_s=300,
-            )  # fmt: skip
-        return cls(
-            vectors=20_000, deltas=120_000, bulk_s=5.0, rows_per_trigger=6_000,
-            slow_rows_per_s=2_500,
-        )  # fmt: skip
 
 
 def corpus_of(scale: Scale) -> Corpus:

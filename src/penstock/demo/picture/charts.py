@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.demo.picture.recording import CLOSED, Recording, quantile, rates
+from penstock.demo.picture.samples import CLOSED, Recording, quantile, rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

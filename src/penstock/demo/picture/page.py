@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, Final
 
 from penstock.demo.picture.charts import Chart, charts
-from penstock.demo.picture.recording import Recording
+from penstock.demo.picture.samples import Recording
 
 _CSS: Final = """
 :root { color-scheme: light; }

@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.demo.picture.recording import (
-    Probe,
+from penstock.demo.picture.samples import (
     Recording,
     Sample,
+    Sighting,
     SinkSample,
     Span,
     quantile,
@@ -58,9 +58,9 @@ def test_a_sink_may_appear_late() -> None:
 
 def test_latencies_are_told_apart_by_class() -> None:
     probes = [
-        Probe(lane="LOW", put_at=1, seen_at=9),
-        Probe(lane="CRITICAL", put_at=2, seen_at=3),
-        Probe(lane="LOW", put_at=2, seen_at=4),
+        Sighting(lane="LOW", put_at=1, seen_at=9),
+        Sighting(lane="CRITICAL", put_at=2, seen_at=3),
+        Sighting(lane="LOW", put_at=2, seen_at=4),
     ]
     recording = Recording(probes=probes)
     assert recording.lanes() == ["LOW", "CRITICAL"]

@@ -55,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class Sighting:
     """One change, from the acknowledgement of its put to the moment it was seen in a sink."""
 
     lane: str
@@ -72,7 +72,7 @@ class Recording:
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    probes: list[Probe] = field(default_factory=list)
+    probes: list[Sighting] = field(default_factory=list)
 
     @property
     def end(self) -> float:
