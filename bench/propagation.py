@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.model.columns import Binary
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import validate
 from penstock.propagation.fold.propagator import Propagator
-from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 128
 ROWS_PER_MS = 100  # of log time

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from penstock.demo.corpus import CorpusOptions
 from penstock.spark.session import spark_session
-from penstock.testing.corpus import CorpusOptions
 from penstock.testing.process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

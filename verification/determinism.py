@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from penstock.demo.corpus import Chunk, Corpus, CorpusOptions, generate
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.protocol import Items
 from penstock.spark.jobs.comparison import (
@@ -29,7 +30,6 @@ from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeTopicWriter
 from penstock.spark.source.options import Connecting
-from penstock.testing.corpus import Chunk, Corpus, CorpusOptions, generate
 
 TOPIC: Final = "vectors"
 PARTITIONS: Final = 2

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.demo.corpus import Corpus, CorpusOptions, generate
 from penstock.errors import PenstockError
-from penstock.testing.corpus import Corpus, CorpusOptions, generate
 from penstock.testing.process import ServerProcess, clean_environment
 from penstock.testing.redis import RedisProcess
 

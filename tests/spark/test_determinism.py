@@ -20,13 +20,13 @@ from tests.spark.jobs.support import MIXED, load, make_topic
 
 from penstock import Released
 from penstock.config import Config
+from penstock.demo.corpus import CorpusOptions, generate
 from penstock.propagation.options import LiveOptions
 from penstock.sinks.lake import LakeSink
 from penstock.spark.jobs.comparison import COMPARED, Comparison, compare_history
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeAccess
-from penstock.testing.corpus import CorpusOptions, generate
 from verification.determinism import Ways
 
 SHORT = CorpusOptions(

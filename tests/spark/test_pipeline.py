@@ -17,6 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
+from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.errors import FailedPrecondition, Unavailable
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.options import PropagationOptions
@@ -27,7 +28,6 @@ from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeTopicWriter
-from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 DIMENSIONS = 8
 PARTITIONS = 3

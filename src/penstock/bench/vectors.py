@@ -39,6 +39,20 @@ async def change(topic: Deltas, ids: list[str], count: int, rng: np.random.Gener
         await topic.put_columns([ids[i] for i in chosen], values, indices=_components(rng, size))
 
 
+def payloads(ids: list[str], count: int, rng: np.random.Generator) -> list[bytes]:
+    """So many changes of random vectors, as their writer's client would encode them."""
+    from penstock.client.delta.columns import DeltaColumns, Names, encode_columns
+    from penstock.client.delta.writer import HybridClock, VectorHeads
+
+    chosen = [ids[i] for i in rng.integers(0, len(ids), count)]
+    values = rng.standard_normal((count, COMPONENTS), dtype=np.float32)
+    columns = DeltaColumns(vector_ids=chosen, values=values, indices=_components(rng, count))
+    names, origin = Names.of("default", chosen), b"bench"
+    causes = VectorHeads(origin).chain(names, HybridClock())
+    rows = np.arange(count)
+    return encode_columns(columns.checked(), names, causes, origin=origin, rows=rows).tolist()
+
+
 def _components(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
     """Ten different components per row, ascending: one out of each of ten equal stretches."""
     stretch = DIMENSIONS // COMPONENTS

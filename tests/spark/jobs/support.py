@@ -14,12 +14,12 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
+from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.sinks.protocol import Items
 from penstock.spark.jobs.audit import Audit
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
-from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 MIXED = CorpusOptions(
     deltas=3_000, vectors=120, dimensions=16, components=4, duplicates=0.05, disorder=0.2,

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.demo.corpus import ALL_OPS, CorpusOptions, generate
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, decode, encode
 from penstock.model.delta_checks import plain_deltas
 from penstock.model.delta_format import check
-from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
 
 NOW_MS = 4_000_000_000_000
 DIMENSIONS = 48

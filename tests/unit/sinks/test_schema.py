@@ -5,6 +5,7 @@ import numpy as np
 import pyarrow as pa
 from tests.conformance.sinks.changes import START_MS, State, delta, deltas, states
 
+from penstock.demo.corpus import CorpusOptions, generate
 from penstock.model.columns import Binary
 from penstock.model.delta import Op
 from penstock.model.delta_batch import DeltaBatch
@@ -18,7 +19,6 @@ from penstock.sinks.schema import (
     states_schema,
     winners,
 )
-from penstock.testing.corpus import CorpusOptions, generate
 
 
 def table_of(batch: DeltaBatch, *, partition: int = 0, payloads: bool = False) -> pa.Table:

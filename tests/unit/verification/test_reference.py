@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.demo.corpus import ALL_OPS, SPARSE_ONLY, CorpusOptions, generate
 from penstock.model.delta import decode
 from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import Propagator
-from penstock.testing.corpus import ALL_OPS, SPARSE_ONLY, CorpusOptions, generate
 from verification.reference import fold
 
 

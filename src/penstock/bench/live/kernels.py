@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.bench.stages import Run, Values, quantiles
-from penstock.bench.vectors import COMPONENTS, DIMENSIONS
+from penstock.bench.vectors import DIMENSIONS, payloads, vector_ids
 from penstock.testing.redis import redis_process
 
 BATCH: Final = 10  # changes that are put together
@@ -77,19 +77,14 @@ def _states(batches: int) -> Iterator[Callable[[int], Any]]:
     from penstock.propagation.fold.propagator import Propagator
     from penstock.sinks.protocol import Work
     from penstock.sinks.schema import states_table
-    from penstock.testing.corpus import CorpusOptions, generate
 
-    options = CorpusOptions(
-        deltas=batches * BATCH, vectors=VECTORS, dimensions=DIMENSIONS, components=COMPONENTS,
-        duplicates=0.0, disorder=0.0, concurrent=0.0, seed=5,
-    )  # fmt: skip
-    corpus, fold = generate(options), Propagator(DIMENSIONS)
+    every = payloads(vector_ids(VECTORS), batches * BATCH, np.random.default_rng(5))
+    fold = Propagator(DIMENSIONS)
     for first in range(0, batches * BATCH, BATCH):
-        payloads = corpus.chunk(first, first + BATCH).payloads.tolist()
         deltas = DeltaBatch.of(
-            payloads,
-            sequences=np.arange(first + 1, first + 1 + len(payloads), dtype=np.uint64),
-            log_times_ms=np.full(len(payloads), 1, np.int64),
+            every[first : first + BATCH],
+            sequences=np.arange(first + 1, first + 1 + BATCH, dtype=np.uint64),
+            log_times_ms=np.full(BATCH, 1, np.int64),
         )
         touched = fold.feed(deltas, through=first + BATCH).touched
 

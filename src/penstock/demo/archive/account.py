@@ -18,7 +18,7 @@ from penstock.testing.process import clean_environment
 if TYPE_CHECKING:
     from penstock.demo.archive.cinema import Cinema
     from penstock.demo.archive.writers import Editors
-    from penstock.testing.corpus import Corpus
+    from penstock.demo.corpus import Corpus
 
 AUDIT_S_MAX: Final = 600.0
 QUARANTINE_S_MAX: Final = 180.0

@@ -24,7 +24,7 @@ from penstock.demo.picture.samples import CLOSED, Sighting, SinkSample, Span, qu
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.testing.corpus import Corpus
+    from penstock.demo.corpus import Corpus
 
 # Patience for a busy machine; on a quiet one none of these is nearly reached.
 START_S_MAX: Final = 240.0

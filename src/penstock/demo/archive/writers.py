@@ -18,7 +18,7 @@ from penstock.demo.archive.pipeline import EDITS, STILLS, Scale
 if TYPE_CHECKING:
     from penstock.client.delta.deltas import Deltas
     from penstock.demo.archive.cinema import Cinema
-    from penstock.testing.corpus import Corpus
+    from penstock.demo.corpus import Corpus
 
 MODELS: Final = 4
 EDITORS: Final = ("ana", "ben")
@@ -32,8 +32,8 @@ ORPHAN: Final = "The Reel That Never Was"
 
 def corpus_of(scale: Scale) -> Corpus:
     """The stills: 5 % duplicates, 20 % before their parent, 10 % concurrent, by four origins."""
+    from penstock.demo.corpus import CorpusOptions, generate
     from penstock.model.delta import Op
-    from penstock.testing.corpus import CorpusOptions, generate
 
     return generate(
         CorpusOptions(

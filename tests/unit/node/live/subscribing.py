@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from tests.integration.harness import START_MS, Node
 
+from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.delivery import CHANGES
@@ -22,7 +23,6 @@ from penstock.node.live.subscription import Subscription
 from penstock.node.upkeep.sweeps import retain
 from penstock.propagation.flow.route import DeltaRoute, routed
 from penstock.propagation.fold.propagator import Propagator
-from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.wire.messages import Changes, OpenSubscription
 
 DIMENSIONS = 8

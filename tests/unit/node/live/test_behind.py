@@ -19,11 +19,11 @@ from tests.unit.node.live.subscribing import (
     until,
 )
 
+from penstock.demo.corpus import SPARSE_ONLY, Corpus
 from penstock.errors import InvalidArgument
 from penstock.model.delta import decode
 from penstock.model.delta_batch import DeltaBatch
 from penstock.node.live.subscription import SubscriptionState
-from penstock.testing.corpus import SPARSE_ONLY, Corpus
 
 
 def in_vectors_order(reader: Reader) -> bool:

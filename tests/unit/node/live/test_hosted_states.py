@@ -11,12 +11,12 @@ import pytest
 from tests.unit.node.live.subscribing import TOPIC, corpus, delta_topic, payloads_of, put, until
 from tests.unit.node.live.test_hosted_sink import Hosting, settled
 
+from penstock.demo.corpus import SPARSE_ONLY
 from penstock.model.delta_batch import deltas_of
 from penstock.node.hosted.sink import STATES_BYTES
 from penstock.node.hosted.sink_thread import Parcel
 from penstock.node.live.subscription import Subscription
 from penstock.propagation.fold.propagator import Propagator
-from penstock.testing.corpus import SPARSE_ONLY
 
 WIDE = 4096
 VECTORS = 500

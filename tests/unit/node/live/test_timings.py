@@ -19,9 +19,9 @@ from tests.unit.node.live.subscribing import (
     until,
 )
 
+from penstock.demo.corpus import SPARSE_ONLY
 from penstock.node.live.feed import Feed
 from penstock.node.live.timings import COMMITS_MAX, KEPT, Commits, Timings
-from penstock.testing.corpus import SPARSE_ONLY
 
 
 def test_quantiles_count_rows_and_not_feeds() -> None:

@@ -23,6 +23,7 @@ from tests.unit.propagation.world import (
     story,
 )
 
+from penstock.demo.corpus import ALL_OPS, CorpusOptions, generate
 from penstock.model.delta import Op, encode
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
@@ -32,7 +33,6 @@ from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.row_fold import DeltaRow
 from penstock.propagation.fold.snapshot import digest, dump, restore
 from penstock.propagation.options import PropagationOptions
-from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
 
 ONE = {"indices": np.array([0], np.uint16), "values": np.array([1.0], np.float32)}
 

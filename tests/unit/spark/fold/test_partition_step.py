@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from tests.spark.conftest import RunningNode
 
+from penstock.demo.corpus import ALL_OPS, CorpusOptions, generate
 from penstock.errors import Corruption, StorageFailed
 from penstock.model.delta import Delta, Op, encode
 from penstock.propagation.fold.propagator import Propagator
@@ -32,7 +33,6 @@ from penstock.spark.fold.partition_step import (
 )
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.spark.source.options import Connecting
-from penstock.testing.corpus import ALL_OPS, CorpusOptions, generate
 
 DIMENSIONS = 8
 OPTIONS = CorpusOptions(

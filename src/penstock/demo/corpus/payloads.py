@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.demo.corpus.history import History
 from penstock.model.delta import Op, Source
-from penstock.testing.history import History
 
 _HEADER: Final = np.dtype(
     {

@@ -1,9 +1,9 @@
 """A seeded corpus of deltas: several writers, concurrent changes, late parents, duplicates.
 
-The corpus first *writes* a history (`penstock.testing.history`): who changed which vector, having
-seen what. Then it decides in which order the deltas *arrive*. A share of them arrives before its
-parent, by at most `window` places, and a share arrives twice. Everything is a function of the
-options, in columns: a million deltas take a few seconds.
+The corpus first *writes* a history (`history`): who changed which vector, having seen what. Then it
+decides in which order the deltas *arrive*. A share of them arrives before its parent, by at most
+`window` places, and a share arrives twice. Everything is a function of the options, in columns: a
+million deltas take a few seconds.
 
     corpus = generate(CorpusOptions(deltas=60_000, duplicates=0.05, disorder=0.2, concurrent=0.1))
     for chunk in corpus.chunks(5_000):
@@ -21,12 +21,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.demo.corpus.history import History, HistoryOptions, write
+from penstock.demo.corpus.payloads import Encoder, names_of
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary
 from penstock.model.delta import Op
 from penstock.model.delta_format import DIMENSIONS_MAX
-from penstock.testing.history import History, HistoryOptions, write
-from penstock.testing.payloads import Encoder, names_of
 
 SPARSE_ONLY: Final[Mapping[Op, float]] = {Op.SPARSE: 1.0}
 # A vector begins with CREATE wherever CREATE is among the operations; its weight is for others.

@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, decode
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import validate
-from penstock.testing.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 
 MIXED = CorpusOptions(
     deltas=8_000,
@@ -117,5 +117,5 @@ def test_an_impossible_option_is_named(field: str, value: float) -> None:
 
 
 def test_it_needs_no_pytest() -> None:
-    code = "import penstock.testing.corpus, sys; sys.exit('pytest' in sys.modules)"
+    code = "import penstock.demo.corpus, sys; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
