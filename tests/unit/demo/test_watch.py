@@ -1,7 +1,9 @@
 """The demo's eyes: samples from a pipeline's status, and changes looked for until they show."""
 
-from typing import Any
+from typing import Any, cast
 
+from penstock.demo.archive.cinema import Cinema
+from penstock.demo.archive.pipeline import STILLS
 from penstock.demo.archive.watch import Prober, WriteTimes, counts_of, look
 from penstock.demo.picture.samples import Sighting
 
@@ -43,6 +45,31 @@ def test_before_the_pipeline_says_anything_there_are_no_sinks() -> None:
     sample = look(None, {}, at=0.5)
     assert (sample.sinks, sample.released) == ((), 0)
     assert counts_of(None, "released") == {}
+
+
+class Told:
+    """A pipeline of which only the status is asked for."""
+
+    def __init__(self) -> None:
+        self.said = status(read=0)
+
+    def status(self) -> dict[str, Any]:
+        return self.said
+
+
+def test_sinks_are_in_step_only_by_a_look_that_was_taken_after_the_last_write() -> None:
+    told = Told()
+    nobody: dict[str, Any] = dict.fromkeys(("server", "redis", "client", "screen", "cache"))
+    house = Cinema(**nobody, pipeline=cast(Any, told), doing="")
+    house.look()
+    assert house.in_step()
+    house.wrote(STILLS, 2)  # since then nobody has looked
+    assert not house.in_step()
+    house.look()
+    assert not house.in_step()
+    told.said = status(read=2)
+    house.look()
+    assert house.in_step()
 
 
 async def test_the_prober_sees_each_change_once_and_when_it_is_there() -> None:

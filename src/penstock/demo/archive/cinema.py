@@ -86,9 +86,11 @@ class Cinema:
         return True
 
     def in_step(self) -> bool:
-        """Whether every sink shows everything that was written."""
-        sinks = self.newest.sinks
-        return bool(sinks) and all(sink.lag_s == 0.0 for sink in sinks)
+        """Whether every sink shows everything that was written. A look that was taken before the
+        last write knows nothing of it."""
+        newest = self.newest
+        known = bool(newest.sinks) and newest.written == self.written
+        return known and all(sink.lag_s == 0.0 for sink in newest.sinks)
 
     async def watch(self) -> None:
         """Look at the pipeline twice a second, for as long as it runs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class Backlog:
     def __init__(self, changes: ChangeLog) -> None:
         self._changes = changes
         self._known = -1 if changes.last is None else changes.last  # older ones were counted once
-        self.folded: dict[tuple[str, int], FoldedPartition] = {}
+        self._folded: dict[tuple[str, int], FoldedPartition] = {}
         self._lock = threading.Lock()
         self._first = 0  # the trigger of row 1; row 0 holds the totals before it
         self._count = 0
@@ -113,6 +113,15 @@ class Backlog:
             self._oldest = self._oldest[keep].copy()
             self._first += gone
             self._count -= gone
+
+    def partitions(self) -> list[dict[str, Any]]:
+        """How far each partition of the source is folded, and what came out. The counts of a
+        partition are those of the same triggers."""
+        with self._lock:
+            return [
+                {"topic": topic, "partition": partition, "sequence": folded.last, **folded.counts}
+                for (topic, partition), folded in sorted(self._folded.items())
+            ]
 
     def lag(self, position: int, columns: Sequence[int]) -> Lag:
         """What a sink at `position` still has before it in these columns."""
@@ -183,7 +192,7 @@ class Backlog:
         self._count = row
 
     def _count_in(self, trigger: int, part: ChangePart) -> None:
-        folded = self.folded.setdefault((part.topic, part.partition), FoldedPartition())
+        folded = self._folded.setdefault((part.topic, part.partition), FoldedPartition())
         folded.last = part.last
         for name, count in part.counts.items():
             if name.startswith("pending"):

@@ -196,7 +196,7 @@ class PipelineDelivery:
                 "triggers": kept,
                 "bytes": self._changes.bytes,
             },
-            "partitions": reporting.partition_status(self._backlog),
+            "partitions": self._backlog.partitions(),
             "sinks": [reporting.sink_status(w, now=now, now_ms=now_ms) for w in self.workers],
             "source": self._describe(),
         }

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import Corruption, NotFound
 
 if TYPE_CHECKING:
-    from penstock.spark.delivery.backlog import Backlog
     from penstock.spark.delivery.worker import SinkWorker
 
 VERSION: Final = 1
@@ -61,14 +60,6 @@ def sink_status(worker: SinkWorker, *, now: float, now_ms: int) -> Status:
         if meter.last_error is None
         else {"message": meter.last_error.message, "time_ms": meter.last_error.time_ms},
     }
-
-
-def partition_status(backlog: Backlog) -> list[Status]:
-    """How far each partition of the source is folded, and what came out."""
-    return [
-        {"topic": topic, "partition": partition, "sequence": folded.last, **folded.counts}
-        for (topic, partition), folded in sorted(backlog.folded.items())
-    ]
 
 
 def write_status(folder: Path, status: Status) -> None:

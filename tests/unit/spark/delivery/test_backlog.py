@@ -87,8 +87,8 @@ def test_what_was_folded_is_counted_once_it_is_new(triggers: Triggers) -> None:
     backlog.follow()
     triggers.commit(("z", 1))
     backlog.follow()
-    folded = backlog.folded["vectors", 0]
-    assert (folded.last, folded.counts["read"]) == (500, 1)
+    (partition,) = backlog.partitions()
+    assert partition == {"topic": "vectors", "partition": 0, "sequence": 500, "read": 1}
 
 
 def planned(triggers: Triggers, cursor: SinkCursor, *, now_ms: int) -> list[int]:
