@@ -118,13 +118,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.budget = Budget(
             self.config.limits.held_bytes_max,
-            on_refused=self.metrics.backpressure,
-            on_evicted=self.metrics.evicted,
+            on_refused=lambda reason: self.metrics.backpressure.add((reason,)),
+            on_evicted=lambda reason: self.metrics.evictions.add((reason,)),
         )
         self.doorway = Doorway(
             self.config.limits,
-            on_refused=self.metrics.backpressure,
-            on_evicted=self.metrics.evicted,
+            on_refused=lambda reason: self.metrics.backpressure.add((reason,)),
+            on_evicted=lambda reason: self.metrics.evictions.add((reason,)),
         )
         self.router = Router(
             lambda: self.cluster,

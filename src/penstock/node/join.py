@@ -95,7 +95,7 @@ class EngineLocal:
         kept = await asyncio.to_thread(set_aside, host.log.folder)
         engine.on_mended(key)
         name = host.topic.config.name
-        engine.metrics.replica_renewed(name)
+        engine.metrics.replicas_renewed.add((name,))
         log.warning("a damaged replica starts over", topic=name, partition=key[1], kept=str(kept))
 
     async def drop_replica(self, key: Key) -> None:

@@ -102,7 +102,8 @@ async def dispatch_call(
         raise
     finally:
         known = name if found is not None else "unknown"
-        engine.metrics.requested(known, status, time.perf_counter() - started)
+        engine.metrics.requests.add((known, status))
+        engine.metrics.request_seconds.observe((known,), time.perf_counter() - started)
 
 
 def parse(type_: type[Any], arguments: dict[str, Any]) -> Any:

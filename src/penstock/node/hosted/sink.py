@@ -30,8 +30,8 @@ from penstock.node.live.held_changes import SubscriptionTerms
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.released_columns import Outgoing, Routes
 from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
-from penstock.node.observe.live_metrics import SinkReading
 from penstock.node.observe.logs import get_logger
+from penstock.node.observe.readings import SinkReading
 from penstock.propagation.flow.outbox import bytes_of
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.releases import ReleasedRows

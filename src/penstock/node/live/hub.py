@@ -27,8 +27,8 @@ from penstock.node.live.partition import LivePartition
 from penstock.node.live.quarantine import Quarantine
 from penstock.node.live.released_columns import Outgoing, encode
 from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
-from penstock.node.observe.live_metrics import LiveReading
 from penstock.node.observe.metrics import Metrics
+from penstock.node.observe.readings import LiveReading
 from penstock.propagation.flow.route import DeltaRoute
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.propagation.options import LiveOptions
@@ -279,11 +279,15 @@ class Hub:
 
     def _count(self, subscription: Subscription) -> None:
         delivered, switches = subscription.take_counts()
-        self._metrics.live_told(self.topic.config.name, delivered=delivered, switches=switches)
+        labels = (self.topic.config.name,)
+        if delivered:
+            self._metrics.live_delivered.add(labels, delivered)
+        if switches:
+            self._metrics.live_switches.add(labels, switches)
 
     def on_written(self, sink: str, rows: int, seconds: float) -> None:
         """A sink of this node has written rows, the oldest of them so long after the log."""
-        self._metrics.live_written(self.topic.config.name, sink, rows, seconds)
+        self._metrics.live_sink_seconds.observe((self.topic.config.name, sink), seconds, rows)
 
     async def stop_sinks(self) -> None:
         await asyncio.gather(*(sink.stop() for sink in self.sinks))
@@ -297,7 +301,7 @@ class Hub:
             await asyncio.sleep(0.002)
 
     def _on_released(self, rows: int, seconds: float) -> None:
-        self._metrics.live_released(self.topic.config.name, rows, seconds)
+        self._metrics.live_push_seconds.observe((self.topic.config.name,), seconds, rows)
 
     # --- how things are ---
 

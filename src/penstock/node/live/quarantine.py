@@ -36,7 +36,7 @@ class Quarantine:
             return
         self.counts.update(outcome.reasons)
         for reason, count in Counter(outcome.reasons).items():
-            self._metrics.live_quarantined(self._topic, count, reason=reason)
+            self._metrics.live_quarantined.add((self._topic, reason), count)
         self._untold += len(outcome.reasons)
         now = time.monotonic()
         if now - self._told_at >= LINES_S:

@@ -81,7 +81,7 @@ class Host:
         self._aside = opened.aside  # damaged copies are kept until this one counts
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
-            on_write=around.metrics.log_written, on_durable=self._on_durable,
+            metrics=around.metrics, on_durable=self._on_durable,
             on_room=self._write_on, on_failed=self._on_failed,
         )  # fmt: skip
         self.applying = HeapApplier(
@@ -333,7 +333,7 @@ class Host:
     def _persist(self, effect: do.Persist) -> Slow:
         async def persist() -> Effects:
             await asyncio.to_thread(self._file.promise, effect.promised)
-            self.around.metrics.promised(self.topic.config.name)
+            self.around.metrics.promises.add((self.topic.config.name,))
             return self.replica.on_persisted(effect.promised, self._now)
 
         return persist()
@@ -370,7 +370,7 @@ class Host:
 
     def _truncate(self, effect: do.Truncate) -> Slow:
         lost = self.log.sequence_last - effect.sequence
-        self.around.metrics.truncated(self.topic.config.name, lost)
+        self.around.metrics.truncated.add((self.topic.config.name,), lost)
         self._tell(log.warning, "uncommitted entries are cut off", entries=lost)
         return self.following.truncate(effect.sequence)
 
@@ -408,8 +408,8 @@ class Host:
         self.tenure.snapshot = replayed.snapshot
 
     def _warn(self, effect: do.Warn) -> None:
-        self.around.metrics.stream_warned(
-            self.topic.config.name, self.index, effect.node, effect.what
+        self.around.metrics.follower_warnings.add(
+            (self.topic.config.name, str(self.index), effect.node, effect.what)
         )
         level = log.info if effect.what == "resumed" else log.warning
         if effect.what in _OF_CREDIT and not self._credit_is_news(effect):

@@ -170,7 +170,7 @@ class Tenure:
             config = msgspec.msgpack.encode(self._topic.config)
             journal.append_record(Kind.CONFIG, 1, {"config": [config]})
         self._topic.serve(self._index, partition)
-        self._around.metrics.took_over(self._topic.config.name)
+        self._around.metrics.takeovers.add((self._topic.config.name,))
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

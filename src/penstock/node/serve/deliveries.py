@@ -76,7 +76,8 @@ class Deliveries:
                 part = messages[at : at + stream.batch_max]
                 lease = LeasedPart(partition, batch, batch.first + at, part, visibility_ms)
                 self._deliver(stream, lease)
-            self._metrics.popped(self._topic, len(messages), time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._metrics.pop_seconds.observe((self._topic,), seconds, len(messages))
 
         partition.journal.when_committed(batch.last, committed)
         return len(messages)

@@ -122,7 +122,7 @@ class Dispatch:
     def on_ranked(self, error: int) -> None:
         """The rank error of a pick was measured."""
         self.rank_error_max = max(self.rank_error_max, error)
-        self._topic.metrics.rank_error(self._topic.config.name, error)
+        self._topic.metrics.rank_error.observe((self._topic.config.name,), error)
 
     def _better_later(self, wanted: int) -> bool:
         """Whether to wait for the writes under way, since there is little to lease.

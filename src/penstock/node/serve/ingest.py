@@ -70,7 +70,7 @@ class IngestGate:
             else:
                 partition.enqueue(part)
         if queue.crossings != crossings:
-            self._metrics.ingest_high(self._topic.config.name)
+            self._metrics.ingest_crossings.add((self._topic.config.name,))
         self._topic.wake()
 
     def _free(self, parts: Placed) -> bool:
@@ -93,7 +93,7 @@ class IngestGate:
             retry_after_s=round(queue.retry_after_s(self._clock.now_ms()), 3),
             limit=queue.capacity,
         )
-        self._metrics.ingest_rejected(name, sum(part.count for _, part in parts))
+        self._metrics.ingest_rejected.add((name,), sum(part.count for _, part in parts))
         for _, part in parts:
             part.request.part_failed(refusal)
 

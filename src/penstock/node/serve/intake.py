@@ -254,11 +254,12 @@ def _timed(topic: Topic, count: int, reply: Reply) -> Reply:
 
     def answer(result: object) -> None:
         if isinstance(result, Enqueued):
-            topic.metrics.enqueued(topic.config.name, count, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            topic.metrics.enqueue_seconds.observe((topic.config.name,), seconds, count)
             if result.duplicates:
-                topic.metrics.duplicates(topic.config.name, len(result.duplicates))
+                topic.metrics.duplicates.add((topic.config.name,), len(result.duplicates))
         elif isinstance(result, PenstockError) and result.status == "RESOURCE_EXHAUSTED":
-            topic.metrics.backpressure(result.code)
+            topic.metrics.backpressure.add((result.code,))
         reply(result)
 
     return answer

@@ -296,15 +296,15 @@ class Topic:
     def _count(self, applied: Applied, reason: str) -> None:
         name, metrics = self.config.name, self.metrics
         if applied.acked:
-            metrics.acked(name, applied.acked)
+            metrics.acked.add((name,), applied.acked)
         if applied.retried:
-            metrics.retried(name, applied.retried)
+            metrics.retried.add((name,), applied.retried)
         if applied.expired:
-            metrics.leases_expired(name, applied.expired)
+            metrics.leases_expired.add((name,), applied.expired)
         if applied.replayed:
-            metrics.replayed(name, applied.replayed)
+            metrics.replayed.add((name,), applied.replayed)
         if applied.dead:
-            metrics.dead_lettered(name, applied.dead, reason=reason)
+            metrics.dead_lettered.add((name, reason), applied.dead)
 
     @property
     def leased(self) -> int:

@@ -23,7 +23,7 @@ class Greeting(NamedTuple):
 def read_greeting(engine: Engine, frame: Frame) -> Greeting:
     """What a connection's first frame agrees on; raises what it is refused with."""
     if frame.type is not FrameType.HEARTBEAT:
-        engine.metrics.auth_failed()
+        engine.metrics.auth_failures.add()
         raise Unauthenticated("the first frame must be a greeting")
     if frame.flags & FrameFlag.COMPRESSED:
         raise InvalidArgument("a greeting is not compressed", field="flags")
@@ -35,7 +35,7 @@ def read_greeting(engine: Engine, frame: Frame) -> Greeting:
     try:
         key_id, peer = _authenticated(engine, hello)
     except Unauthenticated:
-        engine.metrics.auth_failed()
+        engine.metrics.auth_failures.add()
         raise
     limits, name = engine.config.limits, engine.config.cluster_name
     heartbeat_ms = int(limits.idle_s * 1000 / 3)

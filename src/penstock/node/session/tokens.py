@@ -58,7 +58,7 @@ class Tokens:
 
         def whole(result: object) -> None:
             if isinstance(result, Settled) and result.lost:
-                topic.metrics.leases_lost(topic.config.name, len(result.lost))
+                topic.metrics.leases_lost.add((topic.config.name,), len(result.lost))
             answer(result)
 
         if len(self._parts) == 1:

@@ -16,6 +16,7 @@ from penstock.log.flush import Flush
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import HEADER_SIZE
 from penstock.node.clock import Clock
+from penstock.node.observe.metrics import Metrics
 from penstock.node.storage.syncer import Syncer
 
 GROW_AHEAD_BYTES: Final = 1 << 20
@@ -37,14 +38,14 @@ class Flusher:
         clock: Clock,
         submit: Submit,
         syncer: Syncer | None,
-        on_write: Callable[[int, float], None],
+        metrics: Metrics,
         on_durable: Callable[[int], None],
         on_room: Callable[[], None],
         on_failed: Callable[[BaseException], None],
     ) -> None:
         self.log, self._clock = log, clock
         self._submit, self._syncer = submit, syncer
-        self._on_write, self._on_durable = on_write, on_durable
+        self._metrics, self._on_durable = metrics, on_durable
         self._on_room, self._on_failed = on_room, on_failed
         # More than a share of a segment would make every segment that large.
         self._ahead_bytes = min(GROW_AHEAD_BYTES, log.options.segment_bytes // 4)
@@ -77,7 +78,8 @@ class Flusher:
             if error is not None:
                 self.fail(error)
                 return
-            self._on_write(flush.bytes, time.perf_counter() - started)
+            self._metrics.log_written.add((), flush.bytes)
+            self._metrics.fsync_seconds.observe((), time.perf_counter() - started)
             try:
                 self._on_durable(sequence)
             except Exception as failure:  # noqa: BLE001 - who calls back here would drop it

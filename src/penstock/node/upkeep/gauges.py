@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from penstock.node.door.budget import Held
 from penstock.node.engine import Engine
-from penstock.node.observe.metrics import NodeReading, PartitionReading
-from penstock.node.observe.replica_metrics import FollowerReading, ReplicaReading
+from penstock.node.observe.readings import (
+    FollowerReading,
+    NodeReading,
+    PartitionReading,
+    ReplicaReading,
+)
 from penstock.node.replica.clocks import ClockVerdict
 from penstock.node.replica.host import Host
 from penstock.node.serve.partition import Partition

@@ -106,7 +106,7 @@ async def verify(engine: Engine, within_s: float = 0.0) -> Verified:
 async def snapshot(engine: Engine, topic: Topic, partition: Partition) -> SnapshotFacts:
     started = time.perf_counter()
     facts = await take_snapshot(topic, partition, engine.clock.now_ms(), reserve=engine.reserve)
-    engine.metrics.snapshot_written(time.perf_counter() - started)
+    engine.metrics.snapshot_seconds.observe((), time.perf_counter() - started)
     return facts
 
 

@@ -10,6 +10,7 @@ from tests.unit.log.conftest import Pen
 from penstock.log import LogOptions, PartitionLog
 from penstock.log.floor import read_slots
 from penstock.node.clock import ManualClock
+from penstock.node.observe.metrics import Metrics
 from penstock.node.storage.flusher import Flusher
 from penstock.node.storage.syncer import open_syncer
 
@@ -26,7 +27,7 @@ async def test_no_write_waits_for_the_floor(tmp_path: Path) -> None:
     assert syncer is not None
     flusher = Flusher(
         log, clock=ManualClock(), submit=lambda work, done: later.append(work), syncer=syncer,
-        on_write=lambda *_: None, on_durable=durable.put_nowait, on_room=lambda: None,
+        metrics=Metrics(), on_durable=durable.put_nowait, on_room=lambda: None,
         on_failed=lambda _: None,
     )  # fmt: skip
     pen.stage([b"answered at once"])

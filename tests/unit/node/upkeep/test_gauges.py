@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.unit.node.replica.hosting import Cluster, put
 
-from penstock.node.observe.replica_metrics import FollowerReading
+from penstock.node.observe.readings import FollowerReading
 from penstock.node.replica.host import Host
 from penstock.node.upkeep.gauges import replica_reading
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from penstock.node.observe.metrics import Metrics, NodeReading
-from penstock.node.observe.replica_metrics import FollowerReading, ReplicaReading
+from penstock.node.observe.metrics import Metrics
+from penstock.node.observe.readings import FollowerReading, NodeReading, ReplicaReading
 
 ROOT = Path(__file__).resolve().parents[4]
 ALERTS, METRICS = ROOT / "deploy/alerts.yml", ROOT / "docs/metrics.md"
@@ -42,8 +42,8 @@ def test_a_coordinator_shows_each_of_its_followers() -> None:
 
 def test_a_warning_tells_of_whom_it_is() -> None:
     metrics = Metrics()
-    metrics.stream_warned("jobs", 3, "b", "lagging")
-    metrics.stream_warned("jobs", 3, "b", "lagging")
+    metrics.follower_warnings.add(("jobs", "3", "b", "lagging"))
+    metrics.follower_warnings.add(("jobs", "3", "b", "lagging"))
     series = '{follower="b",partition="3",topic="jobs",what="lagging"}'
     assert f"penstock_follower_warnings_total{series} 2.0" in metrics.text().decode()
     metrics.forget_topic("jobs")
