@@ -4,7 +4,8 @@ Every request and every stream takes a number of its own from one counter; an an
 When the connection is lost, every waiting request fails with `Unavailable`: its outcome is
 *unknown*, and whoever repeats it does so with the same producer key. The same holds for a request
 that was not answered within `answer_s`. That time is counted in ticks, so that a loop that stood
-still is not taken for a node that did.
+still is not taken for a node that did. A request that never went out fails with `sent=False`:
+nobody has to guess whether it was done.
 """
 
 from __future__ import annotations
@@ -225,12 +226,11 @@ class Exchange(asyncio.Protocol):
         self._end_if_left()
 
     def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise Unavailable(self._lost.message) from self._lost
-        if self._farewell is not None:
-            raise Unavailable(self._farewell.message, sent=False) from self._farewell
+        over = self._lost or self._farewell
+        if over is not None:
+            raise Unavailable(over.message, sent=False) from over
         if self._transport is None:
-            raise Unavailable("the connection was not made yet")
+            raise Unavailable("the connection was not made yet", sent=False)
 
     # --- called by the transport ---
 
@@ -387,7 +387,11 @@ class Exchange(asyncio.Protocol):
 
 
 def _error_in(item: Frame) -> PenstockError:
-    return from_wire(unpack(item.payload, dict[str, Any])[0])
+    error = from_wire(unpack(item.payload, dict[str, Any])[0])
+    error.details.pop(
+        "sent", None
+    )  # It is about a request of that node to another, not about ours.
+    return error
 
 
 def _copy(error: PenstockError) -> PenstockError:

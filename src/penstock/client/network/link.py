@@ -164,13 +164,20 @@ class Link:
     ) -> R:
         """Go on after a first try that `failed` at the node that it had `reached`."""
         failures = Counter[Connection]()
+        doubtful = False  # whether some try may have been carried out
 
         def again(error: BaseException) -> bool:
+            nonlocal doubtful
+            if not isinstance(error, PenstockError):
+                return False
+            doubtful = doubtful or not _undone(error)
+            if doubtful:
+                error.details.pop("sent", None)  # It is true of the last try alone.
             if reached is not None and isinstance(error, Unavailable):
                 failures[reached] += 1
             if self._fleet is not None:
                 self._look_elsewhere(at, failures)
-            return _again(error, repeatable=repeatable)
+            return passing(error) and (repeatable or _undone(error))
 
         if not again(failed):
             raise failed
@@ -246,19 +253,18 @@ class Link:
             await self._source.close()
 
 
-def passing(error: BaseException) -> bool:
+def passing(error: PenstockError) -> bool:
     """Whether the same request may succeed later, or elsewhere."""
-    return isinstance(error, PenstockError) and (error.retryable or isinstance(error, WrongEpoch))
+    return error.retryable or isinstance(error, WrongEpoch)
 
 
-def _again(error: BaseException, *, repeatable: bool) -> bool:
-    """Whether to retry after `error`."""
-    if not isinstance(error, PenstockError) or not passing(error):
-        return False
-    if isinstance(error, Backpressure):
-        return True
-    undone = error.details.get("sent") is False or bool(error.details.get("elsewhere"))
-    return repeatable or undone
+def _undone(error: PenstockError) -> bool:
+    """Whether it says that the request was surely not carried out."""
+    return (
+        isinstance(error, Backpressure)
+        or error.details.get("sent") is False
+        or bool(error.details.get("elsewhere"))
+    )
 
 
 def _pause_s(error: BaseException | None, otherwise_s: float) -> float:

@@ -128,6 +128,43 @@ async def test_a_lost_connection_fails_requests_and_streams_as_unavailable(
     assert not either.alive
 
 
+async def test_what_is_asked_of_a_connection_that_was_left_was_not_sent(
+    connection: Connection, broker: Any
+) -> None:
+    """Before, it failed as if its outcome were unknown, when the last answer had come with the
+    server's farewell."""
+    waiting = asyncio.ensure_future(connection.call("echo"))
+    await asyncio.sleep(0)
+    broker.sessions[0].refuse(0, Unavailable("the node stops", leaving=True))
+    await waiting
+    await asyncio.sleep(0)
+    for request in (connection.call("echo"), connection.enqueue("t", [(0, 1, body(b"a"))])):
+        with pytest.raises(Unavailable) as refused:
+            await request
+        assert refused.value.details["sent"] is False
+
+
+async def test_a_request_that_was_lost_on_its_way_is_not_called_unsent(
+    either: Connection, broker: Any
+) -> None:
+    broker.drops = 1
+    with pytest.raises(Unavailable) as lost:
+        await either.enqueue("t", [(0, 1, body(b"a"))])
+    assert "sent" not in lost.value.details
+    with pytest.raises(Unavailable) as late:
+        await either.call("echo")
+    assert late.value.details["sent"] is False
+
+
+async def test_what_a_node_did_not_send_says_nothing_about_our_request(
+    connection: Connection, broker: Any
+) -> None:
+    broker.results["stats"] = Unavailable("node n2 is not connected", sent=False)
+    with pytest.raises(Unavailable) as refused:
+        await connection.call("stats")
+    assert "sent" not in refused.value.details
+
+
 async def test_a_refused_greeting_is_raised(broker: Any, url: str) -> None:
     broker.greeting = Unauthenticated("unknown key")
     with pytest.raises(Unauthenticated):

@@ -99,6 +99,25 @@ async def test_retries_end_after_their_time(make_client: Any, broker: Any) -> No
             await topic.put(b"x")
 
 
+@pytest.mark.parametrize("taken", [True, False])
+async def test_a_put_that_may_have_been_taken_is_not_called_unsent(
+    make_client: Any, broker: Any, taken: bool
+) -> None:
+    """Before, the error of the last try spoke for all of them: no node was reached any more."""
+    async with make_client(retry_s=0.05) as client:
+        topic = await client.topic("t")
+        broker.greeting = Unavailable("the node starts")
+        if taken:
+            broker.drops = 1
+        else:
+            broker.sessions[0].transport.abort()
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable) as failed:
+            await topic.put(b"x")
+        assert failed.value.details.get("sent") is (None if taken else False)
+        assert len(broker.requests) == taken
+
+
 async def test_a_refused_entry_does_not_fail_the_others(client: Client, broker: Any) -> None:
     topic = await client.topic("t")
     broker.refusals = [InvalidArgument("bad", field="payload")] * 2
