@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from penstock.model.delta import Delta
     from penstock.model.delta_format import Op, PriorityClass, Source
     from penstock.model.topic import Compression, Mode, TopicConfig, TopicKind
-    from penstock.server.embedded import EmbeddedNode
     from penstock.sinks.index import Index
 
 DATA_FOLDER = "penstock-data"
@@ -187,7 +186,9 @@ def connect(
     if url is not None:
         where = os.fspath(url) if isinstance(url, str | os.PathLike) else url
     if isinstance(where, str) and not Address.looks_like(where):
-        return Client(_Embedded(where, api_key=key), options or Options())
+        from penstock.server.embedded import EmbeddedNode, config_of
+
+        return Client(EmbeddedNode(config_of(where), api_key=key), options or Options())
     chosen = options or Options()
     remote = Remote(
         where,
@@ -205,26 +206,6 @@ def open_index(path: str | os.PathLike[str]) -> Index:
     from penstock.sinks.index import Index
 
     return Index(os.fspath(path))
-
-
-class _Embedded:
-    """The engine inside this process, on one folder, as long as its client is open."""
-
-    def __init__(self, folder: str, *, api_key: str | None) -> None:
-        self._folder, self._api_key = folder, api_key
-        self._node: EmbeddedNode | None = None
-
-    async def connect(self) -> Connection:
-        if self._node is None:
-            from penstock.server.embedded import open_embedded
-
-            self._node = await open_embedded(self._folder)
-        return await self._node.connect(self._api_key)
-
-    async def close(self) -> None:
-        node, self._node = self._node, None
-        if node is not None:
-            await node.close()
 
 
 def __getattr__(name: str) -> Any:

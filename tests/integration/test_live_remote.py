@@ -17,7 +17,7 @@ from penstock.errors import InvalidArgument
 from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
-from penstock.testing.etcd import free_ports
+from penstock.testing.program import free_ports
 
 OPTIONS = penstock.Options(retry_wait_s=0.01)
 

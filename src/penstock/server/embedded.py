@@ -24,35 +24,48 @@ async def connect_within(session: Session, api_key: str | None, *, client: str) 
 
 
 class EmbeddedNode:
-    """A running engine that hands out in-process connections. Close it when done."""
+    """An engine that hands out in-process connections, alone: its folder is locked while it runs.
 
-    def __init__(self) -> None:
+    It starts when it is first asked for a connection. Close it when done."""
+
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, api_key: str | None = None
+    ) -> None:
+        self._config, self._clock, self._api_key = config, clock, api_key
         self._stop = asyncio.Event()
-        self._started: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[Engine] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
+        assert self._started is not None
         return self._started.result()
 
-    async def start(self, config: Config, clock: Clock | None) -> None:
+    async def start(self) -> None:
         # The engine's task group must be left by the task that entered it, and whoever opens and
         # closes this node need not be one task: so the engine lives in a task of its own.
-        self._task = asyncio.create_task(self._run(config, clock), name="penstock-embedded")
+        if self._started is None or (self._started.done() and self._started.exception()):
+            self._started = asyncio.get_running_loop().create_future()
+            running = self._run(self._started)
+            self._task = asyncio.create_task(running, name="penstock-embedded")
         await asyncio.shield(self._started)
 
-    async def _run(self, config: Config, clock: Clock | None) -> None:
+    async def _run(self, started: asyncio.Future[Engine]) -> None:
         try:
-            async with running_engine(config, clock=clock, open_writer=open_writer) as engine:
-                self._started.set_result(engine)
+            async with running_engine(
+                self._config, clock=self._clock, open_writer=open_writer
+            ) as engine:
+                started.set_result(engine)
                 await self._stop.wait()
         except BaseException as error:
-            if self._started.done():
+            if started.done():
                 raise
-            self._started.set_exception(error)
+            started.set_exception(error)
 
     async def connect(self, api_key: str | None = None) -> Connection:
-        return await connect_within(Session(self.engine), api_key, client="penstock-embedded")
+        await self.start()
+        key = api_key or self._api_key
+        return await connect_within(Session(self.engine), key, client="penstock-embedded")
 
     async def close(self) -> None:
         self._stop.set()
@@ -60,10 +73,15 @@ class EmbeddedNode:
             await self._task
 
 
+def config_of(folder: Path | str) -> Config:
+    """The configuration of a node that only this process uses."""
+    return Config(data=Path(folder), drain_s=5.0)
+
+
 async def open_embedded(
     path: Path | str, *, clock: Clock | None = None, config: Config | None = None
 ) -> EmbeddedNode:
-    """Start a node in `path`, alone: the folder is locked while it runs."""
-    node = EmbeddedNode()
-    await node.start(config or Config(data=Path(path), drain_s=5.0), clock)
+    """Start a node in `path`."""
+    node = EmbeddedNode(config or config_of(path), clock=clock)
+    await node.start()
     return node

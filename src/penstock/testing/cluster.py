@@ -26,8 +26,9 @@ from typing import Any, Final
 from penstock.client.network.connection import all_pages
 from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
-from penstock.testing.etcd import EtcdProcess, free_ports
+from penstock.testing.etcd import EtcdProcess
 from penstock.testing.process import ServerProcess
+from penstock.testing.program import free_ports
 
 READY_S_MAX: Final = 120.0
 POLL_S: Final = 0.05

@@ -47,6 +47,15 @@ def penstock_clock() -> AdvancingClock:
     return AdvancingClock()
 
 
+def _clock_of(request: pytest.FixtureRequest) -> AdvancingClock | None:
+    """The clock that the test asks for, whose timers fire on the running loop from now on."""
+    if "penstock_clock" not in request.fixturenames:
+        return None
+    clock: AdvancingClock = request.getfixturevalue("penstock_clock")
+    clock.attach(asyncio.get_running_loop())
+    return clock
+
+
 @async_fixture
 async def penstock_node(
     request: pytest.FixtureRequest, tmp_path: Path
@@ -54,11 +63,7 @@ async def penstock_node(
     """A node inside the test's loop, on a folder of its own."""
     from penstock.server.embedded import open_embedded
 
-    clock = None
-    if "penstock_clock" in request.fixturenames:
-        clock = request.getfixturevalue("penstock_clock")
-        clock.attach(asyncio.get_running_loop())
-    node = await open_embedded(tmp_path / "penstock-data", clock=clock)
+    node = await open_embedded(tmp_path / "penstock-data", clock=_clock_of(request))
     try:
         yield node
     finally:
@@ -88,39 +93,19 @@ async def penstock_client(penstock_node: EmbeddedNode) -> AsyncIterator[Client]:
         yield client
 
 
-class _OwnNode:
-    """A node that lives and ends with its only client."""
-
-    def __init__(self, folder: Path, clock: AdvancingClock | None) -> None:
-        self._folder, self._clock = folder, clock
-        self._node: EmbeddedNode | None = None
-
-    async def connect(self) -> Connection:
-        from penstock.server.embedded import open_embedded
-
-        if self._node is None:
-            if self._clock is not None:
-                self._clock.attach(asyncio.get_running_loop())
-            self._node = await open_embedded(self._folder, clock=self._clock)
-        return await self._node.connect()
-
-    async def close(self) -> None:
-        if self._node is not None:
-            await self._node.close()
-
-
 @pytest.fixture
 def penstock_sync_client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SyncClient]:
     """A client for tests without async, with a node of its own in a thread."""
     from penstock import sync
     from penstock.client.client import Client
     from penstock.client.options import Options
+    from penstock.server.embedded import EmbeddedNode, config_of
 
-    clock = None
-    if "penstock_clock" in request.fixturenames:
-        clock = request.getfixturevalue("penstock_clock")
-    node = _OwnNode(tmp_path / "penstock-data-sync", clock)
-    with sync.Client(lambda: Client(node, Options())) as client:
+    def make() -> Client:
+        config = config_of(tmp_path / "penstock-data-sync")
+        return Client(EmbeddedNode(config, clock=_clock_of(request)), Options())
+
+    with sync.Client(make) as client:
         yield client
 
 

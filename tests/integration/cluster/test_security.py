@@ -20,7 +20,8 @@ from penstock.config import ClusterOptions, Config, TlsOptions
 from penstock.errors import PenstockError, Unauthenticated
 from penstock.node.engine import Engine
 from penstock.replication.messages import Follow
-from penstock.testing.etcd import etcd_process, free_ports
+from penstock.testing.etcd import etcd_process
+from penstock.testing.program import free_ports
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import (
     Enqueue,

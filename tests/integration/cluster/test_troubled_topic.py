@@ -10,7 +10,8 @@ from penstock.config import ClusterOptions, Config
 from penstock.model.topic import TopicConfig
 from penstock.node import join as joining
 from penstock.node.join import EngineLocal
-from penstock.testing.etcd import etcd_process, free_ports
+from penstock.testing.etcd import etcd_process
+from penstock.testing.program import free_ports
 
 
 async def test_files_of_a_topic_in_trouble_are_kept(

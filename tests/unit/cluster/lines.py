@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.cluster.etcd import EtcdStore
 from penstock.cluster.etcd_peers import EtcdOptions
-from penstock.testing.etcd import free_ports
+from penstock.testing.program import free_ports
 
 QUICK = EtcdOptions(connect_s=1.0, request_s=3.0, lease_ttl_s=2)
 OpenEtcd = Callable[[], EtcdStore]
