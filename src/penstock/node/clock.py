@@ -52,36 +52,6 @@ def _wall_offset_ms() -> float:
     return time.time() * 1000 - time.monotonic() * 1000
 
 
-class TenureClock:
-    """A partition's time while this node coordinates it: the node's, and what it is ahead of that.
-
-    Log time never steps back, and the log may come from a node whose clock is faster: then the
-    partition is ahead. A node that does not know yet whether its clock is right begins no later
-    than `latest_ms`, which is what others say; then the partition is behind, until `release`. The
-    node's other partitions know nothing of either.
-    """
-
-    __slots__ = ("_clock", "ahead_ms")
-
-    def __init__(self, clock: Clock, *, log_ms: int, latest_ms: int | None = None) -> None:
-        self._clock = clock
-        now_ms = clock.now_ms()
-        begin_ms = now_ms if latest_ms is None else min(now_ms, latest_ms)
-        self.ahead_ms = max(begin_ms, log_ms) - now_ms
-
-    def now_ms(self) -> int:
-        return self._clock.now_ms() + self.ahead_ms
-
-    @property
-    def held(self) -> bool:
-        """Whether the partition's time is behind the node's."""
-        return self.ahead_ms < 0
-
-    def release(self) -> None:
-        """The node's clock is right after all: catch up with it."""
-        self.ahead_ms = max(0, self.ahead_ms)
-
-
 class Alarm:
     """Calls back at the earliest of the times that it was set to, then no more until it is set."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.node.clock import Alarm, ManualClock, SystemClock, TenureClock
+from penstock.node.clock import Alarm, ManualClock, SystemClock
 
 
 def test_timers_fire_in_order_and_at_their_own_moment() -> None:
@@ -39,28 +39,6 @@ async def test_a_system_timer_is_never_early() -> None:
     due = clock.now_ms() + 20
     clock.call_at(due, lambda: fired.set_result(clock.now_ms()))
     assert await fired >= due
-
-
-def test_the_time_of_a_tenure_is_never_behind_its_log() -> None:
-    clock = ManualClock(start_ms=1000)
-    ahead, behind = TenureClock(clock, log_ms=5000), TenureClock(clock, log_ms=400)
-    assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (5000, 1000, 1000)
-    clock.advance(2)
-    assert (ahead.now_ms(), behind.now_ms(), clock.now_ms()) == (7000, 3000, 3000)
-
-
-def test_the_time_of_a_tenure_begins_no_later_than_it_may_and_catches_up() -> None:
-    clock = ManualClock(start_ms=9000)
-    held = TenureClock(clock, log_ms=2000, latest_ms=5000)
-    bound = TenureClock(clock, log_ms=7000, latest_ms=5000)
-    free = TenureClock(clock, log_ms=2000, latest_ms=9500)
-    assert [each.now_ms() for each in (held, bound, free)] == [5000, 7000, 9000]
-    assert [each.held for each in (held, bound, free)] == [True, True, False]
-    clock.advance(1)
-    assert held.now_ms() == 6000
-    for each in (held, free):
-        each.release()
-        assert each.now_ms() == 10_000
 
 
 def test_an_alarm_rings_once_at_the_earliest_time_it_was_set_to() -> None:

@@ -165,7 +165,7 @@ def _in_doubt(topic: Topic, older_ms: int | None) -> dict[int, list[tuple[Partit
     found: dict[int, list[tuple[Partition, bytes]]] = {}
     for partition in topic.local:
         for transaction, prepared in partition.heap.prepared.items():
-            if older_ms is None or prepared.time_ms <= partition.now_ms() - older_ms:
+            if older_ms is None or prepared.time_ms <= partition.journal.now_ms() - older_ms:
                 found.setdefault(prepared.home, []).append((partition, transaction))
     return found
 

@@ -204,8 +204,9 @@ async def producer_begin_share(
             raise StaleProducer(
                 f"producer epoch {epoch} is over, {current} is current", epoch=current
             )
-        if partition.journal.disk_is_full:
-            raise partition.journal.disk_full()
+        refusal = partition.journal.flusher.disk_full()
+        if refusal is not None:
+            raise refusal
         partition.journal.check_commits()
     await asyncio.to_thread(engine.folder.raise_format, FORMAT_PRODUCERS)
     written = [

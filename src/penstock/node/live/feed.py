@@ -145,7 +145,7 @@ class Feed:
 
     def on_staged(self, batch: Batch, columns: Columns) -> None:
         """A batch is on its way to disk. What is not kept is read back once it is committed."""
-        if self._staged.add(batch, columns) and not self._partition.journal.writing:
+        if self._staged.add(batch, columns) and not self._partition.journal.flusher.writing:
             self._plan_ahead()
 
     def on_enqueued(self, parts: Sequence[EnqueuePart]) -> None:

@@ -16,7 +16,6 @@ import msgspec
 from penstock.errors import DiskFull, PenstockError, QuorumUnavailable, Unavailable
 from penstock.log.crash import crash_point
 from penstock.model.batch import Kind
-from penstock.node.clock import TenureClock
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.log_sender import LogSender
@@ -116,40 +115,37 @@ class Tenure:
 
     def _enter(self) -> None:
         topic, around = self._topic, self._around
-        clock = TenureClock(
-            around.clock, log_ms=self._flusher.log.time_ms_last, latest_ms=self._latest_ms()
-        )
+        now_ms = around.clock.now_ms()
+        begin_ms = max(self._latest_ms(now_ms), self._flusher.log.time_ms_last)
         journal = Journal(
-            self._applying.heap, self._replica, self._flusher, clock=clock,
-            reserve_bytes=around.reserve_bytes, wake=topic.wake,
-            turn=topic.turn if self._sending is None else topic.wake,
+            self._applying.heap, self._replica, self._flusher, clock=around.clock,
+            ahead_ms=begin_ms - now_ms, reserve_bytes=around.reserve_bytes,
+            flush=self._flusher.flush if self._sending is None else self.flush,
+            wake=topic.wake, turn=topic.turn if self._sending is None else topic.wake,
             observe=topic.observe, writable=None if self._sending is None else self._writable,
             on_fatal=around.on_fatal,
         )  # fmt: skip
         self._journal = journal
-        if self._sending is not None:
-            journal.flush = self.flush
         journal.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
         crash_point("node.barrier.staged")
         journal.flush()
 
-    def _latest_ms(self) -> int | None:
-        """When the partition's time may begin at the latest; None: our clock is known to be right.
+    def _latest_ms(self, own_ms: int) -> int:
+        """When the partition's time may begin at the latest; `own_ms`, if our clock is right.
 
         A node alone has only itself. Others go by the clocks of those who promised the epoch, and
         of all that were compared before."""
         clocks = self._around.clocks
         if clocks is None or clocks.agreed:
-            return None
-        own_ms = self._around.clock.now_ms()
+            return own_ms
         quorum_ms = self._replica.quorum_ms(own_ms, self._around.now())
-        return min(quorum_ms, clocks.latest_ms(own_ms))
+        return min(own_ms, quorum_ms, clocks.latest_ms(own_ms))
 
     def on_tick(self) -> None:
         """Let the partition's time catch up once our clock is known to be right."""
         journal, clocks = self._journal, self._around.clocks
-        if journal is not None and journal.clock.held and clocks is not None and clocks.agreed:
-            journal.clock.release()
+        if journal is not None and journal.ahead_ms < 0 and clocks is not None and clocks.agreed:
+            journal.ahead_ms = 0
             self._topic.wake()
 
     def _writable(self) -> PenstockError | None:

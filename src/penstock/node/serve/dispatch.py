@@ -19,7 +19,8 @@ from penstock.node.serve.deliveries import Deliveries
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.rounds import STRETCH, Rounds
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.journal import COALESCE_ENTRIES, Journal
+from penstock.node.storage.flusher import Flusher
+from penstock.node.write.journal import COALESCE_ENTRIES
 
 if TYPE_CHECKING:
     from penstock.node.serve.topic import Topic
@@ -38,7 +39,7 @@ class Dispatch:
         self.rank_error_max = 0
         self._spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._picks = 0
-        self._awaited: list[tuple[Journal, int]] | None = None  # writes that a small lease awaits
+        self._awaited: list[tuple[Flusher, int]] | None = None  # writes that a small lease awaits
         self.rounds = Rounds(topic, self, clock=clock, router=router)
 
     def reconfigure(self) -> None:
@@ -133,9 +134,9 @@ class Dispatch:
         local = self._topic.local
         if min(wanted, sum(p.heap.ready for p in local)) < COALESCE_ENTRIES:
             if self._awaited is None:
-                journals = (p.journal for p in local)
-                self._awaited = [(j, j.writes) for j in journals if j.writing]
-            if any(journal.writes == writes for journal, writes in self._awaited):
+                flushers = (p.journal.flusher for p in local)
+                self._awaited = [(f, f.writes) for f in flushers if f.writing]
+            if any(flusher.writes == writes for flusher, writes in self._awaited):
                 return True
         self._awaited = None
         return False

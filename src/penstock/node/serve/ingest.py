@@ -110,7 +110,7 @@ class IngestGate:
             partition = topic.served(index)
             if partition is None:
                 continue
-            refused = partition.journal.failed is not None or partition.journal.refusal()
+            refused = partition.journal.refusal() is not None
             # What cannot be written now is not kept waiting: the partition will say so.
             room = queue.depths[index] if refused else TURN_ENTRIES - _under_way(partition)
             if left is not None and not refused:

@@ -46,7 +46,7 @@ class Partition:
     @property
     def ahead_ms(self) -> int:
         """What the partition's time is ahead of the node's clock; negative: behind."""
-        return self.journal.clock.ahead_ms
+        return self.journal.ahead_ms
 
     @property
     def sequence_readable(self) -> int:
@@ -59,10 +59,6 @@ class Partition:
     def leased_to(self, consumer: bytes) -> int:
         """Leases whose credit a consumer does not have back yet."""
         return self.heap.leases_of(consumer) + self.journal.releasing(consumer)
-
-    def now_ms(self) -> int:
-        """The partition's own time, which its heap and its log go by."""
-        return self.journal.clock.now_ms()
 
     def expire(self) -> None:
         if self.coordinator.serving and self.journal.may_commit:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from penstock.errors import DiskFull, PenstockError, StorageFailed, Unavailable
-from penstock.log.flush import Flush
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import HEADER_SIZE
 from penstock.node.clock import Clock
 from penstock.node.observe.metrics import Metrics
-from penstock.node.storage.syncer import Syncer
+from penstock.node.storage.syncer import Submit, Syncer
 
 GROW_AHEAD_BYTES: Final = 1 << 20
 DISK_RETRY_MS: Final = 1000
 BATCH_OVERHEAD: Final = HEADER_SIZE + 64  # header, body header, padding
 
-Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 T = TypeVar("T")
 
 
@@ -53,59 +52,53 @@ class Flusher:
         self.writes = 0  # finished
         self._keeping = False  # the floor is being persisted
         self._growing = False
-        self._growth_waiters: list[asyncio.Future[None]] = []
         self._disk_full_until_ms = 0
         self._alone = False  # somebody works on the files: no write begins
-        self._quiet_waiters: list[asyncio.Future[None]] = []
+        self._ended = asyncio.Event()  # set for a moment when a write, growing or `alone` ends
         self.failed: Unavailable | None = None  # nothing is acknowledged any more
 
     # --- writing ---
 
     def flush(self) -> None:
-        """Write everything staged, one write at a time."""
+        """Write everything staged, one write at a time. The kernel syncs a small write by itself;
+        others take the writer thread."""
         if self.writing or self.failed is not None or self._alone:
             return
-        flush = self.log.take()
+        log, syncer = self.log, self._syncer
+        flush = log.take()
         if flush is None:
             return
         self.writing = True
         started = time.perf_counter()
 
-        def done(sequence: Any, error: BaseException | None) -> None:
+        def done(finish: Callable[[], int]) -> None:
+            """`finish` gives the last durable sequence, or raises what has failed."""
             self.writing = False
             self.writes += 1
-            self._release_quiet()
-            if error is not None:
-                self.fail(error)
-                return
-            self._metrics.log_written.add((), flush.bytes)
-            self._metrics.fsync_seconds.observe((), time.perf_counter() - started)
+            self._ended.set()
+            self._ended.clear()
             try:
+                sequence = finish()
+                self._metrics.log_written.add((), flush.bytes)
+                self._metrics.fsync_seconds.observe((), time.perf_counter() - started)
                 self._on_durable(sequence)
-            except Exception as failure:  # noqa: BLE001 - who calls back here would drop it
-                self.fail(failure)
-
-        self._write(flush, done)
-        self._grow_ahead()
-
-    def _write(self, flush: Flush, done: Callable[[Any, BaseException | None], None]) -> None:
-        """A small write is synced by the kernel on its own; others take the writer thread."""
-        log, syncer = self.log, self._syncer
-        descriptor = None if syncer is None or syncer.full else log.begin(flush)
-        if syncer is None or descriptor is None:
-            self._submit(lambda: log.write(flush), done)
-            return
+            except Exception as error:  # noqa: BLE001 - who calls back here would drop it
+                self.fail(error)
 
         def synced(error: OSError | None) -> None:
-            try:
-                sequence = log.finish(flush, error)
-            except StorageFailed as failure:
-                done(None, failure)
-            else:
-                done(sequence, None)
-                self._keep_floor()
+            done(partial(log.finish, flush, error))
+            # No write waits for the floor, which a busy log remembers now and then.
+            if log.floor_due and not self._keeping and self.failed is None:
+                self._persist_floor()
 
-        syncer.sync(descriptor, synced)
+        descriptor = None if syncer is None or syncer.full else log.begin(flush)
+        if syncer is None or descriptor is None:
+            written = self._submit(lambda: log.write(flush))
+            written.add_done_callback(lambda written: done(written.result))
+        else:
+            syncer.sync(descriptor, synced)
+        if log.room(True) < self._ahead_bytes and self.disk_full() is None:
+            self.grow(self._ahead_bytes)
 
     def fail(self, error: BaseException) -> None:
         """Storage failed: nothing is acknowledged from here on; the node is told to stop."""
@@ -119,65 +112,38 @@ class Flusher:
         if self.failed is None and not self.writing and not self._alone:
             self._persist_floor()
 
-    def _keep_floor(self) -> None:
-        """The same of a log that is busy, now and then. No write waits for it."""
-        if self.log.floor_due and not self._keeping and self.failed is None:
-            self._persist_floor()
-
     def _persist_floor(self) -> None:
         self._keeping = True
 
-        def done(_: Any, error: BaseException | None) -> None:
+        def done(persisted: asyncio.Future[None]) -> None:
             self._keeping = False
+            error = persisted.exception()
             if error is not None:
                 self.fail(error)
 
-        self._submit(self.log.persist_floor, done)
+        self._submit(self.log.persist_floor).add_done_callback(done)
 
     # --- work that no write may run beside ---
 
     async def alone(self, work: Callable[[], T]) -> T:
         """Run `work` in the writer thread while nothing is being written, and nothing begins."""
         while self._alone or self.writing or self._growing:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._quiet_waiters.append(waiter)
-            await waiter
+            await self._ended.wait()
         self._alone = True
         try:
-            return await self.in_writer(work)
+            return await asyncio.shield(self._submit(work))
         finally:
             self._alone = False
-            self._release_quiet()
-
-    async def in_writer(self, work: Callable[[], T]) -> T:
-        """Run `work` in the log's writer thread, after what was given to it before."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def done(value: Any, error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-
-        self._submit(work, done)
-        return await asyncio.shield(future)
-
-    def _release_quiet(self) -> None:
-        waiters, self._quiet_waiters = self._quiet_waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            self._ended.set()
+            self._ended.clear()
 
     # --- room on disk ---
 
-    @property
-    def disk_is_full(self) -> bool:
-        """No room was found a moment ago; it is looked for again after a while."""
-        return self._clock.now_ms() < self._disk_full_until_ms
-
-    def disk_full(self) -> DiskFull:
+    def disk_full(self) -> DiskFull | None:
+        """The refusal to write, if no room was found a moment ago. It is looked for again after a
+        while."""
+        if self._clock.now_ms() >= self._disk_full_until_ms:
+            return None
         return DiskFull(
             f"no space left for partition {self.log.partition}; settle or delete messages"
         )
@@ -189,18 +155,11 @@ class Flusher:
     async def make_room(self, body_bytes: int, *, enqueue: bool) -> None:
         """Wait until a batch of so many bytes fits; raises `DiskFull` if it will not."""
         while not self.has_room(body_bytes, enqueue=enqueue):
-            if self.failed is not None:
-                raise self.failed
-            if self.disk_is_full:
-                raise self.disk_full()
+            refusal = self.failed or self.disk_full()
+            if refusal is not None:
+                raise refusal
             self.grow(body_bytes, enqueue=enqueue)
-            await self.grown()
-
-    async def grown(self) -> None:
-        """Wait until the growing that is under way has ended, one way or the other."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._growth_waiters.append(waiter)
-        await waiter
+            await self._ended.wait()
 
     def grow(self, body_bytes: int, *, enqueue: bool = True) -> None:
         """Make room in the writer thread, then tell `on_room`."""
@@ -209,13 +168,11 @@ class Flusher:
         self._growing = True
         log = self.log
 
-        def done(_: Any, error: BaseException | None) -> None:
+        def done(grown: asyncio.Future[None]) -> None:
             self._growing = False
-            self._release_quiet()
-            waiters, self._growth_waiters = self._growth_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._ended.set()
+            self._ended.clear()
+            error = grown.exception()
             if isinstance(error, DiskFull):
                 self._disk_full_until_ms = self._clock.now_ms() + DISK_RETRY_MS
             elif error is not None:
@@ -223,8 +180,5 @@ class Flusher:
                 return
             self._on_room()
 
-        self._submit(lambda: log.grow(body_bytes + BATCH_OVERHEAD, enqueue=enqueue), done)
-
-    def _grow_ahead(self) -> None:
-        if self.log.room(True) < self._ahead_bytes and not self.disk_is_full:
-            self.grow(self._ahead_bytes)
+        grown = self._submit(lambda: log.grow(body_bytes + BATCH_OVERHEAD, enqueue=enqueue))
+        grown.add_done_callback(done)

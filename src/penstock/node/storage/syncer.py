@@ -13,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle
+from typing import Any, Final, Protocol, TypeVar
 
 from penstock.node.observe.logs import get_logger
 
-_GATHER_MAX: Final = 64  # jobs of a thread whose results are handed back together
 REQUESTS_MAX: Final = 1024  # syncs under way at once; a log has one at most
 Synced = Callable[[OSError | None], None]
-Work = Callable[[], Any]
-Done = Callable[[Any, BaseException | None], None]
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -53,7 +52,7 @@ class Syncer:
 
         def completed(result: int) -> None:
             self._under_way -= 1
-            done(_error_of(result))
+            done(_error_of(result) if result else None)
 
         operation = self._make(descriptor)
         operation.set_callback(completed)
@@ -93,10 +92,8 @@ class Syncer:
             continue
 
 
-def _error_of(result: int) -> OSError | None:
-    """The kernel answers 0, or a negated error number that arrives as unsigned."""
-    if not result:
-        return None
+def _error_of(result: int) -> OSError:
+    """What the kernel answers if not 0: a negated error number that arrives as unsigned."""
     number = (1 << 64) - result if result >> 63 else -result
     return OSError(number, os.strerror(number))
 
@@ -110,61 +107,27 @@ def open_syncer(*, gather: bool = False) -> Syncer | None:
         return None
 
 
+class Submit(Protocol):
+    """Runs work in a log's writer thread, after what was given to it before."""
+
+    def __call__(self, work: Callable[[], T], /) -> asyncio.Future[T]: ...
+
+
 class WriterPool:
     """Threads for the storage work that the kernel does not do by itself. fsync and pwrite release
     the GIL, so a few threads keep several logs busy. A log is pinned to one of them, so that it is
-    written by one thread at a time; results come back on the loop."""
+    written by one thread at a time."""
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queues: list[SimpleQueue[tuple[Work, Done] | None]] = [
-            SimpleQueue() for _ in range(threads)
-        ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=f"writer-{i}", daemon=True)
-            for i, queue in enumerate(self._queues)
-        ]
-        self._next = 0
-        for thread in self._threads:
-            thread.start()
+        self._threads = [ThreadPoolExecutor(1, f"writer-{i}") for i in range(threads)]
+        self._turns = cycle(self._threads)
 
-    def pin(self) -> Callable[[Work, Done], None]:
+    def pin(self) -> Submit:
         """A submit function bound to one of the threads."""
-        queue = self._queues[self._next % len(self._queues)]
-        self._next += 1
-        return lambda work, done: queue.put((work, done))
+        return partial(self._loop.run_in_executor, next(self._turns))
 
     async def close(self) -> None:
         """Finish what is queued and end the threads."""
-        for queue in self._queues:
-            queue.put(None)
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-
-    def _run(self, queue: SimpleQueue[tuple[Work, Done] | None]) -> None:
-        open_ = True
-        while open_:
-            results: list[tuple[Done, Any, BaseException | None]] = []
-            job = queue.get()
-            while True:
-                if job is None:
-                    open_ = False
-                    break
-                work, done = job
-                try:
-                    results.append((done, work(), None))
-                except BaseException as error:  # noqa: BLE001 - handed to the owner on the loop
-                    results.append((done, None, error))
-                if len(results) >= _GATHER_MAX:
-                    break
-                try:
-                    job = queue.get_nowait()
-                except Empty:
-                    break
-            if results:
-                self._loop.call_soon_threadsafe(_deliver, results)
-
-
-def _deliver(results: list[tuple[Done, Any, BaseException | None]]) -> None:
-    for done, value, error in results:
-        done(value, error)
+            await asyncio.to_thread(thread.shutdown)

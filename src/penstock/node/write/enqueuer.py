@@ -56,12 +56,12 @@ class Enqueuer:
         is; after that it waits, and becomes one batch with what else comes.
         """
         journal = self._journal
-        if not journal.takes(self):
+        if not journal.takes(self.fail):
             return
-        if journal.writing and self.gathered < COALESCE_ENTRIES:
-            if self._taken_during == journal.writes:
+        if journal.flusher.writing and self.gathered < COALESCE_ENTRIES:
+            if self._taken_during == journal.flusher.writes:
                 return
-            self._taken_during = journal.writes
+            self._taken_during = journal.flusher.writes
         self._process()
 
     def _process(self) -> None:
@@ -196,10 +196,10 @@ class Enqueuer:
 
     def _wait_for_room(self, parts: list[EnqueuePart]) -> None:
         """The disk has to give more first; if it just said that it cannot, refuse."""
-        if self._journal.disk_is_full:
-            error = self._journal.disk_full()
+        full = self._journal.flusher.disk_full()
+        if full is not None:
             for part in parts:
-                part.request.part_failed(error)
+                part.request.part_failed(full)
             return
         self._parts = parts + self._parts
         self.gathered = sum(part.count for part in self._parts)

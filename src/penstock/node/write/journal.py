@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from penstock.errors import Backpressure, DiskFull, PenstockError, Unavailable
+from penstock.errors import Backpressure, PenstockError, Unavailable
 from penstock.heap import Applied, Heap
 from penstock.log.crash import crash_point
 from penstock.model.batch import SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
-from penstock.node.clock import TenureClock
+from penstock.node.clock import Clock
 from penstock.node.storage.flusher import BATCH_OVERHEAD, Flusher
 from penstock.node.write.requests import EnqueuePart
 from penstock.replication.replica import Replica
@@ -29,14 +29,6 @@ LEASE_BYTES: Final = 512  # of a LEASE batch besides its messages, consumer incl
 
 Answer = Callable[[], None]
 Refuse = Callable[[PenstockError], None]
-
-
-class GatheredWork(Protocol):
-    """Requests that have gathered for a partition's turn."""
-
-    gathered: int
-
-    def fail(self, error: PenstockError) -> None: ...
 
 
 class JournalListener(Protocol):
@@ -57,75 +49,72 @@ class Journal:
         replica: Replica,
         flusher: Flusher,
         *,
-        clock: TenureClock,
+        clock: Clock,
+        ahead_ms: int,
         reserve_bytes: int,
+        flush: Callable[[], None],
         wake: Callable[[], None],
         turn: Callable[[], None],
         observe: Callable[[Applied, str], None],
         writable: Callable[[], PenstockError | None] | None,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
+        """`ahead_ms`: what the partition's time is ahead of the node's clock; negative: behind.
+        Log time never steps back, and the log may come from a node whose clock is faster. A node
+        that does not know yet whether its clock is right begins with what others say, and is behind
+        until it knows."""
         if replica.coordinator is None:
             raise RuntimeError("a journal is a coordinator's")
         self.heap, self.log, self.coordinator = heap, flusher.log, replica.coordinator
-        self.clock, self.wake = clock, wake
-        self.flush: Callable[[], None] = flusher.flush  # to be replaced by who sends, too
-        self._replica, self._flusher = replica, flusher
-        self._topic, self._partition = flusher.log.topic, flusher.log.partition
+        self._clock, self.ahead_ms = clock, ahead_ms
+        self.flush, self.wake = flush, wake
+        self.flusher, self._replica = flusher, replica
+        self.has_room, self.grow = flusher.has_room, flusher.grow
         self._reserve_bytes = reserve_bytes
         self._observe, self._turn = observe, turn
         self._writable = writable  # None: there is nobody whose agreement is needed
         self._on_fatal = on_fatal
         # Ascending sequences; each with whom to call if it commits, and if that is unknown.
         self._waiting: deque[tuple[int, Answer, Refuse | None]] = deque()
-        self._unobserved: deque[tuple[int, Applied, str]] = deque()  # the same, of all batches
+        # Ascending sequences; each with what its batch has changed besides messages that came.
+        self._unobserved: deque[tuple[int, Applied, str]] = deque()
         self.failed: Unavailable | None = None  # nothing is taken or acknowledged any more
         self.resigning = False  # what is under way is finished, nothing else begun
-        self.live: JournalListener | None = (
-            None  # the fold of a delta topic, while somebody subscribes
-        )
+        # The fold of a delta topic, while somebody subscribes.
+        self.live: JournalListener | None = None
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._flusher.writing)
+        return not (self._waiting or self.flusher.writing)
 
-    @property
-    def writing(self) -> bool:
-        return self._flusher.writing
-
-    @property
-    def writes(self) -> int:
-        return self._flusher.writes
+    def now_ms(self) -> int:
+        """The partition's own time, which its heap and its log go by."""
+        return self._clock.now_ms() + self.ahead_ms
 
     def refusal(self) -> PenstockError | None:
         """Why nothing can be committed now, or would be so late that writers should wait."""
-        return None if self._writable is None else self._writable()
+        return self.failed or (None if self._writable is None else self._writable())
 
-    def takes(self, work: GatheredWork, *, late: bool = False) -> bool:
-        """Whether gathered work may become batches now. What cannot for a while is told so.
+    def takes(self, refuse: Refuse, *, late: bool = False) -> bool:
+        """Whether gathered work may become batches now. What cannot for a while is refused.
         `late`: it is taken even when writers should wait."""
-        if self.failed is not None:
-            work.fail(self.failed)
-            return False
-        if not work.gathered or not self.coordinator.serving or self.resigning:
+        if self.failed is None and (self.resigning or not self.coordinator.serving):
             return False
         refusal = self.refusal()
         if refusal is None or (late and isinstance(refusal, Backpressure)):
             return True
-        work.fail(refusal)
+        refuse(refusal)
         return False
 
     @property
     def may_commit(self) -> bool:
         """Whether what is appended now would be committed soon, as far as is known."""
-        if self.failed is not None or self.resigning:
-            return False
-        return self._writable is None or not isinstance(self._writable(), Unavailable)
+        return not (self.resigning or isinstance(self.refusal(), Unavailable))
 
     def check_commits(self) -> None:
         """Raise if what is appended now would not be committed, as far as is known. For writes that
         take another way than the partition's turn, which refuses them by itself."""
-        refusal = self.failed or self.refusal()
+        refusal = self.refusal()
         if isinstance(refusal, Unavailable):
             raise refusal
 
@@ -138,18 +127,17 @@ class Journal:
         """Stage one batch and apply it. The caller has made sure that there is room."""
         if self.failed is not None:
             raise self.failed
-        now_ms = self.clock.now_ms()
         log = self.log
         batch = seal(
             kind,
             body,
-            topic=self._topic,
-            partition=self._partition,
+            topic=log.topic,
+            partition=log.partition,
             epoch=self.coordinator.epoch,
             epoch_previous=log.epoch_last,
             first=log.sequence_last + 1,
             count=count,
-            time_ms=max(now_ms, log.time_ms_last),
+            time_ms=max(self._clock.now_ms() + self.ahead_ms, log.time_ms_last),
             chain_previous=log.chain_last,
             codec=codec,
             raw_length=raw_length,
@@ -158,10 +146,11 @@ class Journal:
         self._replica.on_staged(batch)
         columns = columns or batch.columns()
         applied = self.heap.apply(batch, columns)
-        reason = ""
-        if kind is Kind.DEAD:  # a batch of them has one reason
-            reason = DeadReason.name_of(int(columns.fixed("reason")[0]))
-        self._unobserved.append((batch.last, applied, reason))
+        if kind is not Kind.ENQ:  # which releases nothing, and is counted when it is answered
+            reason = ""
+            if kind is Kind.DEAD:  # a batch of them has one reason
+                reason = DeadReason.name_of(int(columns.fixed("reason")[0]))
+            self._unobserved.append((batch.last, applied, reason))
         if self.live is not None:
             self.live.on_staged(batch, columns)
         return batch
@@ -217,7 +206,11 @@ class Journal:
         self._turn()  # the next write is under way while this one's waiters are answered
         waiting = self._waiting
         while waiting and waiting[0][0] <= sequence:
-            self._call(waiting.popleft()[1])
+            answer = waiting.popleft()[1]
+            try:
+                answer()
+            except Exception as error:  # noqa: BLE001 - the others must still be answered
+                self._on_fatal(error)
 
     def doubt(self, error: Unavailable) -> int:
         """Whoever can be told that an outcome is unknown gets `error`; returns how many. The
@@ -225,7 +218,10 @@ class Journal:
         told = [unknown for _, _, unknown in self._waiting if unknown is not None]
         self._waiting = deque(waiter for waiter in self._waiting if waiter[2] is None)
         for unknown in told:
-            self._call(lambda refuse=unknown: refuse(error))  # type: ignore[misc]
+            try:
+                unknown(error)
+            except Exception as failure:  # noqa: BLE001 - the others must still be told
+                self._on_fatal(failure)
         return len(told)
 
     def end(self, error: Unavailable) -> None:
@@ -238,29 +234,7 @@ class Journal:
         self._waiting.clear()
         self.wake()
 
-    def _call(self, callback: Answer) -> None:
-        try:
-            callback()
-        except Exception as error:  # noqa: BLE001 - the others must still be answered
-            self._on_fatal(error)
-
-    def persist_floor(self) -> None:
-        """The log fell idle: remember on disk how far it was acknowledged."""
-        self._flusher.persist_floor()
-
     # --- room on disk ---
-
-    @property
-    def disk_is_full(self) -> bool:
-        """No room was found a moment ago; it is looked for again after a while."""
-        return self._flusher.disk_is_full
-
-    def disk_full(self) -> DiskFull:
-        return self._flusher.disk_full()
-
-    def has_room(self, body_bytes: int, *, enqueue: bool = False) -> bool:
-        """Whether a batch fits that is an enqueue, or may use the reserve."""
-        return self.log.room(enqueue) >= body_bytes + BATCH_OVERHEAD
 
     def has_room_to_lease(self, count: int) -> bool:
         """As `has_room`, but what is leased must also find room to be settled, and be committed
@@ -273,10 +247,6 @@ class Journal:
 
     async def make_room(self, body_bytes: int) -> None:
         """Wait until an enqueue of so many bytes fits; raises `DiskFull` if it will not."""
-        await self._flusher.make_room(body_bytes, enqueue=True)
+        await self.flusher.make_room(body_bytes, enqueue=True)
         if self.failed is not None:
             raise self.failed
-
-    def grow(self, body_bytes: int) -> None:
-        """Make room in the writer thread, then take another turn."""
-        self._flusher.grow(body_bytes)

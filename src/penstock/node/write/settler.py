@@ -48,10 +48,14 @@ class LeaseSettler:
         """Turn the requests that have gathered into batches. A few of them may wait for two writes,
         because nobody is blocked by them."""
         journal = self._journal
-        if not journal.takes(self, late=True):
+        if not journal.takes(self.fail, late=True):
             return
-        passed = journal.writes - self._waiting_since
-        if journal.writing and self.gathered < COALESCE_ENTRIES and passed < SETTLE_WRITES_MAX:
+        passed = journal.flusher.writes - self._waiting_since
+        if (
+            journal.flusher.writing
+            and self.gathered < COALESCE_ENTRIES
+            and passed < SETTLE_WRITES_MAX
+        ):
             return
         self.gathered = 0
         self._process_settles()
@@ -68,7 +72,7 @@ class LeaseSettler:
 
     def expire(self) -> None:
         """Take back leases whose deadline has passed."""
-        now_ms = self._journal.clock.now_ms()
+        now_ms = self._journal.now_ms()
         tokens = self._heap.expired(now_ms, EXPIRE_MAX)
         need = len(tokens) * RETURN_BYTES + RETURN_BYTES_APART
         if len(tokens) and self._journal.has_room(need):
@@ -80,7 +84,7 @@ class LeaseSettler:
             request.reply(self._journal.failed)
             return
         if not self.gathered:
-            self._waiting_since = self._journal.writes
+            self._waiting_since = self._journal.flusher.writes
         waiting.append(request)
         self.gathered += len(request.tokens)
         self._journal.wake()
@@ -90,9 +94,10 @@ class LeaseSettler:
         more; if it just said that it cannot, they are refused."""
         if self._journal.has_room(bytes):
             return True
-        if self._journal.disk_is_full:
+        full = self._journal.flusher.disk_full()
+        if full is not None:
             for request in requests:
-                request.reply(self._journal.disk_full())
+                request.reply(full)
             return False
         waiting.extend(requests)
         self.gathered += sum(len(request.tokens) for request in requests)
@@ -162,7 +167,7 @@ class LeaseSettler:
             }
             return self._journal.append_record(Kind.DEAD, len(tokens), values).last
         plan = self._heap.plan_return(
-            tokens, self._journal.clock.now_ms(), delay_ms=request.delay_ms, counted=request.counted
+            tokens, self._journal.now_ms(), delay_ms=request.delay_ms, counted=request.counted
         )
         return self._append_return(Kind.NACK, plan, counted=request.counted, detail=reason)
 
@@ -197,9 +202,7 @@ class LeaseSettler:
             if len(kept):
                 if not self._has_room(len(kept) * EXTEND_BYTES, [request], self._extends):
                     continue
-                extend_ms = self._heap.cap_extend(
-                    kept, self._journal.clock.now_ms(), request.extend_ms
-                )
+                extend_ms = self._heap.cap_extend(kept, self._journal.now_ms(), request.extend_ms)
                 values: dict[str, Value | None] = {"token": kept, "extend_ms": extend_ms}
                 sequence = self._journal.append_record(Kind.EXTEND, len(kept), values).last
             self._answer_tokens([request], held, sequence)

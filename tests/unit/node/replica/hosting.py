@@ -313,19 +313,30 @@ class SlowDisk:
         self._told: list[Callable[[], None]] | None = []
         host.flusher._submit = self._hold
 
-    def _hold(self, work: Callable[[], Any], done: Callable[[Any, Any], None]) -> None:
-        def told(value: Any, error: BaseException | None) -> None:
-            if self._told is None:
-                done(value, error)
-            else:
-                self._told.append(lambda: done(value, error))
+    def _hold(self, work: Callable[[], Any], /) -> asyncio.Future[Any]:
+        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        self._submit(work, told)
+        def done(written: asyncio.Future[Any]) -> None:
+            if self._told is None:
+                _pass_on(written, told)
+            else:
+                self._told.append(lambda: _pass_on(written, told))
+
+        self._submit(work).add_done_callback(done)
+        return told
 
     def let_go(self) -> None:
         told, self._told = self._told or [], None
         for tell in told:
             tell()
+
+
+def _pass_on(written: asyncio.Future[Any], told: asyncio.Future[Any]) -> None:
+    error = written.exception()
+    if error is None:
+        told.set_result(written.result())
+    else:
+        told.set_exception(error)
 
 
 class StuckDisk:
@@ -337,8 +348,12 @@ class StuckDisk:
         self._held: list[Callable[[], None]] = []
         self._flusher, host.flusher._submit = host.flusher, self._hold
 
-    def _hold(self, work: Callable[[], Any], done: Callable[[Any, Any], None]) -> None:
-        self._held.append(lambda: self._submit(work, done))
+    def _hold(self, work: Callable[[], Any], /) -> asyncio.Future[Any]:
+        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._held.append(
+            lambda: self._submit(work).add_done_callback(lambda written: _pass_on(written, told))
+        )
+        return told
 
     def let_go(self) -> None:
         self._flusher._submit = self._submit

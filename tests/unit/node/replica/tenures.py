@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 from tests.integration.harness import Node
 
@@ -11,11 +12,25 @@ from penstock.node.clock import ManualClock
 HOUR_MS = 3_600_000
 
 
-async def enter(node: Node, topic: str, index: int, *, ahead_ms: int = 0) -> None:
+class Doubt:
+    """Nobody knows yet whether this node's clock is right; others say that it is no later."""
+
+    def __init__(self, latest_ms: int) -> None:
+        self._latest_ms = latest_ms
+        self.agreed = False
+
+    def latest_ms(self, own_ms: int) -> int:
+        return self._latest_ms
+
+
+async def enter(
+    node: Node, topic: str, index: int, *, ahead_ms: int = 0, doubt: Doubt | None = None
+) -> None:
     """Begin another tenure of a partition, with a clock that is ahead by so much."""
     engine = node.engine
     home, around = engine.topic(topic), engine.around
-    engine.around = replace(around, clock=ManualClock(node.clock.now_ms() + ahead_ms))
+    clock = ManualClock(node.clock.now_ms() + ahead_ms)
+    engine.around = replace(around, clock=clock, clocks=cast("Any", doubt))
     try:
         key = home.key(index)
         if key in engine.hosts:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.harness import START_MS, Node, payloads_of
-from tests.unit.node.replica.tenures import HOUR_MS, enter, take_over
+from tests.unit.node.replica.tenures import HOUR_MS, Doubt, enter, take_over
 
 from penstock.model.batch import Kind
 from penstock.node.clock import ManualClock
@@ -47,6 +47,22 @@ async def test_a_topic_that_is_opened_moves_no_clock(node: Node) -> None:
     await node.start()
     assert node.clock.now_ms() == START_MS
     assert (await node.stats())["partitions"][0]["oldest_age_ms"] == 0
+
+
+@pytest.mark.parametrize(("latest_s", "begins_s"), [(4, 4), (12, 10), (-5, 0)])
+async def test_time_begins_no_later_than_it_may_and_catches_up(
+    node: Node, latest_s: int, begins_s: int
+) -> None:
+    topic = await node.topic()
+    await node.advance(10)
+    doubt = Doubt(START_MS + latest_s * 1000)
+    await enter(node, topic, 0, doubt=doubt)
+    journal = node.engine.topic(topic).here(0).journal
+    assert journal.now_ms() == START_MS + begins_s * 1000  # nor behind its log
+    doubt.agreed = True
+    for host in node.engine.hosts.values():
+        host.on_tick()
+    assert journal.now_ms() == START_MS + 10_000
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

@@ -22,12 +22,17 @@ async def test_no_write_waits_for_the_floor(tmp_path: Path) -> None:
     pen = Pen(log)
     pen.put(b"begins the segment")
     later: list[Callable[[], Any]] = []  # what the writer thread is asked to do
+
+    def ask(work: Callable[[], Any], /) -> asyncio.Future[Any]:
+        later.append(work)
+        return asyncio.get_running_loop().create_future()
+
     durable: asyncio.Queue[int] = asyncio.Queue()
     syncer = open_syncer()
     assert syncer is not None
     flusher = Flusher(
-        log, clock=ManualClock(), submit=lambda work, done: later.append(work), syncer=syncer,
-        metrics=Metrics(), on_durable=durable.put_nowait, on_room=lambda: None,
+        log, clock=ManualClock(), submit=ask, syncer=syncer, metrics=Metrics(),
+        on_durable=durable.put_nowait, on_room=lambda: None,
         on_failed=lambda _: None,
     )  # fmt: skip
     pen.stage([b"answered at once"])
