@@ -25,8 +25,8 @@ from penstock.node.clock import Clock
 from penstock.node.door.budget import Budget
 from penstock.node.door.confirmations import Confirmations
 from penstock.node.door.doorway import Doorway
-from penstock.node.door.flow import ReadPace
-from penstock.node.door.inbox import Rota
+from penstock.node.door.flow import Rota
+from penstock.node.door.outlet import ReadPace
 from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub

@@ -104,7 +104,7 @@ class Account:
     def check(self, size: int, kind: Held | None = None) -> None:
         """Raise `Backpressure` unless so much more may be held, if need be in the place of others
         that are stuck."""
-        if self.makes_room(size, kind):
+        if self.has_room(size, kind) or self.makes_room(size, kind):
             return
         self.budget.on_refused("held_bytes")
         raise Backpressure(

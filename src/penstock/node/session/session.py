@@ -33,8 +33,7 @@ from penstock.model.topic import TopicKind
 from penstock.node.calls.table import Caller
 from penstock.node.door.budget import Budget
 from penstock.node.door.doorway import address_of
-from penstock.node.door.flow import Flow
-from penstock.node.door.inbox import Inbox
+from penstock.node.door.flow import Flow, Inbox
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
@@ -133,7 +132,7 @@ class Session(asyncio.Protocol):
         self._flow.heard = time.monotonic()
         self._inbox.feed(data)
         if not self._greeted:
-            self._engine.doorway.hold(self, self._inbox.buffered)
+            self._engine.doorway.hold(self, self._inbox.decoder.buffered)
 
     def _on_corrupt(self, error: Corruption) -> None:
         self._refuse(InvalidArgument(f"protocol error: {error.message}", field="frame"))
@@ -255,7 +254,7 @@ class Session(asyncio.Protocol):
         self._greeted = True
         self._key_id, self._peer = greeting.key_id, greeting.peer
         limits = self._engine.config.limits
-        self._inbox.allow(limits.frame_bytes_max)
+        self._inbox.decoder.payload_bytes_max = limits.frame_bytes_max
         if self._key_id is not None and not self._peer:
             self._flow.account.join(self._key_id)
         self._watch(limits.idle_s, self._check_alive)
@@ -273,27 +272,21 @@ class Session(asyncio.Protocol):
         if not self._peer:
             raise Unauthenticated("only a node of the cluster may do this")
 
-    def _on_batch(self, frame: Frame) -> None:
-        control, data = unpack(frame.payload, Enqueue)
-        if control.forwarded or control.transaction or control.home:
-            self._check_peer()
-        self._enqueue(frame, control, data)
-
-    def _on_delta(self, frame: Frame) -> None:
-        control, data = unpack(frame.payload, PutDelta)
-        if self._engine.topic(control.topic).config.kind is not TopicKind.DELTA:
-            raise InvalidArgument(f"{control.topic} is no delta topic", field="topic")
-        request, body = enqueue_of_delta(control, data)
-        self._enqueue(frame, request, memoryview(body))
-
-    def _enqueue(self, frame: Frame, control: Enqueue, data: memoryview) -> None:
+    def _on_put(self, frame: Frame) -> None:
+        """Messages to enqueue, or one delta, which is enqueued as its topic's messages are."""
+        if frame.type is FrameType.DELTA:
+            control, data = self._delta(frame)
+        else:
+            control, data = unpack(frame.payload, Enqueue)
+            if control.forwarded or control.transaction or control.home:
+                self._check_peer()
         size, limits = len(data), self._engine.config.limits
         if control.codec and control.raw_lengths:  # it is kept decompressed until it is written
             raw = min(sum(control.raw_lengths), limits.raw_bytes_max)
             size = max(size, raw)
         self._flow.account.check(size)
         topic = self._engine.topic(control.topic)
-        reply = self._reply(frame, max(0, size))
+        reply = self._reply(frame, size)
         try:
             enqueue(topic, control, data, reply, raw_bytes_max=limits.raw_bytes_max)
         except Corruption as error:
@@ -308,6 +301,13 @@ class Session(asyncio.Protocol):
             if ingest is not None and ingest.queue.high and not control.forwarded:
                 after_s = ingest.queue.retry_after_s(self._engine.clock.now_ms())
                 self._slow_down(control.topic, min(after_s, SLOW_DOWN_S_MAX))
+
+    def _delta(self, frame: Frame) -> tuple[Enqueue, memoryview]:
+        control, data = unpack(frame.payload, PutDelta)
+        if self._engine.topic(control.topic).config.kind is not TopicKind.DELTA:
+            raise InvalidArgument(f"{control.topic} is no delta topic", field="topic")
+        request, body = enqueue_of_delta(control, data)
+        return request, memoryview(body)
 
     def _slow_down(self, topic: str, after_s: float) -> None:
         """Have a producer hold back, once in the time that it is asked to."""
@@ -405,8 +405,8 @@ class Session(asyncio.Protocol):
         self._send(FrameType.ACK, frame.sequence, pack({}))
 
     _HANDLERS: Final = {
-        FrameType.BATCH: _on_batch,
-        FrameType.DELTA: _on_delta,
+        FrameType.BATCH: _on_put,
+        FrameType.DELTA: _on_put,
         FrameType.ACK: _on_ack,
         FrameType.NACK: _on_nack,
         FrameType.HEARTBEAT: _on_heartbeat,
@@ -431,21 +431,16 @@ class Session(asyncio.Protocol):
                 return
             if isinstance(result, PenstockError):
                 self._answer_error(number, result)
-            elif not quiet:
-                self._answer(number, pack(result))
+                return
+            if quiet:
+                return
+            payload = pack(result)
+            if len(payload) <= wire.PAYLOAD_BYTES_MAX:
+                self._send(FrameType.ACK, number, payload)
+            else:
+                self._answer_error(number, _too_large(len(payload)))
 
         return answer
-
-    def _answer(self, number: int, payload: bytes) -> None:
-        if len(payload) <= wire.PAYLOAD_BYTES_MAX:
-            self._send(FrameType.ACK, number, payload)
-            return
-        error = InvalidArgument(
-            f"the answer has {len(payload)} bytes, over {wire.PAYLOAD_BYTES_MAX}: ask for less",
-            field="arguments",
-            limit=wire.PAYLOAD_BYTES_MAX,
-        )
-        self._answer_error(number, error)
 
     def _answer_error(self, number: int, error: PenstockError) -> None:
         self._send(FrameType.NACK, number, pack(error.to_wire()))
@@ -475,6 +470,12 @@ class Session(asyncio.Protocol):
             self._key_id, self._number, self._peer, gone=lambda: self._transport is None
         )
         self._calls.begin(call, caller, reply)
+
+
+def _too_large(size: int) -> InvalidArgument:
+    most = wire.PAYLOAD_BYTES_MAX
+    message = f"the answer has {size} bytes, over {most}: ask for less"
+    return InvalidArgument(message, field="arguments", limit=most)
 
 
 async def listen(

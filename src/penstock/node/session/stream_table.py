@@ -20,7 +20,7 @@ from penstock.model.entries import BATCH_ENTRIES_MAX
 from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig
 from penstock.node.cluster.transport import FollowOutput
 from penstock.node.door.budget import Account
-from penstock.node.door.flow import Outlet
+from penstock.node.door.outlet import Outlet
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream, check_window, gone

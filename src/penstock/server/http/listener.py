@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
 from penstock.node.door.budget import Budget, Held
 from penstock.node.door.doorway import Doorway, address_of
-from penstock.node.door.flow import Unread
+from penstock.node.door.outlet import Unread
 from penstock.node.door.tls import server_context
 from penstock.server.callers import key_id_of, listen
 from penstock.server.options import GatewayOptions

@@ -11,7 +11,7 @@ from tests.unit.node.replica.hosting import Cluster, SlowDisk, StuckDisk, payloa
 
 from penstock.model.columns import Buffer
 from penstock.node.door.budget import Budget
-from penstock.node.door.flow import Outlet, ReadPace
+from penstock.node.door.outlet import Outlet, ReadPace
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream, ReaderStream
 from penstock.replication.replica import Role

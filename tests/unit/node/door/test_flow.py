@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from penstock.node.door.inbox import RESTS, TURN_S, Inbox, Rota
+from penstock.node.door.flow import RESTS, TURN_S, Inbox, Rota
 
 
 class Flood:
@@ -16,11 +16,12 @@ class Flood:
         self.served = 0
 
     def wait(self) -> None:
-        self._rota.add(cast(Inbox, self), fresh=False)
+        self._rota.others.append(cast(Inbox, self))
+        self._rota.schedule()
 
     def on_turn(self) -> None:
         self.served += 1
-        self._rota.spend(TURN_S)
+        self._rota.used_s += TURN_S
         self.wait()
 
 
@@ -29,7 +30,8 @@ class Newcomer:
 
     def __init__(self, rota: Rota) -> None:
         self.served = False
-        rota.add(cast(Inbox, self), fresh=True)
+        rota.fresh.append(cast(Inbox, self))
+        rota.schedule()
 
     def on_turn(self) -> None:
         self.served = True
