@@ -117,9 +117,10 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent.parent)
 
 
-def write_whole(path: Path, buffers: Sequence[Buffer]) -> None:
-    """Create or replace a file in one step that a crash cannot split, and make it durable."""
-    new = path.with_name(path.name + ".tmp")
+def write_whole(path: Path, buffers: Sequence[Buffer], *, new: Path | None = None) -> None:
+    """Create or replace a file in one step that a crash cannot split, and make it durable. It is
+    written as `new`, which several who write the same file at once must choose apart."""
+    new = new or path.with_name(path.name + ".tmp")
     try:
         handle = Handle(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         handle.write(buffers, 0)

@@ -64,7 +64,7 @@ def state_folder(config: Path) -> Path:
 
 def look(folder: Path) -> Status:
     """The status on file, with `alive` (a process runs the pipeline) and `age_s` (of the file)."""
-    from penstock.spark.delivery.status import read_status
+    from penstock.spark.delivery.delivery import read_status
     from penstock.spark.fold.state_folder import running_pid
 
     if not folder.is_dir():

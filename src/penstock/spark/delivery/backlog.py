@@ -1,51 +1,52 @@
-"""What waits in the change log, in numbers: rows, bytes and times of every trigger, by column.
+"""What waits in the change log, in numbers, and which of it a sink gets next.
 
-A sink that is behind must not read thousands of manifests to know how far. Each manifest is read
-once, by whoever looks first, and kept as running totals, so that the size of any range of triggers
-is one subtraction and the longest range within a bound one binary search. A day of triggers, one a
-second, takes 13 MB.
+**Backlog.** A sink that is behind must not read thousands of manifests to know how far. Each
+manifest is read once, by whoever looks first, and kept as a row of numbers. A day of triggers, one
+a second, takes 13 MB. Columns: the states of lanes 0 to 3, the deltas, the quarantined deltas. A
+sink watches those that it is fed from.
 
-Columns: the states of lanes 0 to 3, the deltas, the quarantined deltas. A sink watches those that
-it is fed from.
+**Planner.** *Ordered* sinks get triggers in order, all lanes together, as many as the bounds of a
+write allow. A range is cut so that its first and last trigger have rows: what comes out for a given
+position and end does not depend on how many empty triggers are known.
+
+*Unordered* sinks that are fed states have a cursor per lane. `Lanes` picks the lane: the most
+urgent one, unless another has waited so long that its age outweighs that. The rows of a later
+trigger so pass those of an earlier one; a sink takes the newer of two revisions whatever their
+order, so nothing is undone by the late one. Few waiting rows go in one write: lanes are about the
+order of things that take time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.spark.fold.changes import LANES, ChangeLog, ChangePart, Manifest, Section
+from penstock.propagation.flow.lanes import Lanes
+from penstock.spark.delivery.cursors import SinkCursor
+from penstock.spark.fold.changes import LANES, PRESENT, ChangeLog, Manifest, Section, add_counts
+from penstock.spark.settings import DeliveryOptions
 
 DELTAS: Final = LANES
 QUARANTINE: Final = LANES + 1
 COLUMNS: Final = LANES + 2
 STATES: Final = tuple(range(LANES))
 READ_MAX: Final = 1000  # manifests read in one go, so that a stop is not kept waiting
+_ROWS, _BYTES, _OLDEST = range(3)  # numbers that are kept of each column
 _NEVER: Final = np.iinfo(np.int64).max
 
 
 class Lag(NamedTuple):
     """What a sink has before it."""
 
-    triggers: int = 0
-    rows: int = 0
-    bytes: int = 0
-    oldest_ms: int | None = None  # log time of the oldest row that waits
-
-    def __add__(self, other: object) -> Lag:
-        assert isinstance(other, Lag)
-        known = [ms for ms in (self.oldest_ms, other.oldest_ms) if ms is not None]
-        return Lag(
-            triggers=max(self.triggers, other.triggers),
-            rows=self.rows + other.rows,
-            bytes=self.bytes + other.bytes,
-            oldest_ms=min(known, default=None),
-        )
+    triggers: int
+    rows: int
+    bytes: int
+    oldest_ms: int | None  # log time of the oldest row that waits
 
 
 class TriggerSpan(NamedTuple):
@@ -55,35 +56,22 @@ class TriggerSpan(NamedTuple):
     last: int
 
 
-class FoldedPartition:
-    """What came out of one partition's log, as far as this process saw it."""
-
-    __slots__ = ("counts", "last")
-
-    def __init__(self) -> None:
-        self.last = 0  # the sequence up to which it is folded
-        self.counts: Counter[str] = Counter()  # sums; of what is pending, the present number
-
-
 class Backlog:
     """Any thread may call any method."""
 
     def __init__(self, changes: ChangeLog) -> None:
         self._changes = changes
         self._known = -1 if changes.last is None else changes.last  # older ones were counted once
-        self._folded: dict[tuple[str, int], FoldedPartition] = {}
+        self._folded: dict[tuple[str, int], dict[str, Any]] = {}
         self._lock = threading.Lock()
-        self._first = 0  # the trigger of row 1; row 0 holds the totals before it
-        self._count = 0
-        self._rows = np.zeros((1, COLUMNS), np.int64)  # running totals
-        self._bytes = np.zeros((1, COLUMNS), np.int64)
-        self._oldest = np.full((1, COLUMNS), _NEVER, np.int64)  # of each trigger alone
+        self._last = -1  # the trigger of the table's last row
+        self._table = np.zeros((0, 3, COLUMNS), np.int64)
 
     @property
     def last(self) -> int:
         """The newest trigger that was looked at, -1 before the first."""
         with self._lock:
-            return self._first + self._count - 1
+            return self._last
 
     def follow(self) -> int:
         """Look at the manifests that came since; returns the newest trigger, -1 if there is none.
@@ -94,111 +82,81 @@ class Backlog:
             oldest = self._changes.first
             if oldest is None:
                 return -1
-            known = self._first + self._count - 1
-            if known < oldest - 1:
-                self._first, self._count = oldest, 0
-                known = oldest - 1
-            for manifest in self._changes.after(known, limit=READ_MAX):
-                self._append(manifest)
-            return self._first + self._count - 1
+            if self._last < oldest - 1:
+                self._last, self._table = oldest - 1, self._table[:0]
+            found = self._changes.after(self._last, limit=READ_MAX)
+            if found:
+                rows = np.stack([self._numbers(manifest) for manifest in found])
+                self._table = np.concatenate([self._table, rows])
+                self._last = found[-1].trigger
+            return self._last
 
     def forget(self, through: int) -> None:
         """Drop the numbers of triggers that were pruned."""
         with self._lock:
-            gone = min(max(through - self._first + 1, 0), self._count)
-            if gone <= len(self._rows) // 2:
-                return  # amortised: move the rest only when it is worth it
-            keep = slice(gone, self._count + 1)
-            self._rows, self._bytes = self._rows[keep].copy(), self._bytes[keep].copy()
-            self._oldest = self._oldest[keep].copy()
-            self._first += gone
-            self._count -= gone
+            self._table = self._table[self._row(through) :]
 
     def partitions(self) -> list[dict[str, Any]]:
-        """How far each partition of the source is folded, and what came out. The counts of a
-        partition are those of the same triggers."""
+        """How far each partition of the source is folded, and what came out as far as this process
+        saw it. The counts of a partition are those of the same triggers."""
         with self._lock:
-            return [
-                {"topic": topic, "partition": partition, "sequence": folded.last, **folded.counts}
-                for (topic, partition), folded in sorted(self._folded.items())
-            ]
+            return [dict(folded) for _, folded in sorted(self._folded.items())]
 
-    def lag(self, position: int, columns: Sequence[int]) -> Lag:
-        """What a sink at `position` still has before it in these columns."""
+    def lag(self, positions: Mapping[int, int]) -> Lag:
+        """What a sink still has before it that is at these triggers in these columns."""
+        triggers = rows = size = 0
+        oldest = _NEVER
         with self._lock:
-            at, end = self._row(position), self._count
-            if at >= end:
-                return Lag()
-            picked = list(columns)
-            rows = int((self._rows[end] - self._rows[at])[picked].sum())
-            size = int((self._bytes[end] - self._bytes[at])[picked].sum())
-            times = self._oldest[at + 1 : end + 1, picked]
-            oldest = int(times.min()) if rows else _NEVER
-            return Lag(
-                triggers=end - at, rows=rows, bytes=size,
-                oldest_ms=None if oldest == _NEVER else oldest,
-            )  # fmt: skip
+            for column, position in positions.items():
+                waiting = self._table[self._row(position) :, :, column]
+                triggers = max(triggers, len(waiting))
+                rows += int(waiting[:, _ROWS].sum())
+                size += int(waiting[:, _BYTES].sum())
+                oldest = min(oldest, int(waiting[:, _OLDEST].min(initial=_NEVER)))
+        return Lag(triggers, rows, size, None if oldest == _NEVER else oldest)
 
     def ahead(
-        self, position: int, columns: Sequence[int], *, rows_max: int, bytes_max: int
+        self, position: int, columns: tuple[int, ...], *, rows_max: int, bytes_max: int
     ) -> TriggerSpan | None:
         """The longest span behind `position` within the bounds, at least one trigger with rows;
         None if there are only triggers without. Its first and its last trigger have rows."""
         with self._lock:
-            at, end = self._row(position), self._count
-            rows = self._totals(self._rows, at, end, columns)
-            if not len(rows) or rows[-1] == 0:
-                return None
-            sizes = self._totals(self._bytes, at, end, columns)
-            first = int(np.searchsorted(rows, 1))
-            most = min(
-                int(np.searchsorted(rows, rows_max, "right")),
-                int(np.searchsorted(sizes, bytes_max, "right")),
-            )
-            total = int(rows[max(first, most - 1)])
-            last = int(np.searchsorted(rows, total))  # the first to reach it: it has rows itself
-            start = self._first + at
-            return TriggerSpan(start + first, start + last)
-
-    def _totals(
-        self, table: NDArray[np.int64], at: int, end: int, columns: Sequence[int]
-    ) -> NDArray[np.int64]:
-        """Running totals of the triggers behind row `at`, counted from there."""
-        picked = list(columns)
-        totals: NDArray[np.int64] = (table[at + 1 : end + 1, picked] - table[at, picked]).sum(
-            axis=1
+            at = self._row(position)
+            start = self._last - len(self._table) + 1 + at
+            waiting = self._table[at:, :_OLDEST, columns].sum(axis=2)
+        rows, sizes = np.cumsum(waiting, axis=0).T
+        if not len(rows) or rows[-1] == 0:
+            return None
+        first = int(np.searchsorted(rows, 1))
+        most = min(
+            int(np.searchsorted(rows, rows_max, "right")),
+            int(np.searchsorted(sizes, bytes_max, "right")),
         )
-        return totals
+        total = int(rows[max(first, most - 1)])
+        last = int(np.searchsorted(rows, total))  # the first to reach it: it has rows itself
+        return TriggerSpan(start + first, start + last)
 
     def _row(self, position: int) -> int:
-        """The row with the totals up to `position`."""
-        return min(max(position - self._first + 1, 0), self._count)
+        """The row behind the trigger `position`."""
+        count = len(self._table)
+        return min(max(position - self._last + count, 0), count)
 
-    def _append(self, manifest: Manifest) -> None:
-        row = self._count + 1
-        if row == len(self._rows):
-            self._rows, self._bytes = _doubled(self._rows), _doubled(self._bytes)
-            self._oldest = _doubled(self._oldest)
-        self._rows[row], self._bytes[row] = self._rows[row - 1], self._bytes[row - 1]
-        self._oldest[row] = _NEVER
+    def _numbers(self, manifest: Manifest) -> NDArray[np.int64]:
+        """The row of a trigger. What its partitions came to is counted on the way."""
+        row = np.zeros((3, COLUMNS), np.int64)
+        row[_OLDEST] = _NEVER
         for part in manifest.parts:
-            self._count_in(manifest.trigger, part)
+            place = {"topic": part.topic, "partition": part.partition}
+            folded = self._folded.setdefault((part.topic, part.partition), place)
+            folded["sequence"] = part.last
+            new = manifest.trigger > self._known
+            add_counts(folded, {n: c for n, c in part.counts.items() if new or n in PRESENT})
             for section in part.sections:
                 column = column_of(section)
-                self._rows[row, column] += section.rows
-                self._bytes[row, column] += section.length
-                oldest = min(int(self._oldest[row, column]), section.log_time_ms_min)
-                self._oldest[row, column] = oldest
-        self._count = row
-
-    def _count_in(self, trigger: int, part: ChangePart) -> None:
-        folded = self._folded.setdefault((part.topic, part.partition), FoldedPartition())
-        folded.last = part.last
-        for name, count in part.counts.items():
-            if name.startswith("pending"):
-                folded.counts[name] = count
-            elif trigger > self._known:
-                folded.counts[name] += count
+                row[_ROWS, column] += section.rows
+                row[_BYTES, column] += section.length
+                row[_OLDEST, column] = min(row[_OLDEST, column], section.log_time_ms_min)
+        return row
 
 
 def column_of(section: Section) -> int:
@@ -208,7 +166,61 @@ def column_of(section: Section) -> int:
     return DELTAS if section.kind == "deltas" else QUARANTINE
 
 
-def _doubled(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    grown = np.empty((max(64, 2 * len(table)), COLUMNS), np.int64)
-    grown[: len(table)] = table
-    return grown
+@dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """One write: what to read, and where the cursor's lanes are afterwards."""
+
+    spans: dict[int, TriggerSpan]  # by column of the backlog; empty: nothing to write, only to move
+    moves: dict[int, int]  # by lane of the cursor
+
+
+@dataclass(kw_only=True)
+class Planner:
+    backlog: Backlog
+    columns: tuple[int, ...]
+    options: DeliveryOptions
+    laned: bool = False
+    lanes: Lanes = field(default_factory=Lanes)
+
+    def lag(self, cursor: SinkCursor) -> Lag:
+        """What the sink still has before it."""
+        if len(cursor.position) == LANES:
+            return self.backlog.lag(dict(enumerate(cursor.position)))
+        return self.backlog.lag(dict.fromkeys(self.columns, cursor.through))
+
+    def plan(self, cursor: SinkCursor, *, now_ms: int) -> WritePlan | None:
+        """The next write, or None if the sink has everything."""
+        end = self.backlog.follow()
+        if end <= cursor.through:
+            return None
+        if self.laned:
+            return self._by_lane(cursor, end=end, now_ms=now_ms)
+        span = self._ahead(cursor.through, self.columns)
+        if cursor.attempt is not None:
+            span = TriggerSpan(*cursor.attempt)
+        if span is None:
+            return WritePlan(spans={}, moves={0: end})
+        return WritePlan(spans=dict.fromkeys(self.columns, span), moves={0: span.last})
+
+    def _by_lane(self, cursor: SinkCursor, *, end: int, now_ms: int) -> WritePlan:
+        lags = [self.backlog.lag({lane: at}) for lane, at in enumerate(cursor.position)]
+        chosen = [lane for lane, lag in enumerate(lags) if lag.rows]
+        moves = {lane: end for lane in range(LANES) if lane not in chosen}
+        if sum(lag.rows for lag in lags) > self.options.rows_together_max:
+            waits = [None if lag.oldest_ms is None else now_ms - lag.oldest_ms for lag in lags]
+            chosen = [self.lanes.choose(waits)]
+        spans: dict[int, TriggerSpan] = {}
+        for lane in chosen:
+            found = self._ahead(cursor.position[lane], (lane,))
+            assert found is not None, "a lane with rows has a trigger with rows"
+            spans[lane] = found
+            moves[lane] = found.last
+        return WritePlan(spans=spans, moves=moves)
+
+    def _ahead(self, position: int, columns: tuple[int, ...]) -> TriggerSpan | None:
+        return self.backlog.ahead(
+            position,
+            columns,
+            rows_max=self.options.rows_per_write_max,
+            bytes_max=self.options.bytes_per_write_max,
+        )

@@ -19,22 +19,23 @@ takes it once), while a cursor ahead of the truth would lose rows. From that fol
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
 from penstock.log.files import storage_errors, write_whole
+from penstock.spark.fold.changes import LANES
 
 VERSION: Final = 1
 NONE: Final = -1  # before the first trigger
-LANES: Final = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class SinkCursor:
+class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = VERSION
     position: tuple[int, ...]  # per lane; one entry for an ordered sink
     started: int = NONE + 1  # the first trigger this sink was ever given
     attempt: tuple[int, int] | None = None
@@ -90,55 +91,36 @@ class SinkCursor:
         return replace(self, position=(self.through,) * lanes, attempt=None)
 
 
-@dataclass(kw_only=True)
 class CursorFile:
     """One sink's cursor at `<state>/sinks/<name>.json`."""
 
-    path: Path
-    saved: SinkCursor | None = field(default=None, init=False)  # what the disk holds
+    def __init__(self, state: Path, sink: str) -> None:
+        self.path = state / "sinks" / f"{sink}.json"
+        self.saved: SinkCursor | None = None  # what the disk holds
 
     def load(self) -> SinkCursor | None:
         """The cursor on disk, or None if there was never one."""
         try:
-            text = self.path.read_bytes()
+            cursor = msgspec.json.decode(self.path.read_bytes(), type=SinkCursor)
         except FileNotFoundError:
             return None
-        self.saved = _parse(text, self.path)
-        return self.saved
+        except msgspec.DecodeError as error:
+            raise Corruption(f"{self.path} is not a cursor: {error}") from error
+        if cursor.version != VERSION:
+            raise Corruption(
+                f"{self.path} has version {cursor.version}, this release reads {VERSION}"
+            )
+        if len(cursor.position) not in (1, LANES):
+            raise Corruption(f"{self.path} has {len(cursor.position)} lanes, not 1 or {LANES}")
+        self.saved = cursor
+        return cursor
 
     def save(self, cursor: SinkCursor) -> None:
         """Durable on return."""
-        document = {
-            "version": VERSION,
-            "sink": self.path.stem,
-            "position": list(cursor.position),
-            "started": cursor.started,
-            "attempt": list(cursor.attempt) if cursor.attempt else None,
-            "told": cursor.told,
-        }
+        document = {"sink": self.path.stem, **msgspec.structs.asdict(cursor)}
         with storage_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             crash_point("delivery.cursor.before")
-            write_whole(self.path, [json.dumps(document).encode()])
+            write_whole(self.path, [msgspec.json.encode(document)])
         crash_point("delivery.cursor.after")
         self.saved = cursor
-
-
-def _parse(text: bytes, path: Path) -> SinkCursor:
-    try:
-        document: dict[str, Any] = json.loads(text)
-        version = document["version"]
-        attempt = document["attempt"]
-        cursor = SinkCursor(
-            position=tuple(int(trigger) for trigger in document["position"]),
-            started=int(document["started"]),
-            attempt=(int(attempt[0]), int(attempt[1])) if attempt else None,
-            told=None if document["told"] is None else int(document["told"]),
-        )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise Corruption(f"{path} is not a cursor: {error}") from error
-    if version != VERSION:
-        raise Corruption(f"{path} has version {version}, this release reads {VERSION}")
-    if len(cursor.position) not in (1, LANES):
-        raise Corruption(f"{path} has {len(cursor.position)} lanes, not 1 or {LANES}")
-    return cursor

@@ -29,32 +29,40 @@ the change log or a sink behind its beginning, halts that sink instead.
 
 Shutdown is a crash that takes its time: `stop` lets each worker finish its write within a bound,
 and lets go of those that do not return. Their cursors stay where they are.
+
+`status.json` tells people, scripts and dashboards what the pipeline does at this moment. It is
+replaced about once a second, in one step, without a sync: after a crash an old one or none is as
+good, and the time in it says how old it is. `docs/delivery.md` describes every field.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from penstock.errors import Corruption, NotFound
 from penstock.log.crash import crash_point
 from penstock.node.observe.logs import get_logger
 from penstock.sinks.letters import LetterBox, QuarantineSink
 from penstock.sinks.protocol import Feed, Sink
-from penstock.spark.delivery import status as reporting
-from penstock.spark.delivery.backlog import QUARANTINE, Backlog
+from penstock.spark.delivery.backlog import QUARANTINE, Backlog, Planner
 from penstock.spark.delivery.cursors import CursorFile
-from penstock.spark.delivery.metrics import PipelineMetrics
-from penstock.spark.delivery.planner import Planner
+from penstock.spark.delivery.metrics import PipelineMetrics, Status
 from penstock.spark.delivery.selection import ChangeSelection, SinkRoutes, columns_of
 from penstock.spark.delivery.worker import SinkWorker
 from penstock.spark.fold.changes import ChangeLog
 from penstock.spark.settings import DeliveryOptions
 
 log = get_logger(__name__)
+VERSION: Final = 1
+STATUS_FILE: Final = "status.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,7 @@ class PipelineDelivery:
             planner=Planner(backlog=self._backlog, columns=columns, options=self._options),
             selection=selection,
             letters=self._letters,
-            file=CursorFile(path=self._folder / "sinks" / f"{sink.name}.json"),
+            file=CursorFile(self._folder, sink.name),
             options=self._options,
             internal=internal,
         )
@@ -176,28 +184,28 @@ class PipelineDelivery:
         self.metrics.close()
         return hanging
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """The content of `status.json`."""
-        now, now_ms = time.monotonic(), time.time_ns() // 1_000_000
+        now_ms = time.time_ns() // 1_000_000
         first, last = self._changes.first, self._changes.last
-        kept = 0 if first is None or last is None else last - first + 1
         return {
-            "version": reporting.VERSION,
+            "version": VERSION,
             "pipeline": self._name,
             "id": self._pipeline,
             "state": self._state,
-            **reporting.process_status(),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started_ms": self._started_ms,
             "updated_ms": now_ms,
             "metrics_port": self.metrics.port,
             "changes": {
                 "first": first,
                 "last": last,
-                "triggers": kept,
-                "bytes": self._changes.bytes,
+                "triggers": 0 if first is None or last is None else last - first + 1,
+                "bytes": self._changes.bytes_after(-1),
             },
             "partitions": self._backlog.partitions(),
-            "sinks": [reporting.sink_status(w, now=now, now_ms=now_ms) for w in self.workers],
+            "sinks": [_sink_status(worker, now_ms=now_ms) for worker in self.workers],
             "source": self._describe(),
         }
 
@@ -219,4 +227,56 @@ class PipelineDelivery:
             self._backlog.forget(through)
 
     def _report(self) -> None:
-        reporting.write_status(self._folder, self.status())
+        new = self._folder / f"{STATUS_FILE}.tmp"
+        new.write_text(json.dumps(self.status()), "utf-8")
+        new.rename(self._folder / STATUS_FILE)
+
+
+def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
+    now = time.monotonic()
+    meter, cursor = worker.runner.meter, worker.cursor
+    lag = worker.planner.lag(cursor)
+    waits_s = 0.0 if lag.oldest_ms is None else max(0.0, (now_ms - lag.oldest_ms) / 1000)
+    return {
+        "name": worker.name,
+        "state": worker.state,
+        "ordered": not worker.planner.laned,
+        "internal": worker.internal,
+        "trigger": cursor.through,
+        "lanes": list(cursor.position) if worker.planner.laned else None,
+        "started": cursor.started,
+        "lag": {
+            "triggers": lag.triggers,
+            "rows": lag.rows,
+            "bytes": lag.bytes,
+            "seconds": round(waits_s, 3),
+        },
+        "visible_s": meter.freshness.recent(now=now),
+        "rows": meter.rows,
+        "rows_per_s": round(meter.rows_per_s(now=now), 1),
+        "coalesced": meter.coalesced,
+        "writes": meter.writes,
+        "write_s": round(meter.write_s, 3),
+        "retries": meter.failures,
+        "rejected": meter.rejected,
+        "dead_letters": meter.dead_letters,
+        "breaker": worker.runner.retry.describe(now=now) | {"opened": meter.opens},
+        "busy_s": round(meter.busy_s(now=now), 3),
+        "last_error": None
+        if meter.last_error is None
+        else {"message": meter.last_error.message, "time_ms": meter.last_error.time_ms},
+    }
+
+
+def read_status(folder: Path) -> Status:
+    """The last status that was written; `NotFound` if there is none."""
+    path = folder / STATUS_FILE
+    try:
+        status: Status = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{folder} has no {STATUS_FILE}: no pipeline ran on it yet") from None
+    except ValueError as error:
+        raise Corruption(f"{path} is not JSON: {error}") from error
+    if status.get("version") != VERSION:
+        raise Corruption(f"{path} has version {status.get('version')}, expected {VERSION}")
+    return status

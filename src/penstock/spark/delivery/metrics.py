@@ -26,8 +26,8 @@ from penstock.errors import STATUS_TABLE, CallerError, InvalidArgument, Unavaila
 from penstock.model.version import __version__
 from penstock.node.door.hosts import HostNames
 from penstock.sinks.health import BOUNDS_S, EXPORTED, Freshness
-from penstock.spark.delivery.status import Status
 
+Status = dict[str, Any]
 PREFIX: Final = "penstock_pipeline_"
 BREAKER: Final = {"closed": 0, "half_open": 1, "open": 2}
 UP: Final = frozenset({"idle", "writing", "opening"})

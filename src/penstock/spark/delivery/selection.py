@@ -68,11 +68,8 @@ class SinkRoutes:
         judged = [r for r in self.routes if r.kind in _BY_DELTAS]
         if judged and touching is not None:
             taken = touching.filter(_any(_delta_mask(route, touching) for route in judged))
-            masks.append(
-                pc.is_in(
-                    vector_keys(states, topics=True), value_set=vector_keys(taken, topics=True)
-                )
-            )
+            keys, wanted = (vector_keys(table, topics=True) for table in (states, taken))
+            masks.append(pc.is_in(keys, value_set=wanted))
         return states.filter(_any(masks)) if masks else states.slice(0, 0)
 
 
@@ -111,12 +108,9 @@ class Selected:
     """One write, and what becomes visible by it."""
 
     work: Work
+    rows: int
     log_times_ms: NDArray[np.int64]  # of every row, those overtaken by a newer revision included
-    coalesced: int = 0
-
-    @property
-    def rows(self) -> int:
-        return sum(t.num_rows for t in (self.work.states, self.work.deltas) if t is not None)
+    coalesced: int  # how many were
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +133,18 @@ class ChangeSelection:
                 wanted = {c for c, span in spans.items() if span.first <= trigger <= span.last}
                 states += self._states(part, wanted)
                 deltas += self._deltas(part, wanted)
-        merged = _newest(states) if states else None
+        times = [table["log_time_ms"].to_numpy() for table in states or deltas]
+        merged = pa.concat_tables(states) if states else None
+        if merged is not None and first < last:  # within a trigger a vector comes once
+            merged = newest_of(merged, topics=True)
         chosen = pa.concat_tables(deltas) if deltas else None
-        work = Work(
-            pipeline=self.pipeline, first=first, last=last, states=merged, deltas=chosen
-        )  # fmt: skip
-        taken = sum(table.num_rows for table in states)
+        work = Work(pipeline=self.pipeline, first=first, last=last, states=merged, deltas=chosen)
+        held = 0 if merged is None else merged.num_rows
         return Selected(
             work=work,
-            log_times_ms=_log_times(states or deltas),
-            coalesced=taken - (0 if merged is None else merged.num_rows),
+            rows=held + sum(table.num_rows for table in deltas),
+            log_times_ms=np.concatenate([np.zeros(0, np.int64), *times]),
+            coalesced=sum(table.num_rows for table in states) - held,
         )
 
     def _states(self, part: ChangePart, wanted: set[int]) -> Iterator[pa.Table]:
@@ -195,19 +191,8 @@ def columns_of(feed: Feed) -> tuple[int, ...]:
     return (*states, *deltas)
 
 
-def _newest(tables: list[pa.Table]) -> pa.Table:
-    table = pa.concat_tables(tables)
-    return table if len(tables) == 1 else newest_of(table, topics=True)
-
-
 def _without_payload(table: pa.Table) -> pa.Table:
     at = table.schema.get_field_index("payload")
     if at < 0 or table["payload"].null_count == table.num_rows:
         return table
     return table.set_column(at, table.schema.field(at), pa.nulls(table.num_rows, pa.binary()))
-
-
-def _log_times(tables: list[pa.Table]) -> NDArray[np.int64]:
-    if not tables:
-        return np.zeros(0, np.int64)
-    return np.concatenate([table["log_time_ms"].to_numpy() for table in tables])

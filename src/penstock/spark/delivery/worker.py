@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
-
-import pyarrow as pa
 
 from penstock.errors import FailedPrecondition, PenstockError
 from penstock.log.crash import crash_point
@@ -28,16 +25,17 @@ from penstock.node.observe.logs import get_logger
 from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Sink, Work
 from penstock.sinks.runner import Handover, SinkRunner
+from penstock.spark.delivery.backlog import STATES, Planner
 from penstock.spark.delivery.cursors import NONE, CursorFile, SinkCursor
-from penstock.spark.delivery.planner import Planner, WritePlan
 from penstock.spark.delivery.selection import ChangeSelection, Selected
+from penstock.spark.fold.changes import LANES
 from penstock.spark.settings import DeliveryOptions
 
 log = get_logger(__name__)
 SAVE_S: Final = 5.0  # a cursor that moved over empty triggers only is saved this often
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SinkWrite:
     """One planned write, which remembers how far it came.
 
@@ -46,14 +44,9 @@ class SinkWrite:
     moves when the last of them is in.
     """
 
-    plan: WritePlan
+    moves: dict[int, int]
     selected: Selected
-    rows_max: int | None  # None: all in one work
-    handovers: list[Handover] = field(init=False)
-
-    def __post_init__(self) -> None:
-        works = _cut(self.selected.work, self.rows_max) if self.selected.rows else []
-        self.handovers = [Handover(work=work) for work in works]
+    handovers: list[Handover]
 
 
 class SinkWorker:
@@ -142,9 +135,12 @@ class SinkWorker:
         if not plan.spans:
             self.cursor = self.cursor.advanced(plan.moves)
             return True
-        rows_max = self._options.rows_per_write_max if self.planner.laned else None
         selected = self._selection.select(plan.spans)
-        self._write = SinkWrite(plan=plan, selected=selected, rows_max=rows_max)
+        works = [selected.work] if selected.rows else []
+        if self.planner.laned and selected.rows:
+            works = _cut(selected.work, self._options.rows_per_write_max)
+        handovers = [Handover(work=work) for work in works]
+        self._write = SinkWrite(moves=plan.moves, selected=selected, handovers=handovers)
         return True
 
     def _rest(self) -> None:
@@ -152,19 +148,19 @@ class SinkWorker:
         self._selection.changes.wait(newest, timeout_s=self._options.poll_s)
 
     def _carry_out(self, write: SinkWrite) -> None:
-        plan, selected = write.plan, write.selected
+        selected = write.selected
         if not write.handovers:  # no row of these triggers is for this sink
-            self.cursor = self.cursor.advanced(plan.moves)
+            self.cursor = self.cursor.advanced(write.moves)
             self._save_moved(after_s=SAVE_S)
             return
-        self._announce(plan)
+        self._announce(selected.work)
         began = time.monotonic()
         for handover in write.handovers:
             self._hand_over(handover)
         now = time.monotonic()
         ages = (_now_ms() - selected.log_times_ms) / 1000
         told = None if self.planner.laned else self.runner.call(self.sink.cursor)
-        self._save(self.cursor.advanced(plan.moves, told=told))
+        self._save(self.cursor.advanced(write.moves, told=told))
         self.runner.succeeded()
         meter = self.runner.meter
         meter.coalesced += selected.coalesced
@@ -177,27 +173,25 @@ class SinkWorker:
             self.runner.write(handover)
             crash_point("delivery.write.after")
         if handover.refused is not None:
-            work = handover.work
+            triggers = range(handover.work.first, handover.work.last + 1)
             crash_point("delivery.rejected.before")
-            self.runner.bury(handover, lambda: self._touching(work))
+            self.runner.bury(handover, lambda: self._selection.all_deltas(triggers))
             crash_point("delivery.rejected.after")
 
-    def _touching(self, work: Work) -> Iterator[pa.Table]:
-        """All deltas of the triggers that a work covers."""
-        return self._selection.all_deltas(range(work.first, work.last + 1))
-
-    def _announce(self, plan: WritePlan) -> None:
+    def _announce(self, work: Work) -> None:
         """Put the range that an ordered sink is about to get on file."""
-        if self.planner.laned or self.cursor.attempt == (plan.first, plan.last):
+        if self.planner.laned or self.cursor.attempt == (work.first, work.last):
             return
-        self._save(self.cursor.attempting(plan.first, plan.last))
+        self._save(self.cursor.attempting(work.first, work.last))
         crash_point("delivery.attempt.saved")
 
     def _settle(self, held: int | None) -> None:
         """The sink is open, and says itself that it holds everything up to `held`, if it does."""
-        laned = not self.sink.ordered and self.planner.can_lane and held is None
+        # Only states are kept by lane; deltas are a history and have one order.
+        laned = not self.sink.ordered and self.planner.columns == STATES and held is None
         self.planner.laned = laned and self.cursor.told is None
-        cursor = self.cursor.in_lanes(self.planner.cursor_lanes).reconciled(held)
+        lanes = LANES if self.planner.laned else 1
+        cursor = self.cursor.in_lanes(lanes).reconciled(held)
         problem = self._gap(cursor)
         if problem is not None:
             self._halt(problem)
@@ -261,10 +255,8 @@ class SinkWorker:
             log.warning("cursor not saved", sink=self.name, error=str(error))
 
 
-def _cut(work: Work, rows_max: int | None) -> list[Work]:
-    if work.states is None or rows_max is None or work.states.num_rows <= rows_max:
-        return [work]
-    assert work.deltas is None, "only states are written in pieces"
+def _cut(work: Work, rows_max: int) -> list[Work]:
+    assert work.states is not None, "only states are written in pieces"
     starts = range(0, work.states.num_rows, rows_max)
     return [replace(work, states=work.states.slice(start, rows_max)) for start in starts]
 

@@ -24,11 +24,10 @@ a crash cannot split. From then on the trigger exists for the sinks, whatever ha
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -38,7 +37,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from penstock.errors import Corruption, NotFound, StorageFailed
-from penstock.log.files import Handle, storage_errors, sync_folder, write_whole
+from penstock.log.files import storage_errors, sync_folder, write_whole
 
 SectionKind = Literal["states", "deltas", "quarantine"]
 LANES: Final = 4
@@ -69,11 +68,14 @@ class ChangePart(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[Section, ...] = ()
     counts: dict[str, int] = {}
 
-    def same_fold(self, other: ChangePart) -> bool:
-        """Whether both are the outcome of the same work, in whatever bytes."""
-        return (self.topic, self.partition, self.first, self.last, self.counts) == (
-            other.topic, other.partition, other.first, other.last, other.counts,
-        )  # fmt: skip
+
+PRESENT: Final = frozenset({"pending", "pending_oldest_ms"})  # counts that say how it is now
+
+
+def add_counts(counts: dict[str, Any], more: Mapping[str, int]) -> None:
+    """Add what a later fold came to."""
+    for name, value in more.items():
+        counts[name] = value if name in PRESENT else counts.get(name, 0) + value
 
 
 class ChangeWriter:
@@ -127,41 +129,11 @@ class ChangeWriter:
         return f"{place}-{content.hexdigest()}{SUFFIX}"
 
 
-def write_apart(path: Path, buffers: list[Any]) -> None:
-    """Write a file whose twin another task may be writing at this moment: under a name of its
-    own, synced, then renamed. Both say the same, so it does not matter who is last."""
-    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def write_apart(path: Path, buffers: Sequence[Any]) -> None:
+    """Write a file whose twin another task may be writing at this moment. Both say the same, so it
+    does not matter who is last."""
     with storage_errors(path.parent):
-        try:
-            handle = Handle(own, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            handle.write(buffers, 0)
-            os.fsync(handle.fd)
-            own.rename(path)
-            sync_folder(path.parent)
-        except OSError:
-            own.unlink(missing_ok=True)
-            raise
-
-
-def read_section(folder: Path, part: ChangePart, section: Section) -> pa.Table:
-    """The rows of one section, mapped from the file: they stay valid after it is deleted."""
-    assert part.file is not None, "a part with sections has a file"
-    path = folder / part.file
-    try:
-        with pa.memory_map(str(path)) as file:
-            data = file.read_at(section.length, section.offset)
-        table = pa.ipc.open_stream(data).read_all()
-    except FileNotFoundError as error:
-        raise Corruption(f"{path} is named by a manifest and is not there") from error
-    except OSError as error:
-        if error.errno is None:  # Arrow's own complaint about the bytes
-            raise Corruption(f"{path} is not what was written: {error}") from error
-        raise StorageFailed(f"{path}: {error}") from error
-    except pa.ArrowInvalid as error:
-        raise Corruption(f"{path} is not what was written: {error}") from error
-    if table.num_rows != section.rows:
-        raise Corruption(f"{path}: {table.num_rows} rows where its manifest says {section.rows}")
-    return table
+        write_whole(path, buffers, new=path.with_name(f".{path.name}.{uuid.uuid4().hex}"))
 
 
 def _log_times(table: pa.Table) -> tuple[int, int]:
@@ -188,10 +160,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeLog:
-    """The committed triggers of one pipeline. Any thread may call any method.
-
-    One process writes (the pipeline's lock sees to that); `refresh` lets another one follow.
-    """
+    """The committed triggers of one pipeline, which is the only one to write (its lock sees to
+    that). Any thread may call any method."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -199,8 +169,12 @@ class ChangeLog:
         with storage_errors(folder):
             self.data.mkdir(parents=True, exist_ok=True)
         self._changed = threading.Condition()
-        self._sizes: dict[int, int] = {}  # bytes of each trigger present, in order of triggers
-        self.refresh()
+        found = sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+        if found and found[-1] - found[0] + 1 != len(found):
+            missing = next(n for n in range(found[0], found[-1]) if n not in set(found))
+            raise Corruption(f"{folder}: the manifest of trigger {missing} is missing")
+        # Bytes of each trigger present, in order of triggers.
+        self._sizes = {number: self.manifest(number).bytes for number in found}
 
     @property
     def first(self) -> int | None:
@@ -214,27 +188,10 @@ class ChangeLog:
         with self._changed:
             return next(reversed(self._sizes), None)
 
-    @property
-    def bytes(self) -> int:
-        """Size of the change files of all triggers present."""
-        with self._changed:
-            return sum(self._sizes.values())
-
     def bytes_after(self, trigger: int) -> int:
         """Size of what a sink whose cursor is at `trigger` still has before it."""
         with self._changed:
             return sum(size for number, size in self._sizes.items() if number > trigger)
-
-    def refresh(self) -> None:
-        """Look at the folder again."""
-        found = sorted(int(m[1]) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name)))
-        if found and found[-1] - found[0] + 1 != len(found):
-            missing = next(n for n in range(found[0], found[-1]) if n not in set(found))
-            raise Corruption(f"{self.folder}: the manifest of trigger {missing} is missing")
-        with self._changed:
-            known = self._sizes
-            self._sizes = {n: known[n] if n in known else self.manifest(n).bytes for n in found}
-            self._changed.notify_all()
 
     def manifest(self, trigger: int) -> Manifest:
         """One trigger; `NotFound` if it is not yet there or no longer."""
@@ -275,7 +232,26 @@ class ChangeLog:
             self._changed.notify_all()
 
     def table(self, part: ChangePart, section: Section) -> pa.Table:
-        return read_section(self.data, part, section)
+        """The rows of one section, mapped from the file: they stay valid after it is deleted."""
+        assert part.file is not None, "a part with sections has a file"
+        path = self.data / part.file
+        try:
+            with pa.memory_map(str(path)) as file:
+                data = file.read_at(section.length, section.offset)
+            table = pa.ipc.open_stream(data).read_all()
+        except FileNotFoundError as error:
+            raise Corruption(f"{path} is named by a manifest and is not there") from error
+        except OSError as error:
+            if error.errno is None:  # Arrow's own complaint about the bytes
+                raise Corruption(f"{path} is not what was written: {error}") from error
+            raise StorageFailed(f"{path}: {error}") from error
+        except pa.ArrowInvalid as error:
+            raise Corruption(f"{path} is not what was written: {error}") from error
+        if table.num_rows != section.rows:
+            raise Corruption(
+                f"{path}: {table.num_rows} rows where its manifest says {section.rows}"
+            )
+        return table
 
     def commit(self, trigger: int, parts: Iterable[ChangePart]) -> bool:
         """Make `trigger` visible; False if it was already, with the same outcome."""
@@ -301,9 +277,11 @@ class ChangeLog:
         first = self.first
         if first is not None and trigger < first:
             return  # every sink is past it; there is nothing left to compare with
-        committed = self.manifest(trigger).parts
-        same = len(committed) == len(parts) and all(map(ChangePart.same_fold, committed, parts))
-        if not same:
+        committed, again = (
+            [(part.topic, part.partition, part.first, part.last, part.counts) for part in found]
+            for found in (self.manifest(trigger).parts, parts)
+        )
+        if committed != again:
             raise Corruption(
                 f"trigger {trigger} was run again and came out otherwise than its manifest says"
             )

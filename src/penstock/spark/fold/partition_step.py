@@ -21,7 +21,7 @@ partition.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
-from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter
+from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
 from penstock.spark.fold.log_deltas import find_forgotten, read_deltas
 from penstock.spark.fold.snapshots import FoldSnapshots
 from penstock.spark.source.options import Connecting
@@ -241,7 +241,6 @@ QUARANTINE: Final = pa.schema(
         pa.field("missing", pa.binary(16)),  # the parent that never came
     ]
 )
-LAST: Final = frozenset({"pending", "pending_oldest_ms"})  # counts that say how it is, not how much
 
 
 def write_outcomes(
@@ -281,11 +280,6 @@ def total(outcomes: Sequence[FeedOutcome]) -> dict[str, int]:
     for outcome in outcomes:
         add_counts(counts, outcome.counts)
     return counts
-
-
-def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, value in more.items():
-        counts[name] = value if name in LAST else counts.get(name, 0) + value
 
 
 def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:

@@ -39,8 +39,9 @@ from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.schema import DELTAS, states_table
+from penstock.spark.fold.changes import add_counts
 from penstock.spark.fold.log_deltas import find_forgotten
-from penstock.spark.fold.partition_step import add_counts, released_table
+from penstock.spark.fold.partition_step import released_table
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.decisions import Decisions
 from penstock.spark.source.options import Connecting

@@ -139,7 +139,7 @@ def _reject_history(target: RoutedSink) -> None:
 
 def _move_cursor(state: Path, sink: str, trigger: int) -> None:
     """A cursor that is ahead already stays: later triggers were taken, and are in the log."""
-    file = CursorFile(path=state / "sinks" / f"{sink}.json")
+    file = CursorFile(state, sink)
     held = file.load()
     if trigger > NONE and (held is None or held.through < trigger):
         file.save(SinkCursor.before(trigger + 1, lanes=1))

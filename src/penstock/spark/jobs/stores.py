@@ -97,7 +97,7 @@ def read_progress(state: Path, sinks: Sequence[str]) -> PipelineProgress:
     offsets = _offsets(state / "checkpoint" / "offsets" / str(last)) if last >= 0 else {}
     cursors = {}
     for name in sinks:
-        cursor = CursorFile(path=state / "sinks" / f"{name}.json").load()
+        cursor = CursorFile(state, name).load()
         cursors[name] = NONE if cursor is None else cursor.through
     return PipelineProgress(last=last, offsets=offsets, cursors=cursors)
 

@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 from tests.unit.spark.delivery.delivering import Triggers
 
-from penstock.spark.delivery.backlog import DELTAS, QUARANTINE, STATES, Backlog, TriggerSpan
+from penstock.spark.delivery.backlog import (
+    DELTAS,
+    QUARANTINE,
+    STATES,
+    Backlog,
+    Planner,
+    TriggerSpan,
+)
 from penstock.spark.delivery.cursors import SinkCursor
-from penstock.spark.delivery.planner import Planner
 from penstock.spark.settings import DeliveryOptions
 
 BIG = 1 << 40
@@ -26,13 +32,13 @@ def triggers(tmp_path: Path) -> Triggers:
 def test_the_lag_counts_rows_bytes_and_the_oldest_time(triggers: Triggers) -> None:
     backlog = Backlog(triggers.log)
     assert backlog.follow() == 3
-    whole = backlog.lag(-1, STATES)
+    whole = backlog.lag(dict.fromkeys(STATES, -1))
     assert (whole.triggers, whole.rows, whole.oldest_ms) == (4, 6, 1000)
-    assert 0 < whole.bytes < triggers.log.bytes
-    assert backlog.lag(1, (3,))[:2] == (2, 1)
-    assert backlog.lag(1, (DELTAS,)).oldest_ms == 3000
-    assert backlog.lag(2, (QUARANTINE,)).rows == 0
-    assert backlog.lag(3, STATES) == (0, 0, 0, None)
+    assert 0 < whole.bytes < triggers.log.bytes_after(-1)
+    assert backlog.lag({3: 1})[:2] == (2, 1)
+    assert backlog.lag({DELTAS: 1}).oldest_ms == 3000
+    assert backlog.lag({QUARANTINE: 2}).rows == 0
+    assert backlog.lag(dict.fromkeys(STATES, 3)) == (0, 0, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +82,10 @@ def test_pruned_triggers_are_forgotten_and_the_rest_still_counts(triggers: Trigg
     triggers.log.prune(190)
     backlog.forget(190)
     assert backlog.follow() == 203
-    assert backlog.lag(190, STATES)[:2] == (13, 13)
+    assert backlog.lag(dict.fromkeys(STATES, 190))[:2] == (13, 13)
     late = Backlog(triggers.log)
     assert late.follow() == 203
-    assert late.lag(-1, STATES)[:2] == (13, 13)
+    assert late.lag(dict.fromkeys(STATES, -1))[:2] == (13, 13)
 
 
 def test_what_was_folded_is_counted_once_it_is_new(triggers: Triggers) -> None:

@@ -10,11 +10,11 @@ from penstock.spark.delivery.cursors import CursorFile, SinkCursor
 
 
 def test_a_saved_cursor_is_read_back(tmp_path: Path) -> None:
-    file = CursorFile(path=tmp_path / "sinks" / "lake.json")
+    file = CursorFile(tmp_path, "lake")
     assert file.load() is None
     cursor = SinkCursor(position=(4,), started=2, attempt=(5, 7), told=4)
     file.save(cursor)
-    assert CursorFile(path=file.path).load() == cursor
+    assert CursorFile(tmp_path, "lake").load() == cursor
     assert json.loads(file.path.read_text())["version"] == 1
     assert [p.name for p in file.path.parent.iterdir()] == ["lake.json"]
 
@@ -31,10 +31,11 @@ def test_a_saved_cursor_is_read_back(tmp_path: Path) -> None:
 def test_a_file_that_is_no_cursor_is_refused(
     tmp_path: Path, content: bytes, complaint: str
 ) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(content)
+    file = CursorFile(tmp_path, "x")
+    file.path.parent.mkdir()
+    file.path.write_bytes(content)
     with pytest.raises(Corruption, match=complaint):
-        CursorFile(path=path).load()
+        file.load()
 
 
 def test_lanes_advance_apart_and_never_back() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of, eventually
 
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.status import read_status
+from penstock.spark.delivery.delivery import read_status
 from penstock.spark.settings import DeliveryOptions
 
 

@@ -169,7 +169,7 @@ def test_a_sink_that_lost_what_is_deleted_halts_and_says_so(
 
 def test_a_cursor_ahead_of_the_change_log_halts(triggers: Triggers, tmp_path: Path) -> None:
     triggers.commit(("a", 1))
-    CursorFile(path=tmp_path / "sinks" / "file.json").save(SinkCursor(position=(7,)))
+    CursorFile(tmp_path, "file").save(SinkCursor(position=(7,)))
     delivery = delivery_of(triggers, FileSink(tmp_path), folder=tmp_path)
     delivery.start()
     eventually(lambda: delivery.workers[0].state == "halted")
@@ -193,7 +193,7 @@ def test_a_new_sink_begins_with_the_oldest_trigger_and_tells(
 def test_the_attempt_on_file_is_written_again_as_it_was(triggers: Triggers, tmp_path: Path) -> None:
     for vector in "abcd":
         triggers.commit((vector, 1))
-    file = CursorFile(path=tmp_path / "sinks" / "file.json")
+    file = CursorFile(tmp_path, "file")
     file.save(SinkCursor(position=(0,), attempt=(1, 2)))
     sink = FileSink(tmp_path, feed=Feed.DELTAS, ordered=True)
     delivered(delivery_of(triggers, sink, folder=tmp_path))

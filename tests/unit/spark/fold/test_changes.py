@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import Corruption, NotFound, StorageFailed
-from penstock.spark.fold.changes import ChangeLog, ChangePart, ChangeWriter, read_section
+from penstock.spark.fold.changes import ChangeLog, ChangePart, ChangeWriter
 
 
 def part(log: ChangeLog, *, first: int = 1, rows: int = 3, partition: int = 0) -> ChangePart:
@@ -26,7 +26,7 @@ def test_a_committed_trigger_is_read_back_after_a_restart(log: ChangeLog) -> Non
     written = part(log)
     assert log.commit(0, [written])
     again = ChangeLog(log.folder)
-    assert (again.first, again.last, again.bytes) == (0, 0, written.bytes)
+    assert (again.first, again.last, again.bytes_after(-1)) == (0, 0, written.bytes)
     (manifest,) = again.after(-1, limit=10)
     assert manifest.parts == (written,)
     assert again.table(written, written.sections[0])["n"].to_pylist() == [0, 1, 2]
@@ -97,7 +97,7 @@ def test_pruning_deletes_manifests_and_files_but_the_newest(log: ChangeLog) -> N
     assert log.prune(99) == 1
     assert log.prune(99) == 0
     assert ChangeLog(log.folder).last == 3
-    assert log.bytes == parts[3].bytes
+    assert log.bytes_after(-1) == parts[3].bytes
     with pytest.raises(NotFound):
         log.after(0, limit=1)
 
@@ -140,14 +140,6 @@ def test_whoever_waits_is_told_of_a_commit(log: ChangeLog) -> None:
     assert log.wait(-1, timeout_s=0.0)
 
 
-def test_another_process_follows_by_refreshing(log: ChangeLog) -> None:
-    other = ChangeLog(log.folder)
-    log.commit(0, [part(log)])
-    assert other.last is None
-    other.refresh()
-    assert other.last == 0
-
-
 def written(folder: Path, *values: int) -> ChangePart:
     writer = ChangeWriter(folder, topic="vectors", partition=3)
     writer.add("states", pa.table({"n": values, "log_time_ms": [v * 10 for v in values]}), lane=1)
@@ -156,14 +148,14 @@ def written(folder: Path, *values: int) -> ChangePart:
     return writer.finish(first=5, last=9, counts={"read": 2})
 
 
-def test_each_section_is_read_alone(tmp_path: Path) -> None:
-    part = written(tmp_path, 1, 2, 3)
+def test_each_section_is_read_alone(log: ChangeLog) -> None:
+    part = written(log.data, 1, 2, 3)
     states, deltas = part.sections
     assert (states.kind, states.lane, states.rows) == ("states", 1, 3)
     assert (states.log_time_ms_min, states.log_time_ms_max) == (10, 30)
-    assert read_section(tmp_path, part, states)["n"].to_pylist() == [1, 2, 3]
-    assert read_section(tmp_path, part, deltas)["id"].to_pylist() == ["a", "b"]
-    assert part.bytes == (tmp_path / str(part.file)).stat().st_size
+    assert log.table(part, states)["n"].to_pylist() == [1, 2, 3]
+    assert log.table(part, deltas)["id"].to_pylist() == ["a", "b"]
+    assert part.bytes == (log.data / str(part.file)).stat().st_size
 
 
 def test_the_name_follows_from_range_and_content(tmp_path: Path) -> None:
@@ -181,26 +173,26 @@ def test_without_rows_there_is_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_outlive_the_file(tmp_path: Path) -> None:
-    part = written(tmp_path, *range(10_000))
-    table = read_section(tmp_path, part, part.sections[0])
-    (tmp_path / str(part.file)).unlink()
+def test_rows_outlive_the_file(log: ChangeLog) -> None:
+    part = written(log.data, *range(10_000))
+    table = log.table(part, part.sections[0])
+    (log.data / str(part.file)).unlink()
     assert table["n"].to_pylist() == list(range(10_000))
 
 
-def test_a_missing_file_is_corruption(tmp_path: Path) -> None:
-    part = written(tmp_path, 1)
-    (tmp_path / str(part.file)).unlink()
+def test_a_missing_file_is_corruption(log: ChangeLog) -> None:
+    part = written(log.data, 1)
+    (log.data / str(part.file)).unlink()
     with pytest.raises(Corruption, match="not there"):
-        read_section(tmp_path, part, part.sections[0])
+        log.table(part, part.sections[0])
 
 
-def test_a_short_file_is_corruption(tmp_path: Path) -> None:
-    part = written(tmp_path, *range(100))
-    path = tmp_path / str(part.file)
+def test_a_short_file_is_corruption(log: ChangeLog) -> None:
+    part = written(log.data, *range(100))
+    path = log.data / str(part.file)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(Corruption, match="not what was written"):
-        read_section(tmp_path, part, part.sections[0])
+        log.table(part, part.sections[0])
 
 
 def test_a_folder_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
@@ -210,8 +202,9 @@ def test_a_folder_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_fold_in_other_bytes_is_the_same_fold(tmp_path: Path) -> None:
-    first, other = written(tmp_path, 1), written(tmp_path, 2)
-    assert first.same_fold(other)
-    counts = ChangeWriter(tmp_path, topic="vectors", partition=3).finish(first=5, last=9, counts={})
-    assert not first.same_fold(counts)
+def test_the_same_fold_in_other_bytes_is_the_same_fold(log: ChangeLog) -> None:
+    log.commit(0, [written(log.data, 1)])
+    assert not log.commit(0, [written(log.data, 2)])
+    counts = ChangeWriter(log.data, topic="vectors", partition=3).finish(first=5, last=9, counts={})
+    with pytest.raises(Corruption, match="came out otherwise"):
+        log.commit(0, [counts])

@@ -22,7 +22,7 @@ from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items
-from penstock.spark.fold.changes import ChangePart, read_section
+from penstock.spark.fold.changes import ChangeLog, ChangePart
 from penstock.spark.fold.log_deltas import read_deltas
 from penstock.spark.fold.partition_step import (
     FoldHead,
@@ -102,7 +102,8 @@ class Steps:
         return head, parts
 
     def rows(self, part: ChangePart, kind: str) -> list[dict[str, Any]]:
-        tables = [read_section(self.data, part, s) for s in part.sections if s.kind == kind]
+        log = ChangeLog(self.data.parent)
+        tables = [log.table(part, s) for s in part.sections if s.kind == kind]
         return [row for table in tables for row in table.to_pylist()]
 
 
