@@ -6,18 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.errors import Backpressure, BatchAborted
 from penstock.heap.transactions import Doubts, SharePlace, pack_places
 from penstock.log.crash import crash_point
 from penstock.model.batch import SCHEMAS, Batch, Decision, Kind
-from penstock.model.columns import Columns, Value
+from penstock.model.columns import Value
 from penstock.model.entries import ENQ
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.node.write.bodies import subset
 from penstock.node.write.requests import EnqueuePart
 from penstock.wire.messages import Duplicate, Placed
 
@@ -55,10 +51,10 @@ async def stage_here(
     if partition.index == home and partition.heap.transactions.full:
         raise Backpressure("too many atomic batches wait for participants", retry_after_s=FULL_S)
     await partition.journal.make_room(len(part.columns.body) + 64)
-    known = await _known(topic, partition, part)
-    batch = _append(partition, part, transaction, home, known)
+    await _leave_known_out(topic, partition, part)
+    placed = _append(partition, part, transaction=transaction, home=home)
     crash_point("node.atomic.preparing")
-    done = Prepared(partition.index, _placed(partition, part, batch, known), known)
+    done = Prepared(partition.index, placed, part.known)
     # What an earlier attempt wrote is answered as what this one writes: when it is committed.
     durable = partition.journal.committed(partition.heap.sequence_applied)
 
@@ -135,65 +131,33 @@ def append_confirmed(partition: Partition, transactions: Sequence[bytes]) -> Bat
     return partition.journal.append_record(Kind.DECIDE, count, values)
 
 
-async def _known(topic: Topic, partition: Partition, part: EnqueuePart) -> list[Duplicate]:
-    """Entries that an earlier attempt wrote. One that is still prepared is waited for a while:
-    for ever would be a deadlock if that attempt waits for us in another partition."""
+async def _leave_known_out(topic: Topic, partition: Partition, part: EnqueuePart) -> None:
+    """Write nothing that an earlier attempt wrote. What it has prepared is waited for a while: for
+    ever would be a deadlock if that attempt waits for us in another partition."""
     patience = round(EARLIER_S / LOOK_S)
-    duplicates = partition.heap.admit(part.columns)
-    while any(partition.heap.is_prepared(s) for _, s, _ in duplicates):
+    while duplicates := partition.heap.admit(part.columns):
+        if not any(partition.heap.is_prepared(sequence) for _, sequence, _ in duplicates):
+            part.leave_out(duplicates, partition.index)
+            return
         if not patience:
             raise BatchAborted("an earlier attempt at these entries is not decided yet")
         patience -= 1
         topic.wake()
         await asyncio.sleep(LOOK_S)
-        duplicates = partition.heap.admit(part.columns)
-    return [
-        Duplicate(int(part.indices[i]), partition.index, sequence, time_ms)
-        for i, sequence, time_ms in duplicates
-    ]
-
-
-def _fresh(part: EnqueuePart, known: list[Duplicate]) -> NDArray[np.int64]:
-    seen = {duplicate.index for duplicate in known}
-    return np.array([i for i, index in enumerate(part.indices) if int(index) not in seen], np.int64)
 
 
 def _append(
-    partition: Partition,
-    part: EnqueuePart,
-    transaction: bytes,
-    home: int,
-    known: list[Duplicate],
-) -> Batch | None:
+    partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+) -> list[Placed]:
+    if not part.count:
+        return []
     columns = part.columns
-    if known:
-        fresh = _fresh(part, known)
-        if not len(fresh):
-            return None
-        columns = ENQ.decode(subset(columns, fresh), len(fresh))
-    values = _values(columns) | {"transaction": [transaction], "home": [home]}
-    body = PREPARE.encode(columns.count, values, runs=columns.runs)
-    return partition.journal.append(Kind.PREPARE, body, columns.count)
-
-
-def _values(columns: Columns) -> dict[str, Value | None]:
-    return {
+    values: dict[str, Value | None] = {
         column.name: columns.binary(column.name) if column.binary else columns.fixed(column.name)
         for column in ENQ.columns
         if column.name in columns
     }
-
-
-def _placed(
-    partition: Partition, part: EnqueuePart, batch: Batch | None, known: list[Duplicate]
-) -> list[Placed]:
-    if batch is None:
-        return []
-    if known:
-        fresh = _fresh(part, known)
-        indices = np.asarray(part.indices, np.int64)[fresh]
-        part = EnqueuePart(
-            part.request, ENQ.decode(subset(part.columns, fresh), len(fresh)), indices=indices,
-            body=b"",
-        )  # fmt: skip
+    values |= {"transaction": [transaction], "home": [home]}
+    body = PREPARE.encode(part.count, values, runs=columns.runs)
+    batch = partition.journal.append(Kind.PREPARE, body, part.count)
     return part.placed(partition.index, batch.first, batch.time_ms)

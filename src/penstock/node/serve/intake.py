@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import Corruption, InvalidArgument, PenstockError
 from penstock.model.batch import Codec, decompress
@@ -20,8 +19,7 @@ from penstock.node.write.bodies import (
     check_body,
     check_partition,
     homes_of_deltas,
-    spread,
-    spread_deltas,
+    homes_of_entries,
     subset,
 )
 from penstock.node.write.requests import EnqueuePart, EnqueueRequest, Reply
@@ -37,27 +35,27 @@ def enqueue(
     """Check everything, then hand the parts to their partitions. Raises before any change.
 
     `raw_bytes_max`: what compressed bodies may have together when they are decompressed."""
-    check_id(topic, control.topic_id)
+    if control.topic_id != topic.config.id:
+        check_id(topic, control.topic_id)
     bodies = _bodies(topic, control, data, raw_bytes_max)
     if control.forwarded:
         _enqueue_forwarded(topic, control, bodies, reply)
         return
-    if topic.config.kind is TopicKind.DELTA:
-        placed = _place_deltas(topic, control, bodies)
-    else:
-        placed = _place(topic, control, bodies)
-    if control.expected_sequence is not None and len(placed) != 1:
-        raise InvalidArgument(
-            "expected_sequence needs entries of one partition", field="expected_sequence"
-        )
-    request = EnqueueRequest(
-        topic.config.id, len(placed), _timed(topic, sum(c.count for c, _, _ in bodies), reply)
-    )
-    expected = control.expected_sequence
-    parts = [(share.partition, share.part(request, expected)) for share in placed]
-    if control.atomic and len(parts) > 1:
-        topic.atomic.enqueue(parts)
-    elif topic.ingest is not None:
+    request = EnqueueRequest(topic.config.id, _timed(topic, control, reply))
+    parts = _parts(topic, control, bodies, request)
+    if len(parts) > 1:
+        if control.expected_sequence is not None:
+            raise InvalidArgument(
+                "expected_sequence needs entries of one partition", field="expected_sequence"
+            )
+        if control.atomic and topic.config.kind is TopicKind.DELTA:
+            raise InvalidArgument(
+                "an atomic batch of deltas must have vectors of one partition", field="atomic"
+            )
+        if control.atomic:
+            topic.atomic.enqueue(parts)
+            return
+    if topic.ingest is not None:
         topic.ingest.enqueue(parts)
     else:
         for partition, part in parts:
@@ -99,9 +97,8 @@ def _enqueue_forwarded(topic: Topic, control: Enqueue, bodies: list[Checked], re
         if partition is None:
             outcomes.part(i)(topic.not_here(part.partition))
             continue
-        request = EnqueueRequest(topic.config.id, 1, outcomes.part(i))
-        whole = _Allotment(partition, columns, body, range(columns.count), control.codec)
-        share = whole.part(request, control.expected_sequence)
+        request = EnqueueRequest(topic.config.id, outcomes.part(i))
+        share = _whole(request, control, (columns, body, 0))
         if control.transaction:
             topic.atomic.prepare(
                 partition, share, transaction=control.transaction, home=control.home
@@ -175,82 +172,55 @@ def _decompressed(control: Enqueue, index: int, body: bytes) -> bytes:
     return raw
 
 
-class _Allotment(NamedTuple):
-    """What one partition gets of an enqueue."""
-
-    partition: PartitionPort
-    columns: Columns
-    body: Buffer
-    indices: range | NDArray[np.int64]  # of its entries in the request
-    codec: int
-
-    def part(self, request: EnqueueRequest, expected_sequence: int | None) -> EnqueuePart:
-        return EnqueuePart(
-            request,
-            self.columns,
-            indices=self.indices,
-            body=self.body,
-            codec=self.codec,
-            expected_sequence=expected_sequence,
-        )
-
-
-def _place(topic: Topic, control: Enqueue, bodies: list[Checked]) -> list[_Allotment]:
-    """Which partition gets which part."""
-    placed: list[_Allotment] = []
-    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
-        if control.partitioned:
-            indices = range(index, index + part.count)
-            target = topic.partition(part.partition)
-            placed.append(_Allotment(target, columns, body, indices, control.codec))
-        else:
-            topic.rotation = (topic.rotation + 1) % len(topic.partitions)
-            shares = list(spread(columns, len(topic.partitions), fallback=topic.rotation))
-            placed += _spread(topic, control, (columns, body, index), shares)
-    return placed
-
-
-def _place_deltas(topic: Topic, control: Enqueue, bodies: list[Checked]) -> list[_Allotment]:
-    """The same for deltas, which are checked here: only where their vectors belong."""
-    placed: list[_Allotment] = []
-    partitions, now_ms = len(topic.partitions), topic.clock.now_ms()
-    for part, (columns, body, index) in zip(control.parts, bodies, strict=True):
-        homes = homes_of_deltas(columns, topic.config, now_ms=now_ms)
+def _parts(
+    topic: Topic, control: Enqueue, bodies: list[Checked], request: EnqueueRequest
+) -> list[tuple[PartitionPort, EnqueuePart]]:
+    """Which partition gets which part. Deltas are checked here: they go only where their vectors
+    belong."""
+    placed: list[tuple[PartitionPort, EnqueuePart]] = []
+    ports = topic.partitions
+    for part, checked in zip(control.parts, bodies, strict=True):
+        columns, _, index = checked
+        homes = None
+        if topic.config.kind is TopicKind.DELTA:
+            homes = homes_of_deltas(columns, topic.config, now_ms=topic.clock.now_ms())
         if control.partitioned:
             target = topic.partition(part.partition)
-            check_partition(homes, target.index, partitions)
-            indices = range(index, index + part.count)
-            placed.append(_Allotment(target, columns, body, indices, control.codec))
-        else:
-            shares = list(spread_deltas(homes))
-            placed += _spread(topic, control, (columns, body, index), shares)
-    if control.atomic and len(placed) > 1:
-        raise InvalidArgument(
-            "an atomic batch of deltas must have vectors of one partition", field="atomic"
-        )
+            if homes is not None:
+                check_partition(homes, target.index, len(ports))
+            placed.append((target, _whole(request, control, checked)))
+            continue
+        if homes is None:
+            topic.rotation = (topic.rotation + 1) % len(ports)
+            homes = homes_of_entries(columns, len(ports), fallback=topic.rotation)
+        found: list[int] = np.unique(homes).tolist()
+        if len(found) == 1:
+            placed.append((ports[found[0]], _whole(request, control, checked)))
+            continue
+        for partition in found:
+            chosen = np.flatnonzero(homes == partition)
+            body = subset(columns, chosen)
+            share = ENQ.decode(body, len(chosen))
+            own = EnqueuePart(request, share, indices=chosen + index, body=body)
+            placed.append((ports[partition], own))
     return placed
 
 
-def _spread(
-    topic: Topic,
-    control: Enqueue,
-    whole: Checked,
-    shares: list[tuple[int, NDArray[np.int64]]],
-) -> list[_Allotment]:
-    columns, body, index = whole
-    if len(shares) == 1:
-        indices = range(index, index + columns.count)
-        return [_Allotment(topic.partitions[shares[0][0]], columns, body, indices, control.codec)]
-    placed: list[_Allotment] = []
-    for partition, chosen in shares:
-        share = subset(columns, chosen)
-        decoded = ENQ.decode(share, len(chosen))
-        placed.append(_Allotment(topic.partitions[partition], decoded, share, chosen + index, 0))
-    return placed
+def _whole(request: EnqueueRequest, control: Enqueue, checked: Checked) -> EnqueuePart:
+    columns, body, index = checked
+    return EnqueuePart(
+        request,
+        columns,
+        indices=range(index, index + columns.count),
+        body=body,
+        codec=control.codec,
+        expected_sequence=control.expected_sequence,
+    )
 
 
-def _timed(topic: Topic, count: int, reply: Reply) -> Reply:
+def _timed(topic: Topic, control: Enqueue, reply: Reply) -> Reply:
     started = time.perf_counter()
+    count = sum([part.count for part in control.parts])
 
     def answer(result: object) -> None:
         if isinstance(result, Enqueued):

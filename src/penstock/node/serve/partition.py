@@ -64,11 +64,6 @@ class Partition:
         if self.coordinator.serving and self.journal.may_commit:
             self.settler.expire()
 
-    def next_wakeup(self) -> int | None:
-        """What the node's clock shows when the next lease or delay falls due."""
-        when_ms = self.heap.next_wakeup()
-        return None if when_ms is None else when_ms - self.ahead_ms
-
     # --- the heap at a moment of the node's clock, so that one moment does for many partitions ---
 
     def select(self, n: int, now: int) -> Sequences:

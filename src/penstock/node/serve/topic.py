@@ -88,8 +88,8 @@ class Topic:
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
         self._log_streams: list[ReaderStream] = []
         self._loop = asyncio.get_running_loop()
-        self._turn_due = False
-        self._dispatch_waiters: list[asyncio.Future[None]] = []
+        self._due: asyncio.Handle | None = None  # the next turn
+        self._offered = asyncio.Event()  # set for a moment when all that is ready was offered
         self._alarm = Alarm(clock, self._on_timer)
         self.atomic = atomic(self)
         self._armed_for: list[int] = []  # where the logs ended when the timers were set
@@ -279,9 +279,8 @@ class Topic:
             self._log_streams.remove(stream)
 
     def wake(self) -> None:
-        if not self._turn_due and not self.closed:
-            self._turn_due = True
-            self._loop.call_soon(self._due_turn)
+        if self._due is None and not self.closed:
+            self._due = self._loop.call_soon(self.turn)
 
     def observe(self, applied: Applied, reason: str) -> None:
         """A batch is committed: return credits, count what happened."""
@@ -291,9 +290,6 @@ class Topic:
                 stream.on_released(count)
             else:
                 any(demand.on_released(consumer) for demand in self._demands)
-        self._count(applied, reason)
-
-    def _count(self, applied: Applied, reason: str) -> None:
         name, metrics = self.config.name, self.metrics
         if applied.acked:
             metrics.acked.add((name,), applied.acked)
@@ -312,78 +308,66 @@ class Topic:
 
     # --- the turn ---
 
-    def _due_turn(self) -> None:
-        if self._turn_due:  # not taken since
-            self.turn()
-
     def turn(self) -> None:
-        self._turn_due = False
+        """Take a turn now, and not the one that is due."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if self.closed:
             return
         try:
-            self._take_turn()
+            if self.ingest is not None and self.ingest.queue.depth:
+                self.ingest.drain()
+            for partition in self.local:
+                if partition.enqueuer.gathered:
+                    partition.enqueuer.take_turn()
+            for demand in self._demands:
+                demand.take_turn()
+            if self.dispatch.offer():
+                self._offered.set()
+                self._offered.clear()
+            for partition in self.local:
+                partition.journal.flush()
+            # Nobody waits for a settlement as for a message: it is worked on during that write.
+            for partition in self.local:
+                if partition.settler.gathered:
+                    partition.settler.take_turn()
+                    partition.journal.flush()
+            for stream in tuple(self._log_streams):
+                stream.pump()
+            for demand in self._demands:
+                demand.after_turn()
+            ends = [p.log.sequence_last for p in self.local]
+            if ends != self._armed_for:  # else nothing was appended that could change the timers
+                self._armed_for = ends
+                self._arm()
         except Exception as error:  # noqa: BLE001 - state and log may differ now: stop the node
             self._on_fatal(error)
 
-    def _take_turn(self) -> None:
-        if self.ingest is not None and self.ingest.queue.depth:
-            self.ingest.drain()
-        for partition in self.local:
-            if partition.enqueuer.gathered:
-                partition.enqueuer.take_turn()
-        for demand in self._demands:
-            demand.take_turn()
-        self._offer()
-        for partition in self.local:
-            partition.journal.flush()
-        # Nobody waits for a settlement as for a message: it is worked on during that write.
-        for partition in self.local:
-            if partition.settler.gathered:
-                partition.settler.take_turn()
-                partition.journal.flush()
-        for stream in tuple(self._log_streams):
-            stream.pump()
-        for demand in self._demands:
-            demand.after_turn()
-        self._arm()
-
     async def dispatched(self) -> None:
         """Wait until every ready message was offered to the streams that are open now."""
-        waiter = self._loop.create_future()
-        self._dispatch_waiters.append(waiter)
         self.dispatch.rounds.renew()
         self.wake()
-        await waiter
-
-    def _offer(self) -> None:
-        if self.dispatch.offer():
-            for waiter in self._dispatch_waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._dispatch_waiters.clear()
+        await self._offered.wait()
+        if self.closed:
+            raise topic_not_found(self.config.name)
 
     # --- time ---
 
     def _arm(self) -> None:
-        """Set the timers anew, unless nothing was appended that could have changed them."""
-        ends = [p.journal.log.sequence_last for p in self.local]
-        if ends != self._armed_for:
-            self._armed_for = ends
-            self._arm_timer()
+        due = [when - p.ahead_ms for p in self.local if (when := p.heap.next_wakeup()) is not None]
+        if due:
+            earliest_ms, set_ms = min(due), self._alarm.when_ms
+            if set_ms is None or set_ms > earliest_ms:
+                self._alarm.set(max(earliest_ms, self.clock.now_ms() + 1))
+        batches = [p.heap.transactions for p in self.local]
+        if any(b.prepared or b.unconfirmed for b in batches):
             self.atomic.arm()
 
     def rearm(self) -> None:
         """Set the timers anew, whatever was appended."""
         self._armed_for = []
         self.wake()
-
-    def _arm_timer(self) -> None:
-        due = [w for p in self.local if (w := p.next_wakeup()) is not None]
-        if not due:
-            return
-        earliest_ms, set_ms = min(due), self._alarm.when_ms
-        if set_ms is None or set_ms > earliest_ms:
-            self._alarm.set(max(earliest_ms, self.clock.now_ms() + 1))
 
     def _on_timer(self) -> None:
         for partition in self.local:
@@ -399,9 +383,7 @@ class Topic:
         self.router.remove(self, self.config.id)
         self._alarm.cancel()
         self.atomic.close()
-        for waiter in self._dispatch_waiters:
-            if not waiter.done():
-                waiter.set_exception(topic_not_found(self.config.name))
+        self._offered.set()
         self.dispatch.rounds.close()
         for partition in self.local:
             partition.reader.forget()

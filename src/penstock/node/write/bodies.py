@@ -5,7 +5,7 @@ Bodies of a delta topic hold valid deltas, each in the partition of its vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +35,12 @@ _ENTRY_FIXED: Final = tuple(
     if c.domain is Domain.ENTRY and not c.binary and c.name != "sequence"
 )
 _ENTRY_BINARY: Final = tuple(c.name for c in ENQ.columns if c.domain is Domain.ENTRY and c.binary)
+_BYTES_MAX: Final = (
+    ("key", KEY_BYTES_MAX),
+    ("headers", HEADERS_BYTES_MAX),
+    ("run_producer", PRODUCER_ID_BYTES_MAX),
+)
+_RANGES: Final = (("delay_ms", 0, DELAY_MS_MAX), ("max_retries", -1, RETRIES_MAX))
 FEW: Final = 64  # deltas that are looked at one by one
 _MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
 
@@ -54,13 +60,14 @@ def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
         raise InvalidArgument(f"malformed batch: {error.message}", field="body") from error
     if "sequence" in columns:
         raise InvalidArgument("a batch must not name its sequences", field="sequence")
-    _check_sizes(columns, "payload", config.payload_bytes_max)
-    _check_sizes(columns, "key", KEY_BYTES_MAX)
-    _check_sizes(columns, "headers", HEADERS_BYTES_MAX)
-    _check_headers(columns)
-    _check_sizes(columns, "run_producer", PRODUCER_ID_BYTES_MAX)
-    _check_range(columns, "delay_ms", 0, DELAY_MS_MAX)
-    _check_range(columns, "max_retries", -1, RETRIES_MAX)
+    for name, limit in (("payload", config.payload_bytes_max), *_BYTES_MAX):
+        if len(body) > limit:  # else none of its values can be
+            _check_sizes(columns, name, limit)
+    if "headers" in columns:
+        _check_headers(columns)
+    for name, low, high in _RANGES:
+        if name in columns:
+            _check_range(columns, name, low, high)
     if columns.runs:
         _check_runs(columns)
     return columns
@@ -105,7 +112,8 @@ def _check_sizes(columns: Columns, name: str, limit: int) -> None:
 def _check_headers(columns: Columns) -> None:
     """Refuse headers that somebody who gets the message could not read."""
     column = columns.binary("headers")
-    found = None if column is None else fault_in(column)
+    assert column is not None
+    found = fault_in(column)
     if found is not None:
         index, fault = found
         raise InvalidArgument(
@@ -117,8 +125,6 @@ def _check_headers(columns: Columns) -> None:
 
 
 def _check_range(columns: Columns, name: str, low: int, high: int) -> None:
-    if name not in columns:
-        return
     values = columns.fixed(name)
     if int(values.min()) < low or int(values.max()) > high:
         raise InvalidArgument(f"{name} must be from {low} to {high}", field=name, limit=high)
@@ -200,13 +206,10 @@ def producer_entries(
     return ([] if producers is None else list(producers)), sequence, run
 
 
-def spread(
-    columns: Columns, partitions: int, *, fallback: int
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Which entries go where: by key, else by producer sequence, else to `fallback`."""
+def homes_of_entries(columns: Columns, partitions: int, *, fallback: int) -> NDArray[np.int64]:
+    """Where each entry goes: by key, else by producer sequence, else to `fallback`."""
     if partitions == 1:
-        yield 0, np.arange(columns.count)
-        return
+        return np.zeros(columns.count, np.int64)
     keys = columns.binary("key")
     names = [b""] * columns.count if keys is None else list(keys)
     keyless = [i for i, key in enumerate(names) if not key]
@@ -217,8 +220,7 @@ def spread(
                 names[i] = b"%s:%d" % (producer[run[i]], sequence[i])
     where = partitions_of(names, partitions)
     where[[i for i in keyless if not names[i]]] = fallback
-    for partition in np.unique(where).tolist():
-        yield partition, np.flatnonzero(where == partition)
+    return where
 
 
 def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> NDArray[np.int64]:
@@ -248,12 +250,6 @@ def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray
     if config.partitions == 1:
         return np.zeros(len(rows), np.int64)
     return partitions_of_deltas(rows, config.partitions)
-
-
-def spread_deltas(homes: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Which deltas go where."""
-    for partition in np.unique(homes).tolist():
-        yield partition, np.flatnonzero(homes == partition)
 
 
 def check_partition(homes: NDArray[np.int64], partition: int, partitions: int) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from penstock.errors import PenstockError, SequenceConflict
 from penstock.log.crash import crash_point
-from penstock.model.batch import Batch, Codec, Kind, compress
-from penstock.model.columns import Buffer, Columns
+from penstock.model.batch import Codec, Kind, compress
 from penstock.model.entries import ENQ
 from penstock.model.topic import Compression
-from penstock.node.write.bodies import merge, subset
+from penstock.node.write.bodies import merge
 from penstock.node.write.journal import COALESCE_ENTRIES, Journal
 from penstock.node.write.requests import EnqueuePart
-from penstock.wire.messages import Duplicate
 
 COALESCE_BYTES: Final = 1 << 20  # parts are not merged into more than this
 MERGE_BYTES: Final = 64  # what an entry may grow by: columns that only its new neighbours had
@@ -81,7 +77,7 @@ class Enqueuer:
                 self._write_group(group)
                 self._wait_for_room(parts[at:])
                 return
-            if self._write_if_special(part):
+            if self._is_answered(part):
                 continue
             group.append(part)
             size += own
@@ -91,101 +87,53 @@ class Enqueuer:
                 group, size, producers = [], 0, set()
         self._write_group(group)
 
-    def _write_if_special(self, part: EnqueuePart) -> bool:
-        """Deal with a part that is not simply appended: a conflict, or entries written before.
+    def _is_answered(self, part: EnqueuePart) -> bool:
+        """Whether nothing of a part is to be appended: it conflicts, or was all written before.
 
         A request that was written is answered as before whatever it expects: its own entries are
         what has moved the partition.
         """
+        request = part.request
         try:
             duplicates = self._heap.admit(part.columns)
         except PenstockError as error:
-            part.request.part_failed(error)
+            request.part_failed(error)
             return True
-        if len(duplicates) < part.count and self._conflicts(part):
-            return True
-        if not duplicates:
-            return False
-        self._write_without(part, duplicates)
-        return True
-
-    def _conflicts(self, part: EnqueuePart) -> bool:
-        """Whether the partition is not where it was expected. That is told once it is final: what
-        is not committed may come to nothing, and another attempt succeed."""
         at = self._heap.sequence_enqueued
-        if part.expected_sequence in (None, at):
+        if len(duplicates) < part.count and part.expected_sequence not in (None, at):
+            # That is told once it is final: what is not committed may come to nothing, and another
+            # attempt succeed.
+            conflict = SequenceConflict(
+                f"partition {self._index} is at {at}, not at {part.expected_sequence}", sequence=at
+            )
+            self._journal.when_committed(
+                at, lambda: request.part_failed(conflict), unknown=request.part_failed
+            )
+            return True
+        if duplicates:
+            part.leave_out(duplicates, self._index)
+        if part.count:
             return False
-        conflict = SequenceConflict(
-            f"partition {self._index} is at {at}, not at {part.expected_sequence}", sequence=at
-        )
+        last = max(sequence for _, sequence, _ in duplicates)
         self._journal.when_committed(
-            at, lambda: part.request.part_failed(conflict), unknown=part.request.part_failed
+            last, lambda: request.part_placed([], part.known), unknown=request.part_failed
         )
         return True
-
-    def _write_without(self, part: EnqueuePart, duplicates: list[tuple[int, int, int]]) -> None:
-        indices = np.asarray(part.indices, np.int64)
-        known = [
-            Duplicate(int(indices[i]), self._index, sequence, time_ms)
-            for i, sequence, time_ms in duplicates
-        ]
-        fresh = np.ones(part.count, np.bool_)
-        fresh[[i for i, _, _ in duplicates]] = False
-        left = np.flatnonzero(fresh)
-        last = max(sequence for _, sequence, _ in duplicates)
-        if not len(left):
-            self._journal.when_committed(
-                last,
-                lambda: part.request.part_placed([], known),
-                unknown=part.request.part_failed,
-            )
-            return
-        body = subset(part.columns, left)
-        rest = EnqueuePart(
-            part.request, ENQ.decode(body, len(left)), indices=indices[left], body=body
-        )
-        batch = self._append_enqueue(rest.body, rest.columns)
-        placed = rest.placed(self._index, batch.first, batch.time_ms)
-        self._journal.when_committed(
-            batch.last,
-            lambda: part.request.part_placed(placed, known),
-            unknown=part.request.part_failed,
-        )
 
     def _write_group(self, group: list[EnqueuePart]) -> None:
         """Append the group as one batch: verbatim if it is one part, merged otherwise."""
         if not group:
             return
-        if len(group) == 1:
-            part = group[0]
-            batch = self._append_enqueue(part.body, part.columns, codec=part.codec)
-        else:
-            body = merge([part.columns for part in group])
-            count = sum(part.count for part in group)
-            batch = self._append_enqueue(body, ENQ.decode(body, count))
-
-        crash_point("node.enqueue.staged")
-        if self._journal.live is not None:
-            self._journal.live.on_enqueued(group)
-
-        def answer() -> None:
-            first = batch.first
-            for part in group:
-                part.request.part_placed(part.placed(self._index, first, batch.time_ms))
-                first += part.count
-
-        def unknown(error: PenstockError) -> None:
-            for part in group:
-                part.request.part_failed(error)
-
-        self._journal.when_committed(batch.last, answer, unknown=unknown)
-
-    def _append_enqueue(self, body: Buffer, columns: Columns, *, codec: int = 0) -> Batch:
+        journal, first = self._journal, group[0]
+        body, columns, codec = first.body, first.columns, first.codec
+        if len(group) > 1:
+            body, codec = merge([part.columns for part in group]), 0
+            columns = ENQ.decode(body, sum(part.count for part in group))
         raw_length = len(columns.body)
         wanted = _CODECS[self._heap.config.compression]
         if not codec and wanted and raw_length >= COMPRESS_BYTES_MIN:
             body, codec = compress(wanted, body), wanted
-        return self._journal.append(
+        batch = journal.append(
             Kind.ENQ,
             body,
             columns.count,
@@ -193,6 +141,22 @@ class Enqueuer:
             codec=Codec(codec),
             raw_length=raw_length,
         )
+        crash_point("node.enqueue.staged")
+        if journal.live is not None:
+            journal.live.on_enqueued(group)
+
+        def answer() -> None:
+            first = batch.first
+            for part in group:
+                placed = part.placed(self._index, first, batch.time_ms)
+                part.request.part_placed(placed, part.known)
+                first += part.count
+
+        def unknown(error: PenstockError) -> None:
+            for part in group:
+                part.request.part_failed(error)
+
+        journal.when_committed(batch.last, answer, unknown=unknown)
 
     def _wait_for_room(self, parts: list[EnqueuePart]) -> None:
         """The disk has to give more first; if it just said that it cannot, refuse."""

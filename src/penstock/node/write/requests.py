@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from penstock.errors import PenstockError, from_wire
 from penstock.model.batch import DeadReason
 from penstock.model.columns import Buffer, Columns
+from penstock.model.entries import ENQ
+from penstock.node.write.bodies import subset
 from penstock.wire.messages import Duplicate, Enqueued, Placed
 
 Reply = Callable[[object], None]  # called once, with a result or a PenstockError
@@ -49,44 +51,44 @@ class Gathered:
 
 
 class EnqueueRequest:
-    """A producer's request: answered once all of its parts are."""
+    """A producer's request: answered once all of its parts are, which are made before any of them
+    is handed on."""
 
     __slots__ = (
-        "_duplicates", "_errors", "_parts", "_placed", "_remaining", "reply", "started", "topic",
+        "_duplicates", "_ended", "_errors", "_placed", "parts", "reply", "started", "topic",
     )  # fmt: skip
 
-    def __init__(self, topic: int, parts: int, reply: Reply) -> None:
+    def __init__(self, topic: int, reply: Reply) -> None:
         self.topic, self.reply = topic, reply
         self.started = time.perf_counter()
-        self._parts = self._remaining = parts
+        self.parts = self._ended = 0
         self._placed: list[Placed] = []
         self._duplicates: list[Duplicate] = []
-        self._errors: tuple[PenstockError, ...] = ()
+        self._errors: list[PenstockError] = []
 
     def part_placed(self, placed: Sequence[Placed], duplicates: Sequence[Duplicate] = ()) -> None:
         self._placed.extend(placed)
         self._duplicates.extend(duplicates)
-        self._part_ended()
-
-    def part_failed(self, error: PenstockError) -> None:
-        self._errors += (error,)
-        self._part_ended()
-
-    def _part_ended(self) -> None:
-        self._remaining -= 1
-        if self._remaining:
+        self._ended += 1
+        if self._ended < self.parts:
             return
         if self._errors:
-            self.reply(as_one(self._errors, self._parts))
+            self.reply(as_one(self._errors, self.parts))
         else:
             self._duplicates.sort(key=lambda known: known.index)  # parts end in any order
             self.reply(Enqueued(self.topic, self._placed, self._duplicates))
+
+    def part_failed(self, error: PenstockError) -> None:
+        self._errors.append(error)
+        self.part_placed(())
 
 
 class EnqueuePart:
     """One partition's share. `indices` are its entries' places in the request."""
 
-    __slots__ = ("body", "codec", "columns", "expected_sequence", "indices", "request")
+    __slots__ = (
+        "body", "codec", "columns", "count", "expected_sequence", "indices", "known", "request",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -98,14 +100,26 @@ class EnqueuePart:
         codec: int = 0,
         expected_sequence: int | None = None,
     ) -> None:
-        self.request, self.columns = request, columns
+        request.parts += 1
+        self.request, self.columns, self.count = request, columns, columns.count
         self.indices = indices
         self.body, self.codec = body, codec  # as received, compressed or not
         self.expected_sequence = expected_sequence
+        self.known: list[Duplicate] = []
 
-    @property
-    def count(self) -> int:
-        return self.columns.count
+    def leave_out(self, duplicates: list[tuple[int, int, int]], partition: int) -> None:
+        """Entries were written before: they are answered as they were then, and only the others are
+        written now. `duplicates` are their places here, sequences and times."""
+        indices = np.asarray(self.indices, np.int64)
+        self.known = [
+            Duplicate(int(indices[i]), partition, sequence, time_ms)
+            for i, sequence, time_ms in duplicates
+        ]
+        fresh = np.delete(np.arange(self.count), [i for i, _, _ in duplicates])
+        self.indices, self.count = indices[fresh], len(fresh)
+        if self.count:
+            self.body, self.codec = subset(self.columns, fresh), 0
+            self.columns = ENQ.decode(self.body, self.count)
 
     def placed(self, partition: int, first: int, time_ms: int) -> list[Placed]:
         """Where the entries went when they were all written from sequence `first` on."""

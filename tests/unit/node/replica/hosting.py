@@ -379,7 +379,7 @@ def put(
     }  # fmt: skip
     body = ENQ.encode(len(payloads), values, runs=1)
     answer, reply = _reply()
-    request = EnqueueRequest(1, 1, reply)
+    request = EnqueueRequest(1, reply)
     part = EnqueuePart(
         request, ENQ.decode(body, len(payloads)), indices=range(len(payloads)), body=body
     )

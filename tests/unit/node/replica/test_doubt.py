@@ -117,7 +117,7 @@ async def test_nothing_is_begun_that_could_not_be_committed(cluster: Cluster) ->
     await cluster.until(lambda: leader.replica.writable(cluster.now_ms) is not None)
     topic, partition, last = leader.topic, leader.partition, leader.log.sequence_last
     body = ENQ.encode(1, {"payload": [b"part"]})
-    request = EnqueueRequest(1, 1, lambda _: None)
+    request = EnqueueRequest(1, lambda _: None)
     part = EnqueuePart(request, ENQ.decode(body, 1), indices=range(1), body=body)
     moved = str(MessageId(placed.time_ms, 1, 0, placed.sequence))
     engine = cast(Engine, None)  # these shares need none

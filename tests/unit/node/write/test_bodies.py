@@ -13,7 +13,7 @@ from penstock.model.columns import Columns
 from penstock.model.entries import BATCH_ENTRIES_MAX, DELAY_MS_MAX, ENQ
 from penstock.model.partitioning import partition_of
 from penstock.model.topic import TopicConfig
-from penstock.node.write.bodies import check_body, merge, producer_entries, spread, subset
+from penstock.node.write.bodies import check_body, homes_of_entries, merge, producer_entries, subset
 
 CONFIG = TopicConfig(name="t", payload_bytes_max=100)
 
@@ -118,12 +118,8 @@ def test_a_subset_keeps_payloads_and_producer_sequences(chosen: set[int]) -> Non
 
 def test_spread_goes_by_key_then_producer_then_fallback() -> None:
     keyed = ENQ.decode(body([b"x"] * 3, key=[b"a", b"", b"b"]), 3)
-    where = {int(i): p for p, chosen in spread(keyed, 8, fallback=5) for i in chosen}
-    assert where == {0: partition_of(b"a", 8), 1: 5, 2: partition_of(b"b", 8)}
-    again = [dict(_flat(spread(produced(20), 8, fallback=f))) for f in (1, 2)]
+    where = homes_of_entries(keyed, 8, fallback=5).tolist()
+    assert where == [partition_of(b"a", 8), 5, partition_of(b"b", 8)]
+    again = [homes_of_entries(produced(20), 8, fallback=f).tolist() for f in (1, 2)]
     assert again[0] == again[1]
-    assert len(set(again[0].values())) > 1
-
-
-def _flat(parts: Any) -> list[tuple[int, int]]:
-    return [(int(i), p) for p, chosen in parts for i in chosen]
+    assert len(set(again[0])) > 1
