@@ -93,7 +93,7 @@ def version(cli: Invocation) -> Answer:
     """Print the version."""
     from penstock import __version__
 
-    return Answer(document={"version": __version__}, view=__version__)
+    return Answer({"version": __version__}, __version__)
 
 
 class Shell(StrEnum):
@@ -111,7 +111,7 @@ def completion(
 
     script = get_completion_script(prog_name="penstock", complete_var=VARIABLE, shell=shell.value)
     if cli.json:
-        return Answer(document={"shell": shell.value, "script": script})
+        return Answer({"shell": shell.value, "script": script})
     print(script)
     return None
 

@@ -53,8 +53,7 @@ def _register(name: str, description: str) -> None:
         document = uvloop.run(measure(subject, chosen, runs=runs, quick=quick, folder=folder))
         if save is not None:
             _save(document, save, name)
-        view = view_of(document, subject.metrics, what=name)
-        return Answer(document=document, view=view)
+        return Answer(document, view_of(document, subject.metrics, what=name))
 
     bench.__doc__ = description
     command(app, name, connects=False)(bench)

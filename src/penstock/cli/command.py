@@ -13,7 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from penstock.cli.output import show
 from penstock.console import console, say, to_json
 from penstock.errors import (
     CallerError,
@@ -100,13 +99,17 @@ URL_DEFAULT: Final = "penstock://127.0.0.1:7440"
 _CONNECTION: Final = ("url", "api_key", "ca")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Answer:
-    """What a command found: `document` for `--json`, `view` for a person."""
+    """What a command found: `document` for `--json`, and a `view` of it for a person."""
 
     document: Any
-    view: RenderableType | Callable[[], RenderableType] | None = None
+    view: RenderableType | Callable[[Any], RenderableType] | None = None
     code: Exit = Exit.OK
+
+    def drawn(self) -> RenderableType:
+        view = self.view(self.document) if callable(self.view) else self.view
+        return view or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +121,83 @@ class Invocation:
     api_key: str | None = None
     ca: Path | None = None  # authorities to trust for a penstocks:// url
 
+    @property
+    def folder(self) -> Path | None:
+        """The data folder that `url` names, or None when it is the address of a node."""
+        if "://" in self.url:
+            return None
+        folder = Path(self.url)
+        if not folder.is_dir():
+            raise NotFound(f"no data folder at {folder}", folder=str(folder))
+        return folder
+
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """A native connection to the node at `url`, or to one run inside the folder `url`."""
-        async with connected(self.url, api_key=self.api_key, ca=self.ca) as connection:
+        quiet_logs()
+        async with AsyncExitStack() as stack:
+            folder = self.folder
+            if folder is not None:
+                from penstock.server.embedded import EmbeddedNode, config_of
+
+                node = EmbeddedNode(config_of(folder), api_key=self.api_key)
+                stack.push_async_callback(node.close)
+                connection = await node.connect()
+            else:
+                connection = await self._reached()
+            stack.push_async_callback(connection.close)
             yield connection
+
+    async def _reached(self) -> Connection:
+        from penstock.client.network.endpoints import open_connection
+
+        try:
+            return await open_connection(self.url, api_key=self.api_key, tls=self.ca)
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error.message}; start a node with `penstock serve`,"
+                " or name a data folder with --url",
+                url=self.url,
+            ) from error
+
+    @asynccontextmanager
+    async def client(self, **options: Any) -> AsyncIterator[Client]:
+        """The same as a client of the SDK, for commands that do more than call."""
+        from penstock import Options, connect
+
+        quiet_logs()
+        where = self.folder or self.url
+        async with connect(where, self.api_key, self.ca, options=Options(**options)) as client:
+            yield client
+
+    async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
+        """The answer to one administrative call; arguments of None are left out."""
+        async with self.connection() as connection:
+            given = {name: value for name, value in arguments.items() if value is not None}
+            answer: dict[str, Any] = await connection.call(method, **given)
+            return answer
+
+    async def listed(self, method: str, field: str, /, **arguments: Any) -> dict[str, Any]:
+        """The answer to a call with the rows of all pages under `field`."""
+        async with self.connection() as connection:
+            return await listed(connection, method, field, **arguments)
+
+    async def destroy(
+        self, method: str, /, *, question: str, force: bool, **arguments: Any
+    ) -> dict[str, Any]:
+        """The answer to a destructive call about a topic or a key, once the caller agrees."""
+        subject = arguments.get("topic")
+        async with self.connection() as connection:
+            if subject is not None:
+                await connection.call("topic_get", topic=subject)
+            self.confirm(question, force=force)
+            granted = await connection.call(
+                "confirm", method=method, subject=subject or arguments["id"]
+            )
+            answer: dict[str, Any] = await connection.call(
+                method, **arguments, force=True, confirm=granted["confirm"]
+            )
+            return answer
 
     def confirm(self, question: str, *, force: bool) -> None:
         """Return only if the caller wants it: by `--force`, or by answering on a terminal."""
@@ -137,6 +212,10 @@ class Invocation:
 Body = Callable[..., Answer | Coroutine[Any, Any, Answer | None] | None]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
+TopicName = Annotated[str, typer.Argument(help="The topic's name.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
+Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
+Rounds = Annotated[int | None, typer.Option(help="Stop after this many refreshes.")]
 Url = Annotated[str | None, typer.Option("--url", help="The node's url, or a data folder.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="The API key.")]
 Ca = Annotated[Path | None, typer.Option("--ca", help="Authorities to trust for penstocks://.")]
@@ -210,7 +289,10 @@ def execute(body: Body, invocation: Invocation, arguments: dict[str, Any]) -> Ex
         if answer is None:
             return Exit.OK
         assert isinstance(answer, Answer)
-        _print(answer, as_json=invocation.json)
+        if invocation.json:
+            print(to_json(answer.document))
+        elif answer.view is not None:
+            console().print(answer.drawn())
         return answer.code
     except PenstockError as error:
         return report(error, as_json=invocation.json)
@@ -236,25 +318,21 @@ def report(error: PenstockError, *, as_json: bool) -> Exit:
     return code
 
 
-def _print(answer: Answer, *, as_json: bool) -> None:
-    if as_json:
-        print(to_json(answer.document))
-        return
-    show(answer.view() if callable(answer.view) else answer.view)
-
-
-async def watched(
+async def looked(
     cli: Invocation,
     look: Callable[[], Awaitable[Answer]],
     *,
+    watch: bool,
     interval_s: float,
     rounds: int | None,
-) -> None:
-    """Show what `look` finds again and again: for ever, or so many times."""
+) -> Answer | None:
+    """What `look` finds; to watch, it is shown again and again: for ever, or so many times."""
     import asyncio
 
     from rich.live import Live
 
+    if not watch:
+        return await look()
     done = 0
     with Live(console=console(), auto_refresh=False) as live:
         while rounds is None or done < rounds:
@@ -263,14 +341,10 @@ async def watched(
             answer = await look()
             if cli.json:
                 print(to_json(answer.document, indent=None), flush=True)
-            elif answer.view is not None:
-                live.update(answer.view() if callable(answer.view) else answer.view, refresh=True)
+            else:
+                live.update(answer.drawn(), refresh=True)
             done += 1
-
-
-def folder_of(url: str) -> Path | None:
-    """The data folder that `url` names, or None when it is the address of a node."""
-    return None if "://" in url else Path(url)
+    return None
 
 
 def quiet_logs() -> None:
@@ -278,83 +352,6 @@ def quiet_logs() -> None:
     from penstock.node.observe.logs import configure
 
     configure("error")
-
-
-@asynccontextmanager
-async def connected(
-    url: str, *, api_key: str | None = None, ca: Path | None = None
-) -> AsyncIterator[Connection]:
-    """Connect to the node at `url`; a folder's path runs the engine inside this process."""
-    quiet_logs()
-    folder = folder_of(url)
-    if folder is None:
-        async with _remote(url, api_key=api_key, ca=ca) as connection:
-            yield connection
-        return
-    from penstock.server.embedded import open_embedded
-
-    if not folder.is_dir():
-        raise NotFound(f"no data folder at {folder}", folder=str(folder))
-    node = await open_embedded(folder)
-    try:
-        connection = await node.connect(api_key=api_key)
-        try:
-            yield connection
-        finally:
-            await connection.close()
-    finally:
-        await node.close()
-
-
-@asynccontextmanager
-async def opened_client(
-    url: str, *, api_key: str | None = None, ca: Path | None = None
-) -> AsyncIterator[Client]:
-    """The same as a client of the SDK, for commands that do more than call."""
-    from penstock import connect
-
-    quiet_logs()
-    folder = folder_of(url)
-    if folder is not None and not folder.is_dir():
-        raise NotFound(f"no data folder at {folder}", folder=str(folder))
-    async with connect(url, api_key, ca) as client:
-        yield client
-
-
-@asynccontextmanager
-async def _remote(url: str, *, api_key: str | None, ca: Path | None) -> AsyncIterator[Connection]:
-    from penstock.client.network.endpoints import open_connection
-
-    try:
-        connection = await open_connection(url, api_key=api_key, tls=ca)
-    except Unavailable as error:
-        raise Unavailable(
-            f"{error.message}; start a node with `penstock serve`,"
-            " or name a data folder with --url",
-            url=url,
-        ) from error
-    try:
-        yield connection
-    finally:
-        await connection.close()
-
-
-async def confirmation(connection: Connection, method: str, subject: str) -> dict[str, Any]:
-    """The arguments that let one destructive call through."""
-    granted = await connection.call("confirm", method=method, subject=subject)
-    return {"force": True, "confirm": granted["confirm"]}
-
-
-async def destroyed(
-    cli: Invocation, method: str, topic: str, *, question: str, force: bool, **arguments: Any
-) -> dict[str, Any]:
-    """The answer to a destructive call about a topic that is there, once the caller agrees."""
-    async with cli.connection() as connection:
-        await connection.call("topic_get", topic=topic)
-        cli.confirm(question, force=force)
-        granted = await confirmation(connection, method, topic)
-        answer: dict[str, Any] = await connection.call(method, topic=topic, **arguments, **granted)
-    return answer
 
 
 async def listed(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of
-from penstock.cli.output import table, when
+from penstock.cli.output import Columns, listing, table, when
 from penstock.console import cell, progress, to_json
 from penstock.errors import InvalidArgument, NotFound
 
@@ -29,15 +29,21 @@ VectorId = Annotated[str, typer.Argument(help="The vector's id.")]
 Namespace = Annotated[str, typer.Option(help="The vector's namespace.")]
 SHOWN_MAX: Final = 8  # components that a table shows
 PUT_DELTAS_MAX: Final = 1000  # written at once
+LIVE: Final[Columns] = {
+    "topic": "topic", "partition": "partition", "name": "name", "state": "state",
+    "position": "position", "lag": "lag_entries", "sent": "delivered", "rate/s": "rate",
+}  # fmt: skip
+CURSOR: Final[Columns] = {
+    "name": "name", "partition": "partition", "position": "position",
+    "moved": lambda cursor: when(cursor["time_ms"]),
+}  # fmt: skip
 
 
 @asynccontextmanager
 async def _deltas(
     cli: Invocation, topic: str, *, namespace: str = "default", origin: str | None = None
 ) -> AsyncIterator[Deltas]:
-    from penstock.cli.command import opened_client
-
-    async with opened_client(cli.url, api_key=cli.api_key, ca=cli.ca) as client:
+    async with cli.client() as client:
         yield await client.deltas(topic, namespace=namespace, origin=origin)
 
 
@@ -77,8 +83,8 @@ async def put(
                 advance(len(written))
     shown = [document_of(delta) for delta in written]
     return Answer(
-        document={"topic": topic, "count": len(written), "deltas": shown},
-        view=shown[0]["delta_id"] if len(shown) == 1 else f"{cell(len(shown))} deltas are durable",
+        {"topic": topic, "count": len(written), "deltas": shown},
+        shown[0]["delta_id"] if len(shown) == 1 else f"{cell(len(shown))} deltas are durable",
     )
 
 
@@ -157,10 +163,8 @@ async def get(
         "values": vector.values.tolist(), "metadata": vector.metadata,
         "revision": vector.revision, "time": vector.time, "sequence": vector.sequence,
     }  # fmt: skip
-    return Answer(
-        document=document,
-        view=lambda: table("", "", rows=[(n, _short(v)) for n, v in document.items()]),
-    )
+    rows = [(name, _short(value)) for name, value in document.items()]
+    return Answer(document, lambda _: table("", "", rows=rows))
 
 
 @command(app, "history")
@@ -173,7 +177,7 @@ async def history(
     names = ("delta_id", "op", "origin", "time_ms", "indices", "values", "metadata")
     documents = [document_of(delta) for delta in found]
     rows = [[_short(document.get(name)) for name in names] for document in documents]
-    return Answer(document={"deltas": documents}, view=lambda: table(*names, rows=rows))
+    return Answer({"deltas": documents}, lambda _: table(*names, rows=rows))
 
 
 @command(app, "tail")
@@ -240,8 +244,8 @@ async def search(
             parsed(vector), limit, namespace=namespace, sink=sink, partial=partial
         )
     names = ("namespace", "vector_id", "distance", "revision", "metadata")
-    rows = [[one[name] for name in names] for one in found]
-    return Answer(document={"neighbours": found}, view=lambda: table(*names, rows=rows))
+    columns = {name: name for name in names}
+    return Answer({"neighbours": found}, lambda _: listing(found, columns))
 
 
 @command(app, "live")
@@ -250,17 +254,14 @@ async def live(
     topic: Annotated[str | None, typer.Argument(help="Only this delta topic.")] = None,
 ) -> Answer:
     """Show who is sent what a topic releases: subscribers, hosted sinks, and how far they are."""
-    async with cli.connection() as connection:
-        found = await listed(connection, "live_status", "topics", topic=topic)
+    found = await cli.listed("live_status", "topics", topic=topic)
     found["topics"] = whole_topics(found["topics"])
-    names = ("topic", "partition", "name", "state", "position", "lag", "sent", "rate/s")
     rows = [
-        [one["topic"], *map(row.get, ("partition", "name", "state", "position", "lag_entries",
-                                      "delivered", "rate"))]
+        {"topic": one["topic"], **row}
         for one in found["topics"]
         for row in (*one["subscriptions"], *one["sinks"])
-    ]  # fmt: skip
-    return Answer(document=found, view=lambda: table(*names, rows=rows))
+    ]
+    return Answer(found, lambda _: listing(rows, LIVE))
 
 
 @command(app, "cursors")
@@ -274,9 +275,7 @@ async def cursors(
         if delete is not None:
             await connection.call("cursor_delete", topic=topic, name=delete)
         found = (await listed(connection, "cursor_list", "cursors", topic=topic))["cursors"]
-    names = ("name", "partition", "position", "moved")
-    rows = [(c["name"], c["partition"], c["position"], when(c["time_ms"])) for c in found]
-    return Answer(document={"cursors": found}, view=lambda: table(*names, rows=rows))
+    return Answer({"cursors": found}, lambda _: listing(found, CURSOR))
 
 
 def whole_topics(topics: list[dict[str, Any]]) -> list[dict[str, Any]]:

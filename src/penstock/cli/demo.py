@@ -66,10 +66,10 @@ async def demo(
         try:
             document = await story.tell()
         except asyncio.CancelledError:  # by a signal: nobody else holds this task
-            return Answer(document={"ok": False, "interrupted": True}, code=Exit.INTERRUPTED)
+            return Answer({"ok": False, "interrupted": True}, code=Exit.INTERRUPTED)
         if stay and cli.json:
             return None  # the document was printed before the wait
-        return Answer(document=document, code=Exit.OK if document["ok"] else Exit.FAILED)
+        return Answer(document, code=Exit.OK if document["ok"] else Exit.FAILED)
 
 
 def _end_by_signal() -> None:

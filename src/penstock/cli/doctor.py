@@ -47,9 +47,7 @@ def fsck(
     if not folder.is_dir():
         raise NotFound(f"no data folder at {folder}", folder=str(folder))
     report = verify(folder)
-    document = report.to_dict()
-    code = Exit.OK if report.ok else Exit.FAILED
-    return Answer(document=document, view=lambda: report_view(document), code=code)
+    return Answer(report.to_dict(), report_view, Exit.OK if report.ok else Exit.FAILED)
 
 
 def verify(folder: Path) -> Report:
@@ -87,11 +85,8 @@ def doctor(
     """Check this machine and the data folder: python, packages, disk, fsync, ports and clock."""
     checks = list(examine(data))
     healthy = all(check.status != "fail" for check in checks)
-    return Answer(
-        document={"ok": healthy, "checks": [asdict(check) for check in checks]},
-        view=lambda: view_of(checks),
-        code=Exit.OK if healthy else Exit.FAILED,
-    )
+    document = {"ok": healthy, "checks": [asdict(check) for check in checks]}
+    return Answer(document, lambda _: view_of(checks), Exit.OK if healthy else Exit.FAILED)
 
 
 def examine(data: Path) -> Iterator[Check]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import (
-    Answer,
-    Force,
-    Invocation,
-    command,
-    confirmation,
-    group,
-    listed,
-    pairs_of,
-)
+from penstock.cli.command import Answer, Force, Invocation, command, group, pairs_of
 from penstock.cli.node import ConfigFile, Options
-from penstock.cli.output import table, when
+from penstock.cli.output import Columns, listing, when
 
 app = group()
+KEY: Final[Columns] = {
+    "id": "id", "name": "name", "created": lambda key: when(key["created_ms"]),
+    "last used": lambda key: when(key["last_used_ms"]),
+    "revoked": lambda key: when(key["revoked_ms"]),
+}  # fmt: skip
 
 
 @command(app, "create")
@@ -42,9 +38,8 @@ async def create(
         settings = {"cluster.etcd": cluster.removeprefix("etcd://")}
         made = await _create_in_etcd(name, config, settings | pairs_of(options, option="set"))
     else:
-        async with cli.connection() as connection:
-            made = await connection.call("key_create", name=name)
-    return Answer(document=made, view=f"{made['key']}\nKeep it: it is not shown again.")
+        made = await cli.call("key_create", name=name)
+    return Answer(made, f"{made['key']}\nKeep it: it is not shown again.")
 
 
 async def _create_in_etcd(name: str, file: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +60,8 @@ async def _create_in_etcd(name: str, file: Path | None, settings: dict[str, Any]
 @command(app, "list")
 async def list_keys(cli: Invocation) -> Answer:
     """List keys: created, last used, revoked."""
-    async with cli.connection() as connection:
-        found = await listed(connection, "key_list", "keys")
-    return Answer(document=found, view=lambda: key_table(found["keys"]))
+    found = await cli.listed("key_list", "keys")
+    return Answer(found, lambda found: listing(found["keys"], KEY))
 
 
 @command(app, "revoke")
@@ -77,21 +71,5 @@ async def revoke(
     force: Force = False,
 ) -> Answer:
     """Revoke a key; who uses it is refused from then on."""
-    cli.confirm(f"Revoke key {id}?", force=force)
-    async with cli.connection() as connection:
-        granted = await confirmation(connection, "key_revoke", id)
-        await connection.call("key_revoke", id=id, **granted)
-    return Answer(document={"revoked": id}, view=f"key {id} is revoked")
-
-
-def key_table(keys: list[dict[str, Any]]) -> Any:
-    return table(
-        "id", "name", "created", "last used", "revoked",
-        rows=[
-            [
-                k["id"], k["name"], when(k["created_ms"]), when(k["last_used_ms"]),
-                when(k["revoked_ms"]),
-            ]
-            for k in keys
-        ],
-    )  # fmt: skip
+    await cli.destroy("key_revoke", id=id, question=f"Revoke key {id}?", force=force)
+    return Answer({"revoked": id}, f"key {id} is revoked")

@@ -3,73 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Force, Invocation, command, destroyed, group, pairs_of
-from penstock.cli.output import preview, table, when
+from penstock.cli.command import Answer, Force, Invocation, TopicName, command, group, pairs_of
+from penstock.cli.output import Columns, listing, preview, when
 from penstock.console import cell, progress
 from penstock.errors import InvalidArgument, NotFound
 
-if TYPE_CHECKING:
-    from penstock.client.network.connection import Connection
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attributes:
-    """What a command's messages have in common."""
-
-    priority: int = 0
-    key: bytes = b""
-    delay_ms: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    max_retries: int | None = None
-
-
-def body_of(payloads: Sequence[bytes], attributes: Attributes) -> bytes:
-    """One ENQ body; an attribute that has its default costs no column."""
-    from penstock.client.queue.entries import encode_headers
-    from penstock.model.entries import ENQ
-
-    count = len(payloads)
-    columns: dict[str, Any] = {"payload": payloads}
-    if attributes.priority:
-        columns["priority"] = [attributes.priority] * count
-    if attributes.delay_ms:
-        columns["delay_ms"] = [attributes.delay_ms] * count
-    if attributes.max_retries is not None:
-        columns["max_retries"] = [attributes.max_retries] * count
-    if attributes.key:
-        columns["key"] = [attributes.key] * count
-    if attributes.headers:
-        columns["headers"] = [encode_headers(attributes.headers)] * count
-    return ENQ.encode(count, columns)
-
-
-async def enqueue(
-    connection: Connection, topic: str, payloads: Sequence[bytes], attributes: Attributes
-) -> list[str]:
-    """Enqueue the payloads wherever the node puts them; their ids once they are durable."""
-    part = (0, len(payloads), body_of(payloads, attributes))
-    answer = await connection.enqueue(topic, [part], partitioned=False)
-    return answer.ids(len(payloads))
-
-
 app = group()
+dead_letters = group()
 
-Topic = Annotated[str, typer.Argument(help="The topic's name.")]
-PUT_ENTRIES_MAX: Final = 1000  # in one request
-PUT_BYTES_MAX: Final = 4 << 20
+PUT_ENTRIES_MAX: Final = 10_000  # between two steps of the progress bar
+Count = Annotated[int, typer.Option("--count", "-n", min=1)]
+Tokens = Annotated[list[str], typer.Argument(help="Tokens that `pop --no-ack` gave.")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Message ids.")]
+All = Annotated[bool, typer.Option("--all", help="Every dead letter of the topic.")]
+MESSAGE: Final[Columns] = {
+    "message": "message_id", ">priority": "priority", ">attempts": "attempts",
+    "enqueued": lambda m: when(m["time_ms"]), "key": lambda m: preview(m["key"]),
+    "payload": lambda m: preview(m["payload"]),
+}  # fmt: skip
+LEASED: Final[Columns] = {**MESSAGE, "lease token": "lease_token"}
+DEAD: Final[Columns] = {
+    "message": "message_id", ">priority": "priority", ">attempts": "attempts",
+    "dead since": lambda m: when(m["dead_ms"]), "reason": "reason",
+    "detail": lambda m: m["detail"] or "", "payload": lambda m: preview(m["payload"]),
+}  # fmt: skip
 
 
 @command(app, "put")
 async def put(
     cli: Invocation,
-    topic: Topic,
+    topic: TopicName,
     value: Annotated[str | None, typer.Argument(help="The payload; - or nothing: stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the payload from this file.")] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Each line is a message.")] = False,
@@ -83,69 +51,66 @@ async def put(
     count: Annotated[int, typer.Option(help="Put it this many times.", min=1)] = 1,
 ) -> Answer:
     """Enqueue messages; returns when they are durable."""
-    data = _payload(value, file)
-    payloads = (data.splitlines() if lines else [data]) * count
-    from penstock.client.options import milliseconds
-    from penstock.client.queue.entries import check, encode_key
+    from penstock import Item
 
-    attributes = Attributes(
-        priority=priority,
-        key=encode_key(key),
-        delay_ms=milliseconds(delay, field="delay"),
-        headers=pairs_of(header, option="header"),
-        max_retries=max_retries,
-    )
-    check(b"", priority, delay_ms=attributes.delay_ms, max_retries=max_retries, limit=0)
-    ids: list[str] = []
-    async with cli.connection() as connection:
-        with progress("put", total=len(payloads), unit="messages") as advance:
-            for chunk in _requests(payloads):
-                ids += await enqueue(connection, topic, chunk, attributes)
+    data = _payload(value, file)
+    headers, ids = pairs_of(header, option="header"), list[str]()
+    items = [
+        Item(p, priority=priority, key=key, delay=delay, headers=headers, max_retries=max_retries)
+        for p in (data.splitlines() if lines else [data]) * count
+    ]
+    async with cli.client(retry_s=0) as client:
+        messages = client.topic(topic, bytes, create=False)
+        with progress("put", total=len(items), unit="messages") as advance:
+            for at in range(0, len(items), PUT_ENTRIES_MAX):
+                some = items[at : at + PUT_ENTRIES_MAX]
+                ids += await messages.put_many(some, atomic=False, timeout=0)
                 advance(len(ids))
     return Answer(
-        document={"topic": topic, "count": len(ids), "message_ids": ids},
-        view="\n".join(ids) if len(ids) <= 20 else f"{cell(len(ids))} messages are durable",
+        {"topic": topic, "count": len(ids), "message_ids": ids},
+        "\n".join(ids) if len(ids) <= 20 else f"{cell(len(ids))} messages are durable",
     )
 
 
 @command(app, "pop")
 async def pop(
     cli: Invocation,
-    topic: Topic,
-    count: Annotated[int, typer.Option("--count", "-n", min=1)] = 1,
+    topic: TopicName,
+    count: Count = 1,
     ack: Annotated[bool, typer.Option(help="Acknowledge; else only lease.")] = True,
     wait: Annotated[float, typer.Option(help="Seconds to wait for a first message.")] = 0.0,
     visibility: Annotated[float | None, typer.Option(help="Seconds the lease lasts.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Write the bare payloads.")] = False,
 ) -> Answer | None:
     """Take the best messages. Exit code 3 when there is none."""
-    from penstock.client.options import milliseconds
+    from penstock.client.options import milliseconds, optional_ms
+    from penstock.model.ids import LeaseToken
 
-    asked: dict[str, Any] = {"topic": topic, "limit": count}
-    asked["wait_ms"] = milliseconds(wait, field="wait")
-    if visibility is not None:
-        asked["visibility_ms"] = milliseconds(visibility, field="visibility")
     async with cli.connection() as connection:
+        asked = {
+            "topic": topic, "limit": count, "wait_ms": milliseconds(wait, field="wait"),
+            "visibility_ms": optional_ms(visibility, field="visibility"),
+        }  # fmt: skip
         messages = (await connection.call("pop", **asked))["messages"]
         if not messages:
             raise NotFound(f"no message is ready in {topic}", topic=topic)
         if ack:
-            await _settle(connection, topic, messages)
+            texts = [message["lease_token"] for message in messages]
+            lost = await connection.settle(topic, [LeaseToken.parse(text) for text in texts])
+            _reject_lost(topic, texts, lost)
     if raw and not cli.json:
-        _write_raw(messages)
+        for message in messages:
+            sys.stdout.buffer.write(message["payload"] + b"\n")
+        sys.stdout.buffer.flush()
         return None
+    columns = MESSAGE if ack else LEASED
     return Answer(
-        document={"topic": topic, "acked": ack, "messages": messages},
-        view=lambda: message_table(messages, leased=not ack),
+        {"topic": topic, "acked": ack, "messages": messages}, lambda _: listing(messages, columns)
     )
 
 
 @command(app, "ack")
-async def ack(
-    cli: Invocation,
-    topic: Topic,
-    lease_token: Annotated[list[str], typer.Argument(help="Tokens that `pop --no-ack` gave.")],
-) -> Answer:
+async def ack(cli: Invocation, topic: TopicName, lease_token: Tokens) -> Answer:
     """Acknowledge leased messages by their lease tokens."""
     from penstock.model.ids import LeaseToken
 
@@ -153,52 +118,37 @@ async def ack(
     async with cli.connection() as connection:
         lost = await connection.settle(topic, tokens)
     _reject_lost(topic, lease_token, lost)
-    return Answer(document={"acked": len(tokens)}, view=f"{len(tokens)} acknowledged")
+    return Answer({"acked": len(tokens)}, f"{len(tokens)} acknowledged")
 
 
 @command(app, "nack")
 async def nack(
     cli: Invocation,
-    topic: Topic,
-    lease_token: Annotated[list[str], typer.Argument(help="Tokens that `pop --no-ack` gave.")],
+    topic: TopicName,
+    lease_token: Tokens,
     delay: Annotated[float | None, typer.Option(help="Seconds until the retry.")] = None,
     reject: Annotated[bool, typer.Option("--reject", help="To the dead letters now.")] = False,
     reason: Annotated[str, typer.Option(help="Kept with the dead letter.")] = "",
 ) -> Answer:
     """Give leased messages back for a retry, or reject them."""
-    from penstock.client.options import milliseconds
+    from penstock.client.options import optional_ms
     from penstock.model.ids import LeaseToken
 
     tokens = [LeaseToken.parse(text) for text in lease_token]
-    delay_ms = None if delay is None else milliseconds(delay, field="delay")
+    delay_ms = optional_ms(delay, field="delay")
     async with cli.connection() as connection:
         lost = await connection.give_back(
             topic, tokens, delay_ms=delay_ms, reject=reject, reason=reason
         )
     _reject_lost(topic, lease_token, lost)
-    return Answer(document={"returned": len(tokens)}, view=f"{len(tokens)} given back")
+    return Answer({"returned": len(tokens)}, f"{len(tokens)} given back")
 
 
 @command(app, "peek")
-async def peek(
-    cli: Invocation,
-    topic: Topic,
-    count: Annotated[int, typer.Option("--count", "-n", min=1)] = 10,
-) -> Answer:
+async def peek(cli: Invocation, topic: TopicName, count: Count = 10) -> Answer:
     """Look at the best ready messages without taking them."""
-    async with cli.connection() as connection:
-        messages = (await connection.call("peek", topic=topic, limit=count))["messages"]
-    return Answer(
-        document={"topic": topic, "messages": messages}, view=lambda: message_table(messages)
-    )
-
-
-async def _settle(connection: Any, topic: str, messages: list[dict[str, Any]]) -> None:
-    from penstock.model.ids import LeaseToken
-
-    texts = [message["lease_token"] for message in messages]
-    lost = await connection.settle(topic, [LeaseToken.parse(text) for text in texts])
-    _reject_lost(topic, texts, lost)
+    messages = (await cli.call("peek", topic=topic, limit=count))["messages"]
+    return Answer({"topic": topic, "messages": messages}, lambda _: listing(messages, MESSAGE))
 
 
 def _reject_lost(topic: str, tokens: list[str], lost: list[int]) -> None:
@@ -207,20 +157,6 @@ def _reject_lost(topic: str, tokens: list[str], lost: list[int]) -> None:
     if lost:
         names = ", ".join(tokens[i] for i in lost)
         raise LeaseLost(f"lease no longer held: {names}", topic=topic, lost=lost)
-
-
-def _requests(payloads: list[bytes]) -> Iterator[list[bytes]]:
-    """The payloads in requests that stay below the frame limit."""
-    chunk: list[bytes] = []
-    room = PUT_BYTES_MAX
-    for payload in payloads:
-        if chunk and (len(chunk) == PUT_ENTRIES_MAX or len(payload) > room):
-            yield chunk
-            chunk, room = [], PUT_BYTES_MAX
-        chunk.append(payload)
-        room -= len(payload)
-    if chunk:
-        yield chunk
 
 
 def _payload(value: str | None, file: Path | None) -> bytes:
@@ -238,70 +174,36 @@ def _payload(value: str | None, file: Path | None) -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _write_raw(messages: list[dict[str, Any]]) -> None:
-    for message in messages:
-        sys.stdout.buffer.write(message["payload"] + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def message_table(messages: list[dict[str, Any]], *, leased: bool = False) -> Any:
-    columns = ["message", ">priority", ">attempts", "enqueued", "key", "payload"]
-    rows = [
-        [
-            m["message_id"], m["priority"], m["attempts"], when(m["time_ms"]),
-            preview(m["key"]), preview(m["payload"]),
-        ]
-        for m in messages
-    ]  # fmt: skip
-    if leased:
-        columns.append("lease token")
-        for row, message in zip(rows, messages, strict=True):
-            row.append(message["lease_token"])
-    return table(*columns, rows=rows)
-
-
-# --- dead letters ---
-
-dead_letters = group()
-Ids = Annotated[list[str] | None, typer.Argument(help="Message ids.")]
-All = Annotated[bool, typer.Option("--all", help="Every dead letter of the topic.")]
-
-
 @command(dead_letters, "list")
 async def list_dead(
     cli: Invocation,
-    topic: Topic,
+    topic: TopicName,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1)] = 100,
     after: Annotated[str | None, typer.Option(help="Go on at this cursor.")] = None,
 ) -> Answer:
     """List dead letters with the reason of their death."""
-    page = {"limit": limit} if after is None else {"limit": limit, "after": after}
-    async with cli.connection() as connection:
-        found = await connection.call("dlq_list", topic=topic, **page)
-    return Answer(document={"topic": topic, **found}, view=lambda: dead_table(found))
+    found = await cli.call("dlq_list", topic=topic, limit=limit, after=after)
+    return Answer({"topic": topic, **found}, dead_table)
 
 
 @command(dead_letters, "replay")
 async def replay(
     cli: Invocation,
-    topic: Topic,
+    topic: TopicName,
     ids: Ids = None,
     everything: All = False,
     limit: Annotated[int | None, typer.Option(help="At most this many.", min=1)] = None,
 ) -> Answer:
     """Make dead letters ready again, with their attempts at zero."""
-    asked: dict[str, Any] = _chosen(ids, everything)
-    if limit is not None:
-        asked["limit"] = limit
-    async with cli.connection() as connection:
-        result = await connection.call("dlq_replay", topic=topic, **asked)
-    return Answer(document=result, view=f"{cell(result['replayed'])} messages are ready again")
+    asked = _chosen(ids, everything)
+    found = await cli.call("dlq_replay", topic=topic, limit=limit, **asked)
+    return Answer(found, f"{cell(found['replayed'])} messages are ready again")
 
 
 @command(dead_letters, "delete")
 async def delete(
     cli: Invocation,
-    topic: Topic,
+    topic: TopicName,
     ids: Ids = None,
     everything: All = False,
     force: Force = False,
@@ -310,8 +212,8 @@ async def delete(
     asked = _chosen(ids, everything)
     which = f"{len(ids)} dead letters" if ids else "every dead letter"
     question = f"Delete {which} of {topic}?"
-    result = await destroyed(cli, "dlq_delete", topic, question=question, force=force, **asked)
-    return Answer(document=result, view=f"{cell(result['deleted'])} dead letters are gone")
+    found = await cli.destroy("dlq_delete", topic=topic, question=question, force=force, **asked)
+    return Answer(found, f"{cell(found['deleted'])} dead letters are gone")
 
 
 def _chosen(ids: list[str] | None, everything: bool) -> dict[str, Any]:
@@ -321,16 +223,7 @@ def _chosen(ids: list[str] | None, everything: bool) -> dict[str, Any]:
 
 
 def dead_table(found: dict[str, Any]) -> Any:
-    rows = [
-        [
-            m["message_id"], m["priority"], m["attempts"], when(m["dead_ms"]),
-            m["reason"], m["detail"] or "", preview(m["payload"]),
-        ]
-        for m in found["messages"]
-    ]  # fmt: skip
-    made = table(
-        "message", ">priority", ">attempts", "dead since", "reason", "detail", "payload", rows=rows
-    )
+    made = listing(found["messages"], DEAD)
     if found.get("next"):
         made.caption = f"more: --after {found['next']}"
     return made

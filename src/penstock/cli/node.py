@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, folder_of, group, pairs_of
+from penstock.cli.command import Answer, Invocation, command, group, pairs_of
 from penstock.console import console, to_json
 from penstock.errors import InvalidArgument, Unauthenticated
 
@@ -159,7 +159,7 @@ def gateway(
     """Translate gRPC and HTTP for the node at --url, until SIGTERM or Ctrl-C."""
     from penstock.config import Config
 
-    if folder_of(cli.url) is not None:
+    if "://" not in cli.url:
         raise InvalidArgument("a gateway needs a node's url, not a folder", field="url")
     loaded = Config.load(
         config,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.console import cell, console
+from penstock.console import cell
 from penstock.model.plain import readable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
+
+# What columns are called, and which field of a row they show or what they make of it.
+Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 def preview(data: bytes, *, length_max: int = 60) -> str:
@@ -36,6 +38,14 @@ def table(*columns: str, rows: Iterable[Sequence[object]] = (), title: str | Non
     for row in rows:
         made.add_row(*(escape(cell(value)) for value in row))
     return made
+
+
+def listing(
+    rows: Iterable[Mapping[str, Any]], columns: Columns, *, title: str | None = None
+) -> Table:
+    """A table with a row for each map."""
+    shown = [[c(row) if callable(c) else row.get(c) for c in columns.values()] for row in rows]
+    return table(*columns, rows=shown, title=title)
 
 
 def when(time_ms: int | None) -> str:
@@ -63,8 +73,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def show(view: RenderableType | None) -> None:
-    if view is not None:
-        console().print(view)

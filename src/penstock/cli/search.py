@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group
-from penstock.cli.output import table
+from penstock.cli.output import Columns, listing
 from penstock.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from penstock.sinks.index import Index
-    from penstock.sinks.neighbours import Neighbour
 
 app = group()
+NEIGHBOUR: Final[Columns] = {
+    "namespace": "namespace", "vector": "vector_id",
+    ">distance": lambda one: f"{one['distance']:.6g}", ">revision": "revision",
+    "metadata": "metadata",
+}  # fmt: skip
 
 
 @command(app, "search", connects=False)
@@ -57,9 +61,9 @@ def search(
             metric=metric,  # type: ignore[arg-type]
             exact=exact,
         )
-    return Answer(
-        document={"neighbours": [_plain(one) for one in found]}, view=lambda: _view(found)
-    )
+    names = ("namespace", "vector_id", "distance", "revision", "metadata")
+    rows = [{name: getattr(one, name) for name in names} for one in found]
+    return Answer({"neighbours": rows}, lambda _: listing(rows, NEIGHBOUR))
 
 
 def index_path(config: Path) -> str:
@@ -94,21 +98,3 @@ def _known(index: Index, vector_id: str, namespace: str | None) -> Any:
     if found is None:
         raise NotFound(f"the index has no vector {vector_id}", vector_id=vector_id)
     return found.values
-
-
-def _plain(one: Neighbour) -> dict[str, Any]:
-    return {
-        "namespace": one.namespace,
-        "vector_id": one.vector_id,
-        "distance": one.distance,
-        "revision": one.revision,
-        "metadata": one.metadata,
-    }
-
-
-def _view(found: list[Neighbour]) -> Any:
-    rows = [
-        (one.namespace, one.vector_id, f"{one.distance:.6g}", one.revision, one.metadata)
-        for one in found
-    ]
-    return table("namespace", "vector", ">distance", ">revision", "metadata", rows=rows)

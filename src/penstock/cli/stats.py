@@ -3,59 +3,65 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group, listed, watched
-from penstock.cli.output import duration, size, table
-
-if TYPE_CHECKING:
-    from penstock.client.network.connection import Connection
+from penstock.cli.command import (
+    Answer,
+    Interval,
+    Invocation,
+    Rounds,
+    Watch,
+    command,
+    group,
+    listed,
+    looked,
+)
+from penstock.cli.output import Columns, duration, listing, size
 
 app = group()
 Stats = dict[str, Any]
+TOPIC: Final[Columns] = {
+    "topic": "name", ">ready": "ready", ">delayed": "delayed", ">leased": "leased", ">dead": "dead",
+    ">oldest": lambda t: duration(t["oldest_age_ms"]) if t["ready"] else "–",
+    ">enqueued": "enqueued_total", ">acked": "acked_total", ">retried": "retried_total",
+}  # fmt: skip
+PARTITION: Final[Columns] = {
+    "topic": "topic", ">partition": "partition", ">epoch": "epoch", ">first": "sequence_first",
+    ">committed": "sequence_committed", ">ready": "ready", ">delayed": "delayed",
+    ">leased": "leased", ">dead": "dead", ">bytes": lambda part: size(part["bytes"]),
+    ">segments": "segments",
+}  # fmt: skip
 
 
 @command(app, "stats")
 async def stats(
     cli: Invocation,
     topic: Annotated[str | None, typer.Argument(help="Only this topic.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
-    rounds: Annotated[int | None, typer.Option(help="Stop after this many refreshes.")] = None,
+    watch: Watch = False,
+    interval: Interval = 1.0,
+    rounds: Rounds = None,
     partitions: Annotated[bool, typer.Option("--partitions", help="A row each.")] = False,
 ) -> Answer | None:
     """Show ready, delayed, leased and dead messages of topics and partitions."""
     subject = {} if topic is None else {"topic": topic}
-    async with cli.connection() as connection:
-        if watch:
-            looks = _Looks(connection, subject, partitions=partitions)
-            await watched(cli, looks.look, interval_s=interval, rounds=rounds)
-            return None
+    before: tuple[Stats, float] | None = None
+
+    async def look() -> Answer:
+        """To watch, with the rates since the look before."""
+        nonlocal before
         found = await listed(connection, "stats", "topics", **subject)
-    return Answer(document=found, view=lambda: view_of(found, partitions=partitions))
-
-
-class _Looks:
-    """Looks at the same topics, each with the rates since the one before."""
-
-    def __init__(
-        self, connection: Connection, subject: dict[str, str], *, partitions: bool
-    ) -> None:
-        self._connection, self._subject, self._partitions = connection, subject, partitions
-        self._before: tuple[Stats, float] | None = None
-
-    async def look(self) -> Answer:
-        found = await listed(self._connection, "stats", "topics", **self._subject)
         at, rates = time.monotonic(), dict[str, dict[str, float]]()
-        if self._before is not None:
-            rates = rates_of(self._before[0], found, at - self._before[1])
-        self._before = found, at
-        return Answer(
-            document={**found, "rates": rates},
-            view=lambda: view_of(found, partitions=self._partitions, rates=rates),
-        )
+        if before is not None:
+            rates = rates_of(before[0], found, at - before[1])
+        before = found, at
+        told = {**found, "rates": rates} if watch else found
+        return Answer(told, lambda _: view_of(found, partitions=partitions, rates=rates))
+
+    async with cli.connection() as connection:
+        return await looked(cli, look, watch=watch, interval_s=interval, rounds=rounds)
 
 
 def rates_of(before: Stats, after: Stats, seconds: float) -> dict[str, dict[str, float]]:
@@ -76,35 +82,13 @@ def view_of(
 ) -> Any:
     from rich.console import Group
 
-    rows = []
-    for topic in found["topics"]:
-        speed = (rates or {}).get(topic["name"], {})
-        rows.append(
-            [
-                topic["name"], topic["ready"], topic["delayed"], topic["leased"], topic["dead"],
-                duration(topic["oldest_age_ms"]) if topic["ready"] else "–",
-                topic["enqueued_total"], topic["acked_total"], topic["retried_total"],
-                *(round(speed[n]) if n in speed else "–" for n in ("enqueued", "acked")),
-            ]
-        )  # fmt: skip
-    topics = table(
-        "topic", ">ready", ">delayed", ">leased", ">dead", ">oldest", ">enqueued", ">acked",
-        ">retried", ">in/s", ">out/s", rows=rows,
-    )  # fmt: skip
-    return Group(topics, partition_table(found)) if partitions else topics
+    def rate(name: str) -> Callable[[Stats], object]:
+        return lambda t: round(speeds[t["name"]][name]) if t["name"] in speeds else "–"
 
-
-def partition_table(found: Stats) -> Any:
-    names = (
-        "partition", "epoch", "sequence_first", "sequence_committed", "ready", "delayed", "leased",
-        "dead",
-    )  # fmt: skip
-    rows = [
-        [topic["name"], *(part[n] for n in names), size(part["bytes"]), part["segments"]]
-        for topic in found["topics"]
-        for part in topic["partitions"]
-    ]
-    return table(
-        "topic", ">partition", ">epoch", ">first", ">committed", ">ready", ">delayed", ">leased",
-        ">dead", ">bytes", ">segments", rows=rows,
-    )  # fmt: skip
+    speeds = rates or {}
+    columns = {**TOPIC, ">in/s": rate("enqueued"), ">out/s": rate("acked")}
+    topics = listing(found["topics"], columns)
+    if not partitions:
+        return topics
+    parts = [part | {"topic": t["name"]} for t in found["topics"] for part in t["partitions"]]
+    return Group(topics, listing(parts, PARTITION))

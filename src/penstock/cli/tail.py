@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group
+from penstock.cli.command import Answer, Invocation, TopicName, command, group
 from penstock.cli.output import preview, when
 from penstock.console import to_json
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 @command(app, "tail")
 async def tail(
     cli: Invocation,
-    topic: Annotated[str, typer.Argument(help="The topic's name.")],
+    topic: TopicName,
     partition: Annotated[int | None, typer.Option(help="Only this partition.")] = None,
     start: Annotated[
         int, typer.Option("--from", help="First sequence; 0: what commits from now on.", min=0)
@@ -78,13 +78,14 @@ async def read_entries(
         from_sequence = max(start, end["sequence_first"]) if start else 0
         if follow or from_sequence <= last:
             stream = await connection.log_stream(
-                topic, partition=end["partition"], from_sequence=from_sequence
+                topic,
+                partition=end["partition"],
+                from_sequence=from_sequence,
+                through=0 if follow else last,
             )
             async for batches in stream:
                 for batch in batches:
                     await queue.put(list(rows_of(batch)))
-                if not follow and batches and batches[-1].last >= last:
-                    break
             await stream.close()
         await queue.put(None)
 

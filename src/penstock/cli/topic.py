@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -10,19 +10,21 @@ from penstock.cli.command import (
     Answer,
     Force,
     Invocation,
+    TopicName,
     command,
-    destroyed,
     group,
-    listed,
     values_of,
 )
-from penstock.cli.output import duration, size, table
+from penstock.cli.output import Columns, duration, listing, size, table
 from penstock.console import cell
 from penstock.errors import InvalidArgument
 
 app = group()
 
-Name = Annotated[str, typer.Argument(help="The topic's name.")]
+TOPIC: Final[Columns] = {
+    "topic": "name", "kind": "kind", "mode": "mode", ">partitions": "partitions", ">k": "k",
+    ">retries": "max_retries", "paused": "paused",
+}  # fmt: skip
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,7 +36,7 @@ Settings = Annotated[
 @command(app, "create")
 async def create(
     cli: Invocation,
-    name: Name,
+    name: TopicName,
     mode: Annotated[str, typer.Option(help="min or max: which priority goes first.")] = "min",
     partitions: Annotated[int, typer.Option(help="Partitions; fixed at creation.")] = 1,
     kind: Annotated[str, typer.Option(help="queue, or delta: changes of vectors.")] = "queue",
@@ -51,67 +53,45 @@ async def create(
         "dimensions": dimensions,
         **values_of(settings, option="set"),
     }
-    async with cli.connection() as connection:
-        config = await connection.call("topic_create", config=fields, exists_ok=exists_ok)
-    return Answer(document=config, view=lambda: config_table(config))
+    return Answer(await cli.call("topic_create", config=fields, exists_ok=exists_ok), config_table)
 
 
 @command(app, "list")
 async def list_topics(cli: Invocation) -> Answer:
     """List all topics."""
-    async with cli.connection() as connection:
-        found = await listed(connection, "topic_list", "topics")
-    names = ("name", "kind", "mode", "partitions", "k", "max_retries", "paused")
-    return Answer(
-        document=found,
-        view=lambda: table(
-            "topic", "kind", "mode", ">partitions", ">k", ">retries", "paused",
-            rows=[[config[name] for name in names] for config in found["topics"]],
-        ),
-    )  # fmt: skip
+    found = await cli.listed("topic_list", "topics")
+    return Answer(found, lambda found: listing(found["topics"], TOPIC))
 
 
 @command(app, "show")
-async def show(cli: Invocation, name: Name) -> Answer:
+async def show(cli: Invocation, name: TopicName) -> Answer:
     """Show a topic's configuration."""
-    async with cli.connection() as connection:
-        config = await connection.call("topic_get", topic=name)
-    return Answer(document=config, view=lambda: config_table(config))
+    return Answer(await cli.call("topic_get", topic=name), config_table)
 
 
 @command(app, "update")
-async def update(cli: Invocation, name: Name, settings: Settings = None) -> Answer:
+async def update(cli: Invocation, name: TopicName, settings: Settings = None) -> Answer:
     """Change a topic's attributes while it runs."""
     changes = values_of(settings, option="set")
     if not changes:
         raise InvalidArgument("nothing to change: say --set name=value", field="set")
-    async with cli.connection() as connection:
-        config = await connection.call("topic_update", topic=name, changes=changes)
-    return Answer(document=config, view=lambda: config_table(config))
+    return Answer(await cli.call("topic_update", topic=name, changes=changes), config_table)
 
 
 @command(app, "delete")
-async def delete(
-    cli: Invocation,
-    name: Name,
-    force: Force = False,
-) -> Answer:
+async def delete(cli: Invocation, name: TopicName, force: Force = False) -> Answer:
     """Delete a topic with all its messages."""
     question = f"Delete topic {name} with all its messages?"
-    await destroyed(cli, "topic_delete", name, question=question, force=force)
-    return Answer(document={"deleted": name}, view=f"topic {name} is deleted")
+    await cli.destroy("topic_delete", topic=name, question=question, force=force)
+    return Answer({"deleted": name}, f"topic {name} is deleted")
 
 
 @command(app, "purge")
-async def purge(
-    cli: Invocation,
-    name: Name,
-    force: Force = False,
-) -> Answer:
+async def purge(cli: Invocation, name: TopicName, force: Force = False) -> Answer:
     """Drop a topic's ready and delayed messages; the topic stays."""
     question = f"Drop every ready and delayed message of {name}?"
-    result = await destroyed(cli, "purge", name, question=question, force=force)
-    return Answer(document=result, view=f"{cell(result['purged'])} messages are gone")
+    found = await cli.destroy("purge", topic=name, question=question, force=force)
+    return Answer(found, f"{cell(found['purged'])} messages are gone")
 
 
 def config_table(config: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -15,16 +16,11 @@ from penstock.cli.command import (
     Invocation,
     command,
     exit_of,
-    folder_of,
     group,
     pairs_of,
     values_of,
 )
 from penstock.errors import FailedPrecondition, InvalidArgument, NotFound
-
-# FUSED tests.unit.cli.test_command
-"""Every error has an exit code that a script can rely on."""
-# FUSED tests.unit.cli.test_command
 
 
 def run(body: Any, *arguments: str, connects: bool = True) -> Any:
@@ -95,9 +91,11 @@ def test_a_destructive_command_needs_force_without_a_terminal() -> None:
     Invocation(json=True).confirm("Delete all?", force=True)
 
 
-def test_a_url_is_told_from_a_folder() -> None:
-    assert folder_of("penstock://127.0.0.1:7440") is None
-    assert str(folder_of("./data")) == "data"
+def test_a_url_is_told_from_a_folder(tmp_path: Path) -> None:
+    assert Invocation(url="penstock://127.0.0.1:7440").folder is None
+    assert Invocation(url=str(tmp_path)).folder == tmp_path
+    with pytest.raises(NotFound):
+        _ = Invocation(url=str(tmp_path / "missing")).folder
 
 
 @pytest.mark.parametrize(

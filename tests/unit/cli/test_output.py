@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.cli import output
+from penstock.console import console
 
 
 def test_preview_is_one_short_line() -> None:
@@ -29,7 +30,7 @@ def test_sizes_and_times_are_readable() -> None:
 def test_a_table_prints_values_as_they_are_not_as_markup(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output.show(output.table("name", ">count", rows=[["[bold]x[/bold]", 12345]]))
+    console().print(output.table("name", ">count", rows=[["[bold]x[/bold]", 12345]]))
     printed = capsys.readouterr().out
     assert "[bold]x[/bold]" in printed
     assert "12\u202f345" in printed

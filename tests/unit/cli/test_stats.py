@@ -1,5 +1,5 @@
-from penstock.cli.output import show
 from penstock.cli.stats import rates_of, view_of
+from penstock.console import console
 
 
 def topic(**values: object) -> dict[str, object]:
@@ -19,7 +19,9 @@ def test_rates_are_differences_over_time() -> None:
 
 def test_the_table_shows_each_topic(capsys) -> None:  # type: ignore[no-untyped-def]
     found = {"topics": [topic(ready=3, oldest_age_ms=2000)]}
-    show(view_of(found, partitions=True, rates={"jobs": {"enqueued": 12.4, "acked": 0.0}}))
+    console().print(
+        view_of(found, partitions=True, rates={"jobs": {"enqueued": 12.4, "acked": 0.0}})
+    )
     printed = capsys.readouterr().out
     assert "jobs" in printed
     assert "2.0 s" in printed

@@ -5,8 +5,6 @@ from penstock.replication.messages import Fence
 from penstock.replication.options import ReplicationOptions
 from penstock.replication.takeover import Nomination, Policy, Promise, candidates
 
-# FUSED tests.unit.replication.test_takeover
-
 
 def test_a_promise_is_persisted_once() -> None:
     promise = Promise(1)

@@ -7,11 +7,27 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.command import Answer, Exit, Force, Invocation, command, group, watched
+from penstock.cli.cluster.moves import carry_out, partition_of
+from penstock.cli.cluster.status import status_of, told_of, troubles, wait_until_settled
+from penstock.cli.cluster.up import run
+from penstock.cli.cluster.view import view_of
+from penstock.cli.command import (
+    Answer,
+    Exit,
+    Force,
+    Interval,
+    Invocation,
+    Rounds,
+    Watch,
+    command,
+    group,
+    looked,
+)
 from penstock.errors import InvalidArgument
 
 app = group()
 
+OnlyTopic = Annotated[str | None, typer.Option(help="Only this topic's partitions.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until every move is done.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, change nothing.")]
 
@@ -29,37 +45,29 @@ def up(
     ] = True,
 ) -> Answer | None:
     """Start etcd and nodes on this machine until Ctrl-C, to try a cluster out."""
-    from penstock.cli.cluster.up import ClusterPlan, run
     from penstock.cli.node import run_loop
 
     named = [zone.strip() for zone in zones.split(",") if zone.strip()]
-    run_loop(run(cli, ClusterPlan(nodes=nodes, data=data, zones=named, restart=restart)))
+    run_loop(run(cli, nodes=nodes, data=data, zones=named, restart=restart))
     return None
 
 
 @command(app, "status")
 async def status(
     cli: Invocation,
-    topic: Annotated[str | None, typer.Option(help="Only this topic's partitions.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
-    rounds: Annotated[int | None, typer.Option(help="Stop after this many refreshes.")] = None,
+    topic: OnlyTopic = None,
+    watch: Watch = False,
+    interval: Interval = 1.0,
+    rounds: Rounds = None,
 ) -> Answer | None:
     """Draw nodes, coordinators, epochs, lag and credits. Exit code 1 if something is not served."""
-    from penstock.cli.cluster.status import status_of, troubles
-    from penstock.cli.cluster.view import view_of
-
     async with cli.connection() as connection:
 
         async def look() -> Answer:
             found = await status_of(connection, topic)
-            code = Exit.FAILED if troubles(found) else Exit.OK
-            return Answer(document=found, view=lambda: view_of(found), code=code)
+            return Answer(found, view_of, Exit.FAILED if troubles(found) else Exit.OK)
 
-        if not watch:
-            return await look()
-        await watched(cli, look, interval_s=interval, rounds=rounds)
-        return None
+        return await looked(cli, look, watch=watch, interval_s=interval, rounds=rounds)
 
 
 @command(app, "wait")
@@ -67,17 +75,14 @@ async def wait(
     cli: Invocation,
     timeout: Annotated[float, typer.Option(help="Seconds; 0 looks once.", min=0)] = 600.0,
     lag_max: Annotated[int, typer.Option(help="Entries that are no lag.", min=0)] = 1000,
-    topic: Annotated[str | None, typer.Option(help="Only this topic's partitions.")] = None,
+    topic: OnlyTopic = None,
 ) -> Answer:
     """Until every voter follows and has caught up, so that a node may be restarted. Exit code 1
     if that is not so in time."""
-    from penstock.cli.cluster.status import told_of, wait_until_settled
-
     found = await wait_until_settled(cli, topic=topic, lag_max=lag_max, timeout_s=timeout)
     if found["settled"]:
-        return Answer(document=found, view="every voter has caught up")
-    told = f"not settled: {told_of(found['missing'])}"
-    return Answer(document=found, view=told, code=Exit.FAILED)
+        return Answer(found, "every voter has caught up")
+    return Answer(found, f"not settled: {told_of(found['missing'])}", Exit.FAILED)
 
 
 @command(app, "rebalance")
@@ -85,14 +90,15 @@ async def rebalance(
     cli: Invocation, dry_run: DryRun = False, wait: Wait = True, force: Force = False
 ) -> Answer:
     """Spread replicas and coordinators over the nodes: plan, question, progress."""
-    from penstock.cli.cluster.moves import PlannedChange, carry_out
-
-    change = PlannedChange(
-        method="cluster_rebalance",
+    return await carry_out(
+        cli,
+        "cluster_rebalance",
         question="Move these replicas?",
         nothing="every replica is where it should be",
+        dry_run=dry_run,
+        wait=wait,
+        force=force,
     )
-    return await carry_out(cli, change, dry_run=dry_run, wait=wait, force=force)
 
 
 @command(app, "drain")
@@ -104,15 +110,16 @@ async def drain(
     force: Force = False,
 ) -> Answer:
     """Move everything away from a node, so that it can be taken out."""
-    from penstock.cli.cluster.moves import PlannedChange, carry_out
-
-    change = PlannedChange(
-        method="cluster_drain",
-        arguments={"node": node},
+    return await carry_out(
+        cli,
+        "cluster_drain",
+        node=node,
         question=f"Move everything away from {node}?",
         nothing=f"nothing is on {node}",
+        dry_run=dry_run,
+        wait=wait,
+        force=force,
     )
-    return await carry_out(cli, change, dry_run=dry_run, wait=wait, force=force)
 
 
 @command(app, "remove-replica")
@@ -124,9 +131,6 @@ async def remove_replica(
     force: Force = False,
 ) -> Answer:
     """Take one replica out of its partition without a replacement."""
-    from penstock.cli.cluster.moves import partition_of
-    from penstock.cli.cluster.status import status_of
-
     async with cli.connection() as connection:
         before = partition_of(await status_of(connection), topic, partition)
         if node not in (*before["voters"], *before["learners"]):
@@ -139,4 +143,4 @@ async def remove_replica(
             "cluster_remove_replica", topic=topic, partition=partition, node=node
         )
     voters = ", ".join(answer["voters"])
-    return Answer(document=answer, view=f"{topic}/{partition} will be on {voters}")
+    return Answer(answer, f"{topic}/{partition} will be on {voters}")

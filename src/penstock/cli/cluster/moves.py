@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.cli.cluster.status import Status, status_of, under_way
 from penstock.cli.command import Answer, Exit
-from penstock.cli.output import show
-from penstock.console import progress
+from penstock.cli.output import Columns, listing
+from penstock.console import console, progress
 from penstock.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -26,33 +25,33 @@ OVERRULED_S: Final = 5.0  # after which nobody wants a move: who is asked may he
 Move = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedChange:
-    """A call that plans moves and, without `dry_run`, begins them."""
-
-    method: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    question: str
-    nothing: str  # said when there is nothing to move
-
-
 async def carry_out(
-    cli: Invocation, change: PlannedChange, *, dry_run: bool, wait: bool, force: bool
+    cli: Invocation,
+    method: str,
+    *,
+    question: str,
+    nothing: str,
+    dry_run: bool,
+    wait: bool,
+    force: bool,
+    **arguments: Any,
 ) -> Answer:
+    """Make a call that plans moves and, without `dry_run`, begins them. `nothing` is said when
+    there is nothing to move."""
     async with cli.connection() as connection:
-        plan = await connection.call(change.method, **change.arguments, dry_run=True)
+        plan = await connection.call(method, **arguments, dry_run=True)
         if dry_run:
-            return _answer(plan, change=change)
+            return _answer(plan, nothing=nothing)
         if plan["moves"]:
             if not cli.json:
-                show(table_of(plan["moves"]))
-            cli.confirm(change.question, force=force)
+                console().print(table_of(plan["moves"]))
+            cli.confirm(question, force=force)
         # Also without moves: a node that holds nothing is still to be marked as drained.
-        plan = await connection.call(change.method, **change.arguments, dry_run=False)
+        plan = await connection.call(method, **arguments, dry_run=False)
         begun = Watched(done=0)
         if wait and plan["moves"]:
             begun = await watch(connection, plan["moves"])
-    return _answer(plan, change=change, watched=begun)
+    return _answer(plan, nothing=nothing, watched=begun)
 
 
 class Watched(NamedTuple):
@@ -145,9 +144,7 @@ def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
     raise NotFound(f"no partition {topic}/{partition}", topic=topic)
 
 
-def _answer(
-    plan: dict[str, Any], *, change: PlannedChange, watched: Watched | None = None
-) -> Answer:
+def _answer(plan: dict[str, Any], *, nothing: str, watched: Watched | None = None) -> Answer:
     """What is planned, or what has become of it."""
     moves, left = plan["moves"], plan["left"]
     done, overruled = (0, []) if watched is None else (watched.done, list(watched.overruled))
@@ -155,9 +152,9 @@ def _answer(
         "moves": moves, "planned": len(moves), "left": left, "done": done, "overruled": overruled,
     }  # fmt: skip
     if not moves:
-        return Answer(document=document, view=change.nothing)
+        return Answer(document, nothing)
     if watched is None:
-        return Answer(document=document, view=lambda: table_of(moves))
+        return Answer(document, table_of(moves))
     told = [f"{done} moves are done" if done else f"{len(moves)} moves are planned"]
     if overruled:
         names = ", ".join(f"{move['topic']}/{move['partition']}" for move in overruled[:5])
@@ -165,15 +162,12 @@ def _answer(
         told = [f"{done} of {len(moves)} moves are done; others were decided on for {names}{more}"]
     if left:
         told.append(f"{left} more are needed: ask again")
-    code = Exit.FAILED if overruled or left else Exit.OK
-    return Answer(document=document, view="; ".join(told), code=code)
+    return Answer(document, "; ".join(told), Exit.FAILED if overruled or left else Exit.OK)
 
 
 def table_of(moves: list[Move]) -> Table:
-    from penstock.cli.output import table
-
-    rows = [
-        (move["topic"], move["partition"], " ".join(move["from"]), "→", " ".join(move["to"]))
-        for move in moves
-    ]
-    return table("topic", ">partition", "from", "", "to", rows=rows, title=f"{len(moves)} moves")
+    columns: Columns = {
+        "topic": "topic", ">partition": "partition", "from": lambda move: " ".join(move["from"]),
+        "": lambda move: "→", "to": lambda move: " ".join(move["to"]),
+    }  # fmt: skip
+    return listing(moves, columns, title=f"{len(moves)} moves")

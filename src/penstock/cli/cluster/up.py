@@ -9,10 +9,10 @@ import signal
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.cli.output import Columns, listing
 from penstock.console import console, say, to_json
 
 if TYPE_CHECKING:
@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.2
 RESTART_S: Final = 5.0  # a node that was killed stays away so long, to be missed
+NODE: Final[Columns] = {
+    "node": "id", "native": "url", "http": "http", "pid": lambda node: str(node["pid"])
+}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterPlan:
-    nodes: int
-    data: Path | None
-    zones: list[str]
-    restart: bool
-
-
-async def run(cli: Invocation, plan: ClusterPlan) -> None:
+async def run(
+    cli: Invocation, *, nodes: int, data: Path | None, zones: list[str], restart: bool
+) -> None:
     """Start everything, say where it is, look after it until SIGTERM or Ctrl-C, stop it all."""
     from penstock.testing.cluster import ClusterProcesses
     from penstock.testing.etcd import etcd_program
@@ -44,19 +41,19 @@ async def run(cli: Invocation, plan: ClusterPlan) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        folder = plan.data
+        folder = data
         if folder is None:
             made = tempfile.TemporaryDirectory(prefix="penstock-cluster-")
             folder = Path(stack.enter_context(made))
         cluster = ClusterProcesses(
-            folder.resolve(), nodes=plan.nodes, zones=plan.zones, gateway=_gateway(),
+            folder.resolve(), nodes=nodes, zones=zones, gateway=_gateway(),
             key=secrets.token_hex(32),
         )  # fmt: skip
         stack.push_async_callback(cluster.close)
         if not await _started(cluster, stop):
             return
-        _announce(cli, cluster, kept=plan.data is not None)
-        await _look_after(cluster, stop, restart=plan.restart)
+        _announce(cli, cluster, kept=data is not None)
+        await _look_after(cluster, stop, restart=restart)
         say("stopping …")
         await cluster.stop_all()
 
@@ -123,12 +120,10 @@ def view_of(document: dict[str, Any], *, kept: bool) -> RenderableType:
     from rich.panel import Panel
     from rich.text import Text
 
-    from penstock.cli.output import table
     from penstock.testing.process import penstock_program
 
     program = penstock_program()
     nodes = document["nodes"]
-    rows = [(node["id"], node["url"], node["http"], str(node["pid"])) for node in nodes]
     lines = [
         f"export PENSTOCK_URL={document['url']}",
         f"{program} topic create jobs --partitions 6",
@@ -139,7 +134,7 @@ def view_of(document: dict[str, Any], *, kept: bool) -> RenderableType:
     ]
     after = "stay" if kept else "are removed then"
     return Group(
-        table("node", "native", "http", "pid", rows=rows, title="a cluster is up"),
+        listing(nodes, NODE, title="a cluster is up"),
         Panel(Text("\n".join(lines)), title="try it in another terminal", title_align="left"),
         f"[dim]data and logs in {document['folder']} {after};"
         f" etcd at {document['etcd']}[/dim]\nCtrl-C stops it all",

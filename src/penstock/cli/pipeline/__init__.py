@@ -61,8 +61,7 @@ def run(
     _announce(pipeline, as_json=cli.json)
     pipeline.wait()
     found = status.look(settings.state)
-    code = Exit.FAILED if pipeline.delivery.halted else Exit.OK
-    return Answer(document=found, view=lambda: status.view_of(found), code=code)
+    return Answer(found, status.view_of, Exit.FAILED if pipeline.delivery.halted else Exit.OK)
 
 
 def _stop_on_signals(pipeline: Pipeline) -> None:

@@ -65,8 +65,7 @@ def audit(
     settings = _settings(config, master)
     with _spark("audit", settings) as spark:
         document = Audit(spark, settings, wait_s=wait).run()
-    code = Exit.OK if document["ok"] else Exit.FAILED
-    return Answer(document=document, view=lambda: _audit_view(document), code=code)
+    return Answer(document, _audit_view, Exit.OK if document["ok"] else Exit.FAILED)
 
 
 @command(app, "import")
@@ -118,7 +117,7 @@ def import_(
             spark, _node(cli), planned, options, now_ms=now_ms, progress=advance
         )
     view = f"{cell(document['rows'])} rows in {topic}, {cell(document['sent'])} sent now"
-    return Answer(document=document, view=view)
+    return Answer(document, view)
 
 
 @command(app, "materialise")
@@ -156,7 +155,7 @@ def materialise(
             options=None if settings is None else propagation_of(settings),
             overwrite=overwrite,
         )
-    return Answer(document=document, view=f"{cell(document['vectors'])} vectors in {output}")
+    return Answer(document, f"{cell(document['vectors'])} vectors in {output}")
 
 
 @command(app, "compact", connects=False)
@@ -172,7 +171,7 @@ def compact(
         f" {cell(found['vectors']['rows'])}"
         for name, found in document["lakes"].items()
     ]
-    return Answer(document=document, view="\n".join(lines))
+    return Answer(document, "\n".join(lines))
 
 
 @command(app, "reindex", connects=False)
@@ -195,7 +194,7 @@ def reindex(
     cli.confirm(f"{sink} is emptied and filled anew.", force=force)
     with _spark("reindex", settings) as spark, progress("reindex", unit="states") as advance:
         document = run(spark, settings, sink, origin=source.value, progress=advance)
-    return Answer(document=document, view=f"{sink}: {cell(document['states'])} states")
+    return Answer(document, f"{sink}: {cell(document['states'])} states")
 
 
 @command(app, "replay")
@@ -230,7 +229,7 @@ def replay(
     with _spark("replay", settings) as spark:
         document = run(spark, settings, sink or (), window=window)
     lines = [f"{name}: {rows}" for name, rows in document["sinks"].items()]
-    return Answer(document=document, view="\n".join(lines))
+    return Answer(document, "\n".join(lines))
 
 
 def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
@@ -245,7 +244,7 @@ def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
         document = asyncio.run(
             replay_letters(node.access(), remote, queue, topic=topic, progress=advance)
         )
-    return Answer(document=document, view=f"{cell(document['replayed'])} letters of {queue}")
+    return Answer(document, f"{cell(document['replayed'])} letters of {queue}")
 
 
 def time_ms(text: str, *, field: str) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Exit, Invocation, command, group, watched
-from penstock.cli.output import duration, size, table, when
+from penstock.cli.command import Answer, Exit, Invocation, Rounds, Watch, command, group, looked
+from penstock.cli.output import Columns, duration, listing, size, table, when
 from penstock.console import cell
 from penstock.errors import NotFound
 
@@ -27,6 +27,11 @@ STYLES: Final = {
     "halted": "bold red", "stopped": "dim",
 }  # fmt: skip
 BAR: Final = 12
+PARTITION: Final[Columns] = {
+    "topic": "topic",
+    **{f">{name}": name for name in ("partition", "sequence", "read", "duplicates", "released",
+                                     "pending", "quarantined")},
+}  # fmt: skip
 
 
 @command(app, "status", connects=False)
@@ -38,8 +43,8 @@ async def status(
     state: Annotated[
         Path | None, typer.Option(help="The state folder, instead of the file's.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="Stop after this many refreshes.")] = None,
+    watch: Watch = False,
+    rounds: Rounds = None,
 ) -> Answer | None:
     """Show how far the sinks of a pipeline are, and what holds them up."""
     folder = state or state_folder(config)
@@ -47,12 +52,9 @@ async def status(
     async def answer() -> Answer:
         found = look(folder)
         code = Exit.OK if found["alive"] or found["state"] == "stopped" else Exit.UNAVAILABLE
-        return Answer(document=found, view=lambda: view_of(found), code=code)
+        return Answer(found, view_of, code)
 
-    if not watch:
-        return await answer()
-    await watched(cli, answer, interval_s=WATCH_S, rounds=rounds)
-    return None
+    return await looked(cli, answer, watch=watch, interval_s=WATCH_S, rounds=rounds)
 
 
 def state_folder(config: Path) -> Path:
@@ -118,19 +120,8 @@ def _source_problems(source: Status) -> Iterator[str]:
 def _flow(found: Status) -> RenderableType:
     """The source, as far as it is folded, and what is kept for the sinks."""
     changes = found["changes"]
-    rows = [
-        [
-            part["topic"], part["partition"], part["sequence"], part.get("read"),
-            part.get("duplicates"), part.get("released"), part.get("pending"),
-            part.get("quarantined"),
-        ]
-        for part in found["partitions"]
-    ]  # fmt: skip
     kept = f"trigger {cell(changes['last'])}; {cell(changes['triggers'])} kept for the sinks, "
-    return table(
-        "topic", ">partition", ">sequence", ">read", ">duplicates", ">released", ">pending",
-        ">quarantined", rows=rows, title=kept + size(changes["bytes"]),
-    )  # fmt: skip
+    return listing(found["partitions"], PARTITION, title=kept + size(changes["bytes"]))
 
 
 def _sinks(found: Status) -> RenderableType:
