@@ -26,18 +26,14 @@ import msgspec
 
 from penstock.errors import FailedPrecondition
 from penstock.node.observe.logs import get_logger
-from penstock.sinks.protocol import Feed
 from penstock.spark.attachment import attach, feed_of, letter_box, node_of
 from penstock.spark.delivery.delivery import PipelineDelivery
 from penstock.spark.fold.changes import ChangeLog
 from penstock.spark.fold.partition_step import FoldPlan
-from penstock.spark.fold.query import FoldQuery
-from penstock.spark.fold.snapshots import FoldSnapshots
-from penstock.spark.fold.stage import slot_candidates
-from penstock.spark.fold.state_folder import PipelineIdentity, StateFolder, delta_topics
+from penstock.spark.fold.query import FoldQuery, slot_candidates
+from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.session import spark_session
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.source.options import Connecting
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -138,7 +134,7 @@ class Pipeline:
         self._open.callback(folder.close)
         node = node_of(settings)
         access = node.access()
-        configs = delta_topics({topic: access.config(topic) for topic in settings.topics})
+        configs = [access.delta_config(topic) for topic in settings.topics]
         identity = folder.identity(
             name=settings.name, tasks=settings.tasks or 0, propagation=settings.propagation
         )
@@ -154,7 +150,15 @@ class Pipeline:
         identity = identity.with_topics(configs, candidates=candidates)
         folder.save(identity)
         changes = self._changes(folder)
-        plan = _fold_plan(settings, identity, node=node, feed=feed_of(sinks))
+        plan = FoldPlan(
+            pipeline=identity.id,
+            node=node,
+            state=settings.state,
+            dimensions={name: topic.dimensions for name, topic in identity.topics.items()},
+            options=identity.propagation,
+            snapshot_deltas=settings.snapshot_deltas,
+            feed=feed_of(sinks),
+        )
         self.changes, self.identity = changes, identity
         self.ingest = FoldQuery(
             settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
@@ -193,7 +197,7 @@ class Pipeline:
                 " another state folder",
                 field="state",
             )
-        swept = changes.sweep() + FoldSnapshots(folder.snapshots).sweep()
+        swept = changes.sweep() + folder.snapshots.sweep()
         if swept:
             log.info("files of an interrupted trigger removed", files=swept)
         return changes
@@ -226,17 +230,3 @@ class Pipeline:
         hanging = self.delivery.stop(STOP_S if self._drain_s else 1.0)
         if hanging:
             log.warning("sinks did not return", sinks=hanging)
-
-
-def _fold_plan(
-    settings: PipelineSettings, identity: PipelineIdentity, *, node: Connecting, feed: Feed
-) -> FoldPlan:
-    return FoldPlan(
-        pipeline=identity.id,
-        node=node,
-        state=settings.state,
-        dimensions={name: topic.dimensions for name, topic in identity.topics.items()},
-        options=identity.propagation,
-        snapshot_deltas=settings.snapshot_deltas,
-        feed=feed,
-    )

@@ -21,7 +21,7 @@ partition.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +37,8 @@ from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
 from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
-from penstock.spark.fold.log_deltas import find_forgotten, read_deltas
-from penstock.spark.fold.snapshots import FoldSnapshots
+from penstock.spark.fold.log_deltas import Answer, find_forgotten, fold_deltas, read_deltas
+from penstock.spark.fold.state_folder import FoldSnapshots
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
 
@@ -48,8 +48,6 @@ SNAPSHOT_MS: Final = 600_000  # of log time, after which a snapshot is due howev
 # often, so that saving never costs more than a share of folding.
 SNAPSHOT_BYTES_PER_DELTA: Final = 100
 FOUND_MAX: Final = 256  # answers that a head carries; past it a snapshot is due
-
-Answer = Callable[[Iterable[bytes]], Set[bytes]]
 
 
 class FoldHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +121,8 @@ class PartitionStep:
         state = self._state_of(head)
         found: set[bytes] = set()
         answer, states = self._asking(state, found), Feed.STATES in self._plan.feed
-        outcomes = list(
-            self._fold(state, first=first, last=self._range.last, answer=answer, states=states)
-        )
+        feeds = read_deltas(self._access, topic, partition, first=first, last=self._range.last)
+        outcomes = list(fold_deltas(state, feeds, answer=answer, states=states))
         part = self._write(outcomes, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
@@ -150,8 +147,9 @@ class PartitionStep:
         first = max(state.sequence + 1, head.start)
         if first <= head.sequence:
             known = frozenset(map(bytes.fromhex, head.found))
-            through, answer = head.sequence, known.intersection
-            for _ in self._fold(state, first=first, last=through, answer=answer, states=False):
+            topic, partition = self._range.topic, self._range.partition
+            feeds = read_deltas(self._access, topic, partition, first=first, last=head.sequence)
+            for _ in fold_deltas(state, feeds, answer=known.intersection, states=False):
                 pass  # its outcome was written when these ranges were first folded
         return state
 
@@ -164,15 +162,6 @@ class PartitionStep:
                 f"{head.snapshot} is of sequence {state.sequence}, not {head.snapshot_sequence}"
             )
         return state
-
-    def _fold(
-        self, state: Propagator, *, first: int, last: int, answer: Answer, states: bool
-    ) -> Iterator[FeedOutcome]:
-        topic, partition = self._range.topic, self._range.partition
-        for deltas, through in read_deltas(self._access, topic, partition, first=first, last=last):
-            yield state.feed(deltas, through=through, states=states)
-            while wanted := state.missing():
-                yield state.resolve(answer(wanted))
 
     def _asking(self, state: Propagator, found: set[bytes]) -> Answer:
         """Answers from the log, which are noted in `found`."""
@@ -217,7 +206,7 @@ class PartitionStep:
         old = head.unsaved > 0 and newest - head.snapshot_ms >= SNAPSHOT_MS
         if not (due or old or len(head.found) > FOUND_MAX):
             return head
-        stored = self._snapshots.write(
+        name, size = self._snapshots.write(
             dump(state),
             topic=self._range.topic,
             partition=self._range.partition,
@@ -225,9 +214,9 @@ class PartitionStep:
         )
         return msgspec.structs.replace(
             head,
-            snapshot=stored.name,
+            snapshot=name,
             snapshot_sequence=head.sequence,
-            snapshot_bytes=stored.bytes,
+            snapshot_bytes=size,
             snapshot_ms=newest,
             unsaved=0,
             found=(),

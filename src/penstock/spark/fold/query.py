@@ -4,6 +4,12 @@ The query runs on threads of Spark's; `step` looks after it from the pipeline's.
 when it ended by an error that passes (a node that is away), and reading pauses while the change log
 holds more than it may.
 
+    ranges (slot, topic, partition, first, last) ─► task of the slot ─► part (JSON)
+
+Spark groups the trigger's ranges by slot, hands each slot's head to a Python worker, keeps the head
+that comes back with the trigger's state, and brings the parts to the driver. Rows never pass
+through Spark: the worker reads the range from the node itself, and the part names a file.
+
 How many rows a trigger takes is adapted after each and told to the source through `rate.json`.
 Utilisation is a trigger's time over `target_trigger_s`. Only a trigger that took most of what it
 might counts: one that found little to read says nothing of how much it could bear.
@@ -29,21 +35,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import pandas as pd
+from pyspark.sql import functions as F  # noqa: N812 - Spark's own habit
+from pyspark.sql.streaming.stateful_processor import (
+    StatefulProcessor,
+    StatefulProcessorHandle,
+)
 
 from penstock import errors
-from penstock.errors import PenstockError
+from penstock.errors import Corruption, PenstockError
 from penstock.log.crash import crash_point
 from penstock.node.observe.logs import get_logger
 from penstock.propagation.flow.rate import AdaptiveRate
-from penstock.spark.fold.changes import ChangeLog
-from penstock.spark.fold.partition_step import FoldPlan
-from penstock.spark.fold.snapshots import FoldSnapshots
-from penstock.spark.fold.stage import folded, parts_of
-from penstock.spark.fold.state_folder import PipelineIdentity, StateFolder
+from penstock.spark.fold.changes import ChangeLog, ChangePart
+from penstock.spark.fold.partition_step import FoldHead, FoldPlan, PartitionStep
+from penstock.spark.fold.state_folder import CANDIDATES_PER_TASK, PipelineIdentity, StateFolder
 from penstock.spark.settings import PipelineSettings
+from penstock.spark.source.ranges import ReadRange
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 log = get_logger(__name__)
@@ -52,8 +63,6 @@ BACKOFF_S_BASE: Final = 0.5  # before a query is started again; doubles with eac
 BACKOFF_S_CAP: Final = 30.0
 IDLE_POLLS: Final = 3  # without a trigger under way, before a paused query counts as idle
 PAUSED_SHARE: Final = 0.8  # of the bytes at which reading pauses, where it goes on
-
-
 _TASKS: Final = "spark.sql.shuffle.partitions"
 _EMPTY_TRIGGERS: Final = "spark.sql.streaming.noDataMicroBatches.enabled"
 
@@ -71,7 +80,6 @@ class FoldQuery:
     ) -> None:
         self._settings, self._spark, self._folder = settings, spark, folder
         self._identity, self._changes, self._plan = identity, changes, plan
-        self._snapshots = FoldSnapshots(folder.snapshots)
         self._rate = TriggerRate(folder.rate_file, settings)
         self._query: StreamingQuery | None = None
         self._available_now = False
@@ -127,7 +135,7 @@ class FoldQuery:
             crash_point("pipeline.commit.before")
             self._changes.commit(trigger, parts)
             crash_point("pipeline.commit.after")
-            self._snapshots.prune()
+            self._folder.snapshots.prune()
         except BaseException as error:
             self._failure = error
             raise
@@ -252,6 +260,89 @@ def _offsets(text: Any) -> dict[str, int]:
     """Offsets by `topic/partition`."""
     tree = json.loads(text) if isinstance(text, str) else (text or {})
     return {f"{topic}/{p}": n for topic, found in (tree or {}).items() for p, n in found.items()}
+
+
+HEAD: Final = "head string"
+PART: Final = "part string"
+
+
+class FoldProcessor(StatefulProcessor):
+    """Folds the range of a slot. Pickled to the workers, so it holds nothing but the plan."""
+
+    def __init__(self, plan: FoldPlan) -> None:
+        self._plan = plan
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self._head = handle.getValueState("head", HEAD)
+
+    def handleInputRows(  # noqa: N802 - Spark's name
+        self,
+        key: Any,
+        rows: Iterator[pd.DataFrame],
+        timerValues: Any,  # noqa: N803
+    ) -> Iterator[pd.DataFrame]:
+        ranges = sorted(_ranges(rows), key=lambda found: found.first)
+        stored = self._head.get()
+        head = None if stored is None else msgspec.json.decode(stored[0], type=FoldHead)
+        parts = []
+        for found in ranges:
+            head, part = PartitionStep(self._plan, found).run(head)
+            parts.append(msgspec.json.encode(part).decode())
+        if head is not None:
+            self._head.update((msgspec.json.encode(head).decode(),))
+        yield pd.DataFrame({"part": parts})
+
+    def close(self) -> None:
+        return
+
+
+def _ranges(rows: Iterator[pd.DataFrame]) -> Iterator[ReadRange]:
+    for frame in rows:
+        columns = (frame[name].tolist() for name in ("topic", "partition", "first", "last"))
+        for topic, partition, first, last in zip(*columns, strict=True):
+            yield ReadRange(topic, int(partition), int(first), int(last))
+
+
+def folded(ranges: DataFrame, *, identity: PipelineIdentity, plan: FoldPlan) -> DataFrame:
+    """The stage over a stream of ranges."""
+    slots = F.create_map(
+        *(
+            F.lit(value)
+            for topic, known in identity.topics.items()
+            for partition, slot in enumerate(known.slots)
+            for value in (f"{topic}/{partition}", slot)
+        )
+    )
+    place = F.concat(F.col("topic"), F.lit("/"), F.col("partition").cast("string"))
+    slotted = ranges.select(
+        slots[place].cast("int").alias("slot"),
+        "topic",
+        "partition",
+        F.col("from").alias("first"),  # `from` is no name that a Python row could have
+        F.col("to").alias("last"),
+    )
+    return slotted.groupBy("slot").transformWithStateInPandas(
+        statefulProcessor=FoldProcessor(plan),
+        outputStructType=PART,
+        outputMode="Append",
+        timeMode="None",
+    )
+
+
+def parts_of(rows: list[Row]) -> list[ChangePart]:
+    """What the tasks of a trigger returned; one part per partition."""
+    parts = [msgspec.json.decode(row["part"], type=ChangePart) for row in rows]
+    if len({(part.topic, part.partition) for part in parts}) != len(parts):
+        raise Corruption("a trigger holds two ranges of one partition")
+    return parts
+
+
+def slot_candidates(spark: SparkSession, *, tasks: int, wanted: int) -> list[tuple[int, int]]:
+    """Integers, each with the task that Spark sends it to. Enough of them for `wanted` slots."""
+    count = CANDIDATES_PER_TASK * (tasks + wanted)
+    numbers = spark.range(count).select(F.col("id").cast("int").alias("slot"))
+    rows = numbers.select("slot", F.expr(f"pmod(hash(slot), {tasks})").alias("task")).collect()
+    return [(row["slot"], row["task"]) for row in rows]
 
 
 VERSION: Final = 1

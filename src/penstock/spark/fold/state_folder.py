@@ -15,23 +15,40 @@ A *slot* is the integer under which Spark keeps a partition's head. Spark sends 
 `pmod(hash(key), tasks)`; slots are chosen so that the partitions are spread evenly over the tasks,
 which counting them 0, 1, 2 … would not do. Both are fixed once chosen: the checkpoint knows the
 partitions by them.
+
+A *snapshot* is the state of a partition's fold in a file, to begin from instead of sequence 1:
+
+    snapshots/<topic>-<partition>-<sequence>.snapshot
+
+32 bytes of header (magic, version, hash and length of the content), then the content as the kernel
+wrote it. The name says up to which sequence the log was folded. A snapshot is written before the
+head that refers to it is handed to Spark, and heads are committed with their trigger. Spark may
+fall back by one trigger, never by more: so of each partition the newest snapshot and the one before
+it are kept, and all older ones can go.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+import re
+import struct
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import xxhash
 
-from penstock.errors import Corruption, FailedPrecondition, Unavailable
+from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.log.files import Handle, storage_errors, write_whole
-from penstock.model.topic import TopicConfig, TopicKind
+from penstock.model.columns import Buffer
+from penstock.model.topic import TopicConfig
 from penstock.propagation.options import PropagationOptions
+from penstock.spark.fold.changes import write_apart
 
 VERSION: Final = 1
 CANDIDATES_PER_TASK: Final = 64  # integers looked at for each slot that is wanted
@@ -92,26 +109,13 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoint, self.changes = path / "checkpoint", path / "changes"
+        self.rate_file = path / "rate.json"
         with storage_errors(path):
             for name in ("snapshots", "changes/data", "sinks"):
                 (path / name).mkdir(parents=True, exist_ok=True)
             self._lock: Handle | None = _lock(path)
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint"
-
-    @property
-    def snapshots(self) -> Path:
-        return self.path / "snapshots"
-
-    @property
-    def changes(self) -> Path:
-        return self.path / "changes"
-
-    @property
-    def rate_file(self) -> Path:
-        return self.path / "rate.json"
+        self.snapshots = FoldSnapshots(path / "snapshots")
 
     def identity(
         self, *, name: str, tasks: int, propagation: PropagationOptions
@@ -178,17 +182,6 @@ def running_pid(path: Path) -> int | None:
     return None
 
 
-def delta_topics(configs: Mapping[str, TopicConfig]) -> list[TopicConfig]:
-    """The topics' configurations; `FailedPrecondition` for one that holds no deltas."""
-    for name, config in configs.items():
-        if config.kind is not TopicKind.DELTA:
-            raise FailedPrecondition(
-                f"{name} is a {config.kind.value} topic; a pipeline reads delta topics",
-                field="topics",
-            )
-    return list(configs.values())
-
-
 def _check_same(config: TopicConfig, known: TopicSlots) -> None:
     found = (config.id, config.dimensions, config.partitions)
     expected = (known.id, known.dimensions, len(known.slots))
@@ -210,3 +203,70 @@ def _lock(path: Path) -> Handle:
     os.ftruncate(handle.fd, 0)
     os.pwrite(handle.fd, b"%d\n" % os.getpid(), 0)
     return handle
+
+
+MAGIC: Final = b"PNSTSNAP"
+SNAPSHOT_VERSION: Final = 1
+HEADER: Final = struct.Struct("<8sQQQ")
+KEPT: Final = 2
+_NAME: Final = re.compile(r"([A-Za-z0-9_-]+)-(\d+)-(\d+)\.snapshot")
+
+
+class FoldSnapshots:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(
+        self, buffers: Sequence[Buffer], *, topic: str, partition: int, sequence: int
+    ) -> tuple[str, int]:
+        """Make a snapshot durable; its name and size. Written again it may differ in bytes, never
+        in what it says."""
+        name = f"{topic}-{partition}-{sequence}.snapshot"
+        content = xxhash.xxh3_64()
+        size = 0
+        for buffer in buffers:
+            content.update(buffer)
+            size += memoryview(buffer).nbytes
+        header = HEADER.pack(MAGIC, SNAPSHOT_VERSION, content.intdigest(), size)
+        write_apart(self._folder / name, [header, *buffers])
+        return name, size
+
+    def read(self, name: str) -> Buffer:
+        """A snapshot's content, verified; mapped, so that it is paged in as it is read."""
+        path = self._folder / name
+        try:
+            with path.open("rb") as file, storage_errors(path):
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except FileNotFoundError:
+            raise NotFound(f"{path} is referred to by Spark's state and is not there") from None
+        except ValueError as error:  # an empty file cannot be mapped
+            raise Corruption(f"{path} is empty") from error
+        if len(data) < HEADER.size:
+            raise Corruption(f"{path} is cut short")
+        magic, version, digest, size = HEADER.unpack_from(data)
+        if magic != MAGIC or version != SNAPSHOT_VERSION:
+            raise Corruption(f"{path} is not a snapshot of version {SNAPSHOT_VERSION}")
+        content = data[HEADER.size :]
+        if len(content) != size or xxhash.xxh3_64_intdigest(content) != digest:
+            raise Corruption(f"{path} is not what was written")
+        return content
+
+    def prune(self) -> int:
+        """Delete what no state can refer to any more; how many went."""
+        found: dict[tuple[str, int], list[tuple[int, Path]]] = defaultdict(list)
+        for path in self._folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                found[match[1], int(match[2])].append((int(match[3]), path))
+        gone = [path for files in found.values() for _, path in sorted(files)[:-KEPT]]
+        with storage_errors(self._folder):
+            for path in gone:
+                path.unlink(missing_ok=True)
+        return len(gone)
+
+    def sweep(self) -> int:
+        """Delete what tasks left half written; only while none runs."""
+        with storage_errors(self._folder):
+            strays = [path for path in self._folder.iterdir() if path.name.startswith(".")]
+            for path in strays:
+                path.unlink()
+        return len(strays)

@@ -45,10 +45,10 @@ from penstock.spark.jobs.comparison import (
     notice_ids,
 )
 from penstock.spark.jobs.log_fold import (
-    LogRange,
     PartitionFold,
     fold_partitions,
     log_ranges,
+    loss_of,
     scratch,
 )
 from penstock.spark.jobs.stores import (
@@ -61,6 +61,7 @@ from penstock.spark.jobs.stores import (
 from penstock.spark.settings import PipelineSettings, SinkSettings
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.options import Connecting
+from penstock.spark.source.ranges import ReadRange
 
 Verdict = Literal["equal", "lagging", "different", "unavailable", "unproven"]
 # A sink that nobody can read back does not speak against the others; it is named.
@@ -71,7 +72,7 @@ class Audit:
     def __init__(self, spark: Any, settings: PipelineSettings, *, wait_s: float = 0.0) -> None:
         self._spark, self._settings, self._wait_s = spark, settings, wait_s
         self._node = node_of(settings)
-        self._ranges: list[LogRange] = []
+        self._ranges: list[ReadRange] = []
 
     def run(self) -> dict[str, Any]:
         """The whole audit; `ok` is whether everything that can be proved was."""
@@ -86,7 +87,7 @@ class Audit:
                 options=propagation_of(self._settings),
                 deltas=True,
             )
-            reasons = list(_unsound(self._ranges, folds))
+            reasons = list(_unsound(folds))
             sinks = {} if reasons else self._sinks(FoldedLog(folds))
         proved = all(sink["verdict"] in _FINE for sink in sinks.values())
         document: dict[str, Any] = {
@@ -140,13 +141,14 @@ class Audit:
         return excuses
 
 
-def _unsound(ranges: Sequence[LogRange], folds: Sequence[PartitionFold]) -> Iterator[str]:
+def _unsound(folds: Sequence[PartitionFold]) -> Iterator[str]:
     """Why the log gives nothing to compare sinks with."""
-    for one, fold in zip(ranges, folds, strict=True):
+    for fold in folds:
+        one = fold.range
         if fold.damage is not None:
             yield f"{one.topic}/{one.partition} is damaged: {fold.damage['reason']}"
-        elif one.loss is not None:
-            yield one.loss
+        elif loss := loss_of(one):
+            yield loss
 
 
 def partition_document(fold: PartitionFold) -> dict[str, Any]:
@@ -157,10 +159,10 @@ def partition_document(fold: PartitionFold) -> dict[str, Any]:
         "ok": fold.damage is None,
         "first": fold.range.first,
         "last": fold.range.last,
-        "batches": fold.batches,
-        "messages": fold.messages,
-        "bytes": fold.bytes,
-        "chain": None if fold.chain is None else f"{fold.chain:016x}",
+        "batches": fold.check.batches,
+        "messages": fold.check.messages,
+        "bytes": fold.check.bytes,
+        "chain": None if fold.check.chain is None else f"{fold.check.chain:016x}",
         "digest": None if fold.digest is None else f"{fold.digest:016x}",
         **fold.counts,
         **({} if fold.damage is None else {"damage": fold.damage}),

@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 from pyspark.accumulators import AccumulatorParam
 
 from penstock.client.delta.columns import Causes, DeltaColumns, Names, encode_columns
-from penstock.errors import FailedPrecondition, PenstockError, from_wire
+from penstock.errors import PenstockError, from_wire
 from penstock.log.files import write_whole
 from penstock.model.delta import Op, PriorityClass, Source
-from penstock.model.topic import TopicKind
 from penstock.sinks import arrays
 from penstock.sinks.protocol import Items
 from penstock.spark.jobs.import_units import ImportedRows, ImportPlan, Named, Unit, read_rows
@@ -83,12 +82,7 @@ def import_files(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Send every unit that is not done yet; what became of it."""
-    config = node.access().config(options.topic)
-    if config.kind is not TopicKind.DELTA:
-        raise FailedPrecondition(
-            f"{options.topic} is a {config.kind.value} topic: vectors go into a delta topic",
-            field="topic",
-        )
+    config = node.access().delta_config(options.topic, field="topic")
     id = import_id(plan, options)
     # The last row's time is now: nothing is ahead of the clock, and order within is kept.
     time = (now_ms << 16) - len(plan.units) * UNIT_TIMES

@@ -24,7 +24,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -33,78 +33,42 @@ import pyarrow as pa
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.model.batch import Batch, Kind, decode, verify_chain
-from penstock.model.delta_batch import DeltaBatch
-from penstock.model.topic import TopicKind
-from penstock.propagation.fold.propagator import FeedOutcome, Propagator
+from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.schema import DELTAS, states_table
 from penstock.spark.fold.changes import add_counts
-from penstock.spark.fold.log_deltas import find_forgotten
+from penstock.spark.fold.log_deltas import find_forgotten, fold_deltas, read_deltas
 from penstock.spark.fold.partition_step import released_table
-from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.decisions import Decisions
 from penstock.spark.source.options import Connecting
-from penstock.spark.source.rows import BatchPiece, deltas_of, pieces
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogRange:
-    """Sequences `first` to `last` of one partition; `last` < `first`: nothing."""
-
-    topic: str
-    partition: int
-    first: int
-    last: int
-    dimensions: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.topic}-{self.partition}"
-
-    @property
-    def loss(self) -> str | None:
-        """Why no state can be made of it; None if the log is there from its beginning."""
-        if self.first == 1:
-            return None
-        return (
-            f"{self.topic}/{self.partition} begins at sequence {self.first}: retention has deleted"
-            " what the vectors were made of"
-        )
+from penstock.spark.source.ranges import ReadRange
 
 
 def log_ranges(
     node: Connecting, topics: Sequence[str], *, until_ms: int | None = None
-) -> list[LogRange]:
+) -> list[ReadRange]:
     """Everything readable of the topics' partitions as of now, or up to the last batch that was
-    written at or before `until_ms`."""
+    written at or before `until_ms`. An empty partition's range ends before it begins."""
     access = node.access()
     found = []
     for topic in topics:
-        dimensions = _dimensions(access, topic)
+        access.delta_config(topic)
         for status in access.log_status(topic):
             last, partition = status.readable, status.partition
             if until_ms is not None:
                 last = min(last, access.find_time(topic, partition, until_ms + 1) - 1)
-            found.append(
-                LogRange(
-                    topic=topic,
-                    partition=partition,
-                    first=status.sequence_first,
-                    last=last,
-                    dimensions=dimensions,
-                )
-            )
+            found.append(ReadRange(topic, partition, status.sequence_first, last))
     return found
 
 
-def _dimensions(access: NodeAccess, topic: str) -> int:
-    config = access.config(topic)
-    if config.kind is not TopicKind.DELTA:
-        raise FailedPrecondition(
-            f"{topic} is a {config.kind.value} topic, not one of deltas", field="topics"
-        )
-    return config.dimensions
+def loss_of(one: ReadRange) -> str | None:
+    """Why no state can be made of a range; None if the log is there from its beginning."""
+    if one.first == 1:
+        return None
+    return (
+        f"{one.topic}/{one.partition} begins at sequence {one.first}: retention has deleted"
+        " what the vectors were made of"
+    )
 
 
 MESSAGES: Final = frozenset({Kind.ENQ, Kind.PREPARE})
@@ -137,6 +101,11 @@ class LogCheck:
         if batch.epoch < self.epoch:
             raise Corruption(f"epoch {batch.epoch} follows epoch {self.epoch}")
 
+    def reached(self, last: int) -> None:
+        """Whether everything up to `last` was fed."""
+        if self.next <= last:
+            raise Corruption(f"the log ends at {self.next - 1}, not {last}", sequence=self.next)
+
     def _pass(self, batch: Batch) -> None:
         self.next, self.chain, self.epoch = batch.last + 1, batch.chain, batch.epoch
         self.batches += 1
@@ -156,9 +125,8 @@ def scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(own)
 
 
-FEED_ROWS: Final = 50_000  # deltas given to the kernels at once
+FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
 STATES_ROWS: Final = 20_000  # of a record batch of states
-Feeds = Iterator[tuple[DeltaBatch, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +134,7 @@ class FoldTask:
     """What one task is to do."""
 
     node: Connecting
-    range: LogRange
+    range: ReadRange
     folder: Path
     options: PropagationOptions
     deltas: bool  # write what was released, too
@@ -175,35 +143,36 @@ class FoldTask:
 
 @dataclass(kw_only=True)
 class PartitionFold:
-    """What one task found, and the files that it wrote."""
+    """What one task found; the files that it wrote are in the folder."""
 
-    range: LogRange
+    range: ReadRange
     folder: Path
-    batches: int = 0
-    messages: int = 0
-    bytes: int = 0
-    chain: int | None = None
+    check: LogCheck
     digest: int | None = None
     counts: dict[str, int] = field(default_factory=dict)
     damage: dict[str, Any] | None = None
-    states_file: str | None = None
-    released_file: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.range.topic}-{self.range.partition}"
+
+    def file(self, what: str) -> str:
+        return str(self.folder / f"{self.name}.{what}.arrow")
 
     def states(self) -> pa.Table:
-        return self._mapped(self.states_file)
+        return self._mapped("states")
 
     def released(self) -> pa.Table:
-        return self._mapped(self.released_file)
+        return self._mapped("released")
 
-    def _mapped(self, name: str | None) -> pa.Table:
-        assert name is not None, "the task wrote no such file"
-        with pa.memory_map(str(self.folder / name)) as file:
+    def _mapped(self, what: str) -> pa.Table:
+        with pa.memory_map(self.file(what)) as file:
             return pa.ipc.open_stream(file).read_all()
 
 
 def fold_partitions(
     spark: Any,
-    ranges: Sequence[LogRange],
+    ranges: Sequence[ReadRange],
     *,
     node: Connecting,
     folder: Path,
@@ -218,16 +187,14 @@ def fold_partitions(
         )
         for one in ranges
     ]
-    if not tasks:
-        return []
     return list(spark.sparkContext.parallelize(tasks, len(tasks)).map(fold_partition).collect())
 
 
-def fold_whole(spark: Any, ranges: Sequence[LogRange], **told: Any) -> list[PartitionFold]:
+def fold_whole(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[PartitionFold]:
     """`fold_partitions` of what must be whole: refuses a log that was cut, and one with damage."""
     for one in ranges:
-        if one.loss is not None:
-            raise FailedPrecondition(one.loss, sequence_first=one.first)
+        if loss := loss_of(one):
+            raise FailedPrecondition(loss, sequence_first=one.first)
     folds = fold_partitions(spark, ranges, **told)
     for fold in folds:
         if fold.damage is not None:
@@ -238,84 +205,31 @@ def fold_whole(spark: Any, ranges: Sequence[LogRange], **told: Any) -> list[Part
 
 def fold_partition(task: FoldTask) -> PartitionFold:
     """Fold one partition; runs in a worker of Spark."""
-    found = PartitionFold(range=task.range, folder=task.folder)
-    propagator = Propagator(task.range.dimensions, task.options)
-    check = LogCheck(first=task.range.first)
-    released = _Released(task)
+    access, one = task.node.access(), task.range
+    place: dict[str, Any] = {"topic": one.topic, "partition": one.partition}
+    state = Propagator(access.config(one.topic).dimensions, task.options)
+    check = LogCheck(first=one.first)
+    found = PartitionFold(range=one, folder=task.folder, check=check)
+    feeds = read_deltas(
+        access, **place, first=one.first, last=one.last, check=check.feed, bytes_max=FEED_BYTES
+    )
+    outcomes = fold_deltas(
+        state, feeds, answer=lambda _: find_forgotten(access, **place, state=state), states=False
+    )
+    file = pa.ipc.new_stream(found.file("released"), DELTAS) if task.deltas else nullcontext()
     try:
-        with released:
-            for outcome in _fold(task, propagator, _feeds(task, check)):
-                released.add(outcome)
+        with file as released:
+            for outcome in outcomes:
                 add_counts(found.counts, outcome.counts)
+                if released is not None:
+                    table = released_table(outcome, **place, payloads=task.payloads)
+                    released.write_table(table)
+        check.reached(one.last)
     except Corruption as damage:
         found.damage = {"reason": damage.message, "sequence": damage.details.get("sequence")}
-    found.batches, found.messages, found.bytes = check.batches, check.messages, check.bytes
-    found.chain = check.chain
-    if found.damage is None:
-        found.digest = digest(propagator)
-        found.states_file, found.released_file = _write_states(task, propagator), released.name
+        return found
+    found.digest = digest(state)
+    table = states_table(state.states(), **place)
+    with pa.ipc.new_stream(found.file("states"), table.schema) as states:
+        states.write_table(table, max_chunksize=STATES_ROWS)
     return found
-
-
-def _feeds(task: FoldTask, check: LogCheck) -> Feeds:
-    """The range's deltas in pieces, each with the sequence up to which it reaches."""
-    one = task.range
-    if one.last < one.first:
-        return
-    decisions = Decisions(one.last)
-    log = task.node.access().read_log(
-        one.topic, one.partition, one.first, one.last, decisions=decisions
-    )
-    held: list[BatchPiece] = []
-    for batches in log:
-        check.feed(batches)
-        held += pieces(decisions.feed(batches), first=one.first, last=one.last)
-        if sum(piece.count for piece in held) >= FEED_ROWS:
-            yield deltas_of(held), held[-1].batch.last
-            held = []
-    if check.next <= one.last:
-        raise Corruption(f"the log ends at {check.next - 1}, not {one.last}", sequence=check.next)
-    yield deltas_of(held), one.last
-
-
-def _fold(task: FoldTask, state: Propagator, feeds: Feeds) -> Iterator[FeedOutcome]:
-    one = task.range
-    for deltas, through in feeds:
-        yield state.feed(deltas, through=through, states=False)
-        while state.missing():
-            found = find_forgotten(task.node.access(), one.topic, one.partition, state)
-            yield state.resolve(found)
-
-
-def _write_states(task: FoldTask, state: Propagator) -> str:
-    name = f"{task.range.name}.states.arrow"
-    table = states_table(state.states(), topic=task.range.topic, partition=task.range.partition)
-    with pa.ipc.new_stream(str(task.folder / name), table.schema) as file:
-        file.write_table(table, max_chunksize=STATES_ROWS)
-    return name
-
-
-class _Released:
-    """The file with what was released, if it is wanted."""
-
-    def __init__(self, task: FoldTask) -> None:
-        self.name = f"{task.range.name}.released.arrow" if task.deltas else None
-        self._task = task
-        self._file: Any = None
-
-    def __enter__(self) -> _Released:
-        if self.name is not None:
-            self._file = pa.ipc.new_stream(str(self._task.folder / self.name), DELTAS)
-        return self
-
-    def add(self, outcome: FeedOutcome) -> None:
-        if self._file is not None:
-            one = self._task.range
-            table = released_table(
-                outcome, topic=one.topic, partition=one.partition, payloads=self._task.payloads
-            )
-            self._file.write_table(table)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()

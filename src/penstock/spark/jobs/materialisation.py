@@ -76,7 +76,7 @@ def _parquet(made: Path, folds: Sequence[PartitionFold]) -> int:
     rows = 0
     for fold in folds:
         table = living(fold)
-        pq.write_table(table, made / f"{fold.range.name}.parquet", compression="zstd")
+        pq.write_table(table, made / f"{fold.name}.parquet", compression="zstd")
         rows += table.num_rows
     return rows
 

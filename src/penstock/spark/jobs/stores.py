@@ -24,9 +24,9 @@ from penstock.spark.attachment import attach, node_of
 from penstock.spark.delivery.cursors import NONE, CursorFile
 from penstock.spark.delivery.delivery import RoutedSink
 from penstock.spark.fold.state_folder import read_identity
-from penstock.spark.jobs.log_fold import LogRange
 from penstock.spark.settings import PipelineSettings, SinkSettings
 from penstock.spark.source.offsets import Offsets, from_json
+from penstock.spark.source.ranges import ReadRange
 
 
 def sink_settings(settings: PipelineSettings, name: str) -> SinkSettings:
@@ -73,17 +73,17 @@ class PipelineProgress:
     offsets: Offsets  # per partition the sequence behind the last folded one
     cursors: Mapping[str, int]  # the last trigger that each sink holds
 
-    def unfolded(self, ranges: Sequence[LogRange]) -> int:
+    def unfolded(self, ranges: Sequence[ReadRange]) -> int:
         """Sequences of these ranges that the pipeline has yet to fold."""
         return sum(max(0, one.last - self.folded(one)) for one in ranges)
 
-    def folded(self, one: LogRange) -> int:
+    def folded(self, one: ReadRange) -> int:
         return self.offsets.get(one.topic, {}).get(one.partition, 1) - 1
 
-    def reached(self, sink: str, ranges: Sequence[LogRange]) -> bool:
+    def reached(self, sink: str, ranges: Sequence[ReadRange]) -> bool:
         return not self.unfolded(ranges) and self.cursors.get(sink, NONE) >= self.last
 
-    def lag(self, sink: str, ranges: Sequence[LogRange]) -> dict[str, int]:
+    def lag(self, sink: str, ranges: Sequence[ReadRange]) -> dict[str, int]:
         """What the sink has before it: triggers that it has to take, and log not folded yet."""
         behind = self.last - self.cursors.get(sink, NONE)
         return {"triggers": max(0, behind), "sequences": self.unfolded(ranges)}

@@ -24,9 +24,9 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import Remote
 from penstock.client.network.streams import LogStream
 from penstock.client.options import Options
-from penstock.errors import Unavailable
+from penstock.errors import FailedPrecondition, Unavailable
 from penstock.model.batch import Batch
-from penstock.model.topic import TopicConfig
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.sinks.protocol import Items
 from penstock.sinks.requests import Part, item_requests
 from penstock.spark.source.decisions import Decisions
@@ -115,6 +115,15 @@ class NodeAccess:
             found = msgspec.convert(self.call("topic_get", topic=topic), TopicConfig)
             self._configs[topic] = found
         return found
+
+    def delta_config(self, topic: str, *, field: str = "topics") -> TopicConfig:
+        """The configuration of a topic that must hold deltas."""
+        config = self.config(topic)
+        if config.kind is not TopicKind.DELTA:
+            raise FailedPrecondition(
+                f"{topic} is a {config.kind.value} topic, not one of deltas", field=field
+            )
+        return config
 
     def log_status(self, topic: str) -> list[LogStatus]:
         """Every partition of the topic, in order."""

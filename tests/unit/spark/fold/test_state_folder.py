@@ -1,4 +1,4 @@
-"""A pipeline's folder: identity, lock and slots."""
+"""A pipeline's folder: identity, lock and slots; snapshots are verified on reading and pruned."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.errors import Corruption, FailedPrecondition, Unavailable
+from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.propagation.options import PropagationOptions
 from penstock.spark.fold.state_folder import (
+    FoldSnapshots,
     PipelineIdentity,
     StateFolder,
-    delta_topics,
     read_identity,
     running_pid,
 )
@@ -114,7 +114,65 @@ def test_a_topic_that_is_not_the_same_any_more_is_refused(other: TopicConfig) ->
         known.with_topics([other], candidates=CANDIDATES)
 
 
-def test_a_queue_topic_is_refused() -> None:
-    assert delta_topics({"vectors": topic()}) == [topic()]
-    with pytest.raises(FailedPrecondition, match="jobs is a queue topic"):
-        delta_topics({"vectors": topic(), "jobs": TopicConfig(name="jobs")})
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_snapshot_is_read_back(tmp_path: Path) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    name, size = snapshots.write(
+        [b"abc", memoryview(b"def")], topic="a-b", partition=3, sequence=17
+    )
+    assert (name, size) == ("a-b-3-17.snapshot", 6)
+    assert bytes(snapshots.read(name)) == b"abcdef"
+
+
+def test_an_empty_content_is_a_content(tmp_path: Path) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    name, _ = snapshots.write([], topic="t", partition=0, sequence=1)
+    assert bytes(snapshots.read(name)) == b""
+
+
+@pytest.mark.parametrize("at", [0, 9, 17, 25, 40])
+def test_any_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    name, _ = snapshots.write([bytes(64)], topic="t", partition=0, sequence=1)
+    data = bytearray((tmp_path / name).read_bytes())
+    data[at] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(Corruption):
+        snapshots.read(name)
+
+
+@pytest.mark.parametrize("length", [0, 10, 50])
+def test_a_short_file_is_noticed(tmp_path: Path, length: int) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    name, _ = snapshots.write([bytes(64)], topic="t", partition=0, sequence=1)
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(Corruption):
+        snapshots.read(name)
+
+
+def test_a_missing_snapshot_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"t-0-9\.snapshot"):
+        FoldSnapshots(tmp_path).read("t-0-9.snapshot")
+
+
+def test_the_two_newest_of_each_partition_are_kept(tmp_path: Path) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    for partition, sequences in ((0, (9, 10, 100)), (1, (5,)), (10, (1, 2, 3))):
+        for sequence in sequences:
+            snapshots.write([b"x"], topic="t", partition=partition, sequence=sequence)
+    assert snapshots.prune() == 2
+    kept = {"t-0-10", "t-0-100", "t-1-5", "t-10-2", "t-10-3"}
+    assert names(tmp_path) == {f"{name}.snapshot" for name in kept}
+    assert snapshots.prune() == 0
+
+
+def test_sweeping_takes_only_half_written_files(tmp_path: Path) -> None:
+    snapshots = FoldSnapshots(tmp_path)
+    name, _ = snapshots.write([b"x"], topic="t", partition=0, sequence=1)
+    (tmp_path / ".t-0-2.snapshot.abc").write_bytes(b"half")
+    assert snapshots.sweep() == 1
+    assert names(tmp_path) == {name}
