@@ -203,7 +203,7 @@ class Engine:
         await self.drain([topic])
         await self.stop_sinks([topic])
         for connection in list(self.connections):
-            connection.drop_topic(topic)
+            connection.streams.drop_topic(topic)
         topic.close()
         self.cursors.forget(topic.config.id)
         await self.live_quiet([topic])
@@ -411,7 +411,7 @@ class Engine:
     def end_unreached(self) -> None:
         """This node is cut off: consumers and readers that would wait in vain go elsewhere."""
         for connection in list(self.connections):
-            connection.end_unreached(_cut_off())
+            connection.streams.end_unreached(_cut_off())
         for topic in self.topics.values():
             if not topic.reached():
                 topic.end_pops(_cut_off())

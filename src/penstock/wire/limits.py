@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from penstock.errors import InvalidArgument
 from penstock.model.entries import BATCH_ENTRIES_MAX, HEADERS_BYTES_MAX
 from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
@@ -37,6 +38,13 @@ Headers = Annotated[bytes, Meta(max_length=HEADERS_BYTES_MAX)]
 Count = Annotated[int, Meta(ge=0, le=BATCH_ENTRIES_MAX)]  # of rows that are made room for
 Offers = Meta(max_length=OFFERS_MAX)
 Parts = Meta(max_length=PARTS_MAX)
+
+
+def bounded(value: int, low: int, high: int, field: str) -> int:
+    """The value of this field, which must be within the bounds."""
+    if not low <= value <= high:
+        raise InvalidArgument(f"{field} must be from {low} to {high}", field=field, limit=high)
+    return value
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,6 @@ from penstock.node.calls.fan_out import fan_out, shared
 from penstock.node.calls.pages import (
     ListPart,
     all_committed,
-    bounded,
     locate,
     merged_lists,
     read_messages,
@@ -33,6 +32,7 @@ from penstock.node.calls.table import (
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
+from penstock.wire.limits import bounded
 
 LIST_MAX: Final = 1000
 DETAIL_BYTES_MAX: Final = 1024  # of what a dead letter says about its end

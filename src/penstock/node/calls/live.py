@@ -19,14 +19,14 @@ import msgspec
 from penstock.errors import Backpressure, FailedPrecondition, NotFound
 from penstock.model.topic import TopicKind
 from penstock.node.calls.fan_out import fan_out, shared
-from penstock.node.calls.pages import Page, bounded, page_of, topics_behind
+from penstock.node.calls.pages import Page, page_of, topics_behind
 from penstock.node.calls.table import Arguments, Caller, PageArguments, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.live.cursors import check_name
 from penstock.node.live.hub import LISTS, place_of
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.wire.limits import ANSWER_BYTES_MAX, SEARCH_MAX
+from penstock.wire.limits import ANSWER_BYTES_MAX, SEARCH_MAX, bounded
 
 KINDS: Final = ("ingest", *LISTS)
 FILLING_RETRY_S: Final = 0.25  # until a search of an index that is being filled is made again

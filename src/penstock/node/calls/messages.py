@@ -21,7 +21,6 @@ from penstock.node.calls.pages import (
     Allowance,
     ListPart,
     all_committed,
-    bounded,
     locate,
     merged_lists,
     messages_in,
@@ -41,6 +40,7 @@ from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.serve.topic import Topic
 from penstock.node.write.requests import unused
+from penstock.wire.limits import bounded
 from penstock.wire.messages import Delivery
 
 LIST_MAX: Final = 1000

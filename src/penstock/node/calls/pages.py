@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.errors import InvalidArgument, NotFound
+from penstock.errors import NotFound
 from penstock.model.columns import Columns
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import PARTITIONS_MAX, MessageId
@@ -81,12 +81,6 @@ def topics_behind(topics: Mapping[str, Topic], after: str) -> tuple[list[Topic],
             break
         chosen.append(topics[name])
     return chosen, len(chosen) < len(names)
-
-
-def bounded(value: int, low: int, high: int, field: str) -> int:
-    if not low <= value <= high:
-        raise InvalidArgument(f"{field} must be from {low} to {high}", field=field, limit=high)
-    return value
 
 
 def locate(topic: Topic, message_id: str) -> tuple[int, int]:

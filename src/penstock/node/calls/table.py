@@ -229,6 +229,5 @@ async def key_revoke(engine: Engine, caller: Caller, a: KeyRevokeArguments) -> d
     deed = revocation(engine, a.id)
     engine.confirmations.use(caller.name, a.confirm, deed, force=a.force)
     record = await engine.keys.revoke(a.id)
-    for connection in list(engine.connections):
-        connection.revoke(a.id)
+    engine.revoke(a.id)
     return record.public()

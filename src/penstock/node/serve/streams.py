@@ -14,6 +14,7 @@ from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
+from penstock.wire.limits import bounded
 from penstock.wire.messages import Delivery, LogSlice
 
 WINDOW_ENTRIES_MAX: Final = 1_000_000
@@ -31,12 +32,8 @@ def gone(sequence: int, *, sequence_first: int) -> NotFound:
 
 def check_window(entries: int, bytes_: int) -> None:
     """Raise unless a reader may ask for this much."""
-    for field, value, limit in (
-        ("credit_entries", entries, WINDOW_ENTRIES_MAX),
-        ("credit_bytes", bytes_, WINDOW_BYTES_MAX),
-    ):
-        if not 1 <= value <= limit:
-            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+    bounded(entries, 1, WINDOW_ENTRIES_MAX, "credit_entries")
+    bounded(bytes_, 1, WINDOW_BYTES_MAX, "credit_bytes")
 
 
 class LogSource(Protocol):

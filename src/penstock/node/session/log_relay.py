@@ -38,11 +38,13 @@ class LogRelay:
         peer: PeerPort,
         control: OpenLog | OpenSubscription,
         *,
+        number: int,
         bytes_lent: int,
         send: Callable[..., None],
         end: Callable[[PenstockError | None], None],
     ) -> None:
         self._peer, self._send, self._end = peer, send, end
+        self._reader = number  # of the stream on which the reader has it
         self.opened = False  # the request is answered
         self._changes = isinstance(control, OpenSubscription)
         self.bytes_lent = min(bytes_lent, control.credit_bytes)
@@ -89,7 +91,7 @@ class LogRelay:
     def on_answer(self, payload: Buffer) -> None:
         if self.open:
             self.opened = True
-            self._send(FrameType.ACK, payload)
+            self._send(FrameType.ACK, self._reader, payload)
 
     def on_batch(self, payload: memoryview) -> None:
         if not self.open:
@@ -104,7 +106,7 @@ class LogRelay:
             entries = piece.last - piece.first + 1
         self._entries.arrived += entries
         self._bytes.arrived += len(body)
-        self._send(FrameType.BATCH, payload, flags=flags)
+        self._send(FrameType.BATCH, self._reader, payload, flags=flags)
         self._grant_due()
 
     def on_end(self, error: PenstockError | None) -> None:

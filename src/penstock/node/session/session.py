@@ -47,7 +47,7 @@ from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, To
 from penstock.wire import frame as wire
 from penstock.wire.compression import compressed, expanded, raw_length
 from penstock.wire.frame import Frame, FrameFlag, FrameType
-from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX
+from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
     Call,
     Enqueue,
@@ -91,7 +91,7 @@ class Session(asyncio.Protocol):
         budget = budget or engine.budget
         self._flow = Flow(budget, limits, self._cut_off)
         name = f"{engine.identity.node}/{engine.run_id}/{self._number}"
-        self._subscriptions = StreamTable(engine, self._send, self._flow.account, name=name)
+        self.streams = StreamTable(engine, self._send, self._flow.account, name=name)
         self._inbox = Inbox(
             engine.rota,
             budget,
@@ -126,7 +126,7 @@ class Session(asyncio.Protocol):
         self._engine.doorway.leave(self)
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._subscriptions.close_all()
+        self.streams.close_all()
 
     def data_received(self, data: bytes) -> None:
         self._flow.heard = time.monotonic()
@@ -146,11 +146,11 @@ class Session(asyncio.Protocol):
         self._inbox.end()
 
     def pause_writing(self) -> None:
-        self._subscriptions.block(True)
+        self.streams.block(True)
 
     def resume_writing(self) -> None:
         self._flow.on_drained()
-        self._subscriptions.block(False)
+        self.streams.block(False)
 
     def _watch(self, after_s: float, then: Callable[[], None]) -> None:
         if self._watchdog is not None:
@@ -185,7 +185,7 @@ class Session(asyncio.Protocol):
         self._watch(self._engine.config.limits.idle_s, transport.abort)
 
     def idle_s(self) -> float:
-        busy = self.pending or self._subscriptions.any
+        busy = self.pending or self.streams.any
         return 0.0 if busy else time.monotonic() - self._flow.heard
 
     def expel(self) -> None:
@@ -194,12 +194,6 @@ class Session(asyncio.Protocol):
             self.shut("too many connections")
         elif self._transport is not None:
             self._transport.abort()
-
-    def drop_topic(self, topic: Topic) -> None:
-        self._subscriptions.drop_topic(topic)
-
-    def end_unreached(self, error: PenstockError) -> None:
-        self._subscriptions.end_unreached(error)
 
     def revoke(self, key_id: str) -> None:
         """The key is revoked: whoever holds it is out at once."""
@@ -219,7 +213,7 @@ class Session(asyncio.Protocol):
         if self._codec and (packed := compressed(self._codec, payload)) is not None:
             payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
         self._transport.writelines(wire.encode(type, number, *payload, flags=flags))
-        if self._subscriptions.blocked:
+        if self.streams.blocked:
             self._flow.on_unsent(sum(map(len, payload)))
 
     # --- frames ---
@@ -321,7 +315,7 @@ class Session(asyncio.Protocol):
 
     def _on_ack(self, frame: Frame) -> None:
         if not frame.flags & FrameFlag.ACK_WANTED:
-            self._subscriptions.on_ack(frame.sequence, frame.payload)
+            self.streams.on_ack(frame.sequence, frame.payload)
             return
         control, data = unpack(frame.payload, Settle)
         topic = self._engine.queue(control.topic)
@@ -330,10 +324,8 @@ class Session(asyncio.Protocol):
     def _on_nack(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Return)
         topic = self._engine.queue(control.topic)
-        if control.delay_ms is not None and not 0 <= control.delay_ms <= DELAY_MS_MAX:
-            raise InvalidArgument(
-                f"delay_ms must be from 0 to {DELAY_MS_MAX}", field="delay_ms", limit=DELAY_MS_MAX
-            )
+        if control.delay_ms is not None:
+            bounded(control.delay_ms, 0, DELAY_MS_MAX, "delay_ms")
         reason = control.reason.encode()[:1024]
 
         def give_back(partition: PartitionPort, tokens: NDArray[np.uint64], reply: Reply) -> None:
@@ -356,12 +348,7 @@ class Session(asyncio.Protocol):
             return
         control, data = unpack(frame.payload, Extend)
         topic = self._engine.queue(control.topic)
-        if not 0 < control.extend_ms <= topic.config.visibility_ms_max:
-            raise InvalidArgument(
-                f"extend_ms must be from 1 to {topic.config.visibility_ms_max}",
-                field="extend_ms",
-                limit=topic.config.visibility_ms_max,
-            )
+        bounded(control.extend_ms, 1, topic.config.visibility_ms_max, "extend_ms")
         self._for_tokens(
             frame,
             topic,
@@ -382,26 +369,26 @@ class Session(asyncio.Protocol):
             if self._engine.nodes is not None:
                 self._engine.nodes.transport.on_told(control.told)
             return
-        self._subscriptions.check_number(frame.sequence)
+        self.streams.check_number(frame.sequence)
         if isinstance(control, OpenFollow):
             self._check_peer()
-            self._subscriptions.open_follow(frame.sequence, control)
+            self.streams.open_follow(frame.sequence, control)
             return
         if isinstance(control, OpenSupply):
             self._check_peer()
-            self._subscriptions.open_supply(frame.sequence, control)
+            self.streams.open_supply(frame.sequence, control)
             return
         if isinstance(control, OpenLease):
-            self._subscriptions.open_lease(frame.sequence, control, self._key_id)
+            self.streams.open_lease(frame.sequence, control, self._key_id)
         elif isinstance(control, OpenSubscription):
             if control.forwarded:
                 self._check_peer()
-            self._subscriptions.open_subscription(frame.sequence, control)
+            self.streams.open_subscription(frame.sequence, control)
         else:
-            self._subscriptions.open_log(frame.sequence, control)
+            self.streams.open_log(frame.sequence, control)
 
     def _on_unsubscribe(self, frame: Frame) -> None:
-        self._subscriptions.close(frame.sequence)
+        self.streams.close(frame.sequence)
         self._send(FrameType.ACK, frame.sequence, pack({}))
 
     _HANDLERS: Final = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
 
@@ -14,23 +15,35 @@ from penstock.errors import (
     NotFound,
     PenstockError,
     Unavailable,
+    WrongEpoch,
 )
 from penstock.model.columns import Buffer
+from penstock.model.delivery import most_urgent
 from penstock.model.entries import BATCH_ENTRIES_MAX
-from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig
+from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig, TopicKind
 from penstock.node.cluster.transport import FollowOutput
 from penstock.node.door.budget import Account
 from penstock.node.door.outlet import Outlet
 from penstock.node.engine import Engine
+from penstock.node.live.cursors import SINK_PREFIX
+from penstock.node.live.hub import Hub
+from penstock.node.live.subscription import Subscription
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream, check_window, gone
 from penstock.node.serve.supply import Demand
 from penstock.node.serve.topic import Topic, check_id
-from penstock.node.session.live_streams import LiveStream, check_subscription
 from penstock.node.session.log_relay import LogRelay
 from penstock.replication.replica import LogHealth, Role
-from penstock.wire.frame import FrameFlag, FrameType
+from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.limits import (
+    BATCH_MS_MAX,
+    CURSOR_BYTES_MAX,
+    ROUTE_BYTES_MAX,
+    ROUTES_MAX,
+    bounded,
+)
 from penstock.wire.messages import (
+    Changes,
     Delivery,
     Grant,
     LogSlice,
@@ -46,13 +59,102 @@ from penstock.wire.supply import Asked, OpenSupply
 RELAYS_BYTES: Final = 32 << 20  # that a connection's relays share
 RELAY_BYTES_MAX: Final = 4 << 20
 RELAY_BYTES_MIN: Final = 64 << 10
-Stream = ConsumerStream | ReaderStream | LiveStream | LogRelay
+STARTS: Final = ("now", "sequence", "time", "cursor")
+_AT_MAX: Final = (1 << 63) - 1
 Send = Callable[..., None]  # (type, number, *payload, flags=)
+
+
+class LiveStream:
+    """A subscription. The hub of the topic decides what is sent and when. It may have to wait until
+    the hub knows what the log has released so far; the stream is there from the request on, so that
+    the client can end it meanwhile."""
+
+    def __init__(
+        self, number: int, partition: int, *, send: Send, end: Callable[[PenstockError], None]
+    ) -> None:
+        self._number, self.partition = number, partition
+        self._send, self._end = send, end
+        self._opening: asyncio.Task[None] | None = None  # while the hub is asked
+        self._subscription: Subscription | None = None
+        self._blocked = False
+        self.open = True
+
+    async def subscribe(self, hub: Hub, control: OpenSubscription) -> None:
+        """Have a topic's hub take the request; answer it."""
+        if not self.open:
+            return
+        self._opening = asyncio.current_task()
+        try:
+            found = await hub.subscribe(
+                control.partition, control, send=self._on_changes, fail=self._fail
+            )
+        except WrongEpoch as error:  # it moved since it was asked for
+            self._refuse(Unavailable(error.message))
+        except PenstockError as error:
+            self._refuse(error)
+        except Exception:
+            self._refuse(PenstockError("internal error"))
+            raise
+        else:
+            self._accept(found)
+
+    def _accept(self, found: Subscription) -> None:
+        self._opening, self._subscription = None, found
+        found.blocked = self._blocked
+        self._send(FrameType.ACK, self._number, pack(found.opened))  # nothing is sent on it before
+
+    def _refuse(self, error: PenstockError) -> None:
+        self._opening = None
+        self._fail(error)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the request is answered."""
+        return self._subscription is not None
+
+    @property
+    def blocked(self) -> bool:
+        return self._blocked
+
+    @blocked.setter
+    def blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        if self._subscription is not None:
+            self._subscription.blocked = blocked
+
+    def grant(self, grant: Grant) -> None:
+        if self._subscription is None:
+            raise InvalidArgument("the subscription is not open yet", field="sequence")
+        if grant.position:
+            self._subscription.acknowledge(grant.position)
+        self._subscription.grant(grant.entries, grant.bytes)
+
+    def close(self) -> None:
+        self.open = False
+        if self._opening is not None:  # it would take the cursor from who has come since
+            self._opening.cancel()
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None
+
+    # --- what the hub says ---
+
+    def _on_changes(self, changes: Changes, body: Buffer) -> None:
+        if self.open:
+            flags = FrameFlag.BATCHED | flags_of_class(most_urgent(body, changes.count))
+            self._send(FrameType.BATCH, self._number, pack(changes), body, flags=flags)
+
+    def _fail(self, error: PenstockError) -> None:
+        if self.open:
+            self._end(error)
+
+
+Stream = ConsumerStream | ReaderStream | LiveStream | LogRelay
 
 
 class StreamTable:
     def __init__(self, engine: Engine, send: Send, account: Account, *, name: str) -> None:
-        self._engine, self._send, self._name = engine, send, name
+        self._engine, self.send, self._name = engine, send, name
         self._outlet = Outlet(engine.pace, account, self._pump_logs)
         self._streams: dict[int, tuple[Topic, Stream]] = {}
         self._follows: dict[int, FollowOutput] = {}  # logs that another node reads
@@ -94,9 +196,6 @@ class StreamTable:
             if isinstance(stream, ReaderStream):
                 stream.pump()
 
-    def send(self, type: FrameType, number: int, *payload: Buffer, flags: int = 0) -> None:
-        self._send(type, number, *payload, flags=flags)
-
     def close(self, number: int) -> None:
         found = self._streams.pop(number, None)
         if found is not None:
@@ -136,7 +235,7 @@ class StreamTable:
         opened = found is None or _answered(found[1])
         self.close(number)
         why = () if error is None else (pack(error.to_wire()),)
-        self._send(FrameType.UNSUBSCRIBE if opened else FrameType.NACK, number, *why)
+        self.send(FrameType.UNSUBSCRIBE if opened else FrameType.NACK, number, *why)
 
     def on_ack(self, number: int, payload: Buffer) -> None:
         """What a client sends on a stream of its own: credit, or on a supply stream a question."""
@@ -153,10 +252,10 @@ class StreamTable:
         check_id(topic, control.topic_id)
 
         def send(*payload: Buffer) -> None:
-            self._send(FrameType.BATCH, number, *payload, flags=FrameFlag.BATCHED)
+            self.send(FrameType.BATCH, number, *payload, flags=FrameFlag.BATCHED)
 
         self._demands[number] = (topic, topic.add_demand(control.consumers, send))
-        self._send(FrameType.ACK, number, pack({}))
+        self.send(FrameType.ACK, number, pack({}))
 
     def _grant(self, number: int, grant: Grant) -> None:
         found = self._streams.get(number)
@@ -187,7 +286,7 @@ class StreamTable:
         consumer = f"{self._name}/{number}/{control.consumer}"
 
         def send(delivery: Delivery, body: Buffer) -> None:
-            self._send(FrameType.BATCH, number, pack(delivery), body, flags=FrameFlag.BATCHED)
+            self.send(FrameType.BATCH, number, pack(delivery), body, flags=FrameFlag.BATCHED)
 
         stream = ConsumerStream(
             consumer.encode(),
@@ -198,7 +297,7 @@ class StreamTable:
             key_id=key_id,
         )
         self._add(number, topic, stream)
-        self._send(FrameType.ACK, number, pack({"consumer": consumer}))
+        self.send(FrameType.ACK, number, pack({"consumer": consumer}))
         topic.add_stream(stream)
 
     def open_follow(self, number: int, control: OpenFollow) -> None:
@@ -228,7 +327,7 @@ class StreamTable:
             raise gone(start, sequence_first=source.log.sequence_first)
 
         def send(piece: LogSlice, batches: list[Buffer]) -> None:
-            self._send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
+            self.send(FrameType.BATCH, number, pack(piece), *batches, flags=FrameFlag.BATCHED)
 
         def fail(error: BaseException) -> None:
             known = error if isinstance(error, PenstockError) else Unavailable(str(error))
@@ -247,14 +346,14 @@ class StreamTable:
             through=control.through or None,
         )
         self._add(number, topic, stream)
-        self._send(FrameType.ACK, number, pack({"from_sequence": start, "topic": topic.config.id}))
+        self.send(FrameType.ACK, number, pack({"from_sequence": start, "topic": topic.config.id}))
         topic.add_log_stream(stream)
 
     def open_subscription(self, number: int, control: OpenSubscription) -> None:
         """From this node's hub if it coordinates the partition, else from the one that does."""
         topic = self._engine.topic(control.topic)
         check_id(topic, control.topic_id)
-        check_subscription(control, topic)
+        _check_subscription(control, topic)
         self._engine.check_reach(control.topic, control.partition)
         if topic.served(control.partition) is None:
             if control.forwarded:
@@ -263,7 +362,7 @@ class StreamTable:
             return
 
         stream = LiveStream(
-            control.partition, self._sender(number), end=lambda error: self.end(number, error)
+            number, control.partition, send=self.send, end=lambda error: self.end(number, error)
         )
         self._add(number, topic, stream)
         self._engine.spawn(
@@ -282,19 +381,12 @@ class StreamTable:
         relay = LogRelay(
             peer,
             control,
+            number=number,
             bytes_lent=self._relay_share(),
-            send=self._sender(number),
+            send=self.send,
             end=lambda error: self.end(number, error),
         )
         self._add(number, topic, relay)
-
-    def _sender(self, number: int) -> Callable[..., None]:
-        """Sends frames of one stream: (type, *payload, flags=)."""
-
-        def send(type: FrameType, *payload: Buffer, flags: int = 0) -> None:
-            self._send(type, number, *payload, flags=flags)
-
-        return send
 
     def _relay_share(self) -> int:
         """What one more relay may have on its way to a reader that does not read."""
@@ -304,19 +396,16 @@ class StreamTable:
 
 
 def _check_lease(control: OpenLease, config: TopicConfig) -> None:
-    if len(control.consumer.encode()) > CONSUMER_BYTES_MAX:
-        raise InvalidArgument(
-            f"consumer has at most {CONSUMER_BYTES_MAX} bytes",
-            field="consumer",
-            limit=CONSUMER_BYTES_MAX,
-        )
-    for field, value, limit in (
-        ("credits", control.credits, config.consumer_leases_max),
-        ("batch_max", control.batch_max, BATCH_ENTRIES_MAX),
-        ("visibility_ms", control.visibility_ms, config.visibility_ms_max),
-    ):
-        if value is not None and not 1 <= value <= limit:
-            raise InvalidArgument(f"{field} must be from 1 to {limit}", field=field, limit=limit)
+    _check_size("consumer", control.consumer, CONSUMER_BYTES_MAX)
+    bounded(control.credits, 1, config.consumer_leases_max, "credits")
+    bounded(control.batch_max, 1, BATCH_ENTRIES_MAX, "batch_max")
+    if control.visibility_ms is not None:
+        bounded(control.visibility_ms, 1, config.visibility_ms_max, "visibility_ms")
+
+
+def _check_size(field: str, text: str, limit: int) -> None:
+    if len(text.encode()) > limit:
+        raise InvalidArgument(f"{field} has at most {limit} bytes", field=field, limit=limit)
 
 
 def _readable(host: Host) -> bool:
@@ -342,3 +431,28 @@ def _remove(topic: Topic, stream: Stream) -> None:
         stream.close()
     else:
         topic.remove_log_stream(stream)
+
+
+def _check_subscription(control: OpenSubscription, topic: Topic) -> None:
+    """Raise unless a client may ask for this."""
+    if topic.config.kind is not TopicKind.DELTA:
+        raise FailedPrecondition(f"{control.topic} is no delta topic", topic=control.topic)
+    topic.partition(control.partition)
+    if control.start not in STARTS:
+        raise InvalidArgument(f"start must be one of {', '.join(STARTS)}", field="start")
+    if control.start == "cursor" and not control.cursor:
+        raise InvalidArgument("start from a cursor needs its name", field="cursor")
+    if control.cursor.startswith(SINK_PREFIX):  # a client that moved it would make the sink skip
+        raise InvalidArgument(
+            f"cursors whose names begin with {SINK_PREFIX} are those of sinks", field="cursor"
+        )
+    if len(control.routes) > ROUTES_MAX:
+        raise InvalidArgument(f"at most {ROUTES_MAX} routes", field="routes", limit=ROUTES_MAX)
+    _check_size("cursor", control.cursor, CURSOR_BYTES_MAX)
+    for route in control.routes:
+        _check_size("routes", route, ROUTE_BYTES_MAX)
+    check_window(control.credit_entries, control.credit_bytes)
+    bounded(control.at, 0, _AT_MAX, "at")
+    bounded(control.batch_max, 1, BATCH_ENTRIES_MAX, "batch_max")
+    bounded(control.batch_ms, 0, BATCH_MS_MAX, "batch_ms")
+    bounded(control.coalesce_ms, 0, BATCH_MS_MAX, "coalesce_ms")

@@ -30,7 +30,7 @@ from penstock.errors import (
     WrongEpoch,
 )
 from penstock.node.live.feed import Feed
-from penstock.node.session.live_streams import LiveStream
+from penstock.node.session.stream_table import LiveStream
 from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import OpenSubscription
 
@@ -58,7 +58,7 @@ async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
 
 async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     told: list[PenstockError] = []
-    stream = LiveStream(0, send=lambda *_: None, end=told.append)
+    stream = LiveStream(1, 0, send=lambda *_: None, end=told.append)
     topic = node.engine.topic(TOPIC)
     partition = topic.here(0)
     topic.unserve(0)

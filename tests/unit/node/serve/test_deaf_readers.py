@@ -54,7 +54,7 @@ def held(session: Session) -> int:
 
 async def full(session: Session) -> None:
     async with asyncio.timeout(60):
-        while not session._subscriptions.blocked:
+        while not session.streams.blocked:
             await asyncio.sleep(0)
 
 
