@@ -42,6 +42,7 @@ from penstock.node.replica.services import Surroundings
 from penstock.node.route.ports import AlwaysHere, ClusterView
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
+from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.storage.room import Room
 from penstock.node.storage.syncer import Syncer, WriterPool
@@ -294,7 +295,13 @@ class Engine:
 
     async def write_config(self, topic: Topic) -> None:
         value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
-        written = [(p, p.journal.append_record(Kind.CONFIG, 1, value).last) for p in topic.local]
+        await self.write_records(topic, [(p, Kind.CONFIG, 1, value) for p in topic.local])
+
+    async def write_records(
+        self, topic: Topic, records: Iterable[tuple[Partition, Kind, int, dict[str, Any]]]
+    ) -> None:
+        """Append to partitions' logs, and return when all of it is committed."""
+        written = [(p, p.journal.append_record(kind, n, of).last) for p, kind, n, of in records]
         topic.wake()
         await asyncio.gather(*(p.journal.committed(sequence) for p, sequence in written))
 

@@ -14,7 +14,14 @@ import msgspec
 from penstock.errors import FailedPrecondition, NotFound
 from penstock.model.version import __version__
 from penstock.node.calls.pages import PAGE_PARTITIONS_MAX, page_of
-from penstock.node.calls.table import Arguments, Caller, PageArguments, TopicArguments, method
+from penstock.node.calls.table import (
+    Arguments,
+    Caller,
+    PageArguments,
+    Result,
+    TopicArguments,
+    method,
+)
 from penstock.node.cluster.cluster import Cluster
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
@@ -58,7 +65,7 @@ class RemoveReplicaArguments(TopicArguments, frozen=True):
 
 
 @method(RoutesArguments)
-async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> dict[str, Any]:
+async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> Result:
     """Where the nodes are and, of one topic, who serves its partitions."""
     topic = engine.topic(a.topic) if a.topic else None
     cluster = engine.nodes
@@ -79,7 +86,7 @@ async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> dict[str, Any
 
 
 @method(PageArguments)
-async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> dict[str, Any]:
+async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
     """The nodes, and a page of the partitions. Nodes are asked about those that it may tell of; of
     all, as nodes of an earlier version are, if that is all there are."""
     cluster = engine.nodes
@@ -119,25 +126,23 @@ async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> dict[st
 
 
 @method(RebalanceArguments)
-async def cluster_rebalance(engine: Engine, _: Caller, a: RebalanceArguments) -> dict[str, Any]:
+async def cluster_rebalance(engine: Engine, _: Caller, a: RebalanceArguments) -> Result:
     return await _cluster(engine).administration.rebalance(dry_run=a.dry_run)
 
 
 @method(DrainArguments, subject="node")
-async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> dict[str, Any]:
+async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> Result:
     return await _cluster(engine).administration.drain(a.node, dry_run=a.dry_run)
 
 
 @method(Arguments)
-async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
+async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> Result:
     """What waits of the last plan."""
     return {"moves": await _cluster(engine).administration.waiting()}
 
 
 @method(RemoveReplicaArguments)
-async def cluster_remove_replica(
-    engine: Engine, _: Caller, a: RemoveReplicaArguments
-) -> dict[str, Any]:
+async def cluster_remove_replica(engine: Engine, _: Caller, a: RemoveReplicaArguments) -> Result:
     topic = engine.topic(a.topic)
     topic.partition(a.partition)
     key = (topic.config.id, a.partition)
@@ -187,7 +192,7 @@ class ResignArguments(ReplicaArguments, frozen=True):
 
 
 @method(ReplicaTopicArguments)
-async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> dict[str, Any]:
+async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> Result:
     """What this node knows of a topic, and which of its partitions it serves."""
     _cluster(engine)
     topic = engine.topics.get(a.name)
@@ -201,7 +206,7 @@ async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> 
 
 
 @method(Arguments)
-async def replica_room(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
+async def replica_room(engine: Engine, _: Caller, a: Arguments) -> Result:
     """How many more partitions fit here, and the highest topic id that a folder here has."""
     _cluster(engine)
     highest = engine.folder.topic_id_highest()
@@ -209,7 +214,7 @@ async def replica_room(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any
 
 
 @method(ReplicaStatusArguments)
-async def replica_status(engine: Engine, _: Caller, a: ReplicaStatusArguments) -> dict[str, Any]:
+async def replica_status(engine: Engine, _: Caller, a: ReplicaStatusArguments) -> Result:
     """The partitions that this node coordinates, how their followers fare, what it copies, and how
     it is itself."""
     _cluster(engine)
@@ -221,19 +226,19 @@ async def replica_status(engine: Engine, _: Caller, a: ReplicaStatusArguments) -
 
 
 @method(Arguments)
-async def replica_clock(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
+async def replica_clock(engine: Engine, _: Caller, a: Arguments) -> Result:
     """What this node's clock shows."""
     return {"time_ms": engine.clock.now_ms()}
 
 
 @method(DrainingArguments)
-async def replica_drain(engine: Engine, _: Caller, a: DrainingArguments) -> dict[str, Any]:
+async def replica_drain(engine: Engine, _: Caller, a: DrainingArguments) -> Result:
     await _cluster(engine).set_draining(a.draining)
     return {}
 
 
 @method(ResignArguments)
-async def replica_resign(engine: Engine, _: Caller, a: ResignArguments) -> dict[str, Any]:
+async def replica_resign(engine: Engine, _: Caller, a: ResignArguments) -> Result:
     """Give a partition up for the node that asks, if that one has all of it."""
     cluster = _cluster(engine)
     key = (a.topic, a.partition)
@@ -247,13 +252,13 @@ async def replica_resign(engine: Engine, _: Caller, a: ResignArguments) -> dict[
 
 
 @method(ReplicaArguments)
-async def replica_seed(engine: Engine, _: Caller, a: ReplicaArguments) -> dict[str, Any]:
+async def replica_seed(engine: Engine, _: Caller, a: ReplicaArguments) -> Result:
     """Where a copy of a replica begins, and the beginning of its snapshot."""
     return await _cluster(engine).seeds.head((a.topic, a.partition))
 
 
 @method(SliceArguments)
-async def replica_seed_slice(engine: Engine, _: Caller, a: SliceArguments) -> dict[str, Any]:
+async def replica_seed_slice(engine: Engine, _: Caller, a: SliceArguments) -> Result:
     seeds = _cluster(engine).seeds
     return await seeds.slice(
         (a.topic, a.partition), from_sequence=a.from_sequence, through=a.through
@@ -261,7 +266,7 @@ async def replica_seed_slice(engine: Engine, _: Caller, a: SliceArguments) -> di
 
 
 @method(ChunkArguments)
-async def replica_seed_chunk(engine: Engine, _: Caller, a: ChunkArguments) -> dict[str, Any]:
+async def replica_seed_chunk(engine: Engine, _: Caller, a: ChunkArguments) -> Result:
     return _cluster(engine).seeds.chunk(a.piece, a.offset)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument, NotFound
 from penstock.heap import DeadLetter, MessageState
 from penstock.model.batch import DeadReason, Kind
-from penstock.node.calls.fan_out import fan_out, shared
+from penstock.node.calls.fan_out import Share, fan_out, shared
 from penstock.node.calls.pages import (
-    ListPart,
-    all_committed,
     locate,
     merged_lists,
     read_messages,
@@ -25,6 +23,7 @@ from penstock.node.calls.table import (
     Arguments,
     Caller,
     DestructiveArguments,
+    Result,
     TopicArguments,
     confirmed,
     method,
@@ -71,20 +70,16 @@ class ReplayShare(ChosenShare, frozen=True):
 
 
 @method(DlqListArguments)
-async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, Any]:
+async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> Result:
     """Dead letters by partition and sequence, a page at a time."""
     topic = engine.queue(a.topic)
     limit = bounded(a.limit, 1, LIST_MAX, "limit")
     start, after = _parse_cursor(a.after)
+    wanted = ListShare(start=start, after=after, limit=limit)
     results = await fan_out(
-        engine, topic, dlq_list_share, indices=range(start, len(topic.partitions)),
-        start=start, after=after, limit=limit,
-    )  # fmt: skip
-    lists = [
-        ListPart([(row["partition"], row["sequence"]) for row in result["messages"]],
-                result["messages"], cut=len(result["messages"]) < result.get("found", 0))
-        for result in results
-    ]  # fmt: skip
+        engine, topic, dlq_list_share, wanted, indices=range(start, len(topic.partitions))
+    )
+    lists = [([(row["partition"], row["sequence"]) for row in r["messages"]], r) for r in results]
     rows, more = merged_lists(lists, topic, limit)
     last = rows[-1] if more or len(rows) >= limit else None
     return {
@@ -94,20 +89,19 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> dict[str, 
 
 
 @shared(ListShare, of_queues=True)
-async def dlq_list_share(
-    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
+async def dlq_list_share(share: Share) -> Result:
     """The first `limit` of these partitions."""
-    limit = int(a["limit"])
-    await all_committed(topic, partitions)
+    a: ListShare = share.arguments
+    limit = a.limit
+    await share.all_committed()
     found: list[tuple[Partition, DeadLetter]] = []
-    for partition in partitions:
-        after = a["after"] if partition.index == a["start"] else 0
+    for partition in share.partitions:
+        after = a.after if partition.index == a.start else 0
         found += [(partition, row) for row in partition.heap.dead_list(after, limit - len(found))]
         if len(found) >= limit:
             break
     places = [(partition, row.sequence) for partition, row in found]
-    rows = await read_messages(topic, places, besides=DETAIL_BYTES_MAX)
+    rows = await read_messages(share.topic, places, besides=DETAIL_BYTES_MAX)
     for message, (_partition, row) in zip(rows, found, strict=False):
         message["reason"] = DeadReason.name_of(row.reason)
         message["detail"] = bytes(row.detail).decode(errors="replace")
@@ -129,7 +123,7 @@ def _parse_cursor(after: str | None) -> tuple[int, int]:
 
 
 @method(DlqReplayArguments)
-async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> dict[str, Any]:
+async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> Result:
     """Make dead letters ready again in their own topic, no faster than `replay_per_s`: so nodes
     do it one after the other, each up to what is left of the limit."""
     topic = engine.queue(a.topic)
@@ -141,22 +135,19 @@ async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> dict[s
         left = None if a.limit is None else a.limit - replayed
         if left is not None and left <= 0:
             break
-        for result in await fan_out(
-            engine, topic, dlq_replay_share, indices=some, in_turn=True,
-            message_ids=a.message_ids, limit=left,
-        ):  # fmt: skip
-            replayed += result["moved"]
+        wanted = ReplayShare(message_ids=a.message_ids, limit=left)
+        results = await fan_out(engine, topic, dlq_replay_share, wanted, indices=some, in_turn=True)
+        replayed += sum(result["moved"] for result in results)
     return {"replayed": replayed}
 
 
 @method(DlqDeleteArguments)
-async def dlq_delete(engine: Engine, caller: Caller, a: DlqDeleteArguments) -> dict[str, Any]:
+async def dlq_delete(engine: Engine, caller: Caller, a: DlqDeleteArguments) -> Result:
     topic = engine.queue(a.topic)
     confirmed(engine, caller, "dlq_delete", a)
     indices = await _checked(engine, topic, a.message_ids)
-    results = await fan_out(
-        engine, topic, dlq_delete_share, indices=indices, message_ids=a.message_ids
-    )
+    chosen = ChosenShare(message_ids=a.message_ids)
+    results = await fan_out(engine, topic, dlq_delete_share, chosen, indices=indices)
     return {"deleted": sum(result["moved"] for result in results)}
 
 
@@ -165,7 +156,8 @@ async def _checked(engine: Engine, topic: Topic, message_ids: list[str] | None) 
     if message_ids is None:
         return list(range(len(topic.partitions)))
     indices = sorted({locate(topic, message_id)[0] for message_id in message_ids})
-    await fan_out(engine, topic, dlq_check_share, indices=indices, message_ids=message_ids)
+    chosen = ChosenShare(message_ids=message_ids)
+    await fan_out(engine, topic, dlq_check_share, chosen, indices=indices)
     return indices
 
 
@@ -177,10 +169,8 @@ def _by_node(topic: Topic, indices: list[int]) -> list[list[int]]:
 
 
 @shared(ChosenShare, of_queues=True)
-async def dlq_check_share(
-    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
-    for partition, sequences in _chosen(topic, partitions, a["message_ids"]):
+async def dlq_check_share(share: Share) -> Result:
+    for partition, sequences in _chosen(share):
         states = partition.heap.states(np.array(sequences, np.uint64))
         if (states != MessageState.DEAD).any() or len(set(sequences)) < len(sequences):
             raise NotFound("a named message is not a dead letter", partition=partition.index)
@@ -188,59 +178,52 @@ async def dlq_check_share(
 
 
 @shared(ReplayShare, of_queues=True)
-async def dlq_replay_share(
-    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
+async def dlq_replay_share(share: Share) -> Result:
     replayed = 0
-    for partition, sequences in _chunks(topic, partitions, a["message_ids"], a["limit"]):
+    for partition, sequences in _chunks(share, share.arguments.limit):
         if replayed:
-            await asyncio.sleep(len(sequences) / topic.config.replay_per_s)
-        replayed += await _move(topic, partition, Kind.REPLAY, sequences)
+            await asyncio.sleep(len(sequences) / share.topic.config.replay_per_s)
+        replayed += await _move(share, partition, Kind.REPLAY, sequences)
     return {"moved": replayed}
 
 
 @shared(ChosenShare, of_queues=True)
-async def dlq_delete_share(
-    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
+async def dlq_delete_share(share: Share) -> Result:
     deleted = 0
-    for partition, sequences in _chunks(topic, partitions, a["message_ids"], None):
-        deleted += await _move(topic, partition, Kind.ACK, sequences)
+    for partition, sequences in _chunks(share, None):
+        deleted += await _move(share, partition, Kind.ACK, sequences)
     return {"moved": deleted}
 
 
-def _chosen(
-    topic: Topic, partitions: list[Partition], message_ids: list[str] | None
-) -> list[tuple[Partition, list[int]]]:
+def _chosen(share: Share) -> list[tuple[Partition, list[int]]]:
     """The chosen dead letters of these partitions; all, if none are named."""
-    if message_ids is None:
-        return [(p, [row.sequence for row in p.heap.dead_list(0, 1 << 62)]) for p in partitions]
+    named = share.arguments.message_ids
+    if named is None:
+        found = share.partitions
+        return [(p, [row.sequence for row in p.heap.dead_list(0, 1 << 62)]) for p in found]
     chosen: dict[int, list[int]] = {}
-    for message_id in message_ids:
-        index, sequence = locate(topic, message_id)
+    for message_id in named:
+        index, sequence = locate(share.topic, message_id)
         chosen.setdefault(index, []).append(sequence)
-    return [(p, chosen[p.index]) for p in partitions if p.index in chosen]
+    return [(p, chosen[p.index]) for p in share.partitions if p.index in chosen]
 
 
-def _chunks(
-    topic: Topic, partitions: list[Partition], message_ids: list[str] | None, limit: int | None
-) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
+def _chunks(share: Share, limit: int | None) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
     left = limit if limit is not None else 1 << 62
-    size = min(CHUNK, topic.config.replay_per_s)
-    for partition, sequences in _chosen(topic, partitions, message_ids):
+    size = min(CHUNK, share.topic.config.replay_per_s)
+    for partition, sequences in _chosen(share):
         sequences, left = sequences[:left], left - len(sequences[:left])
         for at in range(0, len(sequences), size):
             yield partition, np.array(sequences[at : at + size], np.uint64)
 
 
 async def _move(
-    topic: Topic, partition: Partition, kind: Kind, sequences: NDArray[np.uint64]
+    share: Share, partition: Partition, kind: Kind, sequences: NDArray[np.uint64]
 ) -> int:
     """Write the record for those that are still dead."""
     still = sequences[partition.heap.states(sequences) == MessageState.DEAD]
     if len(still):
         partition.journal.check_commits()
-        batch = partition.journal.append_record(kind, len(still), {"message": still})
-        topic.wake()
-        await partition.journal.committed(batch.last)
+        record = (partition, kind, len(still), {"message": still})
+        await share.engine.write_records(share.topic, [record])
     return len(still)

@@ -13,14 +13,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
-from penstock.node.calls.table import (
-    Arguments,
-    Caller,
-    TopicArguments,
-    method,
-    parse,
-)
+from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments, method, parse
 from penstock.node.engine import Engine
 from penstock.node.route.errands import WAIT_S, not_there
 from penstock.node.serve.partition import Partition
@@ -28,12 +24,34 @@ from penstock.node.serve.topic import Topic, check_id
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, pack
 
-Result = dict[str, Any]
-Share = Callable[[Engine, Topic, list[Partition], dict[str, Any]], Awaitable[Result]]
+NO_ARGUMENTS: Final = Arguments()
+
+
+class Share(NamedTuple):
+    """What a call is about on one node."""
+
+    engine: Engine
+    topic: Topic
+    partitions: list[Partition]  # all of them are served here
+    arguments: Any = NO_ARGUMENTS  # of the type that the share is registered with
+
+    def the_only(self) -> Partition:
+        """The partition of a share that is about one."""
+        if len(self.partitions) != 1:
+            raise InvalidArgument("this is about one partition", field="partitions", limit=1)
+        return self.partitions[0]
+
+    async def all_committed(self) -> None:
+        """Wait until all that was seen is committed: nothing is shown that could still be lost."""
+        self.topic.wake()
+        await asyncio.gather(*(p.journal.committed(p.log.sequence_last) for p in self.partitions))
+
+
+Run = Callable[[Share], Awaitable[Result]]
 
 
 class Registered(NamedTuple):
-    run: Share
+    run: Run
     arguments: type[Arguments]  # what another node may say
     of_queues: bool  # its topic must be one of messages that are leased
 
@@ -43,21 +61,14 @@ SHARES: Final[dict[str, Registered]] = {}
 
 def shared(
     arguments: type[Arguments] = Arguments, *, of_queues: bool = False
-) -> Callable[[Share], Share]:
+) -> Callable[[Run], Run]:
     """Register a share under its function's name."""
 
-    def register(run: Share) -> Share:
+    def register(run: Run) -> Run:
         SHARES[run.__name__] = Registered(run, arguments, of_queues)
         return run
 
     return register
-
-
-def the_only(partitions: list[Partition]) -> Partition:
-    """The partition of a share that is about one."""
-    if len(partitions) != 1:
-        raise InvalidArgument("this is about one partition", field="partitions", limit=1)
-    return partitions[0]
 
 
 class ShareArguments(TopicArguments, frozen=True):
@@ -68,42 +79,60 @@ class ShareArguments(TopicArguments, frozen=True):
 
 
 @method(ShareArguments)
-async def share(engine: Engine, _: Caller, a: ShareArguments) -> dict[str, Any]:
+async def share(engine: Engine, _: Caller, a: ShareArguments) -> Result:
     """Another node asks for our share of a call."""
     found = SHARES.get(a.of)
     if found is None:
         raise InvalidArgument(f"nobody has a share in {a.of}", field="of")
-    parse(found.arguments, a.arguments)
+    arguments = parse(found.arguments, a.arguments)
     topic = engine.queue(a.topic) if found.of_queues else engine.topic(a.topic)
     check_id(topic, a.topic_id)
     here = [topic.here(index) for index in sorted(set(a.partitions))]
-    return await found.run(engine, topic, here, a.arguments)
+    return await found.run(Share(engine, topic, here, arguments))
 
 
 async def fan_out(
     engine: Engine,
     topic: Topic,
-    run: Share,
+    run: Run,
+    arguments: Arguments = NO_ARGUMENTS,
     *,
     indices: Iterable[int] | None = None,
     in_turn: bool = False,
-    **arguments: Any,
 ) -> list[Result]:
     """The share of every partition (or of those named), done by whoever serves it.
 
     `in_turn`: one node after the other; otherwise all at once.
     """
     if indices is None and len(topic.local) == len(topic.partitions):
-        return [await run(engine, topic, list(topic.local), arguments)]
+        return [await run(Share(engine, topic, list(topic.local), arguments))]
     loop = asyncio.get_running_loop()
     deadline = loop.time() + WAIT_S
     left = sorted(set(range(len(topic.partitions)) if indices is None else indices))
     results: list[Result] = []
+
+    async def one(node: str, some: list[int]) -> Result | None:
+        """The share of one node; None: it does not serve these partitions after all."""
+        try:
+            if node:
+                result = await ask_share(topic, node, run, some, arguments)
+            else:
+                here = [topic.here(index) for index in some]
+                result = await run(Share(engine, topic, here, arguments))
+        except PenstockError as error:
+            if not_there(error) or error.details.get("sent") is False:
+                return None
+            raise
+        left[:] = [index for index in left if index not in some]
+        return result
+
     while left:
-        done = await _round(engine, topic, run, left, arguments, in_turn=in_turn)
-        results += [result for _, result in done]
-        served = {index for some, _ in done for index in some}
-        left = [index for index in left if index not in served]
+        groups = _by_node(topic, left).items()
+        if in_turn:
+            found = [await one(node, some) for node, some in groups]
+        else:
+            found = await asyncio.gather(*(one(node, some) for node, some in groups))
+        results += [result for result in found if result is not None]
         if left:
             if loop.time() >= deadline:
                 raise _nobody(topic, left[0])
@@ -111,47 +140,24 @@ async def fan_out(
     return results
 
 
-async def _round(
-    engine: Engine,
-    topic: Topic,
-    run: Share,
-    indices: list[int],
-    arguments: dict[str, Any],
-    *,
-    in_turn: bool,
-) -> list[tuple[list[int], Result]]:
-    """One attempt; leaves out those that nobody serves."""
+def _by_node(topic: Topic, indices: Iterable[int]) -> dict[str, list[int]]:
+    """Partitions by the node that serves them, which is empty for this one. Those that nobody
+    serves are left out."""
     groups: dict[str, list[int]] = {}
     for index in indices:
         if topic.served(index) is not None:
             groups.setdefault("", []).append(index)
         elif node := topic.router.coordinator(topic.key(index)):
             groups.setdefault(node, []).append(index)
-
-    async def one(node: str, some: list[int]) -> tuple[list[int], Result] | None:
-        try:
-            if not node:
-                here = [topic.here(index) for index in some]
-                return some, await run(engine, topic, here, arguments)
-            return some, await ask_share(topic, node, run, some, arguments)
-        except PenstockError as error:
-            if not_there(error) or error.details.get("sent") is False:
-                return None
-            raise
-
-    if in_turn:
-        found = [await one(node, some) for node, some in groups.items()]
-    else:
-        found = await asyncio.gather(*(one(node, some) for node, some in groups.items()))
-    return [result for result in found if result is not None]
+    return groups
 
 
 async def ask_share(
     topic: Topic,
     node: str,
-    run: Share,
+    run: Run,
     indices: Iterable[int] = (),
-    arguments: dict[str, Any] | None = None,
+    arguments: Arguments = NO_ARGUMENTS,
 ) -> Result:
     """The share of one node."""
     peer = topic.router.cluster.live(node)
@@ -160,7 +166,7 @@ async def ask_share(
     call = Call(
         "share",
         {"topic": topic.config.name, "of": run.__name__, "partitions": list(indices),
-         "arguments": arguments or {}, "topic_id": topic.config.id},
+         "arguments": msgspec.to_builtins(arguments), "topic_id": topic.config.id},
     )  # fmt: skip
     result: Result = await peer.ask(FrameType.SUBSCRIBE, dict, pack(call))
     return result

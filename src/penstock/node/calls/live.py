@@ -18,13 +18,19 @@ import msgspec
 
 from penstock.errors import Backpressure, FailedPrecondition, NotFound
 from penstock.model.topic import TopicKind
-from penstock.node.calls.fan_out import fan_out, shared
+from penstock.node.calls.fan_out import Share, fan_out, shared
 from penstock.node.calls.pages import Page, page_of, topics_behind
-from penstock.node.calls.table import Arguments, Caller, PageArguments, TopicArguments, method
+from penstock.node.calls.table import (
+    Arguments,
+    Caller,
+    PageArguments,
+    Result,
+    TopicArguments,
+    method,
+)
 from penstock.node.engine import Engine
 from penstock.node.live.cursors import check_name
 from penstock.node.live.hub import LISTS, place_of
-from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.wire.limits import ANSWER_BYTES_MAX, SEARCH_MAX, bounded
 
@@ -36,8 +42,8 @@ class LiveStatusArguments(PageArguments, frozen=True):
     topic: str | None = None
 
 
-class LiveShare(Arguments, frozen=True):
-    after: str = ""
+class LiveShare(Arguments, frozen=True, omit_defaults=True):
+    after: str = ""  # a node of an earlier version is not told it: it cannot begin behind a place
 
 
 class CursorListArguments(PageArguments, frozen=True, kw_only=True):
@@ -56,7 +62,7 @@ def delta_topic(engine: Engine, name: str) -> Topic:
 
 
 @method(LiveStatusArguments)
-async def live_status(engine: Engine, _: Caller, a: LiveStatusArguments) -> dict[str, Any]:
+async def live_status(engine: Engine, _: Caller, a: LiveStatusArguments) -> Result:
     """Active partitions, subscriptions and sinks of the delta topics, at their coordinators. A
     topic with more of them than fit goes on in the next page."""
     page = Page()
@@ -102,9 +108,8 @@ async def _rows(
     engine: Engine, topic: Topic, after: str
 ) -> tuple[list[tuple[str, str, Any]], bool]:
     """The rows of a topic behind a place, as far as all nodes have told theirs; whether that is
-    not all. A node of an earlier version is not asked to begin behind a place: it cannot."""
-    arguments: dict[str, Any] = {"after": after} if after else {}
-    results = await fan_out(engine, topic, live_status_share, **arguments)
+    not all."""
+    results = await fan_out(engine, topic, live_status_share, LiveShare(after=after))
     found = [
         (place, kind, row)
         for result in results
@@ -126,33 +131,29 @@ def _place(kind: str, row: dict[str, Any]) -> str:
 
 
 @shared(LiveShare)
-async def live_status_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], asked: dict[str, Any]
-) -> dict[str, Any]:
-    after = asked.get("after", "")
+async def live_status_share(share: Share) -> Result:
     page = Page()
     told: dict[str, Any] = {kind: [] for kind in KINDS}
-    for place, kind, row in _local_rows(engine, topic, partitions, after):
+    for place, kind, row in _local_rows(share):
         if not page.take(place, row):
             break
         told[kind].append(row)
     return {**told, "next": page.next}
 
 
-def _local_rows(
-    engine: Engine, topic: Topic, partitions: list[Partition], after: str
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _local_rows(share: Share) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    engine, topic, after = share.engine, share.topic, share.arguments.after
     if topic.ingest is not None:
         row = {"node": engine.identity.node, **topic.ingest.status()}
         if (place := _place("ingest", row)) > after:
             yield place, "ingest", row
     hub = engine.hubs.get(topic.config.id)
     if hub is not None:
-        yield from hub.rows([partition.index for partition in partitions], after)
+        yield from hub.rows([partition.index for partition in share.partitions], after)
 
 
 @method(CursorListArguments)
-async def cursor_list(engine: Engine, _: Caller, a: CursorListArguments) -> dict[str, Any]:
+async def cursor_list(engine: Engine, _: Caller, a: CursorListArguments) -> Result:
     """The durable cursors of a topic: of named subscribers, and of sinks."""
     topic = delta_topic(engine, a.topic)
     page = page_of(await engine.cursors.rows(topic.config.id, a.after))
@@ -160,7 +161,7 @@ async def cursor_list(engine: Engine, _: Caller, a: CursorListArguments) -> dict
 
 
 @method(CursorArguments)
-async def cursor_delete(engine: Engine, _: Caller, a: CursorArguments) -> dict[str, Any]:
+async def cursor_delete(engine: Engine, _: Caller, a: CursorArguments) -> Result:
     """Forget a cursor. Who uses it at the moment goes on, and will write it again."""
     topic = delta_topic(engine, a.topic)
     check_name(a.name)
@@ -186,15 +187,13 @@ class SearchShare(Arguments, frozen=True):
 
 
 @method(SearchArguments)
-async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> dict[str, Any]:
+async def vector_search(engine: Engine, _: Caller, a: SearchArguments) -> Result:
     """The nearest vectors, by the index that the nodes of the topic's partitions host: as many as
     an answer may hold."""
     topic = delta_topic(engine, a.topic)
     bounded(a.limit, 1, SEARCH_MAX, "limit")
-    results = await fan_out(
-        engine, topic, vector_search_share,
-        vector=a.vector, limit=a.limit, namespace=a.namespace, sink=a.sink,
-    )  # fmt: skip
+    wanted = SearchShare(vector=a.vector, limit=a.limit, namespace=a.namespace, sink=a.sink)
+    results = await fan_out(engine, topic, vector_search_share, wanted)
     filling = sorted(index for result in results for index in result["filling"])
     if filling and not a.partial:
         raise Backpressure(  # and not Unavailable: another node would be asked in vain
@@ -220,26 +219,22 @@ def _nearest(results: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
 
 
 @shared(SearchShare)
-async def vector_search_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], asked: dict[str, Any]
-) -> dict[str, Any]:
-    wanted, hub = asked["sink"], engine.hubs.get(topic.config.id)
+async def vector_search_share(share: Share) -> Result:
+    a: SearchShare = share.arguments
+    hub = share.engine.hubs.get(share.topic.config.id)
     indexes = [
         hosted
         for hosted in (hub.sinks if hub is not None else ())
-        if hasattr(hosted.sink, "search") and wanted in (None, hosted.name)
+        if hasattr(hosted.sink, "search") and a.sink in (None, hosted.name)
     ]
     if not indexes:
-        what = "an index" if wanted is None else f"an index called {wanted}"
-        raise FailedPrecondition(f"no node hosts {what} of {topic.config.name}")
+        what = "an index" if a.sink is None else f"an index called {a.sink}"
+        raise FailedPrecondition(f"no node hosts {what} of {share.topic.config.name}")
     index: Any = indexes[0].sink
-    chosen = {partition.index for partition in partitions}
+    chosen = {partition.index for partition in share.partitions}
     filling = indexes[0].filling(chosen)
     # An index may be busy with a write for a while.
-    search = partial(
-        index.search, asked["vector"], asked["limit"], namespace=asked["namespace"],
-        partitions=chosen,
-    )  # fmt: skip
+    search = partial(index.search, a.vector, a.limit, namespace=a.namespace, partitions=chosen)
     try:
         found = await asyncio.to_thread(search)
     except NotFound:  # nothing is in these partitions yet; others may have something

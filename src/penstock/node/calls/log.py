@@ -5,7 +5,7 @@ epochs of producers that are written there.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -13,8 +13,8 @@ from penstock.errors import InvalidArgument, StaleProducer
 from penstock.log.folder import FORMAT_PRODUCERS
 from penstock.model.batch import Kind
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
-from penstock.node.calls.fan_out import fan_out, merged, shared, the_only
-from penstock.node.calls.table import Arguments, Caller, TopicArguments, method
+from penstock.node.calls.fan_out import Share, fan_out, merged, shared
+from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import gone
@@ -56,17 +56,15 @@ class ExtentShare(Arguments, frozen=True):
 
 
 @method(TopicArguments)
-async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
+async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> Result:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
     results = await fan_out(engine, engine.topic(a.topic), log_status_share)
     return {"partitions": merged(results, "partitions")}
 
 
 @shared()
-async def log_status_share(
-    _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
-) -> dict[str, Any]:
-    stable = await asyncio.gather(*(_stable(topic, p) for p in partitions))
+async def log_status_share(share: Share) -> Result:
+    stable = await asyncio.gather(*(_stable(share.topic, p) for p in share.partitions))
     return {
         "partitions": [
             {
@@ -78,7 +76,7 @@ async def log_status_share(
                 "sequence_stable": sequence_stable,
                 "chain": p.log.chain_last,
             }
-            for p, sequence_stable in zip(partitions, stable, strict=True)
+            for p, sequence_stable in zip(share.partitions, stable, strict=True)
         ]
     }
 
@@ -100,64 +98,59 @@ async def _stable(topic: Topic, partition: Partition) -> int:
 
 
 @method(LogFindArguments)
-async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> dict[str, Any]:
+async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> Result:
     """The first committed batch that is not from before `time_ms`; past the end if none is."""
     topic = engine.topic(a.topic)
     index = topic.partition(a.partition).index
-    (result,) = await fan_out(engine, topic, log_find_share, indices=[index], time_ms=a.time_ms)
+    wanted = FindShare(time_ms=a.time_ms)
+    (result,) = await fan_out(engine, topic, log_find_share, wanted, indices=[index])
     return result
 
 
 @shared(FindShare)
-async def log_find_share(
-    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
-    partition = the_only(partitions)
+async def log_find_share(share: Share) -> Result:
+    partition, time_ms = share.the_only(), share.arguments.time_ms
     through = partition.coordinator.sequence_committed
-    sequence = await asyncio.to_thread(partition.log.find_time, a["time_ms"], through=through)
+    sequence = await asyncio.to_thread(partition.log.find_time, time_ms, through=through)
     return {"sequence": sequence}
 
 
 @method(LogExtentArguments)
-async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> dict[str, Any]:
+async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> Result:
     """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
     topic = engine.topic(a.topic)
     indices = {topic.partition(extent.partition).index for extent in a.extents}
-    wanted = [msgspec.to_builtins(extent) | {"place": i} for i, extent in enumerate(a.extents)]
-    results = await fan_out(engine, topic, log_extent_share, indices=indices, extents=wanted)
+    placed = [
+        PlacedExtent(place=place, **msgspec.structs.asdict(extent))
+        for place, extent in enumerate(a.extents)
+    ]
+    wanted = ExtentShare(extents=placed)
+    results = await fan_out(engine, topic, log_extent_share, wanted, indices=indices)
     found = sorted((row for r in results for row in r["extents"]), key=lambda row: row[0])
     return {"extents": [extent for _, extent in found]}
 
 
 @shared(ExtentShare)
-async def log_extent_share(
-    _: Engine, __: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
+async def log_extent_share(share: Share) -> Result:
     """Extents of these partitions, each with its place in the request."""
-    by_index = {partition.index: partition for partition in partitions}
+    by_index = {partition.index: partition for partition in share.partitions}
     found = []
-    for wanted in a["extents"]:
-        partition = by_index.get(wanted["partition"])
+    for wanted in share.arguments.extents:
+        partition = by_index.get(wanted.partition)
         if partition is None:
             continue
-        if wanted["from_sequence"] < partition.log.sequence_first:
-            raise gone(wanted["from_sequence"], sequence_first=partition.log.sequence_first)
+        if wanted.from_sequence < partition.log.sequence_first:
+            raise gone(wanted.from_sequence, sequence_first=partition.log.sequence_first)
         last, size = await asyncio.to_thread(
             partition.log.extent,
-            wanted["from_sequence"],
-            through=min(wanted["through"], partition.coordinator.sequence_committed),
-            entries_max=max(1, wanted["entries_max"]),
-            bytes_max=wanted["bytes_max"],
+            wanted.from_sequence,
+            through=min(wanted.through, partition.coordinator.sequence_committed),
+            entries_max=max(1, wanted.entries_max),
+            bytes_max=wanted.bytes_max,
         )
         row = {"partition": partition.index, "last": last, "bytes": size}
-        found.append((wanted["place"], row))
+        found.append((wanted.place, row))
     return {"extents": found}
-
-
-class BeginArguments(TopicArguments, frozen=True):
-    producer: str
-    epoch: Epoch
-    suffixed: bool = True  # in partition 3 its id has `.3` at the end; False: it is the same in all
 
 
 class BeginShare(Arguments, frozen=True):
@@ -165,9 +158,17 @@ class BeginShare(Arguments, frozen=True):
     epoch: Epoch
     suffixed: bool
 
+    def id_in(self, partition: int) -> bytes:
+        return (f"{self.producer}.{partition}" if self.suffixed else self.producer).encode()
+
+
+class BeginArguments(BeginShare, frozen=True, kw_only=True):
+    topic: str
+    suffixed: bool = True  # in partition 3 its id has `.3` at the end; False: it is the same in all
+
 
 @method(BeginArguments)
-async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> dict[str, Any]:
+async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> Result:
     """A producer begins: every partition of the topic refuses its earlier epochs from now on. It
     may be called again.
 
@@ -178,45 +179,35 @@ async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> dict[s
     knows it.
     """
     topic = engine.topic(a.topic)
-    longest = _id(a.producer, len(topic.partitions) - 1, suffixed=a.suffixed)
+    longest = a.id_in(len(topic.partitions) - 1)
     if not a.producer or len(longest) > PRODUCER_ID_BYTES_MAX:
         raise InvalidArgument(
             f"the id of a producer has 1 to {PRODUCER_ID_BYTES_MAX} bytes",
             field="producer",
             limit=PRODUCER_ID_BYTES_MAX,
         )
-    await fan_out(
-        engine, topic, producer_begin_share, producer=a.producer, epoch=a.epoch,
-        suffixed=a.suffixed,
-    )  # fmt: skip
+    begun = BeginShare(producer=a.producer, epoch=a.epoch, suffixed=a.suffixed)
+    await fan_out(engine, topic, producer_begin_share, begun)
     return {"topic": topic.config.id, "partitions": len(topic.partitions)}
 
 
 @shared(BeginShare)
-async def producer_begin_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
-    epoch = int(a["epoch"])
-    ids = [_id(a["producer"], partition.index, suffixed=a["suffixed"]) for partition in partitions]
-    for partition, name in zip(partitions, ids, strict=True):
-        current = partition.heap.dedup.epoch_of(name)
-        if current is not None and current > epoch:
+async def producer_begin_share(share: Share) -> Result:
+    a: BeginShare = share.arguments
+    for partition in share.partitions:
+        current = partition.heap.dedup.epoch_of(a.id_in(partition.index))
+        if current is not None and current > a.epoch:
             raise StaleProducer(
-                f"producer epoch {epoch} is over, {current} is current", epoch=current
+                f"producer epoch {a.epoch} is over, {current} is current", epoch=current
             )
         refusal = partition.journal.flusher.disk_full()
         if refusal is not None:
             raise refusal
         partition.journal.check_commits()
-    await asyncio.to_thread(engine.folder.raise_format, FORMAT_PRODUCERS)
-    written = [
-        (p, p.journal.append_record(Kind.PRODUCER, 1, {"producer": [n], "producer_epoch": [epoch]}))
-        for p, n in zip(partitions, ids, strict=True)
+    await asyncio.to_thread(share.engine.folder.raise_format, FORMAT_PRODUCERS)
+    records = [
+        (p, Kind.PRODUCER, 1, {"producer": [a.id_in(p.index)], "producer_epoch": [a.epoch]})
+        for p in share.partitions
     ]
-    topic.wake()
-    await asyncio.gather(*(partition.journal.committed(batch.last) for partition, batch in written))
+    await share.engine.write_records(share.topic, records)
     return {}
-
-
-def _id(producer: str, partition: int, *, suffixed: bool) -> bytes:
-    return (f"{producer}.{partition}" if suffixed else producer).encode()

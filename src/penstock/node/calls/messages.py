@@ -16,11 +16,9 @@ from penstock.heap.state import Ordering
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import LeaseToken
-from penstock.node.calls.fan_out import fan_out, shared, the_only
+from penstock.node.calls.fan_out import Share, fan_out, shared
 from penstock.node.calls.pages import (
     Allowance,
-    ListPart,
-    all_committed,
     locate,
     merged_lists,
     messages_in,
@@ -31,6 +29,7 @@ from penstock.node.calls.table import (
     Arguments,
     Caller,
     DestructiveArguments,
+    Result,
     TopicArguments,
     confirmed,
     method,
@@ -81,35 +80,29 @@ class MoveShare(Arguments, frozen=True):
 
 
 @method(PeekArguments)
-async def peek(engine: Engine, _: Caller, a: PeekArguments) -> dict[str, Any]:
+async def peek(engine: Engine, _: Caller, a: PeekArguments) -> Result:
     """The next messages in order, without leasing them: the best of each node, merged."""
     topic = engine.queue(a.topic)
     limit = bounded(a.limit, 1, LIST_MAX, "limit")
-    results = await fan_out(engine, topic, peek_share, limit=limit)
+    results = await fan_out(engine, topic, peek_share, PeekShare(limit=limit))
     lists = [
-        ListPart([(key, m["sequence"]) for key, m in _keyed(result)], result["messages"],
-                cut=len(result["messages"]) < result.get("found", 0))
-        for result in results
-    ]  # fmt: skip
+        ([(key, row["sequence"]) for key, row in zip(r["keys"], r["messages"], strict=True)], r)
+        for r in results
+    ]
     return {"messages": merged_lists(lists, topic, limit)[0]}
 
 
-def _keyed(result: dict[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
-    return zip(result["keys"], result["messages"], strict=True)
-
-
 @shared(PeekShare, of_queues=True)
-async def peek_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
-    now_ms, limit = engine.clock.now_ms(), int(a["limit"])
+async def peek_share(share: Share) -> Result:
+    now_ms, limit = share.engine.clock.now_ms(), share.arguments.limit
     found: list[tuple[int, int, Partition]] = []
-    for partition in partitions:
+    for partition in share.partitions:
         keys, sequences = partition.candidates(limit, now_ms)
         found += zip(keys.tolist(), sequences.tolist(), itertools.repeat(partition), strict=False)
     best = sorted(found, key=lambda row: row[:2])[:limit]
-    await all_committed(topic, partitions)
-    rows = await read_messages(topic, [(partition, sequence) for _, sequence, partition in best])
+    await share.all_committed()
+    places = [(partition, sequence) for _, sequence, partition in best]
+    rows = await read_messages(share.topic, places)
     told = [key for key, _, _ in best[: len(rows)]]
     return {"keys": told, "messages": rows, "found": len(best)}
 
@@ -118,7 +111,7 @@ async def peek_share(
 
 
 @method(PopArguments)
-async def pop(engine: Engine, caller: Caller, a: PopArguments) -> dict[str, Any]:
+async def pop(engine: Engine, caller: Caller, a: PopArguments) -> Result:
     """Lease up to `limit` messages, and no more than an answer may hold, waiting for the first at
     most `wait_ms`."""
     topic = engine.queue(a.topic)
@@ -275,7 +268,7 @@ async def _until(changed: asyncio.Event, reached: Callable[[], bool], wait_ms: i
 
 
 @method(DestructiveArguments)
-async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> dict[str, Any]:
+async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> Result:
     """Drop every message that waits, ready or delayed. Leased and dead ones stay."""
     topic = engine.queue(a.topic)
     confirmed(engine, caller, "purge", a)
@@ -284,40 +277,28 @@ async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> dict
 
 
 @shared(of_queues=True)
-async def purge_share(
-    _: Engine, topic: Topic, partitions: list[Partition], __: dict[str, Any]
-) -> dict[str, Any]:
-    purged = 0
-    written = []
-    for partition in partitions:
+async def purge_share(share: Share) -> Result:
+    waiting = [(p, count) for p in share.partitions if (count := p.heap.ready + p.heap.delayed)]
+    for partition in share.partitions:
         partition.journal.check_commits()
-    for partition in partitions:
-        count = partition.heap.ready + partition.heap.delayed
-        if count:
-            purged += count
-            values: dict[str, Any] = {"through": [partition.log.sequence_last]}
-            written.append((partition, partition.journal.append_record(Kind.ACK, 1, values).last))
-    topic.wake()
-    await asyncio.gather(*(p.journal.committed(sequence) for p, sequence in written))
-    return {"purged": purged}
+    records = [(p, Kind.ACK, 1, {"through": [p.log.sequence_last]}) for p, _ in waiting]
+    await share.engine.write_records(share.topic, records)
+    return {"purged": sum(count for _, count in waiting)}
 
 
 @method(MoveArguments)
-async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> dict[str, Any]:
+async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> Result:
     topic = engine.queue(a.topic)
     index, _sequence = locate(topic, a.message_id)
-    await fan_out(
-        engine, topic, move_share, indices=[index], message_id=a.message_id, reason=a.reason
-    )
+    moved = MoveShare(message_id=a.message_id, reason=a.reason)
+    await fan_out(engine, topic, move_share, moved, indices=[index])
     return {}
 
 
 @shared(MoveShare, of_queues=True)
-async def move_share(
-    _: Engine, topic: Topic, partitions: list[Partition], a: dict[str, Any]
-) -> dict[str, Any]:
-    partition, message_id = the_only(partitions), str(a["message_id"])
-    index, sequence = locate(topic, message_id)
+async def move_share(share: Share) -> Result:
+    partition, message_id = share.the_only(), share.arguments.message_id
+    index, sequence = locate(share.topic, message_id)
     if index != partition.index:
         raise NotFound(f"no living message {message_id}", message_id=message_id)
     sequences = np.array([sequence], np.uint64)
@@ -328,9 +309,7 @@ async def move_share(
     values: dict[str, Any] = {
         "message": sequences,
         "reason": [DeadReason.MOVED],
-        "detail": [str(a["reason"]).encode()[:1024]],
+        "detail": [share.arguments.reason.encode()[:1024]],
     }
-    batch = partition.journal.append_record(Kind.DEAD, 1, values)
-    topic.wake()
-    await partition.journal.committed(batch.last)
+    await share.engine.write_records(share.topic, [(partition, Kind.DEAD, 1, values)])
     return {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -91,24 +91,19 @@ def locate(topic: Topic, message_id: str) -> tuple[int, int]:
     return place.partition, place.sequence
 
 
-class ListPart(NamedTuple):
-    """What one node tells of a list that others have parts of, in order."""
-
-    keys: list[tuple[int, int]]  # by which the whole list is in order
-    rows: list[dict[str, Any]]
-    cut: bool  # it has more, which its answer had no room for
-
-
 def merged_lists(
-    lists: Iterable[ListPart], topic: Topic, limit: int
+    lists: Iterable[tuple[list[tuple[int, int]], dict[str, Any]]], topic: Topic, limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The first rows of all lists, as many as an answer may hold; and whether there are more.
+    """The first messages of what nodes tell, as many as an answer may hold; and whether there are
+    more. With each result come the keys of its messages, by which the whole list is in order.
 
-    It ends where a list ends that was cut: what comes next in that one is not known, and might
-    come before what is next in the others."""
+    It ends where a list ends that was cut, because its node `found` more than its answer has room
+    for: what comes next in that one is not known, and might come before what is next in the
+    others."""
     rows: list[tuple[tuple[int, int], dict[str, Any], bool]] = []
-    for keys, mine, cut in lists:
-        ends = [False] * (len(mine) - 1) + [cut]
+    for keys, result in lists:
+        mine = result["messages"]
+        ends = [False] * (len(mine) - 1) + [len(mine) < result.get("found", 0)]
         rows += zip(keys, mine, ends, strict=False)
     rows.sort(key=lambda row: row[0])
     allowance = Allowance(topic, limit)
@@ -127,12 +122,6 @@ def _size_of(row: dict[str, Any]) -> int:
     headers = row["headers"]
     packed = len(msgspec.msgpack.encode(headers)) if headers else 0
     return ROW_BYTES + len(row["payload"]) + len(row["key"]) + packed + len(row.get("detail", ""))
-
-
-async def all_committed(topic: Topic, partitions: list[Partition]) -> None:
-    """Wait until all that was seen is committed: nothing is shown that could still be lost."""
-    topic.wake()
-    await asyncio.gather(*(p.journal.committed(p.log.sequence_last) for p in partitions))
 
 
 class Allowance:

@@ -8,9 +8,9 @@ from typing import Any, Final
 from penstock.errors import Unavailable
 from penstock.heap import Totals
 from penstock.model.version import __version__
-from penstock.node.calls.fan_out import ask_share, fan_out, merged, shared
+from penstock.node.calls.fan_out import Share, ask_share, fan_out, merged, shared
 from penstock.node.calls.pages import Page, page_of, topics_behind
-from penstock.node.calls.table import Arguments, Caller, PageArguments, method
+from penstock.node.calls.table import Arguments, Caller, PageArguments, Result, method
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
@@ -27,7 +27,7 @@ class SnapshotArguments(Arguments, frozen=True):
 
 
 @method(StatsArguments)
-async def stats(engine: Engine, _: Caller, a: StatsArguments) -> dict[str, Any]:
+async def stats(engine: Engine, _: Caller, a: StatsArguments) -> Result:
     chosen = {a.topic: engine.topic(a.topic)} if a.topic else engine.topics
     topics, more = topics_behind(chosen, a.after)
     rows = await asyncio.gather(*(_topic_stats(engine, topic) for topic in topics))
@@ -46,9 +46,9 @@ async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
     try:
         results = await fan_out(engine, topic, stats_share, indices=known)
     except Unavailable:  # somebody left at this very moment: what this node has is better than none
-        results = [await stats_share(engine, topic, list(topic.local), {})]
+        results = [await stats_share(Share(engine, topic, list(topic.local)))]
     if not any(result["node"] == engine.identity.node for result in results):
-        results.append(await stats_share(engine, topic, [], {}))
+        results.append(await stats_share(Share(engine, topic, [])))
     partitions = merged(results, "partitions")
     found = {p["partition"] for p in partitions}
     partitions += [_unserved(i) for i in range(len(topic.partitions)) if i not in found]
@@ -72,9 +72,8 @@ def _is_served(topic: Topic, index: int) -> bool:
 
 
 @shared()
-async def stats_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
-) -> dict[str, Any]:
+async def stats_share(share: Share) -> Result:
+    engine, topic, partitions, _ = share
     now_ms = engine.clock.now_ms()
     return {
         "node": engine.identity.node,
@@ -120,7 +119,7 @@ def _unserved(index: int) -> dict[str, Any]:
 
 
 @method(SnapshotArguments)
-async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> dict[str, Any]:
+async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> Result:
     """Take snapshots now, of every partition at its coordinator. All are taken, also those that
     the answer has no room for."""
     chosen = [engine.topic(a.topic)] if a.topic else list(engine.topics.values())
@@ -132,15 +131,13 @@ async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> dict[str,
 
 
 @shared()
-async def snapshot_share(
-    engine: Engine, topic: Topic, partitions: list[Partition], _: dict[str, Any]
-) -> dict[str, Any]:
+async def snapshot_share(share: Share) -> Result:
     taken = []
-    for partition in partitions:
-        facts = await caretaking.snapshot(engine, topic, partition)
+    for partition in share.partitions:
+        facts = await caretaking.snapshot(share.engine, share.topic, partition)
         taken.append(
             {
-                "topic": topic.config.name,
+                "topic": share.topic.config.name,
                 "partition": partition.index,
                 "sequence": facts.sequence,
                 "bytes": facts.bytes,
@@ -150,7 +147,7 @@ async def snapshot_share(
 
 
 @method(Arguments)
-async def verify(engine: Engine, _: Caller, a: Arguments) -> dict[str, Any]:
+async def verify(engine: Engine, _: Caller, a: Arguments) -> Result:
     """Verify all sealed segments now, of every node that serves partitions."""
     results = await asyncio.gather(
         _verified(engine),
@@ -172,10 +169,8 @@ def _other_nodes(engine: Engine) -> dict[str, Topic]:
 
 
 @shared()
-async def verify_share(
-    engine: Engine, _: Topic, __: list[Partition], ___: dict[str, Any]
-) -> dict[str, Any]:
-    return await _verified(engine)
+async def verify_share(share: Share) -> Result:
+    return await _verified(share.engine)
 
 
 async def _verified(engine: Engine) -> dict[str, Any]:
@@ -185,7 +180,7 @@ async def _verified(engine: Engine) -> dict[str, Any]:
 
 
 @method(PageArguments)
-async def node_status(engine: Engine, _: Caller, a: PageArguments) -> dict[str, Any]:
+async def node_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
     """How the node is, with a page of what it cannot open."""
     unopened = page_of(engine.unopened.rows(a.after))
     return {

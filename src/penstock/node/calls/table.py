@@ -21,6 +21,9 @@ from penstock.wire.limits import Text
 CLUSTER_KEY_ID: Final = "cluster"  # what a node that has shown the cluster's key is called
 
 
+Result = dict[str, Any]
+
+
 class Caller(NamedTuple):
     """Who calls: the API key's id, if any, and the connection."""
 
@@ -54,7 +57,7 @@ class DestructiveArguments(TopicArguments, frozen=True):
 
 class Method(NamedTuple):
     arguments: type[Any]
-    run: Callable[[Engine, Caller, Any], Awaitable[dict[str, Any]]]
+    run: Callable[[Engine, Caller, Any], Awaitable[Result]]
     traits: CallTraits
     subject: str  # the argument that says what an audited call is about
 
@@ -74,7 +77,7 @@ def method(arguments: type[Arguments], *, subject: str = "topic") -> Callable[[A
 
 async def dispatch_call(
     engine: Engine, caller: Caller, name: str, arguments: dict[str, Any]
-) -> dict[str, Any]:
+) -> Result:
     """Check the arguments, make the call, and leave a trace of administrative ones."""
     found = METHODS.get(name)
     started = time.perf_counter()
@@ -136,32 +139,32 @@ def _public(config: TopicConfig) -> dict[str, Any]:
 
 
 @method(TopicCreateArguments)
-async def topic_create(engine: Engine, _: Caller, a: TopicCreateArguments) -> dict[str, Any]:
+async def topic_create(engine: Engine, _: Caller, a: TopicCreateArguments) -> Result:
     if "id" in a.config:
         raise InvalidArgument("a topic's id is given by the node", field="id")
     return _public(await engine.create_topic(a.config, exists_ok=a.exists_ok))
 
 
 @method(TopicArguments)
-async def topic_get(engine: Engine, _: Caller, a: TopicArguments) -> dict[str, Any]:
+async def topic_get(engine: Engine, _: Caller, a: TopicArguments) -> Result:
     return _public(engine.config_of(a.topic))
 
 
 @method(PageArguments)
-async def topic_list(engine: Engine, _: Caller, a: PageArguments) -> dict[str, Any]:
+async def topic_list(engine: Engine, _: Caller, a: PageArguments) -> Result:
     behind = (config for config in engine.configs() if config.name > a.after)
     page = page_of((config.name, _public(config)) for config in behind)
     return {"topics": page.rows, "next": page.next}
 
 
 @method(TopicUpdateArguments)
-async def topic_update(engine: Engine, _: Caller, a: TopicUpdateArguments) -> dict[str, Any]:
+async def topic_update(engine: Engine, _: Caller, a: TopicUpdateArguments) -> Result:
     await engine.update_topic(a.topic, a.changes)
     return _public(engine.config_of(a.topic))
 
 
 @method(DestructiveArguments)
-async def topic_delete(engine: Engine, caller: Caller, a: DestructiveArguments) -> dict[str, Any]:
+async def topic_delete(engine: Engine, caller: Caller, a: DestructiveArguments) -> Result:
     confirmed(engine, caller, "topic_delete", a)
     await engine.delete_topic(a.topic)
     return {}
@@ -199,7 +202,7 @@ class KeyRevokeArguments(Arguments, frozen=True):
 
 
 @method(ConfirmArguments)
-async def confirm(engine: Engine, caller: Caller, a: ConfirmArguments) -> dict[str, Any]:
+async def confirm(engine: Engine, caller: Caller, a: ConfirmArguments) -> Result:
     if not traits_of(a.method).confirmed:
         known = ", ".join(name for name, traits in CALLS.items() if traits.confirmed)
         raise InvalidArgument(f"method must be one of {known}", field="method")
@@ -212,20 +215,20 @@ async def confirm(engine: Engine, caller: Caller, a: ConfirmArguments) -> dict[s
 
 
 @method(KeyCreateArguments, subject="name")
-async def key_create(engine: Engine, _: Caller, a: KeyCreateArguments) -> dict[str, Any]:
+async def key_create(engine: Engine, _: Caller, a: KeyCreateArguments) -> Result:
     made = await engine.keys.create(a.name)
     return {**made.record.public(), "key": made.text}
 
 
 @method(PageArguments)
-async def key_list(engine: Engine, _: Caller, a: PageArguments) -> dict[str, Any]:
+async def key_list(engine: Engine, _: Caller, a: PageArguments) -> Result:
     named = ((f"{record.created_ms:015}.{record.id}", record) for record in engine.keys.list())
     page = page_of((name, record.public()) for name, record in named if name > a.after)
     return {"keys": page.rows, "next": page.next}
 
 
 @method(KeyRevokeArguments, subject="id")
-async def key_revoke(engine: Engine, caller: Caller, a: KeyRevokeArguments) -> dict[str, Any]:
+async def key_revoke(engine: Engine, caller: Caller, a: KeyRevokeArguments) -> Result:
     deed = revocation(engine, a.id)
     engine.confirmations.use(caller.name, a.confirm, deed, force=a.force)
     record = await engine.keys.revoke(a.id)

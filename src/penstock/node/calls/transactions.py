@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.errors import InvalidArgument
 from penstock.heap.transactions import SharePlace
 from penstock.node.atomic.participant import apply_here, decide_here, doubts_here, outcome_here
-from penstock.node.calls.table import Caller, TopicArguments, method
+from penstock.node.calls.table import Caller, Result, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.serve.topic import Topic, check_id
 
@@ -42,7 +40,7 @@ class DoubtsArguments(OfTopicArguments, frozen=True):
 
 
 @method(HomeArguments)
-async def transaction_decide(engine: Engine, _: Caller, a: HomeArguments) -> dict[str, Any]:
+async def transaction_decide(engine: Engine, _: Caller, a: HomeArguments) -> Result:
     """Decide in the home partition; the first decision holds and is the answer."""
     topic = a.queue(engine)
     home = topic.here(a.partition)
@@ -57,14 +55,14 @@ def _place(topic: Topic, partition: int, sequence: int) -> SharePlace:
 
 
 @method(TransactionArguments)
-async def transaction_outcome(engine: Engine, _: Caller, a: TransactionArguments) -> dict[str, Any]:
+async def transaction_outcome(engine: Engine, _: Caller, a: TransactionArguments) -> Result:
     """The home's decision; if there is none, it decides against."""
     topic = a.queue(engine)
     return {"commit": await outcome_here(topic, topic.here(a.partition), a.transaction)}
 
 
 @method(DecisionArguments)
-async def transaction_apply(engine: Engine, _: Caller, a: DecisionArguments) -> dict[str, Any]:
+async def transaction_apply(engine: Engine, _: Caller, a: DecisionArguments) -> Result:
     """Follow the home's decision in another partition."""
     topic = a.queue(engine)
     apply_here(topic, topic.here(a.partition), a.transaction, commit=a.commit)
@@ -72,7 +70,7 @@ async def transaction_apply(engine: Engine, _: Caller, a: DecisionArguments) -> 
 
 
 @method(DoubtsArguments)
-async def transaction_doubts(engine: Engine, _: Caller, a: DoubtsArguments) -> dict[str, Any]:
+async def transaction_doubts(engine: Engine, _: Caller, a: DoubtsArguments) -> Result:
     """Which batches of a home wait for its decision in another partition."""
     topic = a.queue(engine)
     doubts = await doubts_here(topic, topic.here(a.partition), a.home)
