@@ -222,8 +222,8 @@ def log_events(batch: Batch, columns: Columns | None = None) -> Iterator[AnyEven
             yield Leased(partition, batch.first + i, message)
     elif batch.kind in _HOW:
         how, count = _HOW[batch.kind], columns.count
-        tokens = columns.fixed("token").tolist() if "token" in columns else [0] * count
-        named = columns.fixed("message").tolist() if "message" in columns else [0] * count
+        tokens = columns.fixed("token").tolist() if "token" in columns.views else [0] * count
+        named = columns.fixed("message").tolist() if "message" in columns.views else [0] * count
         for i in range(count):
             yield Ended(partition, batch.first + i, how, tokens[i], named[i])
     elif batch.kind is Kind.DECIDE:

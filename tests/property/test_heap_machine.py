@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from penstock.errors import StaleProducer
 from penstock.heap import Heap
 from penstock.heap.transactions import ABORTED_MS, SharePlace, pack_places
-from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
+from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.topic import Mode, TopicConfig, topic_config
 
 EXAMPLES = 40
@@ -139,8 +139,8 @@ class HeapMachine(RuleBasedStateMachine):
     def write(self, kind: Kind, count: int, values: dict[str, Any], *, runs: int = 0) -> Batch:
         body = SCHEMAS[kind].encode(count, values, runs=runs)
         batch = Batch(
-            kind, Codec.NONE, BatchFlag.NONE, 7, 3, 1, 1, self.heap.sequence_applied + 1, count,
-            count, self.now, len(body), 0, 0, body,
+            kind, Codec.NONE, False, 7, 3, 1, 1, self.heap.sequence_applied + 1,
+            self.heap.sequence_applied + count, count, self.now, len(body), 0, b"", body,
         )  # fmt: skip
         self.log.append(batch)
         self.applied = self.heap.apply(batch, batch.columns())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.heap import Heap, Spine
 from penstock.heap.spine import bounded
-from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
+from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.topic import TopicConfig
 
 NOW = 1000
@@ -18,8 +18,8 @@ partitions = st.lists(st.lists(st.integers(-5, 30), max_size=40), min_size=1, ma
 def write(heap: Heap, kind: Kind, count: int, values: dict[str, object], runs: int = 0) -> None:
     body = SCHEMAS[kind].encode(count, values, runs=runs)  # type: ignore[arg-type]
     batch = Batch(
-        kind, Codec.NONE, BatchFlag.NONE, 0, 0, 1, 1, heap.sequence_applied + 1, count, count, NOW,
-        len(body), 0, 0, body,
+        kind, Codec.NONE, False, 0, 0, 1, 1, heap.sequence_applied + 1,
+        heap.sequence_applied + count, count, NOW, len(body), 0, b"", body,
     )  # fmt: skip
     heap.apply(batch, batch.columns())
 

@@ -79,7 +79,7 @@ def _slice(dice: random.Random) -> Sent:
         Kind.ENQ, body, topic=1, partition=0, epoch=1, epoch_previous=0, first=1, count=2,
         time_ms=5, chain_previous=0,
     )  # fmt: skip
-    data = batch.header() + bytes(batch.body)
+    data = batch.header + bytes(batch.body)
     data += bytes(-len(data) & 7)
     return Sent(FrameType.BATCH, BATCHED, Asked.LOG, LogSlice(0, 1, 2, 9), data)
 

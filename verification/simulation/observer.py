@@ -55,7 +55,7 @@ class Observer(Checker):
         known = self._continued.get(id(batch))
         if known is not None and known[1] == chain:
             return True
-        if chain_over(batch.header(), batch.body, chain) != batch.chain:
+        if chain_over(batch.header, batch.body, chain) != batch.chain:
             return False
         self._continued[id(batch)] = (batch, chain)
         return True

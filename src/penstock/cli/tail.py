@@ -120,7 +120,8 @@ def rows_of(batch: Batch) -> Iterator[Row]:
     from penstock.model.plain import headers_of
 
     columns = batch.columns()
-    present = [c for c in columns.schema.columns if c.name in columns and c.domain is Domain.ENTRY]
+    entries = [c for c in columns.schema.columns if c.domain is Domain.ENTRY]
+    present = [c for c in entries if c.name in columns.views]
     values: dict[str, Any] = {
         c.name: list(columns.binary(c.name) or ()) if c.binary else columns.fixed(c.name).tolist()
         for c in present

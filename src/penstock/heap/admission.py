@@ -23,7 +23,7 @@ def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         return _on_deltas(heap, batch, columns)
     if batch.compacted:
         return _on_compacted(heap, batch, columns)
-    if count == 1 and "delay_ms" not in columns:
+    if count == 1 and "delay_ms" not in columns.views:
         _enter_one(heap, batch, columns)
         woke = 1
     else:
@@ -52,7 +52,7 @@ def _enter_one(heap: HeapState, batch: Batch, columns: Columns) -> None:
     at = table.open_one(sequence)
     table.key[at] = key
     table.time_ms[at] = time_ms
-    if "max_retries" in columns:
+    if "max_retries" in columns.views:
         table.limit[at] = columns.fixed("max_retries")[0] + 1
     table.enter_one(at, MessageState.READY)
     heap.ready_index.push_one(heap.ordering.aged_one(key, time_ms), sequence)
@@ -63,7 +63,7 @@ def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -
     table, count = heap.table, columns.count
     keys = heap.ordering.keys(columns.fixed("priority"))
     until_ms = _until(columns, batch.time_ms)
-    limits = columns.fixed("max_retries") if "max_retries" in columns else None
+    limits = columns.fixed("max_retries") if "max_retries" in columns.views else None
     states: MessageState | NDArray[np.uint8] = (
         MessageState.PREPARED if prepared else MessageState.READY
     )
@@ -104,7 +104,7 @@ def _index(
 
 def _until(columns: Columns, time_ms: int) -> NDArray[np.int64] | None:
     """When each message may be delivered, 0 for at once; None if that is true of all."""
-    if "delay_ms" not in columns:
+    if "delay_ms" not in columns.views:
         return None
     delay_ms = columns.fixed("delay_ms")
     if not (delay_ms > 0).any():

@@ -84,7 +84,7 @@ def _release(heap: HeapState, tokens: Sequences, released: dict[bytes, int]) -> 
 def on_ack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     applied = Applied(released={})
     table = heap.table
-    if "token" in columns:
+    if "token" in columns.views:
         messages = _release(heap, columns.fixed("token"), applied.released)
         if len(messages) == 1:
             table.move_one(table.place_of(int(messages[0])), MessageState.DONE)
@@ -92,12 +92,12 @@ def on_ack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         elif len(messages):
             table.move(table.places(messages), MessageState.DONE)
             applied.acked = len(messages)
-    if "message" in columns:
+    if "message" in columns.views:
         messages = _living(heap, columns.fixed("message"), _SETTLED)
         _end_leases_of(heap, messages, applied.released)
         _finish(heap, messages)
         applied.purged += len(messages)
-    if "through" in columns:
+    if "through" in columns.views:
         messages = _waiting_through(heap, int(columns.fixed("through").max()))
         _finish(heap, messages)
         applied.purged += len(messages)
@@ -141,7 +141,7 @@ def _waiting_through(heap: HeapState, through: int) -> Sequences:
 
 
 def on_nack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
-    counted = columns.fixed("counted") > 0 if "counted" in columns else None
+    counted = columns.fixed("counted") > 0 if "counted" in columns.views else None
     return _take_back(heap, batch, columns, counted)
 
 
@@ -176,7 +176,7 @@ def _take_back(
 def on_dead(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     applied = Applied(released={})
     entries = np.arange(columns.count)
-    if "token" in columns:
+    if "token" in columns.views:
         # A batch has one reason. It does not say whether a last try was given up or ran out of
         # time; the lease does.
         tried = int(columns.fixed("reason")[0]) == DeadReason.RETRIES
@@ -185,7 +185,7 @@ def on_dead(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
                 applied.expired += stretch.run.overdue(stretch.offsets, batch.time_ms)
             messages = heap.leases.release(stretch, applied.released)
             applied.dead += _bury(heap, batch, columns, messages, entries[stretch.at])
-    if "message" in columns:
+    if "message" in columns.views:
         named: Sequences = columns.fixed("message")
         distinct, first = np.unique(named, return_index=True)
         good = _MOVABLE[heap.table.states(distinct)]

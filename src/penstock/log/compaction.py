@@ -62,7 +62,7 @@ def _copy(
     index = BatchIndex()
     for batch in _compacted(walk, alive):
         index.add(batch.first, new.end)
-        new.end = handle.write([batch.header(), batch.body, bytes(-batch.size & 7)], new.end)
+        new.end = handle.write([batch.header, batch.body, bytes(-batch.size & 7)], new.end)
         new.batches += 1
     verify_sealed(segment, walk)
     if new.end >= segment.end:

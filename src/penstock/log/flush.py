@@ -158,7 +158,7 @@ class Stager:
         segment, buffers = piece.segment, piece.buffers
         assert segment.opened is not None
         segment.opened.index.add(batch.first, segment.end)
-        buffers.append(batch.header())
+        buffers.append(batch.header)
         buffers.append(batch.body)
         if size != batch.size:
             buffers.append(_PADDING[size - batch.size])

@@ -14,7 +14,7 @@ A *compacted* batch keeps its range and its chain but only the entries that are 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Final
 
 import lz4.frame
@@ -30,11 +30,12 @@ MAGIC: Final = 0x31425350  # "PSB1"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBBBIIIIQIIqIIQII")
 HEADER_SIZE: Final = HEADER.size  # 72
+_COMPACTED: Final = 1  # the only flag
 BODY_BYTES_MAX: Final = 64 << 20
 WINDOW_BYTES_MAX: Final = 8 << 20  # that a zstd frame may have a reader keep
 _CHAINED: Final = struct.Struct("<IBBBBIIIIQIIqII")  # the header up to the chain: what it hashes
 _CHAIN: Final = struct.Struct("<QI")
-_CRC_AT: Final = HEADER_SIZE - 4
+_CRC: Final = struct.Struct("<I")
 
 
 class Kind(IntEnum):
@@ -60,11 +61,6 @@ class Codec(IntEnum):
     NONE = 0
     ZSTD = 1
     LZ4 = 2
-
-
-class BatchFlag(IntFlag):
-    NONE = 0
-    COMPACTED = 1
 
 
 _PRODUCER_RUNS: Final = (
@@ -152,7 +148,6 @@ SCHEMAS: Final[dict[Kind, Schema]] = {
 # By value: making an enum member from its number costs more than the rest of a header.
 _KINDS: Final = tuple(Kind)
 _CODECS: Final = tuple(Codec)
-_FLAGS: Final = (BatchFlag.NONE, BatchFlag.COMPACTED)
 
 
 class Decision(IntEnum):
@@ -177,45 +172,35 @@ _REASONS: Final = frozenset(DeadReason)
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """A sealed batch. `body` is as stored; `columns()` decompresses and decodes it."""
+    """A sealed batch. `header` and `body` are as stored; `columns()` decompresses and decodes."""
 
     kind: Kind
     codec: Codec
-    flags: BatchFlag
+    compacted: bool
     topic: int
     partition: int
     epoch: int
     epoch_previous: int
     first: int
-    count: int  # sequences covered
-    entries: int  # entries in the body; less than `count` only when compacted
+    last: int
+    entries: int  # entries in the body; less than the sequences covered only when compacted
     time_ms: int  # the coordinator's clock
     raw_length: int
     chain: int
-    crc: int
+    header: bytes
     body: Buffer
 
     @property
-    def last(self) -> int:
-        return self.first + self.count - 1
+    def count(self) -> int:
+        """Sequences covered."""
+        return self.last - self.first + 1
 
     @property
     def size(self) -> int:
         return HEADER_SIZE + len(self.body)
 
-    @property
-    def compacted(self) -> bool:
-        return self.flags is not BatchFlag.NONE
-
-    def header(self) -> bytes:
-        return HEADER.pack(
-            MAGIC, VERSION, self.kind, self.codec, self.flags, self.topic, self.partition,
-            self.epoch, self.epoch_previous, self.first, self.count, self.entries, self.time_ms,
-            len(self.body), self.raw_length, self.chain, 0, self.crc,
-        )  # fmt: skip
-
     def encode(self) -> bytes:
-        return b"".join((self.header(), self.body))
+        return b"".join((self.header, self.body))
 
     def columns(self) -> Columns:
         return SCHEMAS[self.kind].decode(self.raw(), self.entries)
@@ -254,25 +239,29 @@ def seal(
         count, time_ms, len(body), raw,
     )  # fmt: skip
     chain = chain_over(prefix, body, chain_previous)
-    crc = crc32c(body, crc32c(prefix + _CHAIN.pack(chain, 0)))
     return Batch(
-        kind, codec, BatchFlag.NONE, topic, partition, epoch, epoch_previous, first, count, count,
-        time_ms, raw, chain, crc, body,
+        kind, codec, False, topic, partition, epoch, epoch_previous, first, first + count - 1,
+        count, time_ms, raw, chain, _header(prefix, chain, body), body,
     )  # fmt: skip
 
 
 def seal_compacted(
-    body: Buffer, *, entries: int, covers: tuple[Batch, Batch], codec: Codec = Codec.NONE,
-    raw_length: int | None = None,
-) -> Batch:  # fmt: skip
+    body: Buffer, *, entries: int, covers: tuple[Batch, Batch], codec: Codec, raw_length: int
+) -> Batch:
     """Stand for the batches from `covers[0]` to `covers[1]` with only the living `entries`."""
     oldest, newest = covers
-    batch = Batch(
-        Kind.ENQ, codec, BatchFlag.COMPACTED, newest.topic, newest.partition, newest.epoch,
+    prefix = _CHAINED.pack(
+        MAGIC, VERSION, Kind.ENQ, codec, _COMPACTED, newest.topic, newest.partition, newest.epoch,
         oldest.epoch_previous, oldest.first, newest.last - oldest.first + 1, entries,
-        newest.time_ms, len(body) if raw_length is None else raw_length, newest.chain, 0, body,
+        newest.time_ms, len(body), raw_length,
     )  # fmt: skip
-    return msgspec.structs.replace(batch, crc=crc32c(body, crc32c(batch.header()[:_CRC_AT])))
+    head, _ = decode_header(_header(prefix, newest.chain, body))
+    return msgspec.structs.replace(head, body=body)
+
+
+def _header(prefix: bytes, chain: int, body: Buffer) -> bytes:
+    covered = prefix + _CHAIN.pack(chain, 0)
+    return covered + _CRC.pack(crc32c(body, crc32c(covered)))
 
 
 def chain_over(header: bytes, body: Buffer, chain_previous: int) -> int:
@@ -287,32 +276,33 @@ def decode_header(data: Buffer, at: int = 0) -> tuple[Batch, int]:
         raise Corruption("a batch header is cut short")
     (
         magic, version, kind, codec, flags, topic, partition, epoch, epoch_previous, first, count,
-        entries, time_ms, length, raw_length, chain, reserved, crc,
+        entries, time_ms, length, raw_length, chain, reserved, _,
     ) = HEADER.unpack_from(data, at)  # fmt: skip
     if magic != MAGIC or reserved:
         raise Corruption("not a batch header")
     if version != VERSION:
         raise Corruption(f"batch version {version} is not {VERSION}")
-    if kind >= len(_KINDS) or codec >= len(_CODECS) or flags >= len(_FLAGS):
+    if kind >= len(_KINDS) or codec >= len(_CODECS) or flags > _COMPACTED:
         raise Corruption("a batch header has an unknown kind, codec or flag")
     if length > BODY_BYTES_MAX or count == 0 or entries > count or first == 0:
         raise Corruption("a batch header has an impossible length or range")
     batch = Batch(
-        _KINDS[kind], _CODECS[codec], _FLAGS[flags], topic, partition, epoch, epoch_previous, first,
-        count, entries, time_ms, raw_length, chain, crc, b"",
+        _KINDS[kind], _CODECS[codec], flags == _COMPACTED, topic, partition, epoch, epoch_previous,
+        first, first + count - 1, entries, time_ms, raw_length, chain,
+        bytes(data[at : at + HEADER_SIZE]), b"",
     )  # fmt: skip
     return batch, length
 
 
-def decode(data: Buffer, at: int = 0, *, verify: bool = True) -> Batch:
+def decode(data: Buffer, at: int = 0) -> Batch:
     """Read one batch at `at`; raises `Corruption` unless header, length and CRC agree."""
     head, length = decode_header(data, at)
-    end = at + HEADER_SIZE + length
+    start, end = at + HEADER_SIZE, at + HEADER_SIZE + length
     if len(data) < end:
         raise Corruption("a batch body is cut short")
-    view = memoryview(data)
-    body = view[at + HEADER_SIZE : end]
-    if verify and head.crc != crc32c(body, crc32c(view[at : at + _CRC_AT])):
+    body = memoryview(data)[start:end]
+    covered = head.header[: -_CRC.size]
+    if head.header[-_CRC.size :] != _CRC.pack(crc32c(body, crc32c(covered))):
         raise Corruption(f"CRC mismatch in the batch at sequence {head.first}")
     return msgspec.structs.replace(head, body=body)
 
@@ -330,10 +320,7 @@ def decode_all(data: Buffer) -> list[Batch]:
 
 def verify_chain(batch: Batch, chain_previous: int) -> None:
     """Raise `Corruption` unless `batch` follows the prefix that `chain_previous` stands for."""
-    if (
-        not batch.compacted
-        and chain_over(batch.header(), batch.body, chain_previous) != batch.chain
-    ):
+    if not batch.compacted and chain_over(batch.header, batch.body, chain_previous) != batch.chain:
         raise Corruption(f"the hash chain breaks at sequence {batch.first}")
 
 

@@ -42,8 +42,7 @@ def most_urgent(body: Buffer, count: int) -> int | None:
     if not count:
         return None
     columns = CHANGES.decode(body, count)
-    starts, blob = columns.view("payload"), columns.blob("payload")
-    assert starts is not None
+    starts, blob = columns.views["payload"], columns.blobs["payload"]
     if count == 1:
         return blob[_PRIORITY_AT]
     if count <= _FEW:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.heap import Applied, Heap
-from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
+from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.columns import Columns
 from penstock.model.topic import topic_config
 
@@ -30,10 +30,10 @@ class HeapLog:
         self, kind: Kind, count: int, values: dict[str, Any], *, runs: int = 0, covers: int = 0
     ) -> Batch:
         body = SCHEMAS[kind].encode(count, values, runs=runs)
-        flags = BatchFlag.COMPACTED if covers else BatchFlag.NONE
+        last = self.heap.sequence_applied + (covers or count)
         return Batch(
-            kind, Codec.NONE, flags, 1, 0, 1, 1, self.heap.sequence_applied + 1, covers or count,
-            count, self.now, len(body), 0, 0, body,
+            kind, Codec.NONE, bool(covers), 1, 0, 1, 1, self.heap.sequence_applied + 1, last,
+            count, self.now, len(body), 0, b"", body,
         )  # fmt: skip
 
     def write(self, kind: Kind, count: int, values: dict[str, Any], **more: int) -> Applied:

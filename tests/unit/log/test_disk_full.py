@@ -51,7 +51,7 @@ def test_nothing_is_lost_on_a_full_disk(disk, pen_on):
     log = open_on(disk)
     assert [b.encode() for b in log.scan(1)] == [b.encode() for b in pen.batches]
     for batch in pen.batches:
-        assert log.read(batch.first, nowait=False).crc == batch.crc
+        assert log.read(batch.first, nowait=False).header == batch.header
 
 
 def test_the_reserve_survives_a_restart_on_a_full_disk(disk, pen_on):

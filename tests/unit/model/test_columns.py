@@ -62,7 +62,7 @@ def test_the_layout_of_a_body_is_fixed() -> None:
 def test_absent_columns_read_as_their_default() -> None:
     columns = SCHEMA.decode(SCHEMA.encode(3, {"number": None}), 3)
     assert columns.fixed("small").tolist() == [7, 7, 7] and columns.binary("blob") is None
-    assert "number" not in columns
+    assert "number" not in columns.views
 
 
 def test_what_does_not_fit_is_refused() -> None:

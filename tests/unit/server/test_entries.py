@@ -26,7 +26,7 @@ def test_a_body_holds_every_column() -> None:
 
 def test_columns_of_defaults_are_absent() -> None:
     columns = SCHEMAS[Kind.ENQ].decode(GatewayEntries([b"a"], [0]).body(), 1)
-    assert "key" not in columns and "delay_ms" not in columns and columns.runs == 0
+    assert not {"key", "delay_ms"} & columns.views.keys() and columns.runs == 0
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ DOMAINS = {Domain.ENTRY: "", Domain.RUN: "r ", Domain.SCALAR: "s "}
 
 
 def listed(columns: tuple[Column, ...]) -> str:
-    return ", ".join(f"{DOMAINS[c.domain]}{c.name} {SHORT.get(c.dtype, c.dtype)}" for c in columns)
+    return ", ".join(f"{DOMAINS[c.domain]}{c.name} {SHORT.get(c.kind, c.kind)}" for c in columns)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ async def _acknowledged_in_log(connection: Connection) -> set[tuple[int, int]]:
 
 def _acknowledged(batch: Batch) -> Iterator[tuple[int, int]]:
     columns = batch.columns()
-    if batch.kind is Kind.ACK and "token" in columns:
+    if batch.kind is Kind.ACK and "token" in columns.views:
         for token in columns.fixed("token").tolist():
             yield batch.partition, token
 

@@ -155,7 +155,7 @@ def _append(
     values: dict[str, Value | None] = {
         column.name: columns.binary(column.name) if column.binary else columns.fixed(column.name)
         for column in ENQ.columns
-        if column.name in columns
+        if column.name in columns.views
     }
     values |= {"transaction": [transaction], "home": [home]}
     body = PREPARE.encode(part.count, values, runs=columns.runs)

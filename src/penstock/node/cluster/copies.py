@@ -60,7 +60,7 @@ class SeedServer:
         batches = await self._host(key).seed_slice(
             from_sequence, through=through, bytes_max=CHUNK_BYTES
         )
-        padded = [(b.header(), b.body, bytes(-b.size & 7)) for b in batches]
+        padded = [(b.header, b.body, bytes(-b.size & 7)) for b in batches]
         return self._piece(b"".join(itertools.chain.from_iterable(padded)))
 
     def chunk(self, piece: int, offset: int) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class PeerTransport:
             return False
         payload: list[Buffer] = [pack(append)]
         for batch in batches:
-            payload += [batch.header(), batch.body, _PADDING[: -batch.size & 7]]
+            payload += [batch.header, batch.body, _PADDING[: -batch.size & 7]]
         sending.output.send(FrameType.BATCH, sending.number, *payload, flags=FrameFlag.BATCHED)
         return True
 

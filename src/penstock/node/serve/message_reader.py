@@ -54,7 +54,7 @@ class _Decoded:
 
     def _open(self, batch: Batch, columns: Columns) -> None:
         self.size = len(columns.body) + _OVERHEAD
-        priority = columns.view("priority")
+        priority = columns.views.get("priority")
         self.priority = priority
         if priority is not None and len(priority) <= _COPIED_MAX:
             self.priority = priority.tolist()
@@ -96,12 +96,12 @@ _Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of 
 
 
 def _slices(columns: Columns, name: str) -> _Slices | None:
-    ends = columns.view(name)
+    ends = columns.views.get(name)
     if ends is None:
         return None
     if len(ends) > _COPIED_MAX:
-        return ends, columns.blob(name)
-    return ends.tolist(), bytes(columns.blob(name))
+        return ends, columns.blobs[name]
+    return ends.tolist(), bytes(columns.blobs[name])
 
 
 def _copied(slices: _Slices, places: list[int]) -> _Slices:

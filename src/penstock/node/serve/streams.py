@@ -215,7 +215,7 @@ class ReaderStream:
                 break
             if self._through is not None and batch.first > self._through:
                 break
-            fitting += [batch.header(), batch.body, bytes(padded - batch.size)]
+            fitting += [batch.header, batch.body, bytes(padded - batch.size)]
             entries, size, last = entries + batch.count, size + padded, batch.last
         if not fitting:
             return False

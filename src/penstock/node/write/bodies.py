@@ -58,15 +58,15 @@ def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
         columns.validate()
     except Corruption as error:
         raise InvalidArgument(f"malformed batch: {error.message}", field="body") from error
-    if "sequence" in columns:
+    if "sequence" in columns.views:
         raise InvalidArgument("a batch must not name its sequences", field="sequence")
     for name, limit in (("payload", config.payload_bytes_max), *_BYTES_MAX):
         if len(body) > limit:  # else none of its values can be
             _check_sizes(columns, name, limit)
-    if "headers" in columns:
+    if "headers" in columns.views:
         _check_headers(columns)
     for name, low, high in _RANGES:
-        if name in columns:
+        if name in columns.views:
             _check_range(columns, name, low, high)
     if columns.runs:
         _check_runs(columns)
@@ -74,12 +74,12 @@ def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
 
 
 def _check_runs(columns: Columns) -> None:
-    counts = columns.view("run_count")
+    counts = columns.views.get("run_count")
     if counts is None or sum(counts) != columns.count:
         raise InvalidArgument("producer runs do not cover the batch", field="run_count")
-    if "run_producer" not in columns:
+    if "run_producer" not in columns.views:
         raise InvalidArgument("producer runs name no producer", field="run_producer")
-    epochs, firsts = columns.view("run_epoch"), columns.view("run_sequence")
+    epochs, firsts = columns.views.get("run_epoch"), columns.views.get("run_sequence")
     if epochs is not None and max(epochs) > PRODUCER_NUMBER_MAX:
         raise _too_large("run_epoch")
     if firsts is not None and any(
@@ -95,9 +95,9 @@ def _too_large(field: str) -> InvalidArgument:
 
 
 def _check_sizes(columns: Columns, name: str, limit: int) -> None:
-    if name not in columns or len(columns.blob(name)) <= limit:
+    if name not in columns.blobs or len(columns.blobs[name]) <= limit:
         return
-    ends = np.asarray(columns.view(name))
+    ends = np.asarray(columns.views[name])
     sizes = np.diff(ends)
     if int(sizes.max()) > limit:
         index = int(sizes.argmax())
@@ -134,10 +134,10 @@ def merge(bodies: Sequence[Columns]) -> bytes:
     """One body with the entries of all, in order: what many small enqueues become in the log."""
     values: dict[str, Value | None] = {}
     for name in _ENTRY_FIXED:
-        if any(name in c for c in bodies):
+        if any(name in c.views for c in bodies):
             values[name] = np.concatenate([c.fixed(name) for c in bodies])
     for name in _ENTRY_BINARY:
-        if any(name in c for c in bodies):
+        if any(name in c.views for c in bodies):
             values[name] = _concat([(c.binary(name), c.count) for c in bodies])
     runs = 0
     if any(c.runs for c in bodies):
@@ -163,7 +163,7 @@ def _concat(cells: Sequence[tuple[Binary | None, int]]) -> Binary:
 def subset(columns: Columns, indices: NDArray[np.int64]) -> bytes:
     """The body with only the entries at `indices` (ascending)."""
     values: dict[str, Value | None] = {
-        name: columns.fixed(name)[indices] for name in _ENTRY_FIXED if name in columns
+        name: columns.fixed(name)[indices] for name in _ENTRY_FIXED if name in columns.views
     }
     for name in _ENTRY_BINARY:
         cell = columns.binary(name)
@@ -232,7 +232,7 @@ def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> ND
     if payloads is None:
         raise InvalidArgument("a delta has no payload", field="payload")
     for name in _MEANINGLESS:
-        if name in columns and (columns.fixed(name) > 0).any():
+        if name in columns.views and (columns.fixed(name) > 0).any():
             raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
     if len(payloads) <= FEW:
         return _homes_of_few(payloads, config, now_ms)

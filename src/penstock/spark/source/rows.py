@@ -138,7 +138,7 @@ def log_times(source: RowSource) -> NDArray[np.int64]:
 
 def header_maps(source: RowSource) -> pa.Array:
     """Headers as map<string, string>; values that are no text stand as JSON."""
-    if not any("headers" in piece.columns for piece in source.pieces):
+    if not any("headers" in piece.columns.views for piece in source.pieces):
         return pa.nulls(source.count, _TEXT_MAP)
     offsets: list[int | None] = []
     names: list[str] = []

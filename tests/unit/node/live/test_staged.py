@@ -2,15 +2,15 @@
 
 import pytest
 
-from penstock.model.batch import SCHEMAS, Batch, BatchFlag, Codec, Kind
+from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.node.live.feed import StagedDeltas
 
 
 def batch(first: int, count: int) -> Batch:
     body = SCHEMAS[Kind.ENQ].encode(count, {"payload": [b"x"] * count})
     return Batch(
-        Kind.ENQ, Codec.NONE, BatchFlag.NONE, 1, 0, 1, 1, first, count, count, 0, len(body), 0, 0,
-        body,
+        Kind.ENQ, Codec.NONE, False, 1, 0, 1, 1, first, first + count - 1, count, 0, len(body), 0,
+        b"", body,
     )  # fmt: skip
 
 
