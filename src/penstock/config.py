@@ -162,8 +162,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(
                     f"{path} is {value}, must be from {low} to {high}", field=path, limit=high
                 )
-        self._validate_ports()
-        self._validate_tls()
+        for field, wrong, message in (*self._rules(), *self._cluster_rules()):
+            if wrong:
+                raise InvalidArgument(message, field=field)
         least = self.limits.held_bytes_least
         if self.limits.held_bytes_max < least:
             raise InvalidArgument(
@@ -172,71 +173,52 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 field="limits.held_bytes_max",
                 limit=least,
             )
-        if self.exposed and not self.keys_required:
-            raise InvalidArgument(
-                f"{self.host} can be reached by others: API keys are required there",
-                field="require_key",
-            )
-        for origin in self.http.cors_origins:
-            if not ORIGIN.fullmatch(origin):
-                raise InvalidArgument(
-                    f"{origin} is no origin, such as https://app.example.com",
-                    field="http.cors_origins",
-                )
-        for name in self.http.hosts:
-            if not HOST.fullmatch(name):
-                raise InvalidArgument(
-                    f"http.hosts: {name!r} is no name, such as queue.example.com",
-                    field="http.hosts",
-                )
         if self.cluster.key:
             _check_cluster_key(self.cluster.key)
-        if self.cluster.enabled:
-            self._validate_cluster()
         return self
 
-    def _validate_cluster(self) -> None:
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """A field, whether it is wrong, and why."""
+        seen: dict[int, str] = {}
+        for name, port in self.ports.items():
+            taken = bool(port) and port in seen
+            yield f"{name}_port", taken, f"{name}_port is {port}, as is {seen.get(port)}_port"
+            seen[port] = name
+        tls, reached = self.tls, f"{self.host} can be reached by others"
+        missing = "tls.cert" if tls.cert is None else "tls.key"
+        one_alone = (tls.cert is None) != (tls.key is None)
+        yield missing, one_alone, "tls.cert and tls.key go together"
+        unchecked = tls.require_client and tls.ca is None
+        yield "tls.ca", unchecked, "tls.require_client needs tls.ca to check certificates with"
+        bare = self.exposed and not self.tls_enabled and not self.insecure
+        yield "tls.cert", bare, f"{reached}: give tls.cert and tls.key, or say insecure"
+        open_to_all = self.exposed and not self.keys_required
+        yield "require_key", open_to_all, f"{reached}: API keys are required there"
+        for text in self.http.cors_origins:
+            wrong = f"{text} is no origin, such as https://app.example.com"
+            yield "http.cors_origins", not ORIGIN.fullmatch(text), wrong
+        for text in self.http.hosts:
+            wrong = f"http.hosts: {text!r} is no name, such as queue.example.com"
+            yield "http.hosts", not HOST.fullmatch(text), wrong
+
+    def _cluster_rules(self) -> Iterator[tuple[str, bool, str]]:
+        cluster = self.cluster
+        if not cluster.enabled:
+            return
+        nowhere = not cluster.advertise and self.host in ("", "0.0.0.0", "::")
         for field, wrong, message in (
             ("node", not NAME.fullmatch(self.node), "a node of a cluster needs a name of its own"),
             ("native_port", "native" not in self.ports, "nodes reach each other at this port"),
-            ("cluster.name", not NAME.fullmatch(self.cluster.name), f"is like {NAME.pattern}"),
-            ("cluster.key", self.keys_required and not self.cluster.key,
+            ("cluster.name", not NAME.fullmatch(cluster.name), f"is like {NAME.pattern}"),
+            ("cluster.key", self.keys_required and not cluster.key,
              "callers need keys here, so nodes need one for each other"),
-            ("cluster.advertise", self._unreachable, "others cannot connect to this address"),
+            ("cluster.advertise", nowhere, "others cannot connect to this address"),
         ):  # fmt: skip
-            if wrong:
-                raise InvalidArgument(f"{field}: {message}", field=field)
-        for endpoint in self.cluster.etcd:
+            yield field, wrong, f"{field}: {message}"
+        for endpoint in cluster.etcd:
             host_port(re.sub(r"^https?://", "", endpoint), field="cluster.etcd")
-        if self.cluster.advertise:
-            host_port(self.cluster.advertise, field="cluster.advertise", port=0)
-
-    @property
-    def _unreachable(self) -> bool:
-        return not self.cluster.advertise and self.host in ("", "0.0.0.0", "::")
-
-    def _validate_ports(self) -> None:
-        seen: dict[int, str] = {}
-        for name, port in self.ports.items():
-            if port and port in seen:
-                raise InvalidArgument(
-                    f"{name}_port is {port}, as is {seen[port]}_port", field=f"{name}_port"
-                )
-            seen[port] = name
-
-    def _validate_tls(self) -> None:
-        if (self.tls.cert is None) != (self.tls.key is None):
-            missing = "tls.cert" if self.tls.cert is None else "tls.key"
-            raise InvalidArgument("tls.cert and tls.key go together", field=missing)
-        if self.tls.require_client and self.tls.ca is None:
-            raise InvalidArgument(
-                "tls.require_client needs tls.ca to check certificates with", field="tls.ca"
-            )
-        if self.exposed and not self.tls_enabled and not self.insecure:
-            raise InvalidArgument(
-                f"{self.host} can be reached by others: give tls.cert and tls.key, or say insecure",
-                field="tls.cert",
-            )
+        if cluster.advertise:
+            host_port(cluster.advertise, field="cluster.advertise", port=0)
 
     @classmethod
     def load(
@@ -269,20 +251,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 def _check_cluster_key(key: str) -> None:
     """A key that is short or hardly varies can be guessed, and who has it can pretend to be a
     node. Whether a long one is random cannot be seen."""
-    if not CLUSTER_KEY_LENGTH_MIN <= len(key) <= TEXT_LENGTH_MAX:
-        raise InvalidArgument(
-            f"cluster.key has {len(key)} characters, must have from {CLUSTER_KEY_LENGTH_MIN} to "
-            f"{TEXT_LENGTH_MAX}; `openssl rand -hex 32` makes one",
-            field="cluster.key",
-            limit=CLUSTER_KEY_LENGTH_MIN,
-        )
-    if len(set(key)) < CLUSTER_KEY_VARIETY_MIN:
-        raise InvalidArgument(
-            f"cluster.key has {len(set(key))} different characters, must have at least "
-            f"{CLUSTER_KEY_VARIETY_MIN}; `openssl rand -hex 32` makes one",
-            field="cluster.key",
-            limit=CLUSTER_KEY_VARIETY_MIN,
-        )
+    for count, (low, high), what in (
+        (len(key), (CLUSTER_KEY_LENGTH_MIN, TEXT_LENGTH_MAX), "characters"),
+        (len(set(key)), (CLUSTER_KEY_VARIETY_MIN, TEXT_LENGTH_MAX), "different characters"),
+    ):
+        if not low <= count <= high:
+            raise InvalidArgument(
+                f"cluster.key has {count} {what}, must have from {low} to {high}; "
+                "`openssl rand -hex 32` makes one",
+                field="cluster.key",
+                limit=low,
+            )
 
 
 _PORT: Final = (-1, 65535)

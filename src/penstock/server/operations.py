@@ -28,6 +28,7 @@ READS_MAX: Final = 2  # of them at once: an answer that is being made takes many
 
 
 class GatewayOperation(NamedTuple):
+    route: str  # over HTTP: a method, and a path with the names of the arguments that it holds
     request: type[msgspec.Struct]
     response: type[msgspec.Struct]
     run: Callable[[GatewayLink, Any], Awaitable[Result]]
@@ -68,8 +69,12 @@ def heap(config: Result) -> Result:
 
 async def make_heap(link: GatewayLink, request: Any) -> Result:
     config = {"name": request.topic, **given(request, "topic", "exists_ok")}
-    call = link.call("topic_create", config=config, exists_ok=request.exists_ok)
-    return heap(await _naming_topic(call))
+    try:
+        return heap(await link.call("topic_create", config=config, exists_ok=request.exists_ok))
+    except InvalidArgument as error:
+        if error.field == "name":  # which the caller knows as the topic
+            raise InvalidArgument(error.message, field="topic", limit=error.limit) from error
+        raise
 
 
 async def get_heap(link: GatewayLink, request: ask.OfTopic) -> Result:
@@ -137,9 +142,7 @@ def _log_failed_return(done: asyncio.Future[list[int]]) -> None:
 
 
 async def ack(link: GatewayLink, request: ask.AckCall) -> Result:
-    token = _token_of(request)
-    _held(await link.connection.settle(request.topic, [token]))
-    return {}
+    return _held(await link.connection.settle(request.topic, [_token_of(request)]))
 
 
 async def ack_batch(link: GatewayLink, request: ask.AckBatchCall) -> Result:
@@ -149,22 +152,18 @@ async def ack_batch(link: GatewayLink, request: ask.AckBatchCall) -> Result:
 
 
 async def nack(link: GatewayLink, request: ask.NackCall) -> Result:
-    token = _token_of(request)
-    _held(await _give_back(link, request, [token]))
-    return {}
+    return _held(await _give_back(link, request, [_token_of(request)]))
 
 
 async def nack_batch(link: GatewayLink, request: ask.NackBatchCall) -> Result:
     tokens = request.lease_tokens
-    parsed = [LeaseToken.parse(t) for t in tokens]
-    lost = await _give_back(link, request, parsed)
+    lost = await _give_back(link, request, [LeaseToken.parse(t) for t in tokens])
     return {"lost": [tokens[i] for i in lost]}
 
 
 async def extend(link: GatewayLink, request: ask.ExtendCall) -> Result:
     token = LeaseToken.parse(request.lease_token)
-    _held(await link.connection.extend(request.topic, [token], request.extend_ms))
-    return {}
+    return _held(await link.connection.extend(request.topic, [token], request.extend_ms))
 
 
 async def confirm(link: GatewayLink, request: ask.ConfirmCall) -> Result:
@@ -199,96 +198,57 @@ async def _give_back(
     )
 
 
-def _held(lost: list[int]) -> None:
+def _held(lost: list[int]) -> Result:
+    """What is said about a lease that was there."""
     if lost:
         raise LeaseLost("the lease is over: it expired or was settled")
+    return {}
 
 
-async def _naming_topic(call: Awaitable[Result]) -> Result:
-    """Let a complaint about the engine's `name` name the argument that the caller gave."""
-    try:
-        return await call
-    except InvalidArgument as error:
-        if error.field == "name":
-            raise InvalidArgument(error.message, field="topic", limit=error.limit) from error
-        raise
-
-
-OPERATIONS: Final[dict[str, GatewayOperation]] = {
-    "MakeHeap": GatewayOperation(ask.MakeHeapCall, tell.HeapAnswer, make_heap, "Create a heap"),
-    "GetHeap": GatewayOperation(ask.OfTopic, tell.HeapAnswer, get_heap, "A heap's configuration"),
-    "ListHeaps": GatewayOperation(ask.ListingCall, tell.HeapsAnswer, list_heaps, "A page of heaps"),
-    "UpdateHeapConfig": GatewayOperation(
-        ask.UpdateHeapConfigCall, tell.HeapAnswer, update_heap, "Change a heap while it runs"
-    ),
-    "DeleteHeap": GatewayOperation(
-        ask.DeleteHeapCall, tell.DoneAnswer, delete_heap, "Delete a heap"
-    ),
-    "Stats": GatewayOperation(
-        ask.StatsCall,
-        tell.AllStatsAnswer,
-        stats,
-        "Counts per partition of one heap, or of a page of all",
-    ),
-    "Purge": GatewayOperation(
-        ask.PurgeCall,
-        tell.PurgedAnswer,
-        engine_call("purge"),
-        "Drop all ready and delayed messages",
-    ),
-    "Pop": GatewayOperation(
-        ask.PopCall,
-        tell.PoppedAnswer,
-        pop,
-        "Lease the best messages, waiting for the first",
-        undo=return_popped,
-    ),
-    "Peek": GatewayOperation(
-        ask.PeekCall,
-        tell.PeekedAnswer,
-        engine_call("peek"),
-        "Look at the best messages without a lease",
-    ),
-    "Ack": GatewayOperation(ask.AckCall, tell.DoneAnswer, ack, "Finish a leased message"),
-    "AckBatch": GatewayOperation(
-        ask.AckBatchCall, tell.SettledAnswer, ack_batch, "Finish many leased messages"
-    ),
-    "Nack": GatewayOperation(ask.NackCall, tell.DoneAnswer, nack, "Give a leased message back"),
-    "NackBatch": GatewayOperation(
-        ask.NackBatchCall, tell.SettledAnswer, nack_batch, "Give many back"
-    ),
-    "Extend": GatewayOperation(ask.ExtendCall, tell.DoneAnswer, extend, "Let a lease run longer"),
-    "MoveToDLQ": GatewayOperation(
-        ask.MoveToDLQCall,
-        tell.DoneAnswer,
-        engine_call("move_to_dlq"),
-        "Move a message to the dead letters",
-    ),
-    "DlqList": GatewayOperation(
-        ask.DlqListCall, tell.DeadLettersAnswer, engine_call("dlq_list"), "A page of dead letters"
-    ),
-    "DlqReplay": GatewayOperation(
-        ask.DlqReplayCall, tell.ReplayedAnswer, engine_call("dlq_replay"), "Make dead letters ready"
-    ),
-    "DlqDelete": GatewayOperation(
-        ask.DlqDeleteCall, tell.DeletedAnswer, engine_call("dlq_delete"), "Delete dead letters"
-    ),
-    "Confirm": GatewayOperation(
-        ask.ConfirmCall, tell.ConfirmationAnswer, confirm, "A token for one destructive call"
-    ),
-    "CreateKey": GatewayOperation(
-        ask.CreateKeyCall, tell.NewKeyAnswer, engine_call("key_create"), "Make an API key"
-    ),
-    "ListKeys": GatewayOperation(
-        ask.ListingCall,
-        tell.KeysAnswer,
-        engine_call("key_list"),
-        "A page of API keys, without secrets",
-    ),
-    "RevokeKey": GatewayOperation(
-        ask.RevokeKeyCall, tell.DoneAnswer, engine_call("key_revoke"), "Revoke an API key"
-    ),
-    "Status": GatewayOperation(
-        ask.Nothing, tell.StatusAnswer, engine_call("node_status"), "The node"
-    ),
-}
+_op = GatewayOperation
+OPERATIONS: Final = {
+    "MakeHeap": _op("POST /v1/heaps", ask.MakeHeapCall, tell.HeapAnswer, make_heap,
+                    "Create a heap"),
+    "ListHeaps": _op("GET /v1/heaps", ask.ListingCall, tell.HeapsAnswer, list_heaps,
+                     "A page of heaps"),
+    "GetHeap": _op("GET /v1/heaps/{topic}", ask.OfTopic, tell.HeapAnswer, get_heap,
+                   "A heap's configuration"),
+    "UpdateHeapConfig": _op("PATCH /v1/heaps/{topic}", ask.UpdateHeapConfigCall, tell.HeapAnswer,
+                            update_heap, "Change a heap while it runs"),
+    "DeleteHeap": _op("DELETE /v1/heaps/{topic}", ask.DeleteHeapCall, tell.DoneAnswer, delete_heap,
+                      "Delete a heap"),
+    "Stats": _op("GET /v1/stats", ask.StatsCall, tell.AllStatsAnswer, stats,
+                 "Counts per partition of one heap, or of a page of all"),
+    "Pop": _op("POST /v1/pop", ask.PopCall, tell.PoppedAnswer, pop,
+               "Lease the best messages, waiting for the first", undo=return_popped),
+    "Ack": _op("POST /v1/ack", ask.AckCall, tell.DoneAnswer, ack, "Finish a leased message"),
+    "AckBatch": _op("POST /v1/ack:batch", ask.AckBatchCall, tell.SettledAnswer, ack_batch,
+                    "Finish many leased messages"),
+    "Nack": _op("POST /v1/nack", ask.NackCall, tell.DoneAnswer, nack, "Give a leased message back"),
+    "NackBatch": _op("POST /v1/nack:batch", ask.NackBatchCall, tell.SettledAnswer, nack_batch,
+                     "Give many back"),
+    "Extend": _op("POST /v1/extend", ask.ExtendCall, tell.DoneAnswer, extend,
+                  "Let a lease run longer"),
+    "Peek": _op("GET /v1/peek", ask.PeekCall, tell.PeekedAnswer, engine_call("peek"),
+                "Look at the best messages without a lease"),
+    "Purge": _op("POST /v1/purge", ask.PurgeCall, tell.PurgedAnswer, engine_call("purge"),
+                 "Drop all ready and delayed messages"),
+    "MoveToDLQ": _op("POST /v1/move-to-dlq", ask.MoveToDLQCall, tell.DoneAnswer,
+                     engine_call("move_to_dlq"), "Move a message to the dead letters"),
+    "DlqList": _op("GET /v1/dlq", ask.DlqListCall, tell.DeadLettersAnswer, engine_call("dlq_list"),
+                   "A page of dead letters"),
+    "DlqReplay": _op("POST /v1/dlq:replay", ask.DlqReplayCall, tell.ReplayedAnswer,
+                     engine_call("dlq_replay"), "Make dead letters ready"),
+    "DlqDelete": _op("POST /v1/dlq:delete", ask.DlqDeleteCall, tell.DeletedAnswer,
+                     engine_call("dlq_delete"), "Delete dead letters"),
+    "Confirm": _op("POST /v1/confirm", ask.ConfirmCall, tell.ConfirmationAnswer, confirm,
+                   "A token for one destructive call"),
+    "ListKeys": _op("GET /v1/keys", ask.ListingCall, tell.KeysAnswer, engine_call("key_list"),
+                    "A page of API keys, without secrets"),
+    "CreateKey": _op("POST /v1/keys", ask.CreateKeyCall, tell.NewKeyAnswer,
+                     engine_call("key_create"), "Make an API key"),
+    "RevokeKey": _op("DELETE /v1/keys/{id}", ask.RevokeKeyCall, tell.DoneAnswer,
+                     engine_call("key_revoke"), "Revoke an API key"),
+    "Status": _op("GET /v1/status", ask.Nothing, tell.StatusAnswer, engine_call("node_status"),
+                  "The node"),
+}  # fmt: skip

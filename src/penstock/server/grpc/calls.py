@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -41,6 +41,12 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+class GrpcCaller(NamedTuple):
+    link: GatewayLink
+    connection: FrontConnection
+    api_key: str | None
+
+
 class Calls:
     """The calls in progress. Invariant: `_total` is the sum of `_by_party`.
 
@@ -60,14 +66,19 @@ class Calls:
             raise Unavailable("the connection is gone")
         return found
 
-    async def link(self, context: Context, api_key: str | None) -> GatewayLink:
-        """The link of a good key, whose connection is a caller's from now on."""
-        link = await self._pool.link(api_key)
-        self.connection(context).admit(api_key)
-        return link
+    @asynccontextmanager
+    async def admitted(self, context: Context) -> AsyncIterator[GrpcCaller]:
+        """The caller of a call that has one of the places, and a good key: from now on its
+        connection is no stranger's."""
+        api_key = identify(context)
+        connection = self.connection(context)
+        with self._place(connection):
+            link = await self._pool.link(api_key)
+            self.connection(context).admit(api_key)  # unless it was lost meanwhile
+            yield GrpcCaller(link, connection, api_key)
 
     @contextmanager
-    def place(self, connection: FrontConnection) -> Iterator[None]:
+    def _place(self, connection: FrontConnection) -> Iterator[None]:
         """One of the places for calls in progress; raises `LimitExceeded` if none is free."""
         party, places = connection.account.party, self._options.requests_max
         mine = self._by_party.get(party, 0)

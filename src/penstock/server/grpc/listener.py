@@ -10,6 +10,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -26,13 +27,13 @@ from penstock.node.door.tls import server_context
 from penstock.node.observe.logs import request_id
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server.arguments import request_of
-from penstock.server.grpc.calls import Bytes, Calls, Context, answered, identify, parsed_all
+from penstock.server.grpc.calls import Bytes, Calls, Context, answered, parsed_all
 from penstock.server.grpc.front import GrpcFront
 from penstock.server.grpc.health import NAME as HEALTH
 from penstock.server.grpc.health import HealthService
 from penstock.server.grpc.messages import enqueue, enqueue_batch, fields_of, message_of
 from penstock.server.grpc.streams import PopStream, subscribe
-from penstock.server.operations import OPERATIONS, READS, READS_MAX, GatewayOperation, Result
+from penstock.server.operations import OPERATIONS, READS, READS_MAX, Result
 from penstock.server.options import GatewayOptions
 from penstock.server.pool import GatewayLink, Pool
 from penstock.server.subscriptions import CallerSubscriptions
@@ -45,10 +46,7 @@ WINDOW_BYTES: Final = 64 << 10  # that a call may send before its message is ask
 PENDING_MAX: Final = 1 << 20  # calls that the library has read and not handed over yet
 COPIES: Final = 2  # of an answer that is not sent yet: ours, and the library's in its own memory
 KEEPALIVE_MS: Final = 60_000  # after which a silent client is asked whether it is there
-_FAST: Final[dict[str, Run]] = {
-    "Enqueue": lambda link, request, _: enqueue(link, request),
-    "EnqueueBatch": lambda link, request, _: enqueue_batch(link, request),
-}
+_FAST: Final[dict[str, Run]] = {"Enqueue": enqueue, "EnqueueBatch": enqueue_batch}
 
 
 class GrpcServer:
@@ -114,83 +112,63 @@ class GrpcServer:
             return grpc.stream_stream_rpc_method_handler(answered(self._pop_stream), None, pack)
         if method.name == "Subscribe":
             return grpc.stream_stream_rpc_method_handler(answered(self._subscribe), None, pack)
-        if method.name == "Pop":
-            run = self._pop(OPERATIONS["Pop"], response)
-        elif method.name in READS:
-            run = self._read(OPERATIONS[method.name], response)
-        else:
-            run = _FAST.get(method.name) or _generic(OPERATIONS[method.name], response)
-        call = self._unary(run, request)
+        call = self._unary(
+            _FAST.get(method.name) or self._translated(method.name, response), request
+        )
         return grpc.stream_unary_rpc_method_handler(answered(call), None, pack)
 
     def _unary(self, run: Run, type: type[Message]) -> Any:
         async def answer(requests: Bytes, context: Context) -> Any:
-            api_key = identify(context)
-            connection = self._calls.connection(context)
-            with self._calls.place(connection):
-                link = await self._calls.link(context, api_key)
-                with link.held():
-                    request = await self._calls.message(requests, type, connection=connection)
-                    response = await run(link, request, context)
+            async with self._calls.admitted(context) as caller:
+                with caller.link.held():
+                    message = self._calls.message
+                    request = await message(requests, type, connection=caller.connection)
+                    response = await run(caller.link, request, context)
             context.set_trailing_metadata((("x-request-id", request_id.get()),))
             return response
 
         return answer
 
-    def _pop(self, operation: GatewayOperation, type: type[Message]) -> Run:
-        """A call that may wait for long, so that room for its answer is looked for at the end. If
-        there is none, what was popped is given back."""
+    def _translated(self, name: str, type: type[Message]) -> Run:
+        """A call of the table. One that is answered with messages that are there finds room before
+        they are read, and few such answers are made at once. A pop may wait for long, so that room
+        for its answer is looked for at the end; if there is none, it is undone."""
+        operation = OPERATIONS[name]
 
         async def run(link: GatewayLink, request: Message, context: Context) -> Message:
-            account = self._calls.connection(context).account
-            await account.acquire(0, Held.ANSWERS)
             arguments = request_of(fields_of(request), operation.request)
-            result = await operation.run(link, arguments)
-            make = partial(_counted, type, account, context)
-            return operation.answered(link, arguments, result, make)
-
-        return run
-
-    def _read(self, operation: GatewayOperation, type: type[Message]) -> Run:
-        """A call that is answered with messages that are there: room is found before they are read,
-        and few answers are made at once."""
-
-        async def run(link: GatewayLink, request: Message, context: Context) -> Message:
-            account = self._calls.connection(context).account
-            arguments = request_of(fields_of(request), operation.request)
-            await account.acquire(READ_BYTES, Held.READS)
-            try:
-                async with self._reads:
-                    result = await operation.run(link, arguments)
-                    return _counted(type, account, context, result)
-            finally:
-                account.give_back(READ_BYTES, Held.READS)
+            make: Callable[[Result], Message] = partial(message_of, type)
+            async with AsyncExitStack() as stack:
+                if name in READS or operation.undo is not None:
+                    account = self._calls.connection(context).account
+                    make = partial(_counted, type, account, context)
+                    taken = (READ_BYTES, Held.READS) if name in READS else (0, Held.ANSWERS)
+                    await account.acquire(*taken)
+                    stack.callback(account.give_back, *taken)
+                if name in READS:
+                    await stack.enter_async_context(self._reads)
+                result = await operation.run(link, arguments)
+                return operation.answered(link, arguments, result, make)
 
         return run
 
     async def _pop_stream(self, requests: Bytes, context: Context) -> None:
-        api_key = identify(context)
-        connection = self._calls.connection(context)
-        with self._calls.place(connection):
-            link = await self._calls.link(context, api_key)
-            with link.held():
+        async with self._calls.admitted(context) as caller:
+            with caller.link.held():
                 first = await self._calls.message(
-                    requests, pb.PopStreamRequest, connection=connection
+                    requests, pb.PopStreamRequest, connection=caller.connection
                 )
                 later = parsed_all(requests, pb.PopStreamRequest)
-                await PopStream(link, context.write).run(first, later)
+                await PopStream(caller.link, context.write).run(first, later)
 
     async def _subscribe(self, requests: Bytes, context: Context) -> None:
-        api_key = identify(context)
-        connection = self._calls.connection(context)
-        with self._calls.place(connection):
-            await self._calls.link(context, api_key)
+        async with self._calls.admitted(context) as caller:
             request = await self._calls.message(
-                requests, pb.SubscribeRequest, connection=connection
+                requests, pb.SubscribeRequest, connection=caller.connection
             )
             await subscribe(
-                self._subscriptions, api_key, request,
-                write=context.write, account=connection.account,
+                self._subscriptions, caller.api_key, request,
+                write=context.write, account=caller.connection.account,
             )  # fmt: skip
 
     def _reflection(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -201,9 +179,7 @@ class GrpcServer:
         asked = reflection_pb2.ServerReflectionRequest
 
         async def run(requests: Bytes, context: Context) -> None:
-            api_key = identify(context)
-            with self._calls.place(self._calls.connection(context)):
-                await self._calls.link(context, api_key)
+            async with self._calls.admitted(context):
                 questions = parsed_all(requests, asked)
                 async for response in servicer.ServerReflectionInfo(questions, context):
                     await context.write(response)
@@ -268,12 +244,3 @@ def tls_of(options: GatewayOptions) -> ssl.SSLContext | None:
     context = server_context(options.tls)
     context.set_alpn_protocols(["h2"])
     return context
-
-
-def _generic(operation: GatewayOperation, response: type[Message]) -> Run:
-    async def run(link: GatewayLink, request: Message, _: Context) -> Message:
-        arguments = request_of(fields_of(request), operation.request)
-        result = await operation.run(link, arguments)
-        return operation.answered(link, arguments, result, partial(message_of, response))
-
-    return run

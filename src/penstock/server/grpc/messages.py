@@ -117,7 +117,7 @@ def items_of(batch: DeliveredBatch) -> list[pb.PopItem]:
     return items
 
 
-async def enqueue(link: GatewayLink, request: pb.EnqueueRequest) -> pb.EnqueueResponse:
+async def enqueue(link: GatewayLink, request: pb.EnqueueRequest, _: Any) -> pb.EnqueueResponse:
     run = producer_run(
         request.producer_id,
         epoch=request.epoch,
@@ -138,7 +138,7 @@ async def enqueue(link: GatewayLink, request: pb.EnqueueRequest) -> pb.EnqueueRe
 
 
 async def enqueue_batch(
-    link: GatewayLink, request: pb.EnqueueBatchRequest
+    link: GatewayLink, request: pb.EnqueueBatchRequest, _: Any
 ) -> pb.EnqueueBatchResponse:
     written = await link.put_batch(
         topic_of(request.topic),

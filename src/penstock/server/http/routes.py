@@ -46,29 +46,25 @@ async def enqueue_batch(link: GatewayLink, request: ask.EnqueueBatchCall) -> Res
 
 
 ENQUEUES: Final = {
-    "Enqueue": GatewayOperation(
-        ask.EnqueueCall, tell.EnqueuedAnswer, enqueue, "Enqueue one message"
-    ),
-    "EnqueueBatch": GatewayOperation(
-        ask.EnqueueBatchCall,
-        tell.BatchEnqueuedAnswer,
-        enqueue_batch,
-        "Enqueue many, all or none",
-    ),
-}
-_PLAIN: Final = frozenset(ENQUEUES)  # results that need no conversion to be sent
+    "Enqueue": GatewayOperation("POST /v1/enqueue", ask.EnqueueCall, tell.EnqueuedAnswer, enqueue,
+                                "Enqueue one message"),
+    "EnqueueBatch": GatewayOperation("POST /v1/enqueue:batch", ask.EnqueueBatchCall,
+                                     tell.BatchEnqueuedAnswer, enqueue_batch,
+                                     "Enqueue many, all or none"),
+}  # fmt: skip
 
 
 class HttpRoute:
     """One call over HTTP."""
 
-    def __init__(self, method: str, path: str, name: str, *, body_bytes_max: int | None = None):
-        self.method, self.path, self.name = method, path, name
-        self.operation = (OPERATIONS | ENQUEUES)[name]
-        self.parameters = re.findall(r"\{(\w+)\}", path)
-        self.in_body = method in ("POST", "PATCH")
+    def __init__(self, name: str, operation: GatewayOperation) -> None:
+        self.name, self.operation = name, operation
+        self.method, _, self.path = operation.route.partition(" ")
+        self.parameters = re.findall(r"\{(\w+)\}", self.path)
+        self.in_body = self.method in ("POST", "PATCH")
         self.destructive = issubclass(self.operation.request, ask.Destructive)
-        self.body_bytes_max = body_bytes_max  # None: the gateway's own limit
+        # None: the gateway's own limit. The results of enqueues need no conversion to be sent.
+        self.body_bytes_max = None if name in ENQUEUES else BODY_BYTES_MAX
         self._decoder = msgspec.json.Decoder(self.operation.request)
 
     def parse(
@@ -101,7 +97,7 @@ class HttpRoute:
     async def answer(self, link: GatewayLink, request: msgspec.Struct) -> bytes:
         """Run the call, and give its result in JSON."""
         result = await self.operation.run(link, request)
-        if self.name in _PLAIN:
+        if self.name in ENQUEUES:
             return msgspec.json.encode(result)
         return self.operation.answered(link, request, result, self.encode)
 
@@ -158,38 +154,7 @@ def query_pairs(query: bytes) -> list[tuple[str, str]]:
 
 
 def routes() -> RouteTable:
-    def small(method: str, path: str, name: str) -> HttpRoute:
-        return HttpRoute(method, path, name, body_bytes_max=BODY_BYTES_MAX)
-
-    return RouteTable(
-        [
-            small("POST", "/v1/heaps", "MakeHeap"),
-            small("GET", "/v1/heaps", "ListHeaps"),
-            small("GET", "/v1/heaps/{topic}", "GetHeap"),
-            small("PATCH", "/v1/heaps/{topic}", "UpdateHeapConfig"),
-            small("DELETE", "/v1/heaps/{topic}", "DeleteHeap"),
-            small("GET", "/v1/stats", "Stats"),
-            HttpRoute("POST", "/v1/enqueue", "Enqueue"),
-            HttpRoute("POST", "/v1/enqueue:batch", "EnqueueBatch"),
-            small("POST", "/v1/pop", "Pop"),
-            small("POST", "/v1/ack", "Ack"),
-            small("POST", "/v1/ack:batch", "AckBatch"),
-            small("POST", "/v1/nack", "Nack"),
-            small("POST", "/v1/nack:batch", "NackBatch"),
-            small("POST", "/v1/extend", "Extend"),
-            small("GET", "/v1/peek", "Peek"),
-            small("POST", "/v1/purge", "Purge"),
-            small("POST", "/v1/move-to-dlq", "MoveToDLQ"),
-            small("GET", "/v1/dlq", "DlqList"),
-            small("POST", "/v1/dlq:replay", "DlqReplay"),
-            small("POST", "/v1/dlq:delete", "DlqDelete"),
-            small("POST", "/v1/confirm", "Confirm"),
-            small("GET", "/v1/keys", "ListKeys"),
-            small("POST", "/v1/keys", "CreateKey"),
-            small("DELETE", "/v1/keys/{id}", "RevokeKey"),
-            small("GET", "/v1/status", "Status"),
-        ]
-    )
+    return RouteTable([HttpRoute(*named) for named in (OPERATIONS | ENQUEUES).items()])
 
 
 def payload_of(message: ask.NewMessage, *, place: str = "") -> bytes:
