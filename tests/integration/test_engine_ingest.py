@@ -151,15 +151,15 @@ async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> Non
         send=lambda changes, _: got.append(changes.count), fail=failed.append,
     )  # fmt: skip
     assert topic.live is not None
-    feed, queue = topic.live.partitions[0].feed, queue_of(node, "vectors")
-    feed._busy = True  # as while a thread has the fold
+    feed, queue = topic.live.partitions[0], queue_of(node, "vectors")
+    feed._thread.busy = True  # as while a thread has the fold
     await node.enqueue("vectors", rows(150, "a"))
     waiting = asyncio.create_task(node.enqueue("vectors", rows(90, "b")))
     await until(lambda: queue.depth == 90)
     with pytest.raises(Backpressure) as refused:
         await node.enqueue("vectors", rows(90, "c"))
     assert refused.value.retry_after_s > 0
-    feed._busy = False
+    feed._thread.busy = False
     feed._run()
     node.clock.advance(0.01)
     await waiting

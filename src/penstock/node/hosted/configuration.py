@@ -13,9 +13,8 @@ import pyarrow as pa
 from penstock.errors import InvalidArgument, PenstockError, Unsupported
 from penstock.model.topic import NAME, TopicKind
 from penstock.node.hosted.sink import HostedOptions, HostedSink
-from penstock.node.live.released_columns import Routes
 from penstock.node.serve.intake import enqueue
-from penstock.propagation.flow.route import DeltaRoute
+from penstock.propagation.flow.route import DeltaRoute, Routes
 from penstock.sinks import registry
 from penstock.sinks.letters import LetterBox, letters_config
 from penstock.sinks.protocol import Items, Sink, TopicWriter

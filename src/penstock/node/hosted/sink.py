@@ -28,11 +28,11 @@ from penstock.node.live.catch_up import OLDEST
 from penstock.node.live.cursors import SINK_PREFIX, CursorPlace
 from penstock.node.live.held_changes import SubscriptionTerms
 from penstock.node.live.partition import LivePartition
-from penstock.node.live.released_columns import Outgoing, Routes
-from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
+from penstock.node.live.subscription import Emit, Outgoing, Subscription, SubscriptionState
 from penstock.node.observe.logs import get_logger
 from penstock.node.observe.readings import SinkReading
 from penstock.propagation.flow.outbox import bytes_of
+from penstock.propagation.flow.route import Routes
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.sinks.health import Patience
@@ -354,7 +354,7 @@ class HostedSink:
 
 def _states(live: LivePartition, rows: ReleasedRows) -> VectorStates:
     """The vectors that these rows have changed, as they are now."""
-    fold = live.feed.fold
+    fold = live.fold
     vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
     numbers = fold.ledger.vectors.find(*halves(vectors))
     return fold.states(numbers[numbers >= 0])
@@ -363,7 +363,7 @@ def _states(live: LivePartition, rows: ReleasedRows) -> VectorStates:
 def _committed_at(live: LivePartition, rows: ReleasedRows) -> float | None:
     """When the first of the rows that are being delivered was committed."""
     first = int(rows.positions[0]) if len(rows) else 0
-    return next((since for last, since in live.feed.delivered if last >= first), None)
+    return next((since for last, since in live.delivered if last >= first), None)
 
 
 def _bytes_of_states(states: VectorStates) -> int:

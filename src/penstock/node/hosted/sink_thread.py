@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from penstock.node.live.timings import Timings
+from penstock.node.live.telemetry import Timings
 from penstock.node.observe.logs import get_logger
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.releases import ReleasedRows

@@ -11,25 +11,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, Unavailable
+from penstock.errors import Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.delta_batch import DeltaBatch, deltas_of, sixteens
-from penstock.node.live.cursors import LiveCursor
-from penstock.node.live.released_columns import Routes, wanted
 from penstock.node.serve.streams import gone
+from penstock.propagation.flow.route import Routes, wanted
 from penstock.propagation.fold.releases import ReleasedRows, Releases
-
-if TYPE_CHECKING:
-    from penstock.node.live.partition import LivePartition
 
 SLICE_BYTES: Final = 256 << 10  # of log, put in order in one step of the loop
 OLDEST: Final = -1  # as a start: whatever the log still has
+SEARCH_BYTES: Final = 4 << 20  # of log read at once in search of parents
 SLICES_PER_TURN: Final = 2
 LATE_MAX: Final = 64  # deltas looked up in one step of the loop; more than these by a thread
 Sequences = NDArray[np.uint64]
@@ -39,20 +36,39 @@ T = TypeVar("T")
 class ReleaseSource(Protocol):
     """A partition whose log is folded up to `sequence`."""
 
-    @property
-    def log(self) -> PartitionLog: ...
-
-    @property
-    def releases(self) -> Releases: ...
-
-    @property
-    def sequence(self) -> int: ...
+    log: PartitionLog
+    releases: Releases
+    sequence: int
 
     @property
     def sequence_committed(self) -> int: ...
 
     @property
     def fold_idle(self) -> bool: ...
+
+
+class Errand:
+    """What a thread does for somebody on the loop, one thing at a time: the owner looks whether it
+    is busy, and closes it when the outcome is no longer wanted."""
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+        self.busy = self.closed = False
+
+    def run(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        self.busy = True
+
+        def done(future: asyncio.Future[T]) -> None:
+            self.busy = False
+            if self.closed or future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._fail(error)
+            else:
+                then(future.result())
+
+        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(done)
 
 
 class CatchUp:
@@ -71,13 +87,12 @@ class CatchUp:
         self._source, self._routes = source, routes
         self._sent = sent  # by vector, the last ordinal that was sent before, out of turn
         self._sent_last = max(sent.values(), default=0)
-        self._wake, self._fail = wake, fail
+        self._wake = wake
+        self.errand = Errand(fail)  # a thread that reads for it
         self.next = first
         self.held: ReleasedRows | None = None
         self._at = 0  # rows of `held` that were taken
         self._batches: list[Batch] | None = None  # read, and waiting for what was late
-        self._reading = False
-        self.closed = False
 
     @property
     def settled(self) -> int:
@@ -90,14 +105,9 @@ class CatchUp:
         return 0 if self.held is None else len(self.held) - self._at
 
     @property
-    def busy(self) -> bool:
-        """Whether a thread reads."""
-        return self._reading
-
-    @property
     def done(self) -> bool:
         """Whether all that the partition has released so far was taken."""
-        return self.held is None and not self._reading and self.next > self._source.sequence
+        return self.held is None and not self.errand.busy and self.next > self._source.sequence
 
     def take(self, entries: int, size: int) -> ReleasedRows:
         """The next rows of `held` that fit so many bytes, one at least."""
@@ -115,16 +125,15 @@ class CatchUp:
 
         `held` stays None if there is nothing for this subscriber in it.
         """
-        if self._reading:
+        if self.errand.busy:
             return False
         if self.next < self._source.log.sequence_first:
             raise gone(self.next, sequence_first=oldest_position(self._source))
         if self._batches is None:
-            batches = self._read(nowait=True)
-            if batches is None:
-                self._in_thread(lambda: self._read(nowait=False), self._on_batches)
+            self._batches = self._read(nowait=True)
+            if self._batches is None:
+                self.errand.run(lambda: self._read(nowait=False), self._on_batches)
                 return False
-            self._batches = batches
         return self._order(self._batches)
 
     def _read(self, *, nowait: bool) -> list[Batch] | None:
@@ -143,18 +152,13 @@ class CatchUp:
         if not batches:
             raise Unavailable(f"sequence {self.next} is committed and cannot be read")
         first, last = self.next, min(batches[-1].last, self._source.sequence)
-        late = self._source.releases.late_sequences(first, last)
-        if not len(late):
-            self._hold(batches, last, DeltaBatch.empty())
-            return True
-        if int(late[0]) < self._source.log.sequence_first:
+        log, late = self._source.log, self._source.releases.late_sequences(first, last)
+        if len(late) and int(late[0]) < log.sequence_first:
             raise gone(first, sequence_first=oldest_position(self._source))
-        found = None
-        if len(late) <= LATE_MAX:
-            found = deltas_at(self._source.log, late, nowait=True)
+        found = deltas_at(log, late, nowait=True) if len(late) <= LATE_MAX else None
         if found is None:
-            self._in_thread(
-                lambda: deltas_at(self._source.log, late, nowait=False),
+            self.errand.run(
+                lambda: deltas_at(log, late, nowait=False),
                 lambda found: self._on_late(batches, last, found),
             )
             return False
@@ -167,7 +171,7 @@ class CatchUp:
 
     def _hold(self, batches: list[Batch], last: int, late: DeltaBatch) -> None:
         releases = self._source.releases
-        rows = releases.rows(deltas_of(batches), self.next, last, lambda _: late)
+        rows = releases.rows(deltas_of(batches), self.next, last, late)
         rows = wanted(rows, self._routes)
         if self._sent:
             rows = self._unsent(rows)
@@ -180,22 +184,6 @@ class CatchUp:
         vectors, ordinals = sixteens(rows.batch.vector), rows.ordinals.tolist()
         pairs = zip(vectors, ordinals, strict=True)
         return rows.take(np.array([n > self._sent.get(v, 0) for v, n in pairs], np.bool_))
-
-    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        self._reading = True
-        future = asyncio.get_running_loop().run_in_executor(None, work)
-
-        def done(future: asyncio.Future[T]) -> None:
-            self._reading = False
-            if self.closed or future.cancelled():
-                return
-            error = future.exception()
-            if error is not None:
-                self._fail(error)
-            else:
-                then(future.result())
-
-        future.add_done_callback(done)
 
 
 def oldest_position(source: ReleaseSource) -> int:
@@ -231,41 +219,48 @@ def deltas_at(log: PartitionLog, sequences: Sequences, *, nowait: bool) -> Delta
     return DeltaBatch.concat(found)
 
 
-async def position_of(
-    live: LivePartition, *, start: str, at: int, stored: LiveCursor | None, committed: int
-) -> int:
-    """The first position that is wanted. `committed` is from when the request came."""
-    if start == "now":
-        return committed + 1
-    if start == "time":
-        found = await asyncio.to_thread(live.log.find_time, at, through=committed)
-        return max(found, oldest_position(live))
-    if start == "cursor":
-        if stored is not None:
-            at = stored.position + 1
-        elif not at:
-            return committed + 1
-    elif start != "sequence":
-        raise InvalidArgument("start must be one of now, sequence, time, cursor", field="start")
-    oldest = oldest_position(live)
-    if at <= 0:
-        return oldest
-    if at < oldest:
-        raise gone(at, sequence_first=oldest)
-    return at
+class ParentSearch:
+    """Whether the log has a parent from before the fold's memory of ids.
 
+    The fold asks when a delta has waited too long for its parent, and stands still until it is
+    answered; all that the log holds from before this memory may have to be read for that. So the
+    parents of all that wait are looked for along with those that are asked for, and nobody's parent
+    is looked for twice in the same place: however many are missing, the log is read about once in
+    the time that a delta may wait.
+    """
 
-def opened_at(live: LivePartition, first: int) -> dict[str, int]:
-    """What a subscriber is told of where it starts."""
-    releases = live.releases
-    ordinal = releases.ordinal_at(first - 1) if first <= live.sequence else releases.ordinal
-    return {
-        "position": first - 1,
-        "ordinal": ordinal,
-        "epoch": live.partition.coordinator.epoch,
-        "sequence_committed": live.sequence_committed,
-        "topic": live.partition.heap.config.id,
-    }
+    def __init__(self, log: PartitionLog) -> None:
+        self._log = log
+        self._found: set[bytes] = set()
+        self._looked: dict[bytes, int] = {}  # by id: the log before this sequence was looked at
+
+    def find(self, wanted: set[bytes], *, waiting: set[bytes], horizon: int) -> set[bytes]:
+        """Those of the wanted that the log has before `horizon`; `waiting` may be wanted soon.
+
+        What is neither is forgotten. Blocks.
+        """
+        known, first = wanted | waiting, self._log.sequence_first
+        self._looked = {id_: max(first, self._looked.get(id_, 0)) for id_ in known}
+        self._found &= known
+        left = wanted - self._found
+        begin = min((self._looked[id_] for id_ in left), default=horizon)
+        end = self._read(left, known, begin, horizon)
+        for id_, looked in self._looked.items():
+            if begin <= looked < end:
+                self._looked[id_] = end
+        return wanted & self._found
+
+    def _read(self, left: set[bytes], known: set[bytes], at: int, horizon: int) -> int:
+        """Look until those that are left are found; returns how far that was."""
+        while at < horizon and not left <= self._found:
+            batches = self._log.read_slice(
+                at, through=horizon - 1, bytes_max=SEARCH_BYTES, nowait=False, staged=True
+            )
+            if not batches:
+                break
+            self._found |= known.intersection(deltas_of(batches).delta_ids())
+            at = batches[-1].last + 1
+        return at
 
 
 class ReadTurns:

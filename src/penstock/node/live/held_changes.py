@@ -1,4 +1,4 @@
-"""What is released for a subscriber and not sent to it yet, and how fast it may be sent."""
+"""What a subscriber has asked for, and what is released for it and not sent to it yet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.delta_batch import sixteens
-from penstock.node.live.released_columns import Routes
 from penstock.propagation.flow.outbox import DeltaOutbox, bytes_of
-from penstock.propagation.flow.rate import AdaptiveRate, TokenBucket
+from penstock.propagation.flow.route import Routes
 from penstock.propagation.flow.window import CoalesceWindow
 from penstock.propagation.fold.releases import ReleasedRows
 
 AHEAD_MAX: Final = 100_000  # rows sent out of turn that are remembered
-PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
 
 
 class HeldChanges:
@@ -113,55 +111,6 @@ class HeldChanges:
             self._window_bytes = 0
         self._lost = None
         return sent
-
-
-class SendPace:
-    """A rate that follows what the subscriber can bear. `whole`: rows go together or not at all,
-    so what the rate allows meanwhile is saved up for them."""
-
-    def __init__(self, terms: SubscriptionTerms) -> None:
-        self._whole = terms.in_order
-        self.rate = AdaptiveRate(
-            initial=terms.rate_max, minimum=terms.rate_min, maximum=terms.rate_max
-        )
-        self._bucket = TokenBucket(self.rate)
-        self._saved = 0
-        self._active = False  # something was sent or returned since it was adjusted last
-        self._held = False  # … was kept back by the rate since then
-
-    def used(self) -> None:
-        self._active = True
-
-    def adjust(self, utilisation: float, now_ms: int) -> None:
-        """Who stands still tells nothing of what it could bear."""
-        if self._active:
-            self._bucket.observe(utilisation, now_ms, held=self._held)
-            self._active = self._held = False
-
-    def take_all(self, rows: int, now_ms: int) -> bool:
-        """Whether so many may go at once; takes them if so."""
-        found = self._bucket.take(rows, now_ms)
-        if found < rows:
-            self._bucket.give_back(found)
-            self._held = True
-        return found == rows
-
-    def take(self, rows: int, now_ms: int) -> int:
-        """How many of so many rows may go."""
-        found = self._bucket.take(rows, now_ms)
-        self._held |= found < rows
-        if self._whole and found < rows:
-            self._saved += found
-            found = 0
-            if self._saved >= rows:
-                self._saved, found = 0, rows
-        return found
-
-    def give_back(self, rows: int) -> None:
-        self._bucket.give_back(rows)
-
-    def wait_ms(self, now_ms: int) -> float:
-        return max(self._bucket.wait_ms(now_ms), PACE_MS)
 
 
 class SubscriptionTerms(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,13 +20,18 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import FailedPrecondition, LimitExceeded, PenstockError, Unavailable
 from penstock.model.columns import Buffer
 from penstock.node.clock import Clock, Timer
-from penstock.node.live.catch_up import ReadTurns, opened_at, position_of
+from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import CursorPlace, Cursors, LiveCursor, check_name
 from penstock.node.live.held_changes import SubscriptionTerms
 from penstock.node.live.partition import LivePartition
-from penstock.node.live.quarantine import Quarantine
-from penstock.node.live.released_columns import Outgoing, encode
-from penstock.node.live.subscription import Emit, Subscription, SubscriptionState
+from penstock.node.live.subscription import (
+    Emit,
+    Outgoing,
+    Subscription,
+    SubscriptionState,
+    encode,
+)
+from penstock.node.live.telemetry import Quarantine
 from penstock.node.observe.metrics import Metrics
 from penstock.node.observe.readings import LiveReading
 from penstock.propagation.flow.route import DeltaRoute
@@ -42,7 +47,8 @@ TICK_MS: Final = 100
 QUIET_S: Final = 10.0  # that a thread may need to end what it reads
 CURSOR_TICKS: Final = 2  # between two writings of cursors
 _numbers: Final = itertools.count(1)
-Send = Callable[[Changes, Buffer], None]
+# A frame's control part and body, and the most urgent class in it; None: it has no rows.
+Send = Callable[[Changes, Buffer, int | None], None]
 Fail = Callable[[PenstockError], None]
 Spawn = Callable[..., None]
 Row = dict[str, Any]
@@ -80,9 +86,8 @@ class Hub:
         is being activated has all of the log before it: nobody waits for that."""
         lag = 0
         for live in self.partitions.values():
-            feed = live.feed
-            if feed.following and not feed.closed:
-                lag = max(lag, live.partition.coordinator.sequence_committed - feed.sequence)
+            if live.following and not live.closed:
+                lag = max(lag, live.partition.coordinator.sequence_committed - live.sequence)
         return self.options.ingest_max - lag
 
     # --- subscribing ---
@@ -155,7 +160,7 @@ class Hub:
         async def first_of(stored: LiveCursor | None) -> int:
             if held is not None and stored is not None and held < stored.position:
                 stored = LiveCursor(held, stored.time_ms)
-            return await position_of(live, start=start, at=at, stored=stored, committed=committed)
+            return await live.position_of(start=start, at=at, stored=stored, committed=committed)
 
         if (holder := self._holders.get(place)) is not None:
             self._note(place, holder)
@@ -169,7 +174,7 @@ class Hub:
             live, terms, first=first, emit=emit(live), fail=fail, clock=self._clock,
             turns=self._turns, forget=lambda gone: self._forget(live, place, gone),
         )  # fmt: skip
-        subscription.opened = opened_at(live, first)
+        subscription.opened = live.opened_at(first)
         live.add(subscription)
         if terms.cursor:
             self._holders[place] = subscription
@@ -256,7 +261,7 @@ class Hub:
         for index, live in list(self.partitions.items()):
             live.tick(now_ms)
             if live.closed or live.idle_ms(now_ms) > self.options.idle_s * 1000:
-                live.feed.close()
+                live.close()
                 del self.partitions[index]
         for live in self.partitions.values():
             for subscription in live.subscriptions:
@@ -373,11 +378,14 @@ def _sender(live: LivePartition, send: Send) -> Emit:
     index = live.partition.index
 
     def emit(rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
-        if not len(rows):
-            send(Changes(index, 0, position, live.sequence_committed), b"")
+        count, committed = len(rows.positions), live.partition.coordinator.sequence_committed
+        if not count:
+            send(Changes(index, 0, position, committed), b"", None)
             return 0
         body = encode(rows) if shared is None else shared.body_of(rows)
-        send(Changes(index, len(rows), position, live.sequence_committed, rows.folded), body)
+        folded = 0 if rows.merged is None else rows.folded
+        urgency = int(rows.batch.fixed["priority"].min())
+        send(Changes(index, count, position, committed, folded), body, urgency)
         return len(body)
 
     return emit

@@ -6,7 +6,7 @@
 
 *Live* with nothing waiting and credit at hand, a feed goes out in the step of the loop that
 committed it. What cannot go out waits in the outbox, which is bounded; when that is full it is
-dropped, and the subscription reads on from the log (`catching_up`), which costs a slice of it. Both
+dropped, and the subscription reads on from the log (`catch_up`), which costs a slice of it. Both
 changes of state happen in one step of the loop, so nothing is left out. What was sent out of turn
 from the outbox (urgent classes go first) is remembered by ordinal, so nothing is sent twice.
 
@@ -25,18 +25,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.model.columns import Buffer
+from penstock.model.delivery import CHANGES
 from penstock.node.clock import Alarm, Clock
 from penstock.node.live.catch_up import CatchUp, ReadTurns, ReleaseSource
-from penstock.node.live.held_changes import HeldChanges, SendPace, SubscriptionTerms
-from penstock.node.live.released_columns import Outgoing
+from penstock.node.live.held_changes import HeldChanges, SubscriptionTerms
 from penstock.node.observe.logs import get_logger
 from penstock.propagation.flow.outbox import bytes_of
-from penstock.propagation.flow.rate import AdaptiveRate
+from penstock.propagation.flow.rate import AdaptiveRate, TokenBucket
+from penstock.propagation.flow.route import Routes, wanted
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.replication.credit import Credit
 
 FRAME_BYTES: Final = 1 << 20  # of rows in one sending, or a single row
 ENTRY_BYTES: Final = 48  # of a row besides its payload and headers
+PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
 QUIET_MS: Final = 1000  # after which a position that moved without rows is told
 log = get_logger(__name__)
 
@@ -45,6 +48,47 @@ class SubscriptionState(Enum):
     BEHIND = "behind"
     LIVE = "live"
     CLOSED = "closed"
+
+
+class Outgoing:
+    """What one feed released, through a position: routed and encoded once for all who want the
+    same."""
+
+    __slots__ = ("_bodies", "_routed", "rows", "through")
+
+    def __init__(self, rows: ReleasedRows, through: int) -> None:
+        self.rows, self.through = rows, through
+        self._routed: dict[Routes, ReleasedRows] = {(): rows}
+        self._bodies: dict[int, Buffer] = {}
+
+    def rows_for(self, routes: Routes) -> ReleasedRows:
+        found = self._routed.get(routes)
+        if found is None:
+            found = self._routed[routes] = wanted(self.rows, routes)
+        return found
+
+    def body_of(self, rows: ReleasedRows) -> Buffer:
+        """The encoded body of all of these rows, which `rows_for` gave."""
+        found = self._bodies.get(id(rows))
+        if found is None:
+            found = self._bodies[id(rows)] = encode(rows)
+        return found
+
+
+def encode(rows: ReleasedRows) -> bytes:
+    """Rows in CHANGES layout."""
+    batch = rows.batch
+    return CHANGES.encode(
+        len(rows.positions),
+        {
+            "position": rows.positions,
+            "ordinal": rows.ordinals,
+            "sequence": batch.sequences,
+            "time_ms": batch.log_times_ms,
+            "headers": batch.headers,
+            "payload": batch.payloads,
+        },
+    )
 
 
 class Emit(Protocol):
@@ -77,7 +121,11 @@ class Subscription:
         self._through = first - 1  # LIVE: all feeds up to here were offered
         self._reading: CatchUp | None = self._reader(first, {})
         self._waiting = HeldChanges(terms)
-        self._pace = SendPace(terms)
+        self.rate = AdaptiveRate(
+            initial=terms.rate_max, minimum=terms.rate_min, maximum=terms.rate_max
+        )
+        self._bucket = TokenBucket(self.rate)
+        self._moved = False  # something was sent or returned since the rate was adjusted
         self._credit = Credit(entries=terms.credit_entries, bytes=terms.credit_bytes)
         self._blocked = False
         self._due = False
@@ -104,7 +152,7 @@ class Subscription:
     @property
     def reading(self) -> bool:
         """Whether a thread reads the log for it."""
-        return self._reading is not None and self._reading.busy
+        return self._reading is not None and self._reading.errand.busy
 
     @property
     def blocked(self) -> bool:
@@ -139,10 +187,6 @@ class Subscription:
         """Deltas that are kept for it."""
         return self._waiting.rows
 
-    @property
-    def rate(self) -> AdaptiveRate:
-        return self._pace.rate
-
     def status(self, now_ms: int) -> dict[str, Any]:
         outbox, lag = self._waiting.outbox, self.lag
         oldest = outbox.oldest_ms
@@ -171,7 +215,7 @@ class Subscription:
     def grant(self, entries: int, bytes_: int) -> None:
         """It has taken this much: its credit comes back."""
         self._credit.give_back(entries, bytes_)
-        self._pace.used()
+        self._moved = True
         self._pump()
 
     def acknowledge(self, position: int) -> None:
@@ -189,7 +233,7 @@ class Subscription:
             return
         self.state = SubscriptionState.CLOSED
         if self._reading is not None:
-            self._reading.closed = True
+            self._reading.errand.closed = True
         self._alarm.cancel()
         self._waiting.drop()
         self._forget(self)
@@ -216,11 +260,15 @@ class Subscription:
         rows = outgoing.rows_for(self.terms.routes)
         if self._start:
             rows = self._from_start(rows, outgoing.through)
-        if not len(rows):
+        if not len(rows.positions):
             self._through = outgoing.through
         elif self._may_send_at_once(rows, now_ms):
             self._through = outgoing.through
-            self._send_at_once(rows, outgoing, now_ms)
+            if len(rows.positions) <= self.terms.batch_max and len(rows.batch.blob) <= FRAME_BYTES:
+                shared = outgoing if rows is outgoing.rows_for(self.terms.routes) else None
+                self._send(rows, self._through, shared=shared, now_ms=now_ms)
+            else:
+                self._send_in_frames(rows, now_ms)
         elif self._waiting.keep(rows, now_ms):
             self._through = outgoing.through
             self._pump()
@@ -236,7 +284,7 @@ class Subscription:
         return rows if later.all() else rows.take(later)
 
     def _may_send_at_once(self, rows: ReleasedRows, now_ms: int) -> bool:
-        count, credit, waiting = len(rows), self._credit, self._waiting
+        count, credit, waiting = len(rows.positions), self._credit, self._waiting
         if self._blocked or not waiting.direct or waiting.outbox.entries or count > credit.entries:
             return False
         if self.terms.needs_fold and not (self.source.fold_idle and count <= self.terms.batch_max):
@@ -244,26 +292,23 @@ class Subscription:
         room = credit.bytes
         if len(rows.batch.blob) + ENTRY_BYTES * count > room and bytes_of(rows) > room:
             return False
-        return self._pace.take_all(count, now_ms)
+        return self._bucket.take_all(count, now_ms)
 
-    def _send_at_once(self, rows: ReleasedRows, outgoing: Outgoing, now_ms: int) -> None:
+    def _send_in_frames(self, rows: ReleasedRows, now_ms: int) -> None:
         """In the order of release, in as many frames as it takes."""
-        terms = self.terms
-        if len(rows) <= terms.batch_max and len(rows.batch.blob) <= FRAME_BYTES:
-            shared = outgoing if rows is outgoing.rows_for(terms.routes) else None
-            self._send(rows, self._through, shared=shared, now_ms=now_ms)
-            return
         ends = np.cumsum(rows.batch.sizes)
         at = 0
         while at < len(rows):
-            end = _fitting(ends, at, terms.batch_max)
+            end = _fitting(ends, at, self.terms.batch_max)
             last = self._through if end == len(rows) else int(rows.positions[end]) - 1
             self._send(rows.cut(at, end), last, shared=None, now_ms=now_ms)
             at = end
 
     def tick(self, now_ms: int) -> None:
         """Some tenths of a second have passed."""
-        self._pace.adjust(self._credit.utilisation, now_ms)
+        if self._moved:  # who stands still tells nothing of what it could bear
+            self._bucket.observe(self._credit.utilisation, now_ms)
+            self._moved = False
         if now_ms - self._told_ms >= QUIET_MS and not self._blocked:
             self._told_ms = now_ms
             settled = self.settled
@@ -320,14 +365,13 @@ class Subscription:
             if entries < 1 or size < 1 or (in_order and entries < outbox.entries):
                 return
             entries = min(entries, outbox.entries)
-            allowed = self._pace.take(entries, now_ms)
+            allowed = self._allowed(entries, now_ms)
             if not allowed:
-                self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return
             rows = waiting.take(allowed, outbox.bytes if in_order else size, now_ms, self._through)
             if rows is None:
                 return
-            self._pace.give_back(allowed - len(rows))
+            self._bucket.give_back(allowed - len(rows))
             self._send(rows, self.settled, shared=None, now_ms=now_ms)
             if self.terms.needs_fold and outbox.entries:
                 self._schedule()  # others have their turn while states are copied
@@ -350,12 +394,11 @@ class Subscription:
                 return
             now_ms = self._clock.now_ms()
             entries = min(entries, self.terms.read_rows, reading.left)
-            allowed = self._pace.take(entries, now_ms)
+            allowed = self._allowed(entries, now_ms)
             if not allowed:
-                self._wake_in(self._pace.wait_ms(now_ms), now_ms)
                 return
             rows = reading.take(allowed, size)
-            self._pace.give_back(allowed - len(rows))
+            self._bucket.give_back(allowed - len(rows))
             self._send(rows, reading.settled, shared=None, now_ms=now_ms)
             if self.terms.needs_fold and reading.left:
                 self._schedule()
@@ -366,9 +409,16 @@ class Subscription:
     ) -> None:
         self._told, self._told_ms = position, now_ms
         self._log_ms = int(rows.batch.log_times_ms[-1])
-        self.delivered += len(rows)
-        self._pace.used()
-        self._credit.use(len(rows), self._emit(rows, position, shared))
+        self.delivered += len(rows.positions)
+        self._moved = True
+        self._credit.use(len(rows.positions), self._emit(rows, position, shared))
+
+    def _allowed(self, rows: int, now_ms: int) -> int:
+        """How many of so many rows the rate allows; if none, it is asked again in a while."""
+        found = self._bucket.take(rows, now_ms, whole=self.terms.in_order)
+        if not found:
+            self._wake_in(max(self._bucket.wait_ms(now_ms), PACE_MS), now_ms)
+        return found
 
     def _fall_behind(self) -> None:
         """Drop what waits, and read on from the log."""

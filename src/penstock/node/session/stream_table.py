@@ -18,7 +18,6 @@ from penstock.errors import (
     WrongEpoch,
 )
 from penstock.model.columns import Buffer
-from penstock.model.delivery import most_urgent
 from penstock.model.entries import BATCH_ENTRIES_MAX
 from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig, TopicKind
 from penstock.node.cluster.transport import FollowOutput
@@ -139,9 +138,9 @@ class LiveStream:
 
     # --- what the hub says ---
 
-    def _on_changes(self, changes: Changes, body: Buffer) -> None:
+    def _on_changes(self, changes: Changes, body: Buffer, urgency: int | None) -> None:
         if self.open:
-            flags = FrameFlag.BATCHED | flags_of_class(most_urgent(body, changes.count))
+            flags = FrameFlag.BATCHED | flags_of_class(urgency)
             self._send(FrameType.BATCH, self._number, pack(changes), body, flags=flags)
 
     def _fail(self, error: PenstockError) -> None:

@@ -86,36 +86,47 @@ class TokenBucket:
     """In any stretch of time at most burst + rate × time is given out."""
 
     __slots__ = (
-        "_adjusted_ms", "_count", "_direction", "_filled_ms", "_held", "_steps", "_sum",
-        "gain", "rate", "tokens", "utilisation",
+        "_adjusted_ms", "_count", "_direction", "_filled_ms", "_saved", "_steps", "_sum",
+        "burst", "gain", "held", "rate", "tokens", "utilisation",
     )  # fmt: skip
 
     def __init__(self, rate: AdaptiveRate) -> None:
         self.rate = rate
-        self.tokens = self.burst
+        self.tokens = self.burst = _burst(rate)
+        self._saved = 0  # tokens for rows that go together
         self.utilisation: float | None = None  # smoothed; None: nothing was observed yet
         self.gain = 1.0
         self._filled_ms: float | None = None
         self._adjusted_ms: float | None = None
         self._sum, self._count = 0.0, 0  # of the observations since the last adjustment
-        self._held = False  # something that could have gone was kept back since then
+        self.held = False  # something that could have gone was kept back since then
         self._direction, self._steps = 0, 0  # of the last adjustments, and how many in a row
-
-    @property
-    def burst(self) -> float:
-        """Tokens that it holds at most: one at least."""
-        return max(1.0, self.rate.rate * BURST_MS / 1000)
 
     # --- tokens ---
 
-    def take(self, n: int, now_ms: float) -> int:
-        """Up to `n` tokens, as many as there are."""
+    def take(self, n: int, now_ms: float, *, whole: bool = False) -> int:
+        """Up to `n` tokens, as many as there are. With `whole` it is `n` or none, and what there is
+        meanwhile is saved up: `n` may be more than the bucket holds."""
         self._fill(now_ms)
         found = min(n, int(self.tokens))
-        if found <= 0:
-            return 0
         self.tokens -= found
+        if found < n:
+            self.held = True
+            if whole:
+                self._saved += found
+                found = 0
+                if self._saved >= n:
+                    self._saved, found = 0, n
         return found
+
+    def take_all(self, n: int, now_ms: float) -> bool:
+        """Take `n` tokens if there are so many, else none."""
+        self._fill(now_ms)
+        if self.tokens < n:
+            self.held = True
+            return False
+        self.tokens -= n
+        return True
 
     def give_back(self, n: int) -> None:
         """Tokens that were taken and not used."""
@@ -136,19 +147,17 @@ class TokenBucket:
 
     # --- the rate ---
 
-    def observe(self, utilisation: float, now_ms: float, *, held: bool = False) -> float:
-        """Learn how much of what the receiver can bear is used (1: all), and whether the rate held
-        back what could have gone; the rate after that."""
+    def observe(self, utilisation: float, now_ms: float) -> float:
+        """Learn how much of what the receiver can bear is used (1: all); the rate after that."""
         if not utilisation >= 0:
             raise InvalidArgument("utilisation must not be negative", field="utilisation", limit=0)
         self._sum += min(utilisation, 1.0)
         self._count += 1
-        self._held |= held
         if self._adjusted_ms is None:
             self._adjusted_ms = now_ms
         if now_ms - self._adjusted_ms >= ADJUST_MS:
             mean = self._sum / self._count
-            held, self._held = self._held, False
+            held, self.held = self.held, False
             self._sum, self._count, self._adjusted_ms = 0.0, 0, now_ms
             before = mean if self.utilisation is None else self.utilisation
             self.utilisation = after = MEMORY * before + (1 - MEMORY) * mean
@@ -168,9 +177,15 @@ class TokenBucket:
             if self._steps > STEPS_SURE:
                 self.gain = min(self.gain * BOLDER, 1.0)
         self._direction = direction or self._direction
+        self.burst = _burst(self.rate)
         self.tokens = min(self.tokens, self.burst)
 
     def validate(self) -> None:
         assert 0 <= self.tokens <= self.burst
         assert GAIN_MIN <= self.gain <= 1
         self.rate.validate()
+
+
+def _burst(rate: AdaptiveRate) -> float:
+    """Tokens that a bucket holds at most: one at least."""
+    return max(1.0, rate.rate * BURST_MS / 1000)

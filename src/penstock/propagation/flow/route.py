@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Op, vector_hash
 from penstock.model.delta_batch import DeltaBatch
+from penstock.propagation.fold.releases import ReleasedRows
 
 ALL: Final = "*"
 _HEADER: Final = "header:"
@@ -106,6 +107,9 @@ class DeltaRoute(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+Routes = tuple[DeltaRoute, ...]  # none: everything
+
+
 def routed(batch: DeltaBatch, routes: Sequence[DeltaRoute]) -> Mask:
     """Which rows a sink with these routes gets."""
     if not routes:
@@ -114,6 +118,14 @@ def routed(batch: DeltaBatch, routes: Sequence[DeltaRoute]) -> Mask:
     for route in routes:
         found |= route.mask(batch)
     return found
+
+
+def wanted(rows: ReleasedRows, routes: Routes) -> ReleasedRows:
+    """Those of the rows that some route takes, each once."""
+    if not routes:
+        return rows
+    mask = routed(rows.batch, routes)
+    return rows if mask.all() else rows.take(mask)
 
 
 def _headers(data: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ each turn before p, what it released less one (`net`, summed up).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -61,10 +61,6 @@ class ReleasedRows:
     positions: Sequences  # the log sequence whose arrival released each
     ordinals: Sequences  # 1, 2, 3 … over all releases of the partition
     merged: Merged | None = None  # None: each stands for itself alone
-
-    @staticmethod
-    def of(outcome: FeedOutcome) -> ReleasedRows:
-        return ReleasedRows(outcome.released, outcome.positions, outcome.ordinals)
 
     @staticmethod
     def empty() -> ReleasedRows:
@@ -169,9 +165,6 @@ def _headers_of(rows: ReleasedRows, numbers: NDArray[np.int64]) -> list[bytes]:
     return [b""] * len(numbers) if headers is None else headers.take(numbers)
 
 
-Late = Callable[[Sequences], DeltaBatch]  # reads the deltas of these sequences, ascending
-
-
 class Releases:
     """`through` is the last sequence fed; positions up to `trimmed` are no longer known."""
 
@@ -260,11 +253,11 @@ class Releases:
         found = self._released_in(a, b)
         return np.unique(found[found < first])
 
-    def rows(self, deltas: DeltaBatch, first: int, last: int, late: Late) -> ReleasedRows:
+    def rows(self, deltas: DeltaBatch, first: int, last: int, late: DeltaBatch) -> ReleasedRows:
         """What positions first … last released, in order.
 
-        `deltas` are those of the log from `first` to `last` at least, as they lie there; `late`
-        is asked for those that `late_sequences` names, if there are any.
+        `deltas` are those of the log from `first` to `last` at least, as they lie there, and `late`
+        those that `late_sequences` names, ascending.
         """
         self._check_known(first)
         own = deltas.sequences
@@ -281,7 +274,7 @@ class Releases:
         plain = ~np.isin(own, turns["at"][a:b])
         positions = np.concatenate([own[plain], at])
         order = np.argsort(positions, kind="stable")
-        base, places = self._located(deltas, released, first, late)
+        base, places = self._located(deltas, released, late)
         earlier = len(base) - len(deltas)
         places = np.concatenate([np.flatnonzero(plain) + earlier, places])[order]
         positions = positions[order]
@@ -290,11 +283,10 @@ class Releases:
         return ReleasedRows(base.take(places), positions, ordinals)
 
     def _located(
-        self, deltas: DeltaBatch, released: Sequences, first: int, late: Late
+        self, deltas: DeltaBatch, released: Sequences, late: DeltaBatch
     ) -> tuple[DeltaBatch, Numbers]:
         """The late ones followed by the deltas, and where each of the sequences is in that."""
-        wanted = np.unique(released[released < first])
-        base = DeltaBatch.concat([late(wanted), deltas]) if len(wanted) else deltas
+        base = DeltaBatch.concat([late, deltas])
         if not len(released):
             return base, np.empty(0, np.int64)
         places = np.minimum(np.searchsorted(base.sequences, released), max(len(base) - 1, 0))

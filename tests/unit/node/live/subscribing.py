@@ -14,11 +14,11 @@ from tests.integration.harness import START_MS, Node
 from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
-from penstock.model.delivery import CHANGES
+from penstock.model.delivery import CHANGES, most_urgent
 from penstock.model.delta_batch import deltas_of
 from penstock.model.partitioning import partitions_of_digests
 from penstock.node.live.cursors import CursorPlace, LiveCursor
-from penstock.node.live.feed import Feed
+from penstock.node.live.partition import LivePartition
 from penstock.node.live.subscription import Subscription
 from penstock.node.upkeep.sweeps import retain
 from penstock.propagation.flow.route import DeltaRoute, routed
@@ -48,8 +48,9 @@ class Reader:
         self.owed = (0, 0)
         self.subscription: Subscription | None = None
 
-    def send(self, changes: Changes, body: Buffer) -> None:
+    def send(self, changes: Changes, body: Buffer, urgency: int | None) -> None:
         self.frames.append(changes)
+        assert urgency == most_urgent(body, changes.count)
         if changes.count:
             columns = CHANGES.decode(body, changes.count)
             numbers = [columns.fixed(n).tolist() for n in ("position", "ordinal", "sequence")]
@@ -191,10 +192,10 @@ def home_of(payload: bytes, partitions: int) -> int:
     return int(partitions_of_digests(digest, partitions)[0])
 
 
-def feed_of(node: Node) -> Feed:
+def feed_of(node: Node) -> LivePartition:
     live = node.engine.topic(TOPIC).live
     assert live is not None
-    return live.partitions[0].feed
+    return live.partitions[0]
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from tests.unit.node.live.subscribing import (
     unwritten,
 )
 
-from penstock.node.live import feed as feeding
+from penstock.node.live import partition
 
 
 async def test_it_is_folded_before_it_is_committed(node: Node) -> None:
@@ -24,25 +24,25 @@ async def test_it_is_folded_before_it_is_committed(node: Node) -> None:
     before = feed.sequence
     async with unwritten(node, payloads_of(corpus(60)), size=20):
         assert feed.fold.sequence == before + 60
-        assert not feed.idle
+        assert not feed.fold_idle
         assert (feed.sequence, reader.rows) == (before, [])
     await until(lambda: len(reader.rows) >= len(expected(node)))
     assert reader.rows == expected(node)
-    assert feed.idle
+    assert feed.fold_idle
 
 
 async def test_who_needs_states_has_none_folded_ahead(node: Node) -> None:
     reader = await subscribe(node)
     feed = feed_of(node)
-    before, feed.ahead = feed.sequence, False
+    before, feed._ahead = feed.sequence, False
     async with unwritten(node, payloads_of(corpus(60)), size=20):
         assert feed.fold.sequence == before
-        assert feed.idle
+        assert feed.fold_idle
     await until(lambda: reader.rows == expected(node))
 
 
 async def test_only_so_much_is_folded_ahead(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "AHEAD_FEEDS_MAX", 2)
+    monkeypatch.setattr(partition, "AHEAD_FEEDS_MAX", 2)
     reader = await subscribe(node)
     feed = feed_of(node)
     before = feed.sequence

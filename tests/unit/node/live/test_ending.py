@@ -29,7 +29,7 @@ from penstock.errors import (
     Unavailable,
     WrongEpoch,
 )
-from penstock.node.live.feed import Feed
+from penstock.node.live.partition import LivePartition
 from penstock.node.session.stream_table import LiveStream
 from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import OpenSubscription
@@ -173,14 +173,14 @@ async def test_a_fold_may_take_longer_than_it_is_kept_unused(
     await node.start()
     await delta_topic(node)
     await put(node, payloads_of(corpus(50)))
-    folding, folded, fold = threading.Event(), threading.Event(), Feed._fold_next
+    folding, folded, fold = threading.Event(), threading.Event(), LivePartition._fold_next
 
-    def slow(feed: Feed, through: int) -> bool:
+    def slow(feed: LivePartition, through: int) -> bool:
         folding.set()
         folded.wait()
         return fold(feed, through)
 
-    monkeypatch.setattr(Feed, "_fold_next", slow)
+    monkeypatch.setattr(LivePartition, "_fold_next", slow)
     store = LateStore(node)
     opening = asyncio.create_task(subscribe(node, start="cursor", cursor="me", at=1))
     await until(folding.is_set)

@@ -265,10 +265,10 @@ async def test_states_are_never_ahead_of_the_commit(tmp_path: Path) -> None:
     await put(node, payloads_of(some, 0, 40))
     await until(lambda: node.sink.works)
     feed = feed_of(node)
-    await until(lambda: feed.sequence == feed.fold.sequence and feed.idle)
+    await until(lambda: feed.sequence == feed.fold.sequence and feed.fold_idle)
     async with unwritten(node, payloads_of(some, 40), size=20):
         assert feed.fold.sequence == feed.sequence
-    await until(lambda: feed.sequence == feed.fold.sequence and feed.idle)
+    await until(lambda: feed.sequence == feed.fold.sequence and feed.fold_idle)
     node.hosted.readings()[0][1].close()
     async with unwritten(node, payloads_of(corpus(20, seed=9)), size=20):
         await until(lambda: feed.fold.sequence == feed.sequence + 20)

@@ -19,7 +19,7 @@ from tests.unit.node.live.test_quarantine import (
 )
 
 from penstock.log.partition import PartitionLog
-from penstock.node.live.feed import ParentSearch
+from penstock.node.live.catch_up import ParentSearch
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_what_was_looked_at_is_not_read_again(node: Node, reads: list[int]
 async def test_who_was_not_reached_is_looked_for_from_there(
     node: Node, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.node.live.feed.SEARCH_BYTES", 1)
+    monkeypatch.setattr("penstock.node.live.catch_up.SEARCH_BYTES", 1)
     await put(node, [change(number) for number in range(1, 31)], size=10)
     parents = ParentSearch(node.engine.topic(TOPIC).here(0).log)
     soon, later = b"%016d" % 5, b"%016d" % 25

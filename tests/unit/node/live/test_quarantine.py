@@ -11,7 +11,7 @@ from tests.integration.harness import START_MS, Node
 from tests.unit.node.live.subscribing import DIMENSIONS, TOPIC, feed_of, put, subscribe, until
 
 from penstock.model.delta import Delta, Op, encode
-from penstock.node.live import quarantine
+from penstock.node.live import telemetry
 
 PARENT = b"p" * 16
 PENDING_S = 30
@@ -85,7 +85,7 @@ async def test_the_first_of_a_burst_is_told_with_the_parent_that_is_missing(
             await time_out(node, number + 2)
         assert len(lines()) == 1
         assert PARENT.hex() in lines()[0] and "parent missing" in lines()[0]
-        monkeypatch.setattr(quarantine, "LINES_S", 0.0)
+        monkeypatch.setattr(telemetry, "LINES_S", 0.0)
         await put(node, [change(50, counter=2)])
         await time_out(node, 51)
     assert len(lines()) == 2

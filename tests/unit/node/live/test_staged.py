@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
-from penstock.node.live.feed import StagedDeltas
+from penstock.node.live.partition import StagedDeltas
 
 
 def batch(first: int, count: int) -> Batch:
@@ -32,7 +32,7 @@ def test_batches_come_in_the_order_of_the_log_up_to_the_commit() -> None:
     assert firsts(staged, 1, through=5) == [1, 3]
     assert firsts(staged, 5, through=5) == []  # half of it is committed
     assert firsts(staged, 5, through=6) == [5]
-    assert (len(staged), staged.rows) == (0, 0)
+    assert staged.rows == 0
 
 
 def test_a_large_batch_comes_alone() -> None:
@@ -56,7 +56,7 @@ def test_a_gap_has_to_be_read_from_the_log(following: int) -> None:
 
 def test_it_holds_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = batch(1, 1), batch(2, 1)
-    monkeypatch.setattr("penstock.node.live.feed.STAGED_BYTES_MAX", first.size)
+    monkeypatch.setattr("penstock.node.live.partition.STAGED_BYTES_MAX", first.size)
     staged = holding(first)
     assert not staged.add(second, second.columns())
     assert firsts(staged, 1, through=2) == [1]

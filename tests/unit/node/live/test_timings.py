@@ -20,8 +20,8 @@ from tests.unit.node.live.subscribing import (
 )
 
 from penstock.demo.corpus import SPARSE_ONLY
-from penstock.node.live.feed import Feed
-from penstock.node.live.timings import COMMITS_MAX, KEPT, Commits, Timings
+from penstock.node.live.partition import LivePartition
+from penstock.node.live.telemetry import COMMITS_MAX, KEPT, Commits, Timings
 
 
 def test_quantiles_count_rows_and_not_feeds() -> None:
@@ -66,15 +66,15 @@ def pushed_s(node: Node) -> float:
 async def test_each_delta_counts_from_its_own_commit(node: Node) -> None:
     reader = await subscribe(node)
     feed = feed_of(node)
-    feed.ahead = False
-    feed._busy = True  # as if a thread had the fold
+    feed._ahead = False
+    feed._thread.busy = True  # as if a thread had the fold
     some = corpus(11, ops=SPARSE_ONLY, disorder=0.0, duplicates=0.0, concurrent=0.0)
     began, acked = [], []
     for payload in payloads_of(some):
         began.append(perf_counter())
         await put(node, [payload])
         acked.append(perf_counter())
-    feed._busy = False
+    feed._thread.busy = False
     waited = [perf_counter() - at for at in acked]
     feed._run()
     assert len(reader.rows) == 11
@@ -109,16 +109,16 @@ async def test_what_waits_to_be_written_counts_since_it_came(node: Node) -> None
 async def test_what_is_committed_while_the_log_is_folded_counts_since_then(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, go_on, fold_next = threading.Event(), threading.Event(), Feed._fold_next
+    ended, go_on, fold_next = threading.Event(), threading.Event(), LivePartition._fold_next
 
-    def fold_and_wait(feed: Feed, through: int) -> bool:
+    def fold_and_wait(feed: LivePartition, through: int) -> bool:
         more = fold_next(feed, through)
         if not more:
             ended.set()
             go_on.wait(60)
         return more
 
-    monkeypatch.setattr(Feed, "_fold_next", fold_and_wait)
+    monkeypatch.setattr(LivePartition, "_fold_next", fold_and_wait)
     began = perf_counter()
     subscribing = asyncio.create_task(subscribe(node))
     await until(ended.is_set)

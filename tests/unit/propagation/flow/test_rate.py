@@ -82,7 +82,8 @@ def rates_with(
         queue += given
         served = min(queue, capacity(now_ms) * TICK_MS / 1000)
         queue, done = queue - served, done + served
-        rates.append(found.observe(queue / room, now_ms, held=tells and given < wanted))
+        found.held &= tells
+        rates.append(found.observe(queue / room, now_ms))
         found.validate()
     return rates, done / seconds
 
@@ -168,7 +169,8 @@ def test_it_goes_on_as_long_as_it_alone_holds_things_back(
     utilisation: float, held: bool, expected: float
 ) -> None:
     found = bucket()
-    found.observe(utilisation, 0, held=held)
+    found.held = held
+    found.observe(utilisation, 0)
     assert found.observe(utilisation, 100) == pytest.approx(expected)
     assert found.observe(0.4, 200) == pytest.approx(expected), "that was said of one stretch"
 

@@ -1,17 +1,26 @@
-"""How long the last feeds took, by stage: for who looks at the status, not only at averages."""
+"""What is seen of a fold: how long its feeds took, stage by stage, and what it could not place."""
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from typing import Any, Final
 
 import numpy as np
 
+from penstock.model.delta_format import NO_ID
+from penstock.node.observe.logs import get_logger
+from penstock.node.observe.metrics import Metrics
+from penstock.propagation.fold.propagator import FeedOutcome
+
 KEPT: Final = 8192  # feeds: some seconds of a steady load
 COMMITS_MAX: Final = 256  # told apart while a fold lags; even
 QUANTILES: Final = {"p50_us": 0.50, "p95_us": 0.95, "p99_us": 0.99}
-
+LINES_S: Final = 60.0  # between two lines of the node's log, at least
+log = get_logger(__name__)
 
 Stretch = tuple[int, float]  # of the log, up to a sequence, and since when it is committed
 
@@ -77,3 +86,35 @@ class Timings:
             at = int(np.searchsorted(reached, part * total))
             found[name] = round(float(seconds[order[min(at, len(used) - 1)]]) * 1e6, 1)
         return found
+
+
+class Quarantine:
+    """Deltas that the fold could not place. They are pushed to nobody, so they must be seen here.
+
+    `counts` are of all the log that is folded, and so the same after a restart. Metrics and the
+    node's log tell only of what is quarantined while the fold follows its log.
+    """
+
+    def __init__(self, topic: str, partition: int, metrics: Metrics) -> None:
+        self._topic, self._partition, self._metrics = topic, partition, metrics
+        self.counts: Counter[str] = Counter()  # by reason
+        self._told_at = -math.inf
+        self._untold = 0
+
+    def add(self, outcome: FeedOutcome) -> None:
+        self.counts.update(outcome.reasons)
+        for reason, count in Counter(outcome.reasons).items():
+            self._metrics.live_quarantined.add((self._topic, reason), count)
+        self._untold += len(outcome.reasons)
+        now = time.monotonic()
+        if now - self._told_at >= LINES_S:
+            self._tell(outcome)
+            self._told_at, self._untold = now, 0
+
+    def _tell(self, outcome: FeedOutcome) -> None:
+        missing = outcome.missing[0]
+        log.warning(
+            "deltas quarantined", topic=self._topic, partition=self._partition, count=self._untold,
+            reason=outcome.reasons[0], delta=outcome.quarantined.delta_ids()[0].hex(),
+            missing=None if missing == NO_ID else missing.hex(),
+        )  # fmt: skip
