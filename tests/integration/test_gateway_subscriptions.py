@@ -372,7 +372,7 @@ async def test_an_id_of_a_deleted_topic_is_no_place_in_its_successor(site: Site)
     await site.fill()
     known = await site.first_id()
     await site.deltas.topic.delete(force=True)
-    await site.engine.create_topic(
+    await site.engine.administration.create_topic(
         {"name": "vectors", "kind": "delta", "dimensions": 4, "partitions": 2}, exists_ok=False
     )
     for how in ({"headers": {"last-event-id": known}}, {"params": {"positions": known}}):

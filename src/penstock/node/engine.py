@@ -13,13 +13,15 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
+from penstock.cluster.membership import NodeInfo
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
-from penstock.config import Config
+from penstock.config import Config, host_port
 from penstock.errors import Corruption, FailedPrecondition, PenstockError, Unavailable
 from penstock.log.folder import DataFolder, foreign_log, missing_partition
 from penstock.model.batch import Kind
 from penstock.model.topic import TopicConfig, TopicKind
+from penstock.model.version import __version__
 from penstock.node.atomic.batches import AtomicBatches
 from penstock.node.clock import Clock
 from penstock.node.door.budget import Budget
@@ -106,7 +108,7 @@ class Engine:
     pops: set[asyncio.Event] = field(default_factory=set)  # under way: each looks again when set
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
-    nodes: Cluster | None = None  # the other ones; None: this one is alone
+    _nodes: Cluster | None = field(init=False, default=None)  # None: this one is alone
     open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
     budget: Budget = field(init=False)  # of what callers make the node hold
     doorway: Doorway = field(init=False)  # who may be connected
@@ -177,24 +179,37 @@ class Engine:
         return found
 
     @property
-    def _administration(self) -> ClusterAdministration | LocalTopics:
-        return self.alone if self.nodes is None else self.nodes.administration
+    def administration(self) -> ClusterAdministration | LocalTopics:
+        """By which topics are created, changed and deleted."""
+        return self.nodes.administration if self.config.cluster.enabled else self.alone
 
-    async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig:
-        return await self._administration.create_topic(fields, exists_ok=exists_ok)
+    @property
+    def nodes(self) -> Cluster:
+        """The cluster that this node is in; raises if it is alone."""
+        if self._nodes is None:
+            raise FailedPrecondition("this node is alone: it is in no cluster")
+        return self._nodes
 
-    async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
-        return await self._administration.update_topic(name, changes)
+    def join(self, nodes: Cluster, around: Surroundings) -> None:
+        """Route requests by what the cluster knows from now on, and have hosts reach its nodes."""
+        self._nodes = self.cluster = nodes
+        self.around = around
 
-    async def delete_topic(self, name: str) -> None:
-        await self._administration.delete_topic(name)
-
-    def reconfigure_topic(self, config: TopicConfig) -> None:
-        """The topic was changed, here or elsewhere; who serves it writes that into its log."""
-        topic = self.topic(config.name)
-        topic.reconfigure(config)
-        if any(partition.heap.config != config for partition in topic.local):
-            self.spawn(self.write_config(topic), name=f"config-{config.name}")
+    def info(self, *, port: int) -> NodeInfo:
+        """What others are told of this node, which listens on `port`."""
+        config, host = self.config, self.config.host
+        if config.cluster.advertise:
+            host, port = host_port(config.cluster.advertise, field="cluster.advertise", port=port)
+        return NodeInfo(
+            id=self.identity.node,
+            uuid=self.identity.replica_uuid,
+            host=host,
+            native_port=port,
+            zone=config.cluster.zone,
+            version=__version__,
+            started_ms=self.started_ms,
+            draining=self.stopping,
+        )
 
     async def drop_topic(self, topic: Topic) -> None:
         """Forget a topic that was deleted, and remove its files."""
@@ -426,7 +441,7 @@ class Engine:
     def check_serving(self) -> None:
         if self.stopping:
             raise Unavailable("the node is stopping", elsewhere=True)
-        if self.nodes is not None and not self.nodes.ready:
+        if not self.cluster.ready:
             raise Unavailable("the node is starting", elsewhere=True)
         if self.fatal_error is not None:
             raise Unavailable(f"storage failed: {self.fatal_error}")

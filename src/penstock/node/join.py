@@ -12,15 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.cluster.membership import NodeInfo
 from penstock.cluster.store import LeasingStore, repeat
-from penstock.config import Config, host_port
 from penstock.errors import Backpressure, FailedPrecondition, RevisionConflict
 from penstock.log.files import storage_errors, write_whole
 from penstock.log.folder import FORMAT_DELTAS
 from penstock.log.identity import set_aside
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.model.version import __version__
 from penstock.node.calls.table import Caller, dispatch_call
 from penstock.node.cluster.administration import ClusterAdministration
 from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
@@ -59,7 +56,12 @@ class EngineLocal:
         engine.add_topic(engine.make_topic(config))
 
     async def change_topic(self, config: TopicConfig) -> None:
-        self._engine.reconfigure_topic(config)
+        """Who serves the topic writes the change into its log."""
+        engine = self._engine
+        topic = engine.topic(config.name)
+        topic.reconfigure(config)
+        if any(partition.heap.config != config for partition in topic.local):
+            engine.spawn(engine.write_config(topic), name=f"config-{config.name}")
 
     async def drop_topic(self, config: TopicConfig) -> None:
         topic = self._engine.topics.get(config.name)
@@ -106,11 +108,11 @@ class EngineLocal:
         await asyncio.to_thread(engine.folder.remove_partition, *key)
 
 
-def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cluster:
+def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> None:
     """Give the engine a cluster that it has not joined yet."""
     config = engine.config
     cluster = Cluster(
-        _info(engine, port=0),
+        engine.info(port=0),
         store=store,
         catalog=engine.catalog,
         options=config.cluster,
@@ -125,7 +127,7 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
         on_fatal=engine.on_fatal,
     )
     cluster.serve(EngineLocal(engine))
-    engine.around = dataclasses.replace(
+    around = dataclasses.replace(
         engine.around,
         control=cluster.control,
         transport=cluster.transport,
@@ -144,21 +146,19 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> Cl
 
     cluster.call_self = call_self
     cluster.administration = ClusterAdministration(cluster)
-    engine.nodes = engine.cluster = cluster
-    return cluster
+    engine.join(cluster, around)
 
 
 async def join_cluster(engine: Engine, *, port: int) -> None:
     """Take part, now that others can connect to `port`."""
     cluster = engine.nodes
-    assert cluster is not None
     await until_available(engine.keys.load)
     await until_available(lambda: _check_identity(engine, cluster.store))
     cluster.uuid = engine.identity.cluster_uuid
     await until_available(cluster.protect_ids)
     accepted = engine.config.cluster.accept_rollback
     await until_available(lambda: cluster.disk.claim(accept_rollback=accepted))
-    await cluster.start(_info(engine, port=port))
+    await cluster.start(engine.info(port=port))
     for name, work in (
         ("administration", cluster.administration.run),
         ("moves", Mover(cluster).run),
@@ -223,19 +223,3 @@ def _in_place(host: Host) -> bool:
     follower = host.replica.follower
     streaming = follower is not None and follower.state is FollowerState.STREAMING
     return host.partition is not None or streaming or host.role is Role.HALTED
-
-
-def _info(engine: Engine, *, port: int) -> NodeInfo:
-    config: Config = engine.config
-    host = config.host
-    if config.cluster.advertise:
-        host, port = host_port(config.cluster.advertise, field="cluster.advertise", port=port)
-    return NodeInfo(
-        id=engine.identity.node,
-        uuid=engine.identity.replica_uuid,
-        host=host,
-        native_port=port,
-        zone=config.cluster.zone,
-        version=__version__,
-        started_ms=engine.started_ms,
-    )

@@ -185,7 +185,7 @@ async def _stop(engine: Engine) -> None:
     await engine.drain(engine.topics.values())
     await engine.stop_sinks(engine.topics.values())
     await engine.part("the node is stopping")
-    if engine.nodes is not None:
+    if engine.config.cluster.enabled:
         engine.nodes.peers.close()
     for task in (*engine.background, *engine.spawned):
         task.cancel()

@@ -55,14 +55,14 @@ async def serve(config: Config) -> None:
         tls = server_context(config.tls) if config.tls_enabled else None
         async with AsyncExitStack() as stack:
             ports = await _listen(engine, config, tls=tls, stack=stack)
-            if engine.nodes is not None:
+            if config.cluster.enabled:
                 joining = join_cluster(engine, port=ports["native"])
                 await _unless_stopped(joining, engine=engine, stop=stop)
             if not stop.is_set():
                 _announce(config, ports)
             await _until_stopped(engine, stop)
             log.info("stopping")
-            if engine.nodes is not None:
+            if config.cluster.enabled:
                 await engine.nodes.leave(config.drain_s if engine.fatal_error is None else 0.0)
     if engine.fatal_error is not None:
         raise StorageFailed(f"storage failed: {engine.fatal_error}")

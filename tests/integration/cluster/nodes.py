@@ -22,7 +22,6 @@ async def running_node(config: Config) -> AsyncIterator[Engine]:
         try:
             await join_cluster(engine, port=config.native_port)
             yield engine
-            assert engine.nodes is not None
             await engine.nodes.leave(1.0)
         finally:
             server.close()

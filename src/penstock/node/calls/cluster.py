@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.cluster.membership import NodeInfo
 from penstock.errors import FailedPrecondition, NotFound
-from penstock.model.version import __version__
 from penstock.node.calls.pages import PAGE_PARTITIONS_MAX, page_of
 from penstock.node.calls.table import (
     Arguments,
@@ -22,25 +22,17 @@ from penstock.node.calls.table import (
     TopicArguments,
     method,
 )
-from penstock.node.cluster.cluster import Cluster
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import Key
-from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
 from penstock.node.upkeep.gauges import rolled_back
+from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator, MemberStatus
 
 UNKNOWN: Final[dict[str, Any]] = {
     "sequence_last": None, "sequence_committed": None, "followers": [],
 }  # fmt: skip
 UNTOLD: Final[dict[str, Any]] = {"state": "", "ahead_ms": None}  # of a clock
-
-
-def _cluster(engine: Engine) -> Cluster:
-    if engine.nodes is None:
-        raise FailedPrecondition("this node is alone: it is in no cluster")
-    return engine.nodes
 
 
 # --- for everybody ---
@@ -68,14 +60,13 @@ class RemoveReplicaArguments(TopicArguments, frozen=True):
 async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> Result:
     """Where the nodes are and, of one topic, who serves its partitions."""
     topic = engine.topic(a.topic) if a.topic else None
-    cluster = engine.nodes
-    answer: dict[str, Any] = {"cluster": "", "nodes": []}
-    if cluster is not None:
-        answer["cluster"] = cluster.options.name
-        answer["nodes"] = [
-            {"id": info.id, "host": info.host, "port": info.native_port}
-            for _, info in sorted(cluster.alive.items())
-        ]
+    alive = sorted(engine.nodes.alive.items()) if engine.config.cluster.enabled else []
+    answer: Result = {
+        "cluster": engine.config.cluster_name,
+        "nodes": [
+            {"id": info.id, "host": info.host, "port": info.native_port} for _, info in alive
+        ],
+    }
     if topic is not None:
         answer["topic"] = topic.config.name
         answer["coordinators"] = [
@@ -89,14 +80,10 @@ async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> Result:
 async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
     """The nodes, and a page of the partitions. Nodes are asked about those that it may tell of; of
     all, as nodes of an earlier version are, if that is all there are."""
-    cluster = engine.nodes
-    if cluster is None:
-        return _alone(engine, a.after)
-    known = _known(cluster)
-    behind = [key for key in known if _name(key) > a.after]
+    records = _records(engine)
+    behind = [key for key in records if _name(key) > a.after]
     keys = behind[:PAGE_PARTITIONS_MAX]
-    within = {} if len(keys) == len(known) else _bounds(keys)
-    told = await cluster.ask_all("replica_status", **within)
+    told = await _told(engine, {} if len(keys) == len(records) else _bounds(keys))
     served = {
         (part["topic"], part["partition"]): part
         for answer in told.values()
@@ -107,19 +94,24 @@ async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
         for node, answer in told.items()
         for copy in answer["copies"]
     }
-    still = sorted(set(_known(cluster)).intersection(keys))  # others were deleted meanwhile
-    rows = ((_name(key), _partition(cluster, key, served.get(key), copies)) for key in still)
+    records = _records(engine)
+    rows = (
+        (_name(key), _partition(engine, key, *records[key], served.get(key), copies))
+        for key in keys
+        if key in records  # others were deleted meanwhile
+    )
     page = page_of(rows, more=len(keys) < len(behind))
+    options = engine.config.cluster
     return {
-        "cluster": cluster.options.name,
-        "node": cluster.node,
-        "policy": cluster.options.policy,
+        "cluster": engine.config.cluster_name,
+        "node": engine.identity.node,
+        "policy": options.policy,
         "metadata": {
-            "kind": "etcd",
-            "endpoints": list(cluster.options.etcd),
-            "available": cluster.available,
+            "kind": "etcd" if options.enabled else "embedded",
+            "endpoints": list(options.etcd),
+            "available": engine.cluster.available,
         },
-        "nodes": _nodes(cluster, told),
+        "nodes": _nodes(engine, told, [record for _, record in records.values()]),
         "partitions": page.rows,
         "next": page.next,
     }
@@ -127,18 +119,18 @@ async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
 
 @method(RebalanceArguments)
 async def cluster_rebalance(engine: Engine, _: Caller, a: RebalanceArguments) -> Result:
-    return await _cluster(engine).administration.rebalance(dry_run=a.dry_run)
+    return await engine.nodes.administration.rebalance(dry_run=a.dry_run)
 
 
 @method(DrainArguments, subject="node")
 async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> Result:
-    return await _cluster(engine).administration.drain(a.node, dry_run=a.dry_run)
+    return await engine.nodes.administration.drain(a.node, dry_run=a.dry_run)
 
 
 @method(Arguments)
 async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> Result:
     """What waits of the last plan."""
-    return {"moves": await _cluster(engine).administration.waiting()}
+    return {"moves": await engine.nodes.administration.waiting()}
 
 
 @method(RemoveReplicaArguments)
@@ -146,7 +138,7 @@ async def cluster_remove_replica(engine: Engine, _: Caller, a: RemoveReplicaArgu
     topic = engine.topic(a.topic)
     topic.partition(a.partition)
     key = (topic.config.id, a.partition)
-    return {"voters": await _cluster(engine).administration.remove_replica(key, a.node)}
+    return {"voters": await engine.nodes.administration.remove_replica(key, a.node)}
 
 
 # --- between nodes ---
@@ -194,7 +186,6 @@ class ResignArguments(ReplicaArguments, frozen=True):
 @method(ReplicaTopicArguments)
 async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> Result:
     """What this node knows of a topic, and which of its partitions it serves."""
-    _cluster(engine)
     topic = engine.topics.get(a.name)
     if topic is None or topic.config.id != a.topic:
         return {"known": False, "config": None, "serving": []}
@@ -208,7 +199,6 @@ async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> 
 @method(Arguments)
 async def replica_room(engine: Engine, _: Caller, a: Arguments) -> Result:
     """How many more partitions fit here, and the highest topic id that a folder here has."""
-    _cluster(engine)
     highest = engine.folder.topic_id_highest()
     return {**engine.room.fitting()._asdict(), "topic_id_highest": highest}
 
@@ -217,12 +207,7 @@ async def replica_room(engine: Engine, _: Caller, a: Arguments) -> Result:
 async def replica_status(engine: Engine, _: Caller, a: ReplicaStatusArguments) -> Result:
     """The partitions that this node coordinates, how their followers fare, what it copies, and how
     it is itself."""
-    _cluster(engine)
-    return {
-        "partitions": _coordinated(engine, a.wants),
-        "copies": _copies(engine, a.wants),
-        **_itself(engine),
-    }
+    return _status(engine, a.wants)
 
 
 @method(Arguments)
@@ -233,46 +218,64 @@ async def replica_clock(engine: Engine, _: Caller, a: Arguments) -> Result:
 
 @method(DrainingArguments)
 async def replica_drain(engine: Engine, _: Caller, a: DrainingArguments) -> Result:
-    await _cluster(engine).set_draining(a.draining)
+    await engine.nodes.set_draining(a.draining)
     return {}
 
 
 @method(ResignArguments)
 async def replica_resign(engine: Engine, _: Caller, a: ResignArguments) -> Result:
     """Give a partition up for the node that asks, if that one has all of it."""
-    cluster = _cluster(engine)
     key = (a.topic, a.partition)
     host = engine.hosts.get(key)
     if host is None or host.partition is None:
         raise NotFound("this node does not serve the partition", partition=a.partition)
     if not _caught_up(host, a.node):
         raise FailedPrecondition(f"{a.node} has not caught up", node=a.node)
-    await cluster.resign(key)
+    await engine.nodes.resign(key)
     return {}
 
 
 @method(ReplicaArguments)
 async def replica_seed(engine: Engine, _: Caller, a: ReplicaArguments) -> Result:
     """Where a copy of a replica begins, and the beginning of its snapshot."""
-    return await _cluster(engine).seeds.head((a.topic, a.partition))
+    return await engine.nodes.seeds.head((a.topic, a.partition))
 
 
 @method(SliceArguments)
 async def replica_seed_slice(engine: Engine, _: Caller, a: SliceArguments) -> Result:
-    seeds = _cluster(engine).seeds
-    return await seeds.slice(
-        (a.topic, a.partition), from_sequence=a.from_sequence, through=a.through
-    )
+    key = (a.topic, a.partition)
+    return await engine.nodes.seeds.slice(key, from_sequence=a.from_sequence, through=a.through)
 
 
 @method(ChunkArguments)
 async def replica_seed_chunk(engine: Engine, _: Caller, a: ChunkArguments) -> Result:
-    return _cluster(engine).seeds.chunk(a.piece, a.offset)
+    return engine.nodes.seeds.chunk(a.piece, a.offset)
 
 
-def _known(cluster: Cluster) -> list[Key]:
-    control = cluster.control
-    return sorted(key for key in control.records if key[0] in control.topics)
+def _records(engine: Engine) -> dict[Key, tuple[str, PartitionRecord]]:
+    """The name of the topic, and the record, of each partition that there is, in order."""
+    if engine.config.cluster.enabled:
+        control = engine.nodes.control
+        topics = control.topics
+        found = {
+            key: (topics[key[0]].name, held.record)
+            for key, held in control.records.items()
+            if key[0] in topics
+        }
+    else:
+        found = {
+            (topic.config.id, p.index): (topic.config.name, p.coordinator.record)
+            for topic in engine.topics.values()
+            for p in topic.local
+        }
+    return dict(sorted(found.items()))
+
+
+async def _told(engine: Engine, within: dict[str, Any]) -> dict[str, Result]:
+    """What the nodes that answer tell of themselves."""
+    if engine.config.cluster.enabled:
+        return await engine.nodes.ask_all("replica_status", **within)
+    return {engine.identity.node: _status(engine, lambda key: True)}
 
 
 def _bounds(keys: Sequence[Key]) -> dict[str, Any]:
@@ -287,68 +290,19 @@ def _name(key: Key) -> str:
     return f"{key[0]:010} {key[1]:04}"
 
 
-def _alone(engine: Engine, after: str) -> dict[str, Any]:
-    """A node in no cluster answers with itself."""
-    node = engine.identity.node
-    topics = sorted(engine.topics.values(), key=lambda topic: topic.config.id)
-    named = (
-        (_name((topic.config.id, partition.index)), topic, partition)
-        for topic in topics
-        for partition in topic.local
-    )
-    page = page_of((n, _serving(node, topic, part)) for n, topic, part in named if n > after)
-    partitions = sum(len(topic.local) for topic in topics)
-    itself = {
-        "id": node,
-        "address": f"{engine.config.host}:{engine.config.native_port}",
-        "zone": "",
-        "version": __version__,
-        "alive": True,
-        "reachable": True,
-        "rolled_back": False,
-        "clock": UNTOLD,
-        "draining": engine.stopping,
-        "age": 0,
-        "started_ms": engine.started_ms,
-        "coordinators": partitions,
-        "replicas": partitions,
-    }
-    metadata = {"kind": "embedded", "endpoints": [], "available": True}
-    return {
-        "cluster": "", "node": node, "policy": "balanced", "metadata": metadata,
-        "nodes": [itself], "partitions": page.rows, "next": page.next,
-    }  # fmt: skip
-
-
-def _serving(node: str, topic: Topic, partition: Partition) -> dict[str, Any]:
-    """A partition whose only replica is that of its node."""
-    return {
-        "topic": topic.config.name,
-        "partition": partition.index,
-        "state": "serving",
-        "epoch": partition.coordinator.epoch,
-        "coordinator": node,
-        "voters": [node],
-        "joint": [],
-        "learners": [],
-        "target": [],
-        "sequence_last": partition.log.sequence_last,
-        "sequence_committed": partition.coordinator.sequence_committed,
-        "followers": [],
-    }
-
-
-def _nodes(cluster: Cluster, told: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _nodes(
+    engine: Engine, told: Mapping[str, Result], records: Sequence[PartitionRecord]
+) -> list[Result]:
     """All that are registered or named by a partition. A lease outlives its node for some seconds,
     so what the others see is told too: `reachable` is who answered, or is connected to one that
     did."""
     seen = {*told, *(peer for answer in told.values() for peer in answer.get("peers", ()))}
-    records = [held.record for held in cluster.control.records.values()]
     replicas = Counter(node for record in records for node in record.members)
     coordinated = Counter(record.coordinator for record in records if record.coordinator)
+    alive, ages = _alive(engine)
     nodes = []
-    for node in sorted({*cluster.alive, *replicas}):
-        info = cluster.alive.get(node)
+    for node in sorted({*alive, *replicas}):
+        info = alive.get(node)
         nodes.append(
             {
                 "id": node,
@@ -360,7 +314,7 @@ def _nodes(cluster: Cluster, told: Mapping[str, dict[str, Any]]) -> list[dict[st
                 "rolled_back": told.get(node, {}).get("rolled_back", False),
                 "clock": told.get(node, {}).get("clock", UNTOLD),
                 "draining": info is not None and info.draining,
-                "age": cluster.members.ages.get(node, 0),
+                "age": ages.get(node, 0),
                 "started_ms": info.started_ms if info else 0,
                 "coordinators": coordinated[node],
                 "replicas": replicas[node],
@@ -369,20 +323,30 @@ def _nodes(cluster: Cluster, told: Mapping[str, dict[str, Any]]) -> list[dict[st
     return nodes
 
 
+def _alive(engine: Engine) -> tuple[Mapping[str, NodeInfo], Mapping[str, int]]:
+    """The members, and their ages. Who is alone is the only one."""
+    if engine.config.cluster.enabled:
+        return engine.nodes.alive, engine.nodes.members.ages
+    info = engine.info(port=engine.config.native_port or 0)
+    return {info.id: info}, {}
+
+
 def _partition(
-    cluster: Cluster,
+    engine: Engine,
     key: Key,
-    served: dict[str, Any] | None,
+    topic: str,
+    record: PartitionRecord,
+    served: Result | None,
     copies: Mapping[tuple[int, int, str], int],
-) -> dict[str, Any]:
-    record = cluster.control.records[key].record
+) -> Result:
     state = "serving"
     if served is None:
-        reachable = cluster.coordinator(key)
-        state = "electing" if reachable or record.coordinator not in cluster.alive else "unknown"
+        reachable = engine.cluster.coordinator(key)
+        lost = reachable or record.coordinator not in engine.nodes.alive
+        state = "electing" if lost else "unknown"
     known = UNKNOWN if served is None else {name: served[name] for name in UNKNOWN}
     return {
-        "topic": cluster.control.topics[key[0]].name,
+        "topic": topic,
         "partition": key[1],
         "state": state,
         "epoch": record.epoch,
@@ -396,6 +360,14 @@ def _partition(
             {**follower, "copying": copies.get((*key, follower["node"]))}
             for follower in known["followers"]
         ],
+    }
+
+
+def _status(engine: Engine, wanted: Callable[[Key], bool]) -> Result:
+    return {
+        "partitions": _coordinated(engine, wanted),
+        "copies": _copies(engine, wanted),
+        **_itself(engine),
     }
 
 
@@ -421,8 +393,9 @@ def _coordinated(engine: Engine, wanted: Callable[[Key], bool]) -> list[dict[str
 
 def _itself(engine: Engine) -> dict[str, Any]:
     """What this node alone knows of itself and of the others."""
+    if not engine.config.cluster.enabled:
+        return {"peers": [], "clock": UNTOLD, "rolled_back": False}
     cluster = engine.nodes
-    assert cluster is not None
     return {
         "peers": [node for node in cluster.alive if cluster.live(node) is not None],
         "clock": {

@@ -142,7 +142,7 @@ def _public(config: TopicConfig) -> dict[str, Any]:
 async def topic_create(engine: Engine, _: Caller, a: TopicCreateArguments) -> Result:
     if "id" in a.config:
         raise InvalidArgument("a topic's id is given by the node", field="id")
-    return _public(await engine.create_topic(a.config, exists_ok=a.exists_ok))
+    return _public(await engine.administration.create_topic(a.config, exists_ok=a.exists_ok))
 
 
 @method(TopicArguments)
@@ -159,14 +159,14 @@ async def topic_list(engine: Engine, _: Caller, a: PageArguments) -> Result:
 
 @method(TopicUpdateArguments)
 async def topic_update(engine: Engine, _: Caller, a: TopicUpdateArguments) -> Result:
-    await engine.update_topic(a.topic, a.changes)
+    await engine.administration.update_topic(a.topic, a.changes)
     return _public(engine.config_of(a.topic))
 
 
 @method(DestructiveArguments)
 async def topic_delete(engine: Engine, caller: Caller, a: DestructiveArguments) -> Result:
     confirmed(engine, caller, "topic_delete", a)
-    await engine.delete_topic(a.topic)
+    await engine.administration.delete_topic(a.topic)
     return {}
 
 

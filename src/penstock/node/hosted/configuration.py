@@ -151,7 +151,7 @@ class EngineTopicWriter:
 
     def create(self, topic: str) -> None:
         """Make a topic for letters."""
-        work = self._engine.create_topic(letters_config(topic), exists_ok=True)
+        work = self._engine.administration.create_topic(letters_config(topic), exists_ok=True)
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:

@@ -75,6 +75,14 @@ class ClusterView(Protocol):
         """This node reaches neither a majority of the others nor the metadata store: whoever it
         does not serve itself is better off with another node."""
 
+    @property
+    def ready(self) -> bool:
+        """Topics and records were read: requests may come."""
+
+    @property
+    def available(self) -> bool:
+        """The metadata store answered when it was asked last."""
+
     def coordinator(self, key: Key) -> str:
         """The node that coordinates a partition; empty if nobody is known to."""
 
@@ -89,6 +97,7 @@ class AlwaysHere:
     """A node that runs alone: whatever there is, is here."""
 
     cut_off = False
+    ready = available = True
 
     def __init__(self, node: str = "") -> None:
         self.node = node

@@ -13,7 +13,6 @@ from typing import Final
 from penstock.errors import LimitExceeded, PenstockError
 from penstock.node.calls import (  # noqa: F401 - they register their methods
     cluster,
-    dead_letters,
     live,
     log,
     messages,

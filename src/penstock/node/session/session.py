@@ -366,8 +366,7 @@ class Session(asyncio.Protocol):
             return
         if isinstance(control, Tell):
             self._check_peer()
-            if self._engine.nodes is not None:
-                self._engine.nodes.transport.on_told(control.told)
+            self._engine.nodes.transport.on_told(control.told)
             return
         self.streams.check_number(frame.sequence)
         if isinstance(control, OpenFollow):

@@ -185,7 +185,7 @@ class StreamTable:
         for topic, demand in self._demands.values():
             demand.blocked = blocked
             topic.wake()
-        if not blocked and self._engine.nodes is not None:
+        if not blocked:
             for sending in list(self._follows.values()):
                 self._engine.nodes.transport.on_writable(sending)
 
@@ -203,7 +203,7 @@ class StreamTable:
         if supplied is not None:
             supplied[0].remove_demand(supplied[1])
         sending = self._follows.pop(number, None)
-        if sending is not None and self._engine.nodes is not None:
+        if sending is not None:
             self._engine.nodes.transport.on_closed(sending)
 
     def close_all(self) -> None:
@@ -300,8 +300,6 @@ class StreamTable:
         topic.add_stream(stream)
 
     def open_follow(self, number: int, control: OpenFollow) -> None:
-        if self._engine.nodes is None:
-            raise FailedPrecondition("this node is alone: nobody follows it")
         self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
 
     def open_log(self, number: int, control: OpenLog) -> None:

@@ -19,7 +19,7 @@ from penstock.replication.coordinator import Coordinator, MemberStatus
 
 def node_reading(engine: Engine) -> NodeReading:
     """What the node holds now, for the metrics."""
-    now_ms = engine.clock.now_ms()
+    now_ms, clocks = engine.clock.now_ms(), engine.around.clocks
     return NodeReading(
         partitions=[
             partition_reading(host.topic, host.partition, now_ms)
@@ -43,10 +43,10 @@ def node_reading(engine: Engine) -> NodeReading:
         requests_pending=sum(c.pending for c in engine.connections),
         strangers=engine.doorway.strangers,
         held_bytes={kind.name.lower(): engine.budget.by_kind[kind] for kind in Held},
-        metadata_available=engine.nodes is None or engine.nodes.available,
+        metadata_available=engine.cluster.available,
         rolled_back=rolled_back(engine),
-        clock_off=engine.nodes is not None and engine.nodes.clocks.verdict is ClockVerdict.OFF,
-        clock_ahead_s=(engine.nodes.clocks.ahead_ms or 0.0) / 1000 if engine.nodes else 0.0,
+        clock_off=clocks is not None and clocks.verdict is ClockVerdict.OFF,
+        clock_ahead_s=0.0 if clocks is None else (clocks.ahead_ms or 0.0) / 1000,
         unopened=engine.unopened.partitions,
     )
 
@@ -113,8 +113,8 @@ def _follower(standing: MemberStatus, *, learner: bool) -> FollowerReading:
 def rolled_back(engine: Engine) -> bool:
     """Whether the data folder was found to be an older copy of itself, and still is in part: some
     replica in it does not count."""
-    cluster = engine.nodes
-    if cluster is None or not cluster.disk.rolled_back:
+    if not engine.config.cluster.enabled or not engine.nodes.disk.rolled_back:
         return False
+    cluster = engine.nodes
     ours = [key for key, h in cluster.control.records.items() if h.record.is_voter(cluster.node)]
     return not all(key in engine.hosts and engine.hosts[key].replica.counts for key in ours)

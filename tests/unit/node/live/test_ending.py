@@ -88,7 +88,7 @@ async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:
     await node.engine.cursors.flush()
     old = node.engine.topic(TOPIC).config.id
     assert [*await node.engine.cursors.rows(old)]
-    await node.engine.delete_topic(TOPIC)
+    await node.engine.administration.delete_topic(TOPIC)
     assert reader.failed is not None
     assert [*await node.engine.cursors.rows(old)] == []
     await delta_topic(node)
