@@ -155,20 +155,21 @@ class Ledger:
         known: NDArray[np.bool_] = (entries >= 0) & (table["vector"][entries] > 0) & recent
         return known
 
-    def sweep(self) -> None:
-        """Forget ids that are past their time, once they are half of all.
+    def sweep(self) -> bool:
+        """Forget ids that are past their time, once they are half of all; says whether it did.
 
         Looking takes time for every id there is, so it waits until a good part of them is new, or
         may have come of age.
         """
-        count = self.ids.table.count
-        if count < SWEEP_MIN or (count < self._sweep_count and self.time_ms < self._sweep_ms):
-            return
+        if len(self.ids) < self._sweep_count and self.time_ms < self._sweep_ms:
+            return False
         kept = np.flatnonzero(self.remembered())
-        if 2 * len(kept) <= len(self.ids):
+        due = 2 * len(kept) <= len(self.ids)
+        if due:
             self.ids.keep(kept)
         self._sweep_count = len(self.ids) + len(self.ids) // SWEEP_SHARE
         self._sweep_ms = self.time_ms + (self.dedup_ms + self.pending_ms) // SWEEP_SHARE
+        return due
 
     def remembered(self) -> NDArray[np.bool_]:
         """Ids that may matter again: known to what comes, or to what waits since earlier."""

@@ -29,7 +29,7 @@ from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
 from penstock.model.delta_format import DIMENSIONS_MAX, NO_ID
-from penstock.propagation.fold.ledger import Ledger
+from penstock.propagation.fold.ledger import SWEEP_MIN, Ledger
 from penstock.propagation.fold.merge import Merge, VectorStates
 from penstock.propagation.fold.order import (
     NOTHING,
@@ -125,6 +125,7 @@ class Propagator:
         if stop < count:
             rest = deltas.take(np.arange(stop, count)) if stop else deltas
             self._rest = self._admissible(rest, tally)
+            self.row_fold.left = 0
         return self._advance(tally)
 
     def _take_rows(self, deltas: DeltaBatch, tally: _Tally) -> int:
@@ -195,7 +196,8 @@ class Propagator:
             self._rest = self._after(rest, piece, step.stop, tally)
         if self._rest is None:
             self.sequence = self._through
-            self.ledger.sweep()
+            if self.ledger.ids.table.count >= SWEEP_MIN and self.ledger.sweep():
+                self.row_fold.left = 0
         return self._outcome(tally)
 
     def _after(
@@ -250,8 +252,8 @@ class Propagator:
             "duplicates": tally.duplicates,
             "released": released,
             "quarantined": len(refused.reasons),
-            "pending": len(self.waitlist),
-            "pending_oldest_ms": self._oldest_ms(),
+            "pending": len(self.waitlist.by_id),
+            "pending_oldest_ms": self._oldest_ms() if self.waitlist.by_id else 0,
         }
         states = self.merge.take_touched() if self._states else None
         return FeedOutcome(

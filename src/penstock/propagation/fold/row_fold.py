@@ -4,14 +4,13 @@ The columns of `order` and `merge` cost about the same for one row as for a thou
 what was just committed, which is a row or ten: here each is read from its payload with plain
 numbers (`DeltaRow`), and entered into the very same tables.
 
-`RowFold` takes only what is plainly in order: a sound delta that is a duplicate, or whose causes
-were all released, of a vector that nothing waits for. At the first row that is anything else it
-stops, and the columns take the rest. As a fold does not depend on how a log is cut, nobody can tell
-which of the two a delta went through.
+Only what is plainly in order is taken: a sound delta that is a duplicate, or whose causes were all
+released, of a vector that nothing waits for. At the first row that is anything else the fold by
+rows stops, and the columns take the rest. As a fold does not depend on how a log is cut, nobody can
+tell which of the two a delta went through.
 
-`RowMerge` merges a released row as `merge` does with columns. Most deltas are stamped after
-everything that was merged into their vector: then every register they name is theirs, and nothing
-has to be compared.
+Most deltas are stamped after everything that was merged into their vector: then every register
+they name is theirs, and nothing has to be compared.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from penstock.model.delta_format import (
 from penstock.propagation.fold.ledger import PENDING, Ledger
 from penstock.propagation.fold.merge import Merge
 from penstock.propagation.fold.registers import ALIVE, DEAD, VectorOperation
+from penstock.propagation.fold.table import HASH_A, HASH_B, KeyTable, Table
 from penstock.propagation.fold.waitlist import Waitlist
 
 WIDE: Final = 32  # values above which arrays are quicker than numbers
@@ -143,49 +143,204 @@ _SCALE: Final = int(Op.SCALE)
 _OFFSET: Final = int(Op.OFFSET)
 _DELETE: Final = int(Op.DELETE)
 PROBES: Final = 16  # components looked at for one that was set before an operation
+ROWS_MAX: Final = 64  # of a feed: with more the columns are quicker
+CHAINS_FEW: Final = 8
+NEVER: Final = 1 << 63
+_WORD: Final = (1 << 64) - 1
 
 
-class RowMerge:
-    def __init__(self, merge: Merge) -> None:
-        self._merge, self._registers, self._operations = merge, merge.registers, merge.operations
-        self._ledger, self._width = merge.ledger, merge.registers.dimensions
+class KeyView:
+    """Looks up one key at a time in a `KeyTable`, until that changes otherwise."""
+
+    __slots__ = ("_bits", "_ended", "_highs", "_last", "_lows", "_places", "_table")
+
+    def __init__(self, keys: KeyTable) -> None:
+        self._table, self._bits = keys.table, keys.bits
+        self._places, self._last = keys.places.data, len(keys.places) - 1
+        self._lows, self._highs = keys.table["low"].data, keys.table["high"].data
+        self._ended = 0  # the place where the latest search ended
+
+    def find(self, low: int, high: int) -> int:
+        """The row of a key, -1 if it is unknown."""
+        mixed = (low * HASH_A ^ high * HASH_B) & _WORD
+        place = ((mixed ^ mixed >> 32) * HASH_A & _WORD) >> (64 - self._bits)
+        places, lows, highs = self._places, self._lows, self._highs
+        row: int = places[place]
+        while row >= 0 and (lows[row] != low or highs[row] != high):
+            place = (place + 1) & self._last
+            row = places[place]
+        self._ended = place
+        return row
+
+    def put(self, low: int, high: int) -> int:
+        """Give a key a row that `find` has just not found; there must be room."""
+        row = self._table.count
+        self._table.count = row + 1
+        self._lows[row], self._highs[row] = low, high
+        self._places[self._ended] = row
+        return row
+
+
+class RowFold:
+    def __init__(self, ledger: Ledger, waitlist: Waitlist, merge: Merge) -> None:
+        self.ledger, self.waitlist, self._merge = ledger, waitlist, merge
+        self._registers, self._operations = merge.registers, merge.operations
+        self._width = merge.registers.dimensions
         self._probes = range(min(PROBES, self._width))
-        self._touched: dict[int, None] = {}
+        self._row = DeltaRow(self._width)
+        # Rows that the tables have room for where they lie; 0: the columns may have moved them.
+        self.left = 0
 
-    @property
-    def version(self) -> int:
-        """Grows when views are out of date."""
-        return self._merge.table.version + self._registers.table.version
+    def take(
+        self, batch: DeltaBatch, sequences: list[int], times_ms: list[int]
+    ) -> tuple[int, list[int]]:
+        """Take rows up to the first that is not plain; which that is, and which were released.
 
-    @property
-    def room(self) -> int:
-        """Vectors that there may be before anything moves."""
-        return min(self._merge.table.capacity, self._registers.table.capacity)
+        The others are duplicates. Log times do not step back.
+        """
+        if self.left < len(sequences):
+            self._look(len(sequences))
+        self.left -= len(sequences)
+        overdue = self._overdue() if self.waitlist.by_id else NEVER
+        stop, released, vectors = 0, list[int](), dict[int, None]()
+        row, blob, dedup_ms = self._row, batch.blob, self.ledger.dedup_ms
+        for number, start in enumerate(batch.starts.tolist()):
+            row.time_ms = times_ms[number]
+            if row.time_ms >= overdue or not row.read(blob, start):
+                break
+            entry = self._ids.find(row.low, row.high)
+            if entry < 0:
+                entry = self._ids.put(row.low, row.high)
+            state = self._id_states[entry]
+            if state <= 0 or self._id_times[entry] < row.time_ms - dedup_ms:
+                row.sequence = sequences[number]
+                if state == PENDING or not (self._ready(row) and self._take_in(row)):
+                    break
+                self._release(row, entry)
+                released.append(number)
+                vectors[row.vector] = None
+            stop = number + 1
+        if stop:
+            self.ledger.time_ms = times_ms[stop - 1]
+        if vectors and self._merge.noting:
+            self._merge.touched.append(np.array(list(vectors), np.int64))
+        return stop, released
 
-    def prepare(self, count: int) -> None:
-        """Make room for so many vectors more, and look at the arrays that there are then."""
-        merge, registers = self._merge, self._registers
+    def _overdue(self) -> int:
+        """The log time at which something that waits is to be turned out."""
+        waitlist = self.waitlist
+        if len(waitlist) > waitlist.pending_max:
+            return 0
+        eldest = waitlist.eldest()
+        return NEVER if eldest is None else eldest.log_time_ms + waitlist.pending_ms
+
+    def _look(self, count: int) -> None:
+        """Make room for so many rows, and take views of where the tables lie then."""
+        ledger, merge, registers = self.ledger, self._merge, self._registers
         merge.reserve()
-        registers.table.reserve(count)
-        merge.table.reserve(count)
-        registers.widen(len(self._ledger.codes))
-        view = registers.table.view
-        self._values: Any = view("values")  # of floats, which a memoryview is not known to have
-        self._times, self._writers = view("times"), view("writers")
-        self._existence = view("existence")
+        registers.widen(len(ledger.codes))
+        growing = (ledger.ids, ledger.vectors, ledger.chains, registers.table, merge.table)
+        self.left = min(table.reserve(count) for table in growing)
+        self._ids, self._vectors = KeyView(ledger.ids), KeyView(ledger.vectors)
+        self._chains = KeyView(ledger.chains)
+        self._id_states, self._id_times = _views(ledger.ids.table, "vector", "log_time_ms")
+        self._waiting, self._latest = _views(ledger.vectors.table, "waiting", "chain")
+        self._chain_origins, self._next, self._seen, self._chain_times, self._heads = _views(
+            ledger.chains.table, "high", "next", "seen", "time", "head"
+        )
+        self._values, self._times, self._writers, self._existence = _views(
+            registers.table, "values", "times", "writers", "existence"
+        )
+        self._components = [registers.table[name] for name in ("values", "times", "writers")]
         self._said = {
-            name: (view(f"{name}_time"), view(f"{name}_writer"))
+            name: _views(registers.table, f"{name}_time", f"{name}_writer")
             for name in ("existence", "metadata")
         }
-        view = merge.table.view
-        self._revision, self._newest, self._lane = view("revision"), view("time"), view("lane")
-        self._sequence, self._log_time_ms = view("sequence"), view("log_time_ms")
+        self._revision, self._newest, self._sequence, self._log_time_ms, self._lane = _views(
+            merge.table, "revision", "time", "sequence", "log_time_ms", "lane"
+        )
 
-    def reserve(self) -> None:
-        """Enter the vectors that came since; there is room."""
+    # --- order ---
+
+    def _ready(self, row: DeltaRow) -> bool:
+        """Whether all causes were released, and nothing of the vector waits.
+
+        Vectors and chains are entered on sight: they count from their first release on.
+        """
+        vector = self._vectors.find(row.vector_low, row.vector_high)
+        if vector < 0:
+            vector = self._new_vector(row)
+        code = self.ledger.codes.get(row.origin)
+        if code is None or self._waiting[vector]:
+            return False
+        chain = self._latest[vector] - 1
+        if chain < 0 or self._chain_origins[chain] != code:
+            chain = self._find_chain(vector, code)
+            if chain < 0:
+                chain = self._new_chain(vector, code)
+        row.vector, row.chain, row.code = vector, chain, code
+        if row.counter != self._seen[chain] + 1:
+            return False
+        if row.clocks > 1 and not self._causes_seen(row):
+            return False
+        last = self._chain_times[chain]
+        if row.time <= last:
+            row.time = last + 1  # an origin's later delta stays the later one
+        return not row.flags & HAS_PARENT or self._parent_released(row)
+
+    def _new_vector(self, row: DeltaRow) -> int:
+        ledger = self.ledger
+        vector = self._vectors.put(row.vector_low, row.vector_high)
+        namespace, vector_id = row.names()
+        ledger.namespaces.extend([namespace])
+        ledger.vector_ids.extend([vector_id])
         self._merge.reserve()
+        return vector
 
-    def merge(self, row: DeltaRow) -> bool:
+    def _find_chain(self, vector: int, code: int) -> int:
+        """A vector's chain, or -1. It has few of them: going through those is the quickest."""
+        origins, following = self._chain_origins, self._next
+        chain: int = self._latest[vector] - 1
+        for _ in range(CHAINS_FEW):
+            if chain < 0 or origins[chain] == code:
+                return chain
+            chain = following[chain] - 1
+        return self._chains.find(vector, code)
+
+    def _new_chain(self, vector: int, code: int) -> int:
+        self._chains.find(vector, code)  # its place
+        chain = self._chains.put(vector, code)
+        self._next[chain], self._latest[vector] = self._latest[vector], chain + 1
+        return chain
+
+    def _causes_seen(self, row: DeltaRow) -> bool:
+        codes, vector = self.ledger.codes, row.vector
+        for origin, counter in row.causes():
+            code = codes.get(origin)
+            chain = -1 if code is None else self._find_chain(vector, code)
+            if chain < 0 or self._seen[chain] < counter:
+                return False
+        return True
+
+    def _parent_released(self, row: DeltaRow) -> bool:
+        low, high, heads, at = row.parent_low, row.parent_high, self._heads, 2 * row.chain
+        if heads[at] == low and heads[at + 1] == high:
+            return True
+        entry = self._ids.find(low, high)
+        if entry < 0 or self._id_states[entry] != row.vector + 1:
+            return False
+        recent: bool = self._id_times[entry] >= row.time_ms - self.ledger.dedup_ms
+        return recent
+
+    def _release(self, row: DeltaRow, entry: int) -> None:
+        chain, at = row.chain, 2 * row.chain
+        self._seen[chain], self._chain_times[chain] = row.counter, row.time
+        self._heads[at], self._heads[at + 1] = row.low, row.high
+        self._id_states[entry], self._id_times[entry] = row.vector + 1, row.time_ms
+
+    # --- merge ---
+
+    def _take_in(self, row: DeltaRow) -> bool:
         """Merge a delta, unless it has to be taken with care: then nothing has happened."""
         op, vector, time = row.op, row.vector, row.time
         newest = time > self._newest[vector]
@@ -212,7 +367,7 @@ class RowMerge:
                 return False
             self._operate(row)
             if not newest:
-                operations.prune(vector, self._ledger.ranks)
+                operations.prune(vector, self.ledger.ranks)
         elif op == _DELETE and self._say("existence", row):
             self._existence[vector] = DEAD
         if op != _SPARSE and (row.metadata_bytes or op in (_CREATE, _DELETE)):
@@ -229,7 +384,7 @@ class RowMerge:
                 if times[first + index] < time:
                     break
             else:
-                self._operations.prune(vector, self._ledger.ranks)
+                self._operations.prune(vector, self.ledger.ranks)
                 return
 
     def _set(self, row: DeltaRow) -> None:
@@ -241,7 +396,7 @@ class RowMerge:
 
     def _offer(self, row: DeltaRow) -> None:
         """Set the components that were not set by a greater stamp."""
-        times, writers, ranks = self._times, self._writers, self._ledger.ranks
+        times, writers, ranks = self._times, self._writers, self.ledger.ranks
         first, time, code = row.vector * self._width, row.time, row.code
         assert row.indices is not None
         for index, value in zip(row.indices, row.values, strict=True):
@@ -251,16 +406,15 @@ class RowMerge:
                 self._values[place], times[place], writers[place] = value, time, code
 
     def _set_many(self, row: DeltaRow) -> None:
-        table, vector, named = self._registers.table, row.vector, row.indices
-        table["values"][vector][named] = row.values
-        table["times"][vector][named] = row.time
-        table["writers"][vector][named] = row.code
+        values, times, writers = self._components
+        vector, named = row.vector, row.indices
+        values[vector][named], times[vector][named] = row.values, row.time
+        writers[vector][named] = row.code
 
     def _set_all(self, row: DeltaRow) -> None:
-        table, vector = self._registers.table, row.vector
-        table["values"][vector] = row.values
-        table["times"][vector] = row.time
-        table["writers"][vector] = row.code
+        values, times, writers = self._components
+        vector = row.vector
+        values[vector], times[vector], writers[vector] = row.values, row.time, row.code
         self._operations.lists.pop(vector, None)  # they were all stamped before it
         if self._say("existence", row):
             self._existence[vector] = ALIVE
@@ -268,7 +422,7 @@ class RowMerge:
     def _operate(self, row: DeltaRow) -> None:
         operation = VectorOperation(
             row.time,
-            self._ledger.origin_name(row.code),
+            self.ledger.origin_name(row.code),
             row.code,
             row.op == _SCALE,
             None if row.indices is None else np.array(row.indices, np.uint16),
@@ -288,7 +442,7 @@ class RowMerge:
         """Stamp a register, unless that of a greater stamp."""
         times, writers = self._said[name]
         vector, time, code = row.vector, row.time, row.code
-        before, ranks = times[vector], self._ledger.ranks
+        before, ranks = times[vector], self.ledger.ranks
         if time < before or (time == before and ranks[code] <= ranks[writers[vector]]):
             return False
         times[vector], writers[vector] = time, code
@@ -301,163 +455,10 @@ class RowMerge:
             self._newest[vector] = row.time
         # What was merged before came before, so these are maxima too.
         self._sequence[vector], self._log_time_ms[vector] = row.sequence, row.time_ms
-        if self._merge.noting:
-            self._touched[vector] = None
-            if row.priority < self._lane[vector]:
-                self._lane[vector] = row.priority
-
-    def finish(self) -> None:
-        """Note the vectors that were changed."""
-        if self._touched:
-            self._merge.touched.append(np.array(list(self._touched), np.int64))
-            self._touched.clear()
+        if self._merge.noting and row.priority < self._lane[vector]:
+            self._lane[vector] = row.priority
 
 
-ROWS_MAX: Final = 64  # of a feed: with more the columns are quicker
-CHAINS_FEW: Final = 8
-NEVER: Final = 1 << 63
-
-
-class RowFold:
-    def __init__(self, ledger: Ledger, waitlist: Waitlist, merge: Merge) -> None:
-        self.ledger, self.waitlist = ledger, waitlist
-        self._merge = RowMerge(merge)
-        self._row = DeltaRow(merge.registers.dimensions)
-        self._version = self._origins = -1  # what the views were made of
-
-    def take(
-        self, batch: DeltaBatch, sequences: list[int], times_ms: list[int]
-    ) -> tuple[int, list[int]]:
-        """Take rows up to the first that is not plain; which that is, and which were released.
-
-        The others are duplicates. Log times do not step back.
-        """
-        self._prepare(len(sequences))
-        stop, released, overdue = 0, [], self._overdue()
-        row, blob, dedup_ms = self._row, batch.blob, self.ledger.dedup_ms
-        for number, start in enumerate(batch.starts.tolist()):
-            row.time_ms = times_ms[number]
-            if row.time_ms >= overdue or not row.read(blob, start):
-                break
-            entry = self.ledger.ids.add_one(row.low, row.high)
-            state = self._id_states[entry]
-            if state <= 0 or self._id_times[entry] < row.time_ms - dedup_ms:
-                row.sequence = sequences[number]
-                if state == PENDING or not (self._ready(row) and self._merge.merge(row)):
-                    break
-                self._release(row, entry)
-                released.append(number)
-            stop = number + 1
-        if stop:
-            self.ledger.time_ms = times_ms[stop - 1]
-        self._merge.finish()
-        return stop, released
-
-    def _overdue(self) -> int:
-        """The log time at which something that waits is to be turned out."""
-        waitlist = self.waitlist
-        if len(waitlist) > waitlist.pending_max:
-            return 0
-        eldest = waitlist.eldest()
-        return NEVER if eldest is None else eldest.log_time_ms + waitlist.pending_ms
-
-    def _prepare(self, count: int) -> None:
-        """See that views are of today's arrays, and that there is room for all that may come."""
-        ledger = self.ledger
-        ids, vectors, chains = ledger.ids.table, ledger.vectors.table, ledger.chains.table
-        vectors_after = vectors.count + count
-        if (
-            ids.version + vectors.version + chains.version + self._merge.version == self._version
-            and ids.count + count <= ledger.ids.room
-            and vectors_after <= ledger.vectors.room
-            and vectors_after <= self._merge.room
-            and chains.count + count <= ledger.chains.room
-            and len(ledger.codes) == self._origins
-        ):
-            return
-        for keys in (ledger.ids, ledger.vectors, ledger.chains):
-            keys.reserve(count)
-        self._merge.prepare(count)
-        self._origins = len(ledger.codes)
-        # Each only ever grows, so their sum tells.
-        self._version = ids.version + vectors.version + chains.version + self._merge.version
-        self._id_states, self._id_times = ids.view("vector"), ids.view("log_time_ms")
-        self._waiting, self._latest = vectors.view("waiting"), vectors.view("chain")
-        self._writers, self._next = chains.view("high"), chains.view("next")
-        self._seen, self._times = chains.view("seen"), chains.view("time")
-        self._heads = chains.view("head")
-
-    def _ready(self, row: DeltaRow) -> bool:
-        """Whether all causes were released, and nothing of the vector waits.
-
-        Vectors and chains are entered on sight: they count from their first release on.
-        """
-        ledger = self.ledger
-        vector = ledger.vectors.find_one(row.vector_low, row.vector_high)
-        if vector < 0:
-            vector = self._new_vector(row)
-        code = ledger.codes.get(row.origin)
-        if code is None or self._waiting[vector]:
-            return False
-        chain = self._latest[vector] - 1
-        if chain < 0 or self._writers[chain] != code:
-            chain = self._find_chain(vector, code)
-            if chain < 0:
-                chain = self._new_chain(vector, code)
-        row.vector, row.chain, row.code = vector, chain, code
-        if row.counter != self._seen[chain] + 1:
-            return False
-        if row.clocks > 1 and not self._causes_seen(row):
-            return False
-        last = self._times[chain]
-        if row.time <= last:
-            row.time = last + 1  # an origin's later delta stays the later one
-        return not row.flags & HAS_PARENT or self._parent_released(row)
-
-    def _new_vector(self, row: DeltaRow) -> int:
-        ledger = self.ledger
-        vector = ledger.vectors.put_one(row.vector_low, row.vector_high)
-        namespace, vector_id = row.names()
-        ledger.namespaces.add(namespace)
-        ledger.vector_ids.add(vector_id)
-        self._merge.reserve()
-        return vector
-
-    def _find_chain(self, vector: int, code: int) -> int:
-        """A vector's chain, or -1. It has few of them: going through those is the quickest."""
-        writers, following, chain = self._writers, self._next, self._latest[vector] - 1
-        for _ in range(CHAINS_FEW):
-            if chain < 0 or writers[chain] == code:
-                return chain
-            chain = following[chain] - 1
-        return self.ledger.chains.find_one(vector, code)
-
-    def _new_chain(self, vector: int, code: int) -> int:
-        chain = self.ledger.chains.add_one(vector, code)
-        self._next[chain], self._latest[vector] = self._latest[vector], chain + 1
-        return chain
-
-    def _causes_seen(self, row: DeltaRow) -> bool:
-        codes, vector = self.ledger.codes, row.vector
-        for origin, counter in row.causes():
-            code = codes.get(origin)
-            chain = -1 if code is None else self._find_chain(vector, code)
-            if chain < 0 or self._seen[chain] < counter:
-                return False
-        return True
-
-    def _parent_released(self, row: DeltaRow) -> bool:
-        low, high, heads, at = row.parent_low, row.parent_high, self._heads, 2 * row.chain
-        if heads[at] == low and heads[at + 1] == high:
-            return True
-        entry = self.ledger.ids.find_one(low, high)
-        if entry < 0 or self._id_states[entry] != row.vector + 1:
-            return False
-        recent: bool = self._id_times[entry] >= row.time_ms - self.ledger.dedup_ms
-        return recent
-
-    def _release(self, row: DeltaRow, entry: int) -> None:
-        chain, at = row.chain, 2 * row.chain
-        self._seen[chain], self._times[chain] = row.counter, row.time
-        self._heads[at], self._heads[at + 1] = row.low, row.high
-        self._id_states[entry], self._id_times[entry] = row.vector + 1, row.time_ms
+def _views(table: Table, *names: str) -> list[Any]:
+    """Columns, row behind row, whose items are plain numbers."""
+    return [table[name].reshape(-1).data for name in names]

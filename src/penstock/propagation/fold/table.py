@@ -5,9 +5,6 @@ pair of 64-bit numbers a row number, 0, 1, 2 … batch by batch, by open address
 numpy array: a batch of lookups costs a few gathers, not a Python call per key. `Texts` keeps many
 short texts in one array of bytes, without a Python object for each.
 
-For a few rows the gathers cost more than they save. Those are read and set through memoryviews of
-the very same columns, whose items are plain numbers, and keys are looked up one at a time.
-
 Twice as many places for millions of keys take a second to fill, which a caller who adds a handful
 should not wait for. So they are filled in the course of the additions before they are needed: from
 three eighths of the places on, every new key has a few old ones placed in the next set, and that
@@ -30,12 +27,11 @@ STEP_KEYS: Final = 64  # new ones after which the next set of places is looked a
 FILLED_PER_KEY: Final = 64  # empty places made, or …
 PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before half the places are taken
 LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
-_A: Final = np.uint64(0x9E3779B97F4A7C15)
-_B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+HASH_A: Final = 0x9E3779B97F4A7C15
+HASH_B: Final = 0xC2B2AE3D27D4EB4F
+_A: Final = np.uint64(HASH_A)
+_B: Final = np.uint64(HASH_B)
 _HALF: Final = np.uint64(32)
-_A_ONE: Final = int(_A)  # the same for one key
-_B_ONE: Final = int(_B)
-_WORD: Final = (1 << 64) - 1
 
 Numbers = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -73,11 +69,10 @@ def places_within(groups: NDArray[Any]) -> tuple[Numbers, Numbers]:
 class Table:
     """Columns by name. An array is valid until rows are added: ask again after that."""
 
-    __slots__ = ("_columns", "capacity", "count", "version")
+    __slots__ = ("_columns", "capacity", "count")
 
     def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
         self.count = 0
-        self.version = 0  # grows when arrays are replaced, and views of them are out of date
         self.capacity = ROWS_MIN
         self._columns: dict[str, NDArray[Any]] = {}
         for name, kind in columns.items():
@@ -90,11 +85,6 @@ class Table:
 
     def __setitem__(self, name: str, column: NDArray[Any]) -> None:
         self._columns[name] = column
-        self.version += 1
-
-    def view(self, name: str) -> memoryview:
-        """A column, row behind row, whose items are plain numbers; for as long as `version`."""
-        return self._columns[name].reshape(-1).data
 
     def names(self) -> list[str]:
         return list(self._columns)
@@ -104,22 +94,20 @@ class Table:
 
     def extend(self, count: int) -> int:
         """Add rows of zeros; returns the first of them."""
+        self.reserve(count)
         first = self.count
-        if first + count > self.capacity:
-            self.reserve(count)
         self.count += count
         return first
 
-    def reserve(self, count: int) -> None:
-        """Make room for that many more rows."""
+    def reserve(self, count: int) -> int:
+        """Make room for that many more rows; says how many fit before arrays are replaced."""
         need = self.count + count
-        if need <= self.capacity:
-            return
-        self.capacity = max(need, self._larger())
-        for name, old in self._columns.items():
-            self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
-            self._columns[name][: self.count] = old[: self.count]
-        self.version += 1
+        if need > self.capacity:
+            self.capacity = max(need, self._larger())
+            for name, old in self._columns.items():
+                self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
+                self._columns[name][: self.count] = old[: self.count]
+        return self.capacity - self.count
 
     def _larger(self) -> int:
         """Zeros that nobody touched take no memory, so room is cheap, and moving rows is not."""
@@ -128,11 +116,9 @@ class Table:
 
     def keep(self, rows: Numbers) -> None:
         """Drop all rows but these, which are numbered anew in the given order."""
-        for name, column in self._columns.items():
-            kept = column[rows]
-            column[: len(rows)] = kept
+        for column in self._columns.values():
+            column[: len(rows)] = column[rows]
             column[len(rows) : self.count] = 0
-            self._columns[name] = column
         self.count = len(rows)
 
 
@@ -185,10 +171,7 @@ class NextPlaces:
 class KeyTable:
     """Row numbers of pairs of numbers. At most half of the places are taken."""
 
-    __slots__ = (
-        "_bits", "_ended", "_highs", "_last", "_lows", "_next", "_places", "_spots", "_version",
-        "room", "table",
-    )  # fmt: skip
+    __slots__ = ("_next", "bits", "places", "table")
 
     def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
         self.table = Table({"low": np.uint64, "high": np.uint64, **columns})
@@ -198,28 +181,13 @@ class KeyTable:
         self._use(np.full(1 << bits, -1, np.int32), bits)
 
     def _use(self, places: NDArray[np.int32], bits: int) -> None:
-        self._places, self._bits = places, bits
+        self.places, self.bits = places, bits
         self._next: NextPlaces | None = None
-        self.table.version += 1
-        self._look()
-
-    def _look(self) -> None:
-        """Take views of what single keys are looked up in."""
-        self._spots, self._last = self._places.data, len(self._places) - 1
-        self._lows, self._highs = self.table.view("low"), self.table.view("high")
-        self._version = self.table.version
-        self._make_room()
-        self._ended = 0  # the place where the latest search of a single key ended
-
-    def _make_room(self) -> None:
-        """Say how many keys there may be before `reserve` is to be asked again."""
-        calm = self._crowded_at if self._next is None else self.table.count + STEP_KEYS
-        self.room = min(self.table.capacity, len(self._places) // 2, calm)
 
     @property
     def _crowded_at(self) -> int:
         """From so many keys on the next set of places is prepared."""
-        return len(self._places) // 8 * 3
+        return len(self.places) // 8 * 3
 
     def __len__(self) -> int:
         return self.table.count
@@ -231,8 +199,8 @@ class KeyTable:
     def _probe(self, low: Words, high: Words) -> tuple[Numbers, Numbers]:
         """Rows, and the places where the search of each key ended."""
         lows, highs = self.table["low"], self.table["high"]
-        places, last = self._places, len(self._places) - 1
-        place = _hashed(low, high, self._bits)
+        places, last = self.places, len(self.places) - 1
+        place = _hashed(low, high, self.bits)
         found = places[place].astype(np.int64)
         # A row of -1 reads the last row of the columns: harmless, as it is masked.
         other = (found >= 0) & ((lows[found] != low) | (highs[found] != high))
@@ -253,8 +221,8 @@ class KeyTable:
         while len(waiting):
             # Everyone writes itself into the free place it found: the last one to do so wins it.
             at = place[waiting]
-            self._places[at] = waiting
-            won = self._places[at] == waiting
+            self.places[at] = waiting
+            won = self.places[at] == waiting
             winners, losers = waiting, waiting[~won]
             if len(losers):
                 winners, at = waiting[won], at[won]
@@ -262,7 +230,7 @@ class KeyTable:
             rows = np.arange(first, first + len(winners))
             self.table["low"][first : self.table.count] = low[winners]
             self.table["high"][first : self.table.count] = high[winners]
-            self._places[at] = rows
+            self.places[at] = rows
             found[winners] = rows
             waiting = losers
             if len(waiting):
@@ -271,61 +239,35 @@ class KeyTable:
                 waiting = waiting[rest[0] < 0]
         return found
 
-    def find_one(self, low: int, high: int) -> int:
-        """The row of one key, -1 if it is unknown."""
-        if self._version != self.table.version:
-            self._look()
-        mixed = (low * _A_ONE ^ high * _B_ONE) & _WORD
-        place = ((mixed ^ mixed >> 32) * _A_ONE & _WORD) >> (64 - self._bits)
-        spots, lows, highs = self._spots, self._lows, self._highs
-        row: int = spots[place]
-        while row >= 0 and (lows[row] != low or highs[row] != high):
-            place = (place + 1) & self._last
-            row = spots[place]
-        self._ended = place
-        return row
-
-    def put_one(self, low: int, high: int) -> int:
-        """Give a key a row that `find_one` has just not found; there must be room."""
-        row = self.table.extend(1)
-        self._lows[row], self._highs[row] = low, high
-        self._spots[self._ended] = row
-        return row
-
-    def add_one(self, low: int, high: int) -> int:
-        """The row of one key, a new one if it is unknown; there must be room."""
-        row = self.find_one(low, high)
-        return row if row >= 0 else self.put_one(low, high)
-
-    def reserve(self, count: int) -> None:
-        """Make room for that many more keys, so that rows and places stay where they are."""
+    def reserve(self, count: int) -> int:
+        """Make room for that many more keys; says how many may come before this is asked again.
+        Until then rows and places stay where they are."""
         self._reserve(count)
         self.table.reserve(count)
-        if self._version != self.table.version:
-            self._look()
-        self._make_room()
+        calm = self._crowded_at if self._next is None else self.table.count + STEP_KEYS
+        return min(self.table.capacity, len(self.places) // 2, calm) - self.table.count
 
     def _reserve(self, count: int) -> None:
         after = self.table.count + count
-        if 2 * after > len(self._places):  # many at once
+        if 2 * after > len(self.places):  # many at once
             self._clear((2 * after).bit_length())
-            _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
+            _place(self.table, self.places, bits=self.bits, first=0, end=self.table.count)
         elif after > self._crowded_at and (count <= FEW_KEYS or self._next is not None):
             if self._next is None:
-                self._next = NextPlaces(self._bits + 1)
+                self._next = NextPlaces(self.bits + 1)
             if self._next.advance(self.table, max(count, STEP_KEYS)):
                 self._use(self._next.places, self._next.bits)
 
     def keep(self, rows: Numbers) -> None:
         self.table.keep(rows)
         self._clear(max(11, (2 * len(rows)).bit_length()))
-        _place(self.table, self._places, bits=self._bits, first=0, end=self.table.count)
+        _place(self.table, self.places, bits=self.bits, first=0, end=self.table.count)
 
     def validate(self) -> None:
         known = self.find(self.table.rows("low"), self.table.rows("high"))
         assert np.array_equal(known, np.arange(self.table.count)), "a key is not found"
-        assert (self._places >= 0).sum() == self.table.count
-        assert 2 * self.table.count <= len(self._places)
+        assert (self.places >= 0).sum() == self.table.count
+        assert 2 * self.table.count <= len(self.places)
         assert self._next is None or self._next.placed <= self.table.count
 
 
@@ -351,15 +293,6 @@ class Texts:
 
     def extend(self, texts: list[bytes]) -> None:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
-
-    def add(self, text: bytes) -> None:
-        """One more text."""
-        start, end = self._end, self._end + len(text)
-        self._make_room(len(text))
-        row = self.table.extend(1)
-        self.table["start"][row], self.table["size"][row] = start, len(text)
-        self._arena[start:end] = np.frombuffer(text, np.uint8)
-        self._end = end
 
     def append(self, data: bytes, sizes: Numbers) -> None:
         """Texts that lie one behind the other."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.propagation.fold import table
+from penstock.propagation.fold.row_fold import KeyView
 from penstock.propagation.fold.table import KeyTable, Table, Texts, stable_order
 
 few = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=40)
@@ -52,8 +53,10 @@ def test_a_handful_of_keys_never_waits_for_all_the_others(monkeypatch: pytest.Mo
     keys = KeyTable({})
     for first in range(0, 50_000, 10):
         keys.reserve(10)
+        one = KeyView(keys)
         for number in range(first, first + 10):
-            assert keys.add_one(number, number << 40) == number
+            assert one.find(number, number << 40) == -1
+            assert one.put(number, number << 40) == number
     assert len(placed) > 100 and max(placed) <= table.PLACED_PER_KEY * table.STEP_KEYS
     keys.validate()
 
@@ -68,7 +71,10 @@ def test_keys_are_found_at_every_stage_of_growth(seed: int) -> None:
             rows = keys.add(*halves(pairs)).tolist()
         else:
             keys.reserve(len(pairs))
-            rows = [keys.add_one(*pair) for pair in pairs]
+            one, rows = KeyView(keys), []
+            for pair in pairs:
+                row = one.find(*pair)
+                rows.append(row if row >= 0 else one.put(*pair))
         for pair, row in zip(pairs, rows, strict=True):
             assert known.setdefault(pair, row) == row
         if turn == 40:
