@@ -242,7 +242,7 @@ def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:
         token = LeaseToken.parse(message["lease_token"])
         tokens.setdefault(token.partition, []).append(token.sequence)
     for index, sequences in tokens.items():
-        topic.partitions[index].give_back(unused(np.array(sequences, np.uint64)))
+        topic.partitions[index].settle(unused(np.array(sequences, np.uint64)))
 
 
 def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:

@@ -176,30 +176,21 @@ class RemotePartition:
         )
 
     def settle(self, request: TokenRequest) -> None:
-        kind = Freight(FrameType.ACK, self.topic)
-        self._send_tokens(kind, request, lambda p: p.settle(request))
-
-    def give_back(self, request: ReturnRequest) -> None:
-        reason = request.reason.decode(errors="replace")
-        how = (request.delay_ms, request.reject, request.counted, reason)
-        kind = Freight(FrameType.NACK, self.topic, how)
-        self._send_tokens(kind, request, lambda p: p.give_back(request))
-
-    def extend(self, request: ExtendRequest) -> None:
-        kind = Freight(FrameType.HEARTBEAT, self.topic, (request.extend_ms,))
-        self._send_tokens(kind, request, lambda p: p.extend(request))
-
-    def _send_tokens(
-        self, kind: Freight, request: TokenRequest, hand_over: Callable[[PartitionPort], None]
-    ) -> None:
-        data: Buffer = np.ascontiguousarray(request.tokens, "<u8").tobytes()
+        type = FrameType.ACK
+        how: tuple[Any, ...] = ()
+        if isinstance(request, ReturnRequest):
+            reason = request.reason.decode(errors="replace")
+            type = FrameType.NACK
+            how = (request.delay_ms, request.reject, request.counted, reason)
+        elif isinstance(request, ExtendRequest):
+            type, how = FrameType.HEARTBEAT, (request.extend_ms,)
         self._send(
             Errand(
-                kind,
+                Freight(type, self.topic, how),
                 self.key,
                 count=len(request.tokens),
-                data=data,
-                hand_over=hand_over,
+                data=np.ascontiguousarray(request.tokens, "<u8").tobytes(),
+                hand_over=lambda port: port.settle(request),
                 succeed=lambda outcome: request.reply(outcome.lost),
                 fail=request.reply,
             )

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any, Protocol
 
 from penstock.errors import PenstockError
-from penstock.node.write.requests import EnqueuePart, ExtendRequest, ReturnRequest, TokenRequest
+from penstock.node.write.requests import EnqueuePart, TokenRequest
 from penstock.wire.frame import Buffer, FrameType
 
 Key = tuple[int, int]  # (topic id, partition)
@@ -25,10 +25,6 @@ class PartitionPort(Protocol):
     def enqueue(self, part: EnqueuePart) -> None: ...
 
     def settle(self, request: TokenRequest) -> None: ...
-
-    def give_back(self, request: ReturnRequest) -> None: ...
-
-    def extend(self, request: ExtendRequest) -> None: ...
 
 
 class PeerStream(Protocol):

@@ -183,11 +183,11 @@ class Deliveries:
 def _give_back(lease: LeasedPart, *, delay_ms: int) -> None:
     first = lease.token_first
     tokens = np.arange(first, first + len(lease.messages), dtype=np.uint64)
-    lease.partition.give_back(ReturnRequest(tokens, ignore, delay_ms=delay_ms, counted=False))
+    lease.partition.settle(ReturnRequest(tokens, ignore, delay_ms=delay_ms, counted=False))
 
 
 def _bury(lease: LeasedPart, rows: NDArray[np.int64], why: str) -> None:
     tokens = (rows + lease.token_first).astype(np.uint64)
-    lease.partition.give_back(
+    lease.partition.settle(
         ReturnRequest(tokens, ignore, reject=True, reason=why.encode(), cause=DeadReason.UNREADABLE)
     )

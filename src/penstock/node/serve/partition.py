@@ -39,7 +39,6 @@ class Partition:
         self.settler = LeaseSettler(journal)
         # What others ask of the partition goes straight there, without a call in between.
         self.enqueue, self.settle = self.enqueuer.enqueue, self.settler.settle
-        self.give_back, self.extend = self.settler.give_back, self.settler.extend
         self.reader = MessageReader(journal.log, cache)
         self.snapshot = SnapshotFacts()
 

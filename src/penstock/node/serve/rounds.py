@@ -341,7 +341,7 @@ class Rounds:
             return
         first = delivery.token_first
         tokens = np.arange(first, first + delivery.count, dtype=np.uint64)
-        self._topic.partitions[delivery.partition].give_back(unused(tokens))
+        self._topic.partitions[delivery.partition].settle(unused(tokens))
 
     def on_ready(self) -> None:
         self._topic.wake()

@@ -329,7 +329,7 @@ class Session(asyncio.Protocol):
         reason = control.reason.encode()[:1024]
 
         def give_back(partition: PartitionPort, tokens: NDArray[np.uint64], reply: Reply) -> None:
-            partition.give_back(
+            partition.settle(
                 ReturnRequest(
                     tokens,
                     reply,
@@ -354,7 +354,7 @@ class Session(asyncio.Protocol):
             topic,
             control,
             data,
-            lambda p, t, r: p.extend(ExtendRequest(t, r, extend_ms=control.extend_ms)),
+            lambda p, t, r: p.settle(ExtendRequest(t, r, extend_ms=control.extend_ms)),
         )
 
     def _on_subscribe(self, frame: Frame) -> None:

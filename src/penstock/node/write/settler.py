@@ -6,7 +6,7 @@ Requests gather here until the partition's turn; acknowledgements of one turn be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from penstock.log.crash import crash_point
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Value
 from penstock.node.write.journal import COALESCE_ENTRIES, Journal
-from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
+from penstock.node.write.requests import ExtendRequest, ReturnRequest, TokenRequest
 
 EXPIRE_MAX: Final = 1000  # leases expired in one turn
 SETTLE_WRITES_MAX: Final = 2  # that may pass a few settlements by
@@ -29,44 +29,41 @@ REASONS_BYTES_MAX: Final = 1 << 20  # of one request; what very many share is cu
 class LeaseSettler:
     def __init__(self, journal: Journal) -> None:
         self._journal, self._heap = journal, journal.heap
-        self._settles: list[TokenRequest] = []
-        self._returns: list[ReturnRequest] = []
-        self._extends: list[ExtendRequest] = []
-        self.gathered = 0  # tokens in the lists above
+        self._waiting: list[TokenRequest] = []
+        self.gathered = 0  # tokens of those that wait
         self._waiting_since = 0  # the write during which the first of them came
 
     def settle(self, request: TokenRequest) -> None:
-        self._gather(self._settles, request)
-
-    def give_back(self, request: ReturnRequest) -> None:
-        self._gather(self._returns, request)
-
-    def extend(self, request: ExtendRequest) -> None:
-        self._gather(self._extends, request)
+        journal = self._journal
+        if journal.failed is not None:
+            request.reply(journal.failed)
+            return
+        if not self.gathered:
+            self._waiting_since = journal.flusher.writes
+        self._waiting.append(request)
+        self.gathered += len(request.tokens)
+        journal.wake()
 
     def take_turn(self) -> None:
         """Turn the requests that have gathered into batches. A few of them may wait for two writes,
         because nobody is blocked by them."""
-        journal = self._journal
-        if not journal.takes(self.fail, late=True):
+        if not self._journal.takes(self.fail, late=True):
             return
-        passed = journal.flusher.writes - self._waiting_since
-        if (
-            journal.flusher.writing
-            and self.gathered < COALESCE_ENTRIES
-            and passed < SETTLE_WRITES_MAX
-        ):
+        flusher = self._journal.flusher
+        passed = flusher.writes - self._waiting_since
+        if flusher.writing and self.gathered < COALESCE_ENTRIES and passed < SETTLE_WRITES_MAX:
             return
-        self.gathered = 0
-        self._process_settles()
-        self._process_returns()
-        self._process_extends()
+        waiting, self._waiting, self.gathered = self._waiting, [], 0
+        acks = [request for request in waiting if type(request) is TokenRequest]
+        if acks:
+            self._process(acks)
+        for request in waiting:
+            if type(request) is not TokenRequest:
+                self._process([request])
 
     def fail(self, error: PenstockError) -> None:
         """Answer everybody who waits with `error`."""
-        waiting = [*self._settles, *self._returns, *self._extends]
-        self._settles, self._returns, self._extends = [], [], []
-        self.gathered = 0
+        waiting, self._waiting, self.gathered = self._waiting, [], 0
         for request in waiting:
             request.reply(error)
 
@@ -79,17 +76,30 @@ class LeaseSettler:
             plan = self._heap.plan_return(tokens, now_ms, delay_ms=None, counted=True)
             self._append_return(Kind.EXPIRE, plan, counted=True)
 
-    def _gather(self, waiting: list[Any], request: TokenRequest) -> None:
-        if self._journal.failed is not None:
-            request.reply(self._journal.failed)
-            return
-        if not self.gathered:
-            self._waiting_since = self._journal.flusher.writes
-        waiting.append(request)
-        self.gathered += len(request.tokens)
-        self._journal.wake()
+    def _process(self, requests: Sequence[TokenRequest]) -> None:
+        """Write one record for several acknowledgements, or for one request of another kind."""
+        first = requests[0]
+        tokens = first.tokens
+        if len(requests) > 1:
+            tokens = np.concatenate([request.tokens for request in requests])
+        _, held = self._heap.resolve(tokens)
+        kept = tokens[held]
+        sequence = self._journal.coordinator.sequence_committed
+        if len(kept):
+            if not self._has_room(_record_bytes(first, len(kept)), requests):
+                return
+            if isinstance(first, ReturnRequest):
+                sequence = self._return(kept, first)
+            elif isinstance(first, ExtendRequest):
+                extend_ms = self._heap.cap_extend(kept, self._journal.now_ms(), first.extend_ms)
+                values: dict[str, Value | None] = {"token": kept, "extend_ms": extend_ms}
+                sequence = self._journal.append_record(Kind.EXTEND, len(kept), values).last
+            else:
+                sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
+                crash_point("node.ack.staged")
+        self._answer(requests, held, sequence)
 
-    def _has_room(self, bytes: int, requests: Sequence[Any], waiting: list[Any]) -> bool:
+    def _has_room(self, bytes: int, requests: Sequence[TokenRequest]) -> bool:
         """Whether a record of that size fits now. If not, the requests wait for the disk to give
         more; if it just said that it cannot, they are refused."""
         if self._journal.has_room(bytes):
@@ -99,66 +109,32 @@ class LeaseSettler:
             for request in requests:
                 request.reply(full)
             return False
-        waiting.extend(requests)
+        self._waiting.extend(requests)
         self.gathered += sum(len(request.tokens) for request in requests)
         self._journal.grow(bytes)
         return False
 
-    def _process_settles(self) -> None:
-        requests, self._settles = self._settles, []
-        if not requests:
-            return
-        tokens = requests[0].tokens
-        if len(requests) > 1:
-            tokens = np.concatenate([r.tokens for r in requests])
-        _, held = self._heap.resolve(tokens)
-        all_held = bool(held.all())
-        kept = tokens if all_held else tokens[held]
-        sequence = self._journal.coordinator.sequence_committed
-        if len(kept):
-            if not self._has_room(len(kept) * ACK_BYTES, requests, self._settles):
-                return
-            sequence = self._journal.append_record(Kind.ACK, len(kept), {"token": kept}).last
-            crash_point("node.ack.staged")
-        self._answer_tokens(requests, None if all_held else held, sequence)
-
-    def _answer_tokens(
-        self, requests: Sequence[TokenRequest], held: NDArray[np.bool_] | None, sequence: int
+    def _answer(
+        self, requests: Sequence[TokenRequest], held: NDArray[np.bool_], sequence: int
     ) -> None:
-        """Tell each request, once committed, which of its tokens were lost; None: none was."""
-        answers: list[tuple[Reply, list[int]]] = []
-        at = 0
-        for request in requests:
-            end = at + len(request.tokens)
-            lost = [] if held is None else np.flatnonzero(~held[at:end]).tolist()
-            answers.append((request.reply, lost))
-            at = end
+        """Tell each request, once committed, which of its tokens were lost."""
+        shares: list[list[int]] = [[]] * len(requests)
+        if not held.all():
+            ends = np.cumsum([len(request.tokens) for request in requests])
+            shares = [np.flatnonzero(~own).tolist() for own in np.split(held, ends[:-1])]
 
         def answer() -> None:
-            for reply, lost in answers:
-                reply(lost)
+            for request, lost in zip(requests, shares, strict=True):
+                request.reply(lost)
 
         def unknown(error: PenstockError) -> None:
-            for reply, _ in answers:
-                reply(error)
+            for request in requests:
+                request.reply(error)
 
         self._journal.when_committed(sequence, answer, unknown=unknown)
 
-    def _process_returns(self) -> None:
-        requests, self._returns = self._returns, []
-        for request in requests:
-            _, held = self._heap.resolve(request.tokens)
-            kept = request.tokens[held]
-            sequence = self._journal.coordinator.sequence_committed
-            if len(kept):
-                reason = request.reason[: REASONS_BYTES_MAX // len(kept)]
-                need = len(kept) * (RETURN_BYTES + len(reason)) + RETURN_BYTES_APART
-                if not self._has_room(need, [request], self._returns):
-                    continue
-                sequence = self._return(kept, request, reason)
-            self._answer_tokens([request], held, sequence)
-
-    def _return(self, tokens: NDArray[np.uint64], request: ReturnRequest, reason: bytes) -> int:
+    def _return(self, tokens: NDArray[np.uint64], request: ReturnRequest) -> int:
+        reason = _reason(request, len(tokens))
         if request.reject:
             values: dict[str, Value | None] = {
                 "token": tokens,
@@ -193,16 +169,13 @@ class LeaseSettler:
             sequence = self._journal.append_record(Kind.DEAD, len(plan.dead), values).last
         return sequence
 
-    def _process_extends(self) -> None:
-        requests, self._extends = self._extends, []
-        for request in requests:
-            _, held = self._heap.resolve(request.tokens)
-            kept = request.tokens[held]
-            sequence = self._journal.coordinator.sequence_committed
-            if len(kept):
-                if not self._has_room(len(kept) * EXTEND_BYTES, [request], self._extends):
-                    continue
-                extend_ms = self._heap.cap_extend(kept, self._journal.now_ms(), request.extend_ms)
-                values: dict[str, Value | None] = {"token": kept, "extend_ms": extend_ms}
-                sequence = self._journal.append_record(Kind.EXTEND, len(kept), values).last
-            self._answer_tokens([request], held, sequence)
+
+def _record_bytes(request: TokenRequest, count: int) -> int:
+    """What a record takes for so many of a request's tokens."""
+    if isinstance(request, ReturnRequest):
+        return count * (RETURN_BYTES + len(_reason(request, count))) + RETURN_BYTES_APART
+    return count * (EXTEND_BYTES if isinstance(request, ExtendRequest) else ACK_BYTES)
+
+
+def _reason(request: ReturnRequest, count: int) -> bytes:
+    return request.reason[: REASONS_BYTES_MAX // count]

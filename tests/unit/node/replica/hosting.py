@@ -409,7 +409,7 @@ def settle(host: Host, tokens: NDArray[np.uint64]) -> asyncio.Future[list[int]]:
 def reject(host: Host, tokens: NDArray[np.uint64]) -> asyncio.Future[list[int]]:
     answer, reply = _reply()
     assert host.partition is not None
-    host.partition.give_back(ReturnRequest(tokens, reply, reject=True))
+    host.partition.settle(ReturnRequest(tokens, reply, reject=True))
     return answer
 
 
