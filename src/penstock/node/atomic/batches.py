@@ -11,15 +11,15 @@ participant that cannot answer holds back the batches that it has a share of, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from penstock.errors import PenstockError
 from penstock.heap.transactions import Doubts
-from penstock.node.atomic.driver import enqueue_atomically, resolve_in_doubt
-from penstock.node.atomic.participant import append_confirmed, stage_here
-from penstock.node.atomic.remote import doubts_at
-from penstock.node.clock import Alarm, Clock, Timer
+from penstock.node.atomic.driver import doubts_at, enqueue_atomically, resolve_in_doubt
+from penstock.node.atomic.participant import append_confirmed, prepare_here
+from penstock.node.clock import Alarm
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
@@ -34,14 +34,17 @@ CROWDED_MS: Final = 1000
 ASKED_MAX: Final = 16  # participants at the same time
 RECORD_MAX: Final = 512  # commits that one record confirms
 RECORD_BYTES: Final = 32  # of it for each
+RESOLVE, CONFIRM = "resolve-in-doubt", "confirm-atomic"
 log = get_logger(__name__)
 
 
 class AtomicBatches:
     def __init__(self, topic: Topic) -> None:
         self._topic, self._clock, self._spawn = topic, topic.clock, topic.router.spawn
-        self._confirmer = Confirmer(topic, topic.clock)
-        self._doubt: Timer | None = None  # set until what was prepared too long ago has asked
+        self._doubt = Alarm(topic.clock, self._on_doubt)
+        self._unconfirmed = Alarm(topic.clock, self._on_unconfirmed)
+        self._asked_ms = 0  # when participants were asked last
+        self._under_way: set[str] = set()  # what a timer has begun and is not done
 
     def enqueue(self, parts: Sequence[tuple[PartitionPort, EnqueuePart]]) -> None:
         """Write all parts or none; each part's request is answered."""
@@ -51,91 +54,59 @@ class AtomicBatches:
         self, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
     ) -> None:
         """Prepare a part of a batch that another node drives."""
-        work = self._prepare(partition, part, transaction=transaction, home=home)
-        self._spawn(work, name="atomic-prepare")
 
-    async def _prepare(
-        self, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
-    ) -> None:
-        try:
-            staged = await stage_here(
-                self._topic, partition, part, transaction=transaction, home=home
-            )
-            self._topic.wake()
-            done = await staged.prepared
-        except PenstockError as error:
-            part.request.part_failed(error)
-        else:
-            part.request.part_placed(done.placed, done.duplicates)
+        async def prepare() -> None:
+            try:
+                done = await prepare_here(
+                    self._topic, partition, part, transaction=transaction, home=home
+                )
+            except PenstockError as error:
+                part.request.part_failed(error)
+            else:
+                part.request.part_placed(done.placed, done.duplicates)
+
+        self._spawn(prepare(), name="atomic-prepare")
 
     def arm(self) -> None:
         """Set the timers, as far as something waits for them."""
-        self._confirmer.arm()
-        if self._doubt is not None:
-            return
         local = self._topic.local
-        times = [t.time_ms - p.ahead_ms for p in local for t in p.heap.prepared.values()]
-        if times:
-            when_ms = max(min(times) + IN_DOUBT_MS, self._clock.now_ms() + DOUBT_PAUSE_MS)
-            self._doubt = self._clock.call_at(when_ms, self._on_doubt)
+        waiting = [(p, p.heap.transactions.prepared.values()) for p in local]
+        times = [batch.time_ms - p.ahead_ms for p, batches in waiting for batch in batches]
+        if times and RESOLVE not in self._under_way:
+            self._doubt.set(max(min(times) + IN_DOUBT_MS, self._clock.now_ms() + DOUBT_PAUSE_MS))
+        kept = [(p, c) for p in local if (c := p.heap.transactions.unconfirmed)]
+        if kept and CONFIRM not in self._under_way:
+            crowded = max(len(commits) for _, commits in kept) >= CROWDED
+            oldest_ms = min(next(iter(c.values())).time_ms - p.ahead_ms for p, c in kept)
+            pause_ms = CROWDED_MS if crowded else CONFIRM_MS
+            self._unconfirmed.set(max(oldest_ms, self._asked_ms) + pause_ms)
 
     def _on_doubt(self) -> None:
-        if not self._topic.closed:
-            self._spawn(self._resolve(), name="resolve-in-doubt")
+        self._begin(RESOLVE, partial(resolve_in_doubt, self._topic, older_ms=IN_DOUBT_MS))
 
-    async def _resolve(self) -> None:
-        try:
-            await resolve_in_doubt(self._topic, older_ms=IN_DOUBT_MS)
-        finally:
-            self._doubt = None
-            self._topic.rearm()
-
-    def close(self) -> None:
-        if self._doubt is not None:
-            self._doubt.cancel()
-        self._confirmer.cancel()
-
-
-class Confirmer:
-    """The timer of a topic's homes."""
-
-    def __init__(self, topic: Topic, clock: Clock) -> None:
-        self._topic, self._clock = topic, clock
-        self._alarm = Alarm(clock, self._on_due)
-        self._asked_ms = 0  # when participants were asked last
-        self._asking = False
-
-    def arm(self) -> None:
-        """Set the timer if something is to be confirmed."""
-        kept = [p for p in self._topic.local if p.heap.transactions.unconfirmed]
-        if self._asking or not kept:
-            return
-        crowded = max(len(p.heap.transactions.unconfirmed) for p in kept) >= CROWDED
-        pause_ms = CROWDED_MS if crowded else CONFIRM_MS
-        oldest_ms = min(_oldest_ms(p) for p in kept)
-        self._alarm.set(max(oldest_ms, self._asked_ms) + pause_ms)
-
-    def cancel(self) -> None:
-        self._alarm.cancel()
-
-    def _on_due(self) -> None:
-        if not self._topic.closed:
-            self._asking = True
-            self._topic.router.spawn(self._confirm(), name="confirm-atomic")
+    def _on_unconfirmed(self) -> None:
+        self._begin(CONFIRM, self._confirm)
 
     async def _confirm(self) -> None:
         try:
             await confirm(self._topic)
         finally:
-            self._asking, self._asked_ms = False, self._clock.now_ms()
-            if not self._topic.closed:
-                self.arm()
+            self._asked_ms = self._clock.now_ms()
 
+    def _begin(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
+        async def run() -> None:
+            try:
+                await work()
+            finally:
+                self._under_way.discard(name)
+                self._topic.rearm()
 
-def _oldest_ms(partition: Partition) -> int:
-    """When the first of a home's commits was written, by the node's clock."""
-    commits = partition.heap.transactions.unconfirmed.values()
-    return next(iter(commits)).time_ms - partition.ahead_ms
+        self._under_way.add(name)
+        self._spawn(run(), name=name)
+
+    def close(self) -> None:
+        self._doubt.cancel()
+        self._unconfirmed.cancel()
 
 
 async def confirm(topic: Topic) -> int:
@@ -164,15 +135,7 @@ async def _confirm_of(topic: Topic, home: Partition, slots: asyncio.Semaphore) -
     async with asyncio.TaskGroup() as group:
         for index in asked:
             group.create_task(ask(index))
-    written = _write(home, transactions.confirmed(answers))
-    if written:
-        topic.wake()
-    return written
-
-
-def _write(home: Partition, confirmed: list[bytes]) -> int:
-    """Records that these are confirmed, as far as there is room for them."""
-    journal = home.journal
+    confirmed, journal = transactions.confirmed(answers), home.journal
     for at in range(0, len(confirmed), RECORD_MAX):
         some = confirmed[at : at + RECORD_MAX]
         if not journal.may_commit:
@@ -181,4 +144,5 @@ def _write(home: Partition, confirmed: list[bytes]) -> int:
             journal.grow(len(some) * RECORD_BYTES)
             return at
         append_confirmed(home, some)
+        topic.wake()
     return len(confirmed)

@@ -65,6 +65,14 @@ async def stage_here(
     return StagedPart(partition.index, asyncio.ensure_future(prepared()))
 
 
+async def prepare_here(
+    topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+) -> Prepared:
+    staged = await stage_here(topic, partition, part, transaction=transaction, home=home)
+    topic.wake()
+    return await staged.prepared
+
+
 async def decide_here(
     topic: Topic,
     home: Partition,
@@ -88,11 +96,6 @@ async def decide_here(
     outcome = home.heap.decision(transaction)
     assert outcome is not None
     return outcome
-
-
-async def outcome_here(topic: Topic, home: Partition, transaction: bytes) -> bool:
-    """How a batch was decided; if it was not, it is now: against it."""
-    return await decide_here(topic, home, transaction, commit=False)
 
 
 def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit: bool) -> None:

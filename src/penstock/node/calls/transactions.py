@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import InvalidArgument
 from penstock.heap.transactions import SharePlace
-from penstock.node.atomic.participant import apply_here, decide_here, doubts_here, outcome_here
+from penstock.node.atomic.participant import apply_here, decide_here, doubts_here
 from penstock.node.calls.table import Caller, Result, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.serve.topic import Topic, check_id
@@ -58,7 +58,8 @@ def _place(topic: Topic, partition: int, sequence: int) -> SharePlace:
 async def transaction_outcome(engine: Engine, _: Caller, a: TransactionArguments) -> Result:
     """The home's decision; if there is none, it decides against."""
     topic = a.queue(engine)
-    return {"commit": await outcome_here(topic, topic.here(a.partition), a.transaction)}
+    home = topic.here(a.partition)
+    return {"commit": await decide_here(topic, home, a.transaction, commit=False)}
 
 
 @method(DecisionArguments)

@@ -131,7 +131,7 @@ async def test_any_node_may_drive_it_and_repeat_it(cluster: Cluster) -> None:
 async def test_a_partition_that_nobody_serves_fails_all(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.node.atomic.remote.WAIT_S", 0.1)
+    monkeypatch.setattr("penstock.node.atomic.driver.WAIT_S", 0.1)
     await cluster.topic("jobs", "ab-")
     with pytest.raises(RetryableError):
         await put_all(cluster)
@@ -185,7 +185,7 @@ async def test_a_home_that_is_away_keeps_nobody_else_in_doubt(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two batches are decided for, each in a home of its own, and c has heard of neither."""
-    monkeypatch.setattr("penstock.node.atomic.remote.ASK_S", 60.0)
+    monkeypatch.setattr("penstock.node.atomic.driver.ASK_S", 60.0)
     await cluster.topic("jobs", "abc")
     for sequence, home in ((1, 0), (2, 1)):
         Saboteur(cluster, "a", "c", "apply", heard=False)
