@@ -135,18 +135,18 @@ class Cluster:
         disk.committed = min(disk.committed, disk.durable)
         self.network = [letter for letter in self.network if node not in letter[:2]]
         self.members()
-        for other, machine in self.replicas.items():
+        for machine in self.replicas.values():
             for stream in [f.stream for f in [machine.follower] if f and f.source == node]:
-                self.perform(other, machine.on_stream_lost(stream, self.now))
+                machine.on_stream_lost(stream, self.now)
             coordinator = machine.coordinator
             if coordinator is not None and node in coordinator.senders:
                 stream = coordinator.senders[node].stream
-                self.perform(other, machine.on_follower_lost(node, stream, self.now))
+                machine.on_follower_lost(node, stream)
 
     def members(self) -> None:
         ages = {node: age for age, node in enumerate(self.disks) if node in self.replicas}
         for machine in self.replicas.values():
-            machine.on_members(ages, self.now)
+            machine.on_members(ages)
 
     # --- the metadata store ---
 
@@ -174,7 +174,7 @@ class Cluster:
     def change(self, node: str, effect: fx.ChangeRecord) -> None:
         machine = self.replicas[node]
         if effect.revision != self.revision or not self.metadata:
-            self.perform(node, machine.on_change_lost(self.now))
+            machine.on_change_lost()
             return
         self.store(effect.record)
         record = effect.record
@@ -254,7 +254,7 @@ class Cluster:
         disk = self.disks[node]
         if node not in self.held and disk.durable < disk.last:
             disk.durable = disk.last
-            self.perform(node, self.replicas[node].on_durable(disk.last, self.now))
+            self.perform(node, self.replicas[node].on_durable(disk.last))
 
     def release(self, node: str) -> None:
         for effect in self.held.pop(node):

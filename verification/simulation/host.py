@@ -135,7 +135,8 @@ class Host:
         self.perform(self.replica.on_record(record, revision, self.now))
 
     def on_members(self, alive: dict[str, int]) -> None:
-        self.perform(self.replica.on_members(alive, self.now))
+        self.replica.on_members(alive)
+        self.perform([])
 
     def on_tick(self) -> None:
         self.perform(self.replica.on_tick(self.now))
@@ -173,17 +174,17 @@ class Host:
         self.perform(self.replica.on_follow(follow, self.now))
 
     def on_stream_lost(self, stream: Stream, gone: bool) -> None:
-        self.perform(self.replica.on_stream_lost(stream.number, self.now, gone=gone))
+        self.replica.on_stream_lost(stream.number, self.now, gone=gone)
+        self.perform([])
 
     def on_follower_lost(self, stream: Stream) -> None:
         self._sending.closed(stream)
-        self.perform(
-            self.replica.on_follower_lost(stream.follower, stream.number, self.now)
-        )  # fmt: skip
+        self.replica.on_follower_lost(stream.follower, stream.number)
+        self.perform([])
 
     def _on_synced(self, sequence: int) -> None:
         self.node.point("write.synced")
-        self.perform(self.replica.on_durable(sequence, self.now))
+        self.perform(self.replica.on_durable(sequence))
 
     def resign(self) -> None:
         self.perform(self.replica.resign(self.now))

@@ -327,7 +327,8 @@ class Node:
             if revision:
                 host.on_record(record, revision)
             else:
-                host.perform(host.replica.on_change_lost(host.now))
+                host.replica.on_change_lost()
+                host.perform([])
 
         store.request(
             self.name, lambda: store.swap(partition, record, expected), changed, lossy=True

@@ -39,8 +39,7 @@ from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.host import Host
 from penstock.node.replica.local_control import LocalControl
 from penstock.node.replica.opener import OpenedReplica, open_replica
-from penstock.node.replica.ports import Key
-from penstock.node.replica.services import Surroundings
+from penstock.node.replica.ports import Key, Surroundings
 from penstock.node.route.ports import AlwaysHere, ClusterView
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
@@ -147,7 +146,7 @@ class Engine:
         self.around = Surroundings(
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
-            transport=None, spawn=self.spawn_for_host, on_damage=self.on_damage,
+            spawn=self.spawn_for_host, on_damage=self.on_damage,
             on_mended=self.on_mended, on_fatal=self.on_fatal,
             reserve_bytes=self.config.log.reserve_bytes,
         )  # fmt: skip
@@ -261,7 +260,7 @@ class Engine:
     ) -> Host:
         """Recover a replica; it does nothing before it is told of a record. `recorded` is the uuid
         that the metadata know it by."""
-        alone = self.around.transport is None
+        alone = self.around.alone
 
         def recover() -> OpenedReplica:
             self._check_place(topic.config, index, alone=alone, only=only, recorded=recorded)

@@ -28,8 +28,7 @@ from penstock.node.cluster.peers import Connect
 from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
-from penstock.node.replica.pace import CopyPace
-from penstock.node.replica.ports import Key
+from penstock.node.replica.ports import CopyPace, Key
 from penstock.replication.follower import FollowerState
 from penstock.replication.replica import Role
 from penstock.replication.takeover import Policy
@@ -131,6 +130,7 @@ def prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect) -> No
         engine.around,
         control=cluster.control,
         transport=cluster.transport,
+        alone=False,
         options=config.replication,
         pace=CopyPace(config.replication.seed_bytes_per_s),
         policy=Policy(config.cluster.policy),

@@ -23,6 +23,7 @@ who asks again and again and hears nothing of what it is sent stays away.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
@@ -60,13 +61,13 @@ class MemberStatus(NamedTuple):
         return 0.0 if self.credit is None else self.credit.share
 
 
+@dataclass(slots=True)
 class Absence:
     """A member that has acknowledged nothing since `since_ms`."""
 
-    __slots__ = ("durable", "lagging", "since_ms")
-
-    def __init__(self, since_ms: int, *, durable: int = 0, lagging: bool = False) -> None:
-        self.since_ms, self.durable, self.lagging = since_ms, durable, lagging
+    since_ms: int
+    durable: int = 0
+    lagging: bool = False
 
 
 class Absences:
@@ -143,20 +144,12 @@ class Coordinator:
         self.epoch = record.epoch
         self.sequence_committed = self._committed_found = committed
         self.sequence_barrier = log.last + 1  # commits only from here upward
+        self.serving = False  # the barrier is committed
         self.senders: dict[str, StreamSender] = {}
         self._absences = Absences()  # of members that have no sender, or are not heard yet
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
         self._unheard_ms: int | None = None  # since when no quorum is alive
-
-    @property
-    def serving(self) -> bool:
-        """Whether the barrier is committed."""
-        return self.sequence_committed >= self.sequence_barrier
-
-    @property
-    def sequence_last(self) -> int:
-        return self._log.last
 
     # --- commit ---
 
@@ -175,17 +168,20 @@ class Coordinator:
 
     def advance(self) -> Effects:
         """Commit what a quorum holds by now: our own disk got further, or another's."""
-        reached = rules.commit(
-            # The quorum of one, spelt out: a single node passes here with every write.
-            self._log.durable if self._alone else self.record.committed(self._durable()),
-            committed=self.sequence_committed,
-            barrier=self.sequence_barrier,
-        )
+        # The quorum of one, spelt out: a single node passes here with every write.
+        reached = self._log.durable if self._alone else self.record.committed(self._durable())
+        if not self.serving:  # from then on a quorum holds the barrier, too, whatever it holds
+            reached = rules.commit(
+                reached, committed=self.sequence_committed, barrier=self.sequence_barrier
+            )
         if reached <= self.sequence_committed:
             return []
-        served, self.sequence_committed = self.serving, reached
+        self.sequence_committed = reached
         effects: Effects = [Commit(reached)]
-        return effects if served else [*effects, BeganServing(self.epoch)]
+        if not self.serving and reached >= self.sequence_barrier:
+            self.serving = True
+            effects.append(BeganServing(self.epoch))
+        return effects
 
     def _durable(self) -> dict[str, int]:
         """How far each replica that counts holds our history."""
@@ -261,7 +257,10 @@ class Coordinator:
     def on_tick(self, now: int) -> Effects:
         for node in [n for n, s in self.senders.items() if s.next < self._log.first]:
             self._close(node)  # compaction has passed it: hearing nothing, it will ask again
-        effects = self._absent(now)
+        lagging = self._absences.on_tick(
+            self._others, self.senders, lagging_ms=self._options.lagging_ms, now=now
+        )
+        effects: Effects = [Warn(node, "lagging") for node in lagging]
         for node, sender in self.senders.items():
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:
@@ -280,12 +279,6 @@ class Coordinator:
         waiting = self.serving and self.sequence_committed < self._log.last
         unheard = now - self._unheard_ms >= UNHEARD_SILENCES * self._options.silence_ms
         return [AnswerUnknown()] if waiting and unheard else []
-
-    def _absent(self, now: int) -> Effects:
-        lagging = self._absences.on_tick(
-            self._others, self.senders, lagging_ms=self._options.lagging_ms, now=now
-        )
-        return [Warn(node, "lagging") for node in lagging]
 
     def writable(self, now: int) -> PenstockError | None:
         """Why a write cannot be taken now; None if it can."""
@@ -412,6 +405,7 @@ class Coordinator:
         last = self._log.last
         assert self.sequence_committed <= last
         # What earlier epochs left commits beneath the barrier, or not at all.
+        assert self.serving == (self.sequence_committed >= self.sequence_barrier)
         assert self.serving or self.sequence_committed == self._committed_found
         for sender in self.senders.values():
             assert sender.durable < sender.next <= last + 1

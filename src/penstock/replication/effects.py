@@ -10,16 +10,7 @@ import msgspec
 
 from penstock.model.batch import Batch
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import (
-    Ack,
-    Append,
-    Fence,
-    Fenced,
-    Follow,
-    Followed,
-    Probe,
-    Probed,
-)
+from penstock.replication.messages import Append, Follow, Letter
 
 
 class Persist(msgspec.Struct, frozen=True):
@@ -32,7 +23,7 @@ class Send(msgspec.Struct, frozen=True):
     """Give `message` to node `to`. It may get lost: whoever needs an answer asks again."""
 
     to: str
-    message: Ack | Append | Fence | Fenced | Followed | Probe | Probed
+    message: Append | Letter
 
 
 class OpenStream(msgspec.Struct, frozen=True):

@@ -109,3 +109,6 @@ class Ack(PeerMessage, frozen=True):
     bytes: Count
     durable: Count
     promised: Epoch
+
+
+Letter = Ack | Fence | Fenced | Followed | Probe | Probed  # goes by itself, not within a stream

@@ -21,9 +21,9 @@ where its log ends while the driver cuts or replaces it. What waits for either i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from penstock.errors import PenstockError, Unavailable
 from penstock.model.batch import Batch
@@ -49,6 +49,7 @@ from penstock.replication.messages import (
     Fenced,
     Follow,
     Followed,
+    Letter,
     Probe,
     Probed,
 )
@@ -109,7 +110,7 @@ class Replica:
         self.revision = 0
         self.coordinator: Coordinator | None = None
         self.follower: Follower | None = None
-        self._committed = committed
+        self.committed = committed
         self._alive: dict[str, int] = {}
         self._promised_ms = 0  # when we promised an epoch whose record we had not seen
         self._resigned_ms: int | None = None  # when we gave an epoch up that nobody has taken yet
@@ -125,10 +126,6 @@ class Replica:
     def promised(self) -> int:
         """The epoch below which we listen to nobody, as it is on disk."""
         return self.promise.kept
-
-    @property
-    def committed(self) -> int:
-        return self._committed
 
     @property
     def epoch(self) -> int:
@@ -153,10 +150,12 @@ class Replica:
         voters = dict.fromkeys(self.record.voters + self.record.joint)
         return [node for node in voters if node != self.node]
 
-    def on_members(self, alive: Mapping[str, int], now: int) -> Effects:
+    def on_members(self, alive: Mapping[str, int]) -> None:
         """The nodes that are registered now, with the revision that each was created at."""
         self._alive = dict(alive)
-        return []
+
+    def on_message(self, letter: Letter, now: int) -> Effects:
+        return _HANDLERS[type(letter)](self, letter, now)
 
     # --- roles ---
 
@@ -229,9 +228,7 @@ class Replica:
             return []
         effects: Effects = []
         for fence in self.promise.ready():
-            if (
-                self.health is not LogHealth.FAULTY
-            ):  # else the taker might choose what we cannot lend
+            if self.health is not LogHealth.FAULTY:  # else a taker might choose what we cannot lend
                 effects.append(Send(fence.node, self._fenced()))
         if self.promised != self.epoch:
             return effects
@@ -245,7 +242,7 @@ class Replica:
         """What we vouch for: synced entries only."""
         end = self.log.end_durable
         return Fenced(
-            self.node, self.uuid, self.promise.asked, end.epoch, end.sequence, self._committed
+            self.node, self.uuid, self.promise.asked, end.epoch, end.sequence, self.committed
         )
 
     # --- following ---
@@ -270,7 +267,7 @@ class Replica:
             epoch=self.record.epoch,
             stream=self._streams,
             log=self.log,
-            committed=self._committed,
+            committed=self.committed,
             options=self.options,
             now=now,
             adopt=adopt,
@@ -302,16 +299,15 @@ class Replica:
 
     def on_seeded(self, log: LogFacts, committed: int, now: int) -> Effects:
         """The log was replaced by one that begins at a snapshot, or is empty if that failed."""
-        self.log, self._committed, self.health = log, committed, LogHealth.SOUND
+        self.log, self.committed, self.health = log, committed, LogHealth.SOUND
         self._busy = False
         return self._open_again(now) + self._proceed(now)
 
-    def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> Effects:
+    def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> None:
         """The connection under a stream broke; another is opened at the next tick. `gone`: nobody
         listens there any more, so there is no need to wait for the silence to last."""
         if self.follower is not None:
             self.follower.on_stream_lost(stream, now, gone=gone)
-        return []
 
     def _open_again(self, now: int) -> Effects:
         before = self.follower
@@ -331,7 +327,7 @@ class Replica:
     def _from_follower(self, effects: Effects) -> Effects:
         follower = self.follower
         assert follower is not None
-        self._committed = max(self._committed, follower.committed)
+        self.committed = max(self.committed, follower.committed)
         if follower.state is FollowerState.CLOSED:
             self._become(Role.HALTED)
             self.follower = None
@@ -340,7 +336,7 @@ class Replica:
         elif follower.state is FollowerState.SEEDING:
             # Nothing is left of the log but the promise. A quorum that we are not part of holds
             # something committed past our end, so nobody depends on what we drop.
-            self.log, self._committed, self._busy = LogFacts(), 0, True
+            self.log, self.committed, self._busy = LogFacts(), 0, True
         return effects + self._check_adopted()
 
     # --- taking over ---
@@ -397,7 +393,7 @@ class Replica:
             record=self.record,
             revision=self.revision,
             log=self.log,
-            committed=self._committed,
+            committed=self.committed,
             options=self.options,
         )
         return [*self._close_stream(), AppendBarrier(self.epoch)]
@@ -426,7 +422,7 @@ class Replica:
             raise RuntimeError(f"a batch at {batch.first} does not follow {self.log.last}")
         self.log.extend(epoch=batch.epoch, last=batch.last)
 
-    def on_durable(self, sequence: int, now: int) -> Effects:
+    def on_durable(self, sequence: int) -> Effects:
         self.log.durable = max(self.log.durable, min(sequence, self.log.last))
         if self.coordinator is not None:
             return self._from_coordinator(self.coordinator.advance())
@@ -444,7 +440,7 @@ class Replica:
                 raise RuntimeError("what a coordinator staged may have been sent: it stays")
             effects = self.resign(now)  # what we adopted has no room here
         self.log.truncate(sequence_last)
-        self._committed = min(self._committed, sequence_last)
+        self.committed = min(self.committed, sequence_last)
         if self.follower is not None:
             self.follower.on_unwritten()
         return effects
@@ -467,7 +463,7 @@ class Replica:
             if lent is not None and lent.opened_by(follow):
                 return []  # a copy that the network made
             reply = answer(
-                follow, self.log, epoch=follow.epoch, node=self.node, committed=self._committed
+                follow, self.log, epoch=follow.epoch, node=self.node, committed=self.committed
             )
             self._lending = None
             if not reply.reseed:
@@ -475,7 +471,7 @@ class Replica:
             return [Send(follow.node, reply)]
         taking = follow.epoch == self.epoch and self.role in (Role.FENCING, Role.ADOPTING)
         refusal = Followed(
-            self.node, self.epoch, follow.stream, 0, self._committed, refused=True, waiting=taking
+            self.node, self.epoch, follow.stream, 0, self.committed, refused=True, waiting=taking
         )
         return [Send(follow.node, refusal)]
 
@@ -500,13 +496,12 @@ class Replica:
             return None
         return lending
 
-    def on_follower_lost(self, node: str, stream: int, now: int) -> Effects:
+    def on_follower_lost(self, node: str, stream: int) -> None:
         if self.coordinator is not None:
             self.coordinator.on_follower_lost(node, stream)
         lent = self._lent_to(node)
         if lent is not None and lent.stream == stream:
             self._lending = None
-        return []
 
     def may_send(self, node: str) -> SendWindow | None:
         """What may be sent to `node` now; batches that are staged count, synced or not."""
@@ -521,7 +516,7 @@ class Replica:
             return self.coordinator.append(node)
         lent = self._lent_to(node)
         assert lent is not None
-        return Append(self.node, lent.epoch, lent.stream, self._committed)
+        return Append(self.node, lent.epoch, lent.stream, self.committed)
 
     def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
         if self.coordinator is not None:
@@ -531,11 +526,10 @@ class Replica:
             lent.on_sent(last, entries=entries, bytes=bytes, now=now)
         return []
 
-    def on_change_lost(self, now: int) -> Effects:
+    def on_change_lost(self) -> None:
         """A `ChangeRecord` did not happen."""
         if self.coordinator is not None:
             self.coordinator.on_change_lost()
-        return []
 
     def resign(self, now: int) -> Effects:
         """Give the epoch up so that another takes over at once. The driver has let everything
@@ -551,7 +545,7 @@ class Replica:
 
     def _from_coordinator(self, effects: Effects) -> Effects:
         assert self.coordinator is not None
-        self._committed = max(self._committed, self.coordinator.sequence_committed)
+        self.committed = max(self.committed, self.coordinator.sequence_committed)
         if self.coordinator.serving and self.role is Role.ENTERING:
             self._become(Role.SERVING)
         return effects
@@ -602,7 +596,7 @@ class Replica:
             and follower.state is FollowerState.STREAMING
             and not follower.broken
             and not self.lost(now)
-            and self.log.epoch_at(self._committed) == self.epoch
+            and self.log.epoch_at(self.committed) == self.epoch
         )
 
     def on_probe(self, probe: Probe, now: int) -> Effects:
@@ -654,7 +648,7 @@ class Replica:
         self.log.validate()
         role, promised, coordinator = self.role, self.promise.kept, self.coordinator
         assert promised <= self.promise.asked
-        assert self._committed <= self.log.last or role is Role.IDLE
+        assert self.committed <= self.log.last or role is Role.IDLE
         coordinating = role is Role.SERVING or role is Role.ENTERING
         assert coordinating == (coordinator is not None)
         if coordinator is not None:
@@ -662,3 +656,13 @@ class Replica:
             coordinator.validate()
         if self.follower is not None:
             self.follower.validate()
+
+
+_HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
+    Ack: Replica.on_ack,
+    Fence: Replica.on_fence,
+    Fenced: Replica.on_fenced,
+    Followed: Replica.on_followed,
+    Probe: Replica.on_probe,
+    Probed: Replica.on_probed,
+}

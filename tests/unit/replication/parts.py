@@ -104,7 +104,7 @@ def serving(
     machine.on_fenced(promise("b" if node != "b" else "c", epoch), 0)
     previous = machine.log.end.epoch
     machine.on_staged(batch(machine.log.last + 1, epoch=epoch, previous=previous))
-    machine.on_durable(machine.log.last, 0)
+    machine.on_durable(machine.log.last)
     for follower in followers:
         follow_and_hold(machine, follower)
     assert machine.serving

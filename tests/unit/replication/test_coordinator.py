@@ -37,9 +37,9 @@ def hold(machine: Coordinator, node: str, durable: int, *, uuid: str = "") -> Ef
     if node not in machine.senders:
         machine.on_follow(Follow(node, uuid, 2, 1, 0, [], 10, 1000), 0)
     sender = machine.senders[node]
-    more = machine.sequence_last + 1 - sender.next
+    more = machine._log.last + 1 - sender.next
     if more:
-        machine.on_sent(node, machine.sequence_last, entries=more, bytes=more, now=0)
+        machine.on_sent(node, machine._log.last, entries=more, bytes=more, now=0)
     done = sender.credit.entries_sent
     return machine.on_ack(Ack(node, uuid, 2, 1, done, done, durable, 2), 0)
 
@@ -209,8 +209,8 @@ def test_one_without_credit_is_no_reason_to_wait_but_a_majority_is() -> None:
     hold(machine, "c", 1)
     for node in "cb":
         assert machine.writable(90) is None
-        machine._log.extend(epoch=2, last=machine.sequence_last + 10)
-        machine.on_sent(node, machine.sequence_last, entries=10, bytes=1, now=10)
+        machine._log.extend(epoch=2, last=machine._log.last + 10)
+        machine.on_sent(node, machine._log.last, entries=10, bytes=1, now=10)
     assert isinstance(machine.writable(90), Backpressure)
 
 

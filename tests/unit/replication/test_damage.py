@@ -28,7 +28,7 @@ def streaming(*, committed: int) -> Replica:
     machine, follow = following(log=facts(1, 1), epoch=2, committed=1)
     machine.on_followed(followed(follow, 2), 0)
     machine.on_append(append(follow, committed), [batch(3, epoch=2, previous=1)], 0)
-    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3})
     return machine
 
 
@@ -49,13 +49,13 @@ def test_a_copy_stays_while_what_is_committed_may_be_on_it_alone() -> None:
 
 def test_a_copy_stays_while_no_quorum_can_do_without_it() -> None:
     machine = streaming(committed=3)
-    machine.on_members({"a": 1, "b": 2}, 0)
+    machine.on_members({"a": 1, "b": 2})
     assert not machine.replaceable(0)
 
 
 def test_a_stream_that_is_not_open_says_nothing_of_its_source() -> None:
     machine, _ = following(log=facts(1, 1, 2), epoch=2, committed=3)
-    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3})
     assert not machine.replaceable(0)
 
 
@@ -80,7 +80,7 @@ def test_a_faulty_log_is_not_lent() -> None:
 
 def nominates_at(machine: Replica) -> int | None:
     """When a replica without a coordinator begins to ask the others."""
-    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3})
     machine.on_record(record(1, ""), 1, 0)
     for now in range(0, 60_000, 50):
         if sent(Probe, machine.on_tick(now)):
@@ -117,12 +117,12 @@ def test_an_heir_counts_is_heard_and_has_all_that_is_committed() -> None:
     assert coordinator is not None and coordinator.has_heir(0)
     assert not coordinator.has_heir(1_000_000)
     machine.on_staged(batch(2, epoch=1))
-    machine.on_durable(2, 0)
+    machine.on_durable(2)
     assert coordinator.has_heir(0)  # nothing more is committed
     other = serving(followers="bc")
     other.on_staged(batch(2, epoch=1))
-    other.on_durable(2, 0)
+    other.on_durable(2)
     other.on_sent("b", 2, entries=1, bytes=1, now=0)
     other.on_ack(ack("b", other, durable=2), 0)
-    other.on_follower_lost("b", 1, 0)
+    other.on_follower_lost("b", 1)
     assert other.coordinator is not None and not other.coordinator.has_heir(0)

@@ -84,7 +84,7 @@ def test_after_a_promise_the_old_coordinator_is_not_heard() -> None:
     machine.on_followed(followed(follow, 0), 0)
     machine.on_fence(Fence("c", 2), 0)
     assert machine.on_append(append(follow), [batch(1, epoch=1, previous=0)], 0) == []
-    assert machine.on_durable(1, 0) == []
+    assert machine.on_durable(1) == []
 
 
 def test_a_taker_asks_for_promises_after_its_own() -> None:
@@ -124,7 +124,7 @@ def test_who_is_barred_asks_nobody_and_enters_nothing() -> None:
     machine = replica("b")
     machine.barred = True
     machine.on_record(record(1, "a"), 1, 0)
-    machine.on_members({"b": 1, "c": 2}, 0)
+    machine.on_members({"b": 1, "c": 2})
     assert sent(Probe, machine.on_tick(10_000)) == []
     machine.on_epoch_taken(record(2, "b"), 2, 10_000)
     assert machine.role is Role.IDLE
@@ -166,7 +166,7 @@ def test_serving_begins_when_the_barrier_is_committed() -> None:
     machine = fencing()
     machine.on_fenced(promise("b", 1), 0)
     machine.on_staged(batch(1, epoch=1, previous=0))
-    machine.on_durable(1, 0)
+    machine.on_durable(1)
     assert machine.writable(0) is not None
     machine.on_follow(following()[1], 0)
     machine.on_sent("b", 1, entries=1, bytes=1, now=0)
@@ -201,7 +201,7 @@ def test_a_broken_rule_stops_everything() -> None:
 
 def test_a_lost_coordinator_is_replaced_after_the_others_agree() -> None:
     machine, _ = following()
-    machine.on_members({"b": 2, "c": 3}, 0)  # a's registration has ended
+    machine.on_members({"b": 2, "c": 3})  # a's registration has ended
     assert len(sent(Probe, machine.on_tick(10))) == 2
     assert machine.on_probed(Probed("c", 1, True), 20) == [TakeEpoch()]
 

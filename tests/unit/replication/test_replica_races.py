@@ -117,9 +117,9 @@ def test_a_lender_goes_on_when_the_taker_acknowledges() -> None:
 
 def test_a_lender_goes_on_when_somebody_elses_stream_ends() -> None:
     machine, follow = lending()
-    machine.on_follower_lost("c", follow.stream, 0)
+    machine.on_follower_lost("c", follow.stream)
     assert machine.may_send("a")
-    machine.on_follower_lost("a", follow.stream, 0)
+    machine.on_follower_lost("a", follow.stream)
     assert machine.may_send("a") is None
 
 
@@ -160,7 +160,7 @@ def test_an_ack_for_another_disk_does_not_count() -> None:
 
 def test_who_resigns_lets_the_others_try_first() -> None:
     machine = serving()
-    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3})
     assert only(SteppedDown, machine.resign(0))
     assert sent(Probe, machine.on_tick(100)) == []
     assert len(sent(Probe, machine.on_tick(SILENCE + 100))) == 2  # nobody has taken over
@@ -231,7 +231,7 @@ def test_a_broken_stream_takes_nothing_more() -> None:
 
 def test_agreement_that_comes_when_the_coordinator_is_back_is_void() -> None:
     machine, _ = following()
-    machine.on_members({"a": 1, "b": 2, "c": 3}, 0)
+    machine.on_members({"a": 1, "b": 2, "c": 3})
     asked = machine.on_tick(SILENCE)
     assert sent(Probe, asked)
     machine.on_followed(followed(opened(asked), 0), SILENCE + 100)

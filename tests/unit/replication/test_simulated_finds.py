@@ -39,7 +39,7 @@ def test_a_copied_follow_of_a_taker_does_not_begin_the_stream_anew() -> None:
 def test_an_ack_of_more_than_was_sent_ends_the_stream() -> None:
     machine = serving(followers="b")
     committed = machine.coordinator.sequence_committed
-    machine.on_follower_lost("b", 1, 0)
+    machine.on_follower_lost("b", 1)
     machine.on_follow(Follow("b", disk("b"), machine.epoch, 1, 0, [], 1000, 1 << 20), 0)
     machine.on_ack(ack("b", machine, durable=1), 0)  # from before the stream was lost
     assert "b" not in machine.coordinator.senders

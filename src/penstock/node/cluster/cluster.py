@@ -25,7 +25,8 @@ from penstock.node.cluster.peers import Connect, PeerLink, Peers
 from penstock.node.cluster.transport import PeerTransport
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.clocks import Clocks, ClockWatch
-from penstock.node.replica.ports import HostPort, Key
+from penstock.node.replica.host import Host
+from penstock.node.replica.ports import Key
 from penstock.replication.options import ReplicationOptions
 
 CLUSTER_UUID: Final = "cluster/uuid"
@@ -305,7 +306,7 @@ class Cluster:
         assert self._local is not None
         turns = asyncio.Semaphore(RESIGNING_MAX)
 
-        async def give_up(host: HostPort) -> None:
+        async def give_up(host: Host) -> None:
             async with turns:
                 await host.resign()
 

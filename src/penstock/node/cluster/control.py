@@ -21,7 +21,8 @@ from penstock.cluster.store import MetadataStore, follow, repeat
 from penstock.errors import Backpressure, PenstockError, RevisionConflict
 from penstock.model.topic import TopicConfig
 from penstock.node.observe.logs import get_logger
-from penstock.node.replica.ports import HostPort, Key
+from penstock.node.replica.host import Host
+from penstock.node.replica.ports import Key
 from penstock.replication.assignment import PartitionRecord, decode_record, encode_record
 
 PARTITIONS: Final = "partitions/"
@@ -42,7 +43,7 @@ class Local(Protocol):
     """What this node does about topics and replicas."""
 
     @property
-    def hosts(self) -> Mapping[Key, HostPort]: ...
+    def hosts(self) -> Mapping[Key, Host]: ...
 
     async def add_topic(self, config: TopicConfig) -> None:
         """The topic exists from now on; its replicas are opened one by one."""
@@ -54,7 +55,7 @@ class Local(Protocol):
         """The topic is deleted: end its streams, close its hosts, remove its folder."""
         ...
 
-    async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> HostPort: ...
+    async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> Host: ...
 
     def promised(self, key: Key) -> int:
         """The highest epoch that the replica here has promised to follow."""

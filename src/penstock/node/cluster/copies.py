@@ -21,8 +21,8 @@ from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import Batch, decode_all
 from penstock.node.cluster.peers import PeerLink, Peers
 from penstock.node.observe.logs import get_logger
-from penstock.node.replica.pace import CopyPace
-from penstock.node.replica.ports import HostPort, Key, SeedHead, SeedTarget
+from penstock.node.replica.host import Host
+from penstock.node.replica.ports import CopyPace, Key, SeedHead, SeedTarget
 
 CHUNK_BYTES: Final = 1 << 20
 HELD_MAX: Final = 8  # pieces at a source
@@ -38,7 +38,7 @@ log = get_logger(__name__)
 class SeedServer:
     """The source's end: answers the calls of nodes that copy from here."""
 
-    def __init__(self, hosts: Mapping[Key, HostPort]) -> None:
+    def __init__(self, hosts: Mapping[Key, Host]) -> None:
         self._hosts = hosts
         self._held: dict[int, tuple[bytes, float]] = {}  # piece -> (bytes, when it was asked for)
         self._reading = 0  # snapshots that are about to be held
@@ -73,7 +73,7 @@ class SeedServer:
             del self._held[piece]
         return {"data": data[offset : offset + CHUNK_BYTES]}
 
-    def _host(self, key: Key) -> HostPort:
+    def _host(self, key: Key) -> Host:
         host = self._hosts.get(key)
         if host is None:
             raise NotFound("no replica of this partition is here", topic=key[0], partition=key[1])

@@ -18,7 +18,8 @@ from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 from penstock.node.cluster.peers import FollowHandle, Peers
 from penstock.node.observe.logs import get_logger
-from penstock.node.replica.ports import HostPort, Key, Letter, SeedTarget
+from penstock.node.replica.host import Host
+from penstock.node.replica.ports import Key, SeedTarget
 from penstock.replication.messages import (
     Ack,
     Append,
@@ -26,6 +27,7 @@ from penstock.replication.messages import (
     Fenced,
     Follow,
     Followed,
+    Letter,
     Probe,
     Probed,
 )
@@ -93,7 +95,7 @@ class PeerTransport:
     """`ports.Transport` over the connections of `Peers` and the sessions of this node."""
 
     def __init__(
-        self, node: str, *, peers: Peers, hosts: Mapping[Key, HostPort], fetch_seed: FetchSeed
+        self, node: str, *, peers: Peers, hosts: Mapping[Key, Host], fetch_seed: FetchSeed
     ) -> None:
         self._node, self._peers, self._hosts = node, peers, hosts
         self._fetch_seed = fetch_seed
@@ -166,7 +168,7 @@ class PeerTransport:
                 if host is not None:
                     host.on_stream_lost(reading.follow.stream, gone=True)
 
-    def host_of(self, reading: _Reading) -> HostPort | None:
+    def host_of(self, reading: _Reading) -> Host | None:
         """The host that a reading end is for, unless it has another stream by now."""
         if self._readings.get(reading.key) is not reading:
             return None

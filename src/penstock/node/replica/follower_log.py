@@ -13,9 +13,7 @@ from penstock.model.batch import Batch
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.opener import empty, facts_of
-from penstock.node.replica.performer import Slow
-from penstock.node.replica.ports import Key, SeedTarget
-from penstock.node.replica.repair import Seed
+from penstock.node.replica.ports import Key, SeedHead, SeedTarget, Slow
 from penstock.node.storage.flusher import Flusher
 from penstock.replication.effects import Effects
 from penstock.replication.facts import LogFacts
@@ -90,7 +88,7 @@ class FollowerLog:
             raise Corruption(f"the log cannot be cut after {sequence}: {error}") from error
         self._applying.resume(self._log.sequence_committed)
         effects = self._replica.on_truncated(sequence, self._now())
-        return effects + self._replica.on_durable(self._log.sequence_durable, self._now())
+        return effects + self._replica.on_durable(self._log.sequence_durable)
 
     # --- another one ---
 
@@ -131,3 +129,37 @@ class FollowerLog:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+
+class Seed:
+    """Receives the copy of a replica that is too far behind: a snapshot, and the log as stored."""
+
+    def __init__(self, log: PartitionLog, flusher: Flusher) -> None:
+        self._log, self._flusher = log, flusher
+
+    async def begin(self, head: SeedHead) -> None:
+        await self._flusher.alone(lambda: self._start(head))
+
+    def _start(self, head: SeedHead) -> None:
+        self._log.reset(first=head.first, chain=head.chain, epoch=head.epoch)
+        if head.snapshot_sequence:
+            self._log.install_snapshot(
+                sequence=head.snapshot_sequence,
+                chain=head.snapshot_chain,
+                epoch=head.snapshot_epoch,
+                parts=[head.snapshot],
+            )
+
+    async def write(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            await self._flusher.make_room(batch.size, enqueue=False)
+            self._log.stage(batch, received=True)
+        await self._flusher.alone(self._write_staged)
+
+    def _write_staged(self) -> None:
+        flush = self._log.take()
+        if flush is not None:
+            self._log.write(flush)
+
+    async def finish(self) -> None:
+        await self._flusher.alone(self._log.finish_seeding)

@@ -3,7 +3,7 @@
 The core (`penstock.replication.replica`) is told what happened and answers with effects. They are
 performed here in order, on the event loop. Some take a while: a promise that is synced, a log that
 is cut, a heap that must catch up before the barrier. What comes after such an effect waits for it,
-while the core goes on being told what happens.
+while the core goes on being told what happens. Effects that come of an effect wait for their turn.
 
 Ending a tenure is the exception. Nothing may be appended once the core has stepped down, so that
 part happens at once, whatever waits.
@@ -12,7 +12,8 @@ part happens at once, whatever waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -26,27 +27,16 @@ from penstock.node.replica.follower_log import FollowerLog
 from penstock.node.replica.heap_applier import HeapApplier, ReplayedLog
 from penstock.node.replica.log_sender import LogSender
 from penstock.node.replica.opener import OpenedReplica
-from penstock.node.replica.performer import Performer, Slow
-from penstock.node.replica.ports import Key, Letter, SeedHead
-from penstock.node.replica.repair import Repair, head_of, slice_of
-from penstock.node.replica.services import Surroundings
+from penstock.node.replica.ports import Key, SeedHead, Slow, Surroundings
+from penstock.node.replica.repair import Repair
 from penstock.node.replica.tenure import Tenure
-from penstock.node.serve.partition import Partition, SnapshotFacts
+from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.storage.flusher import Flusher
 from penstock.replication import effects as do
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.effects import Effect, Effects
-from penstock.replication.messages import (
-    Ack,
-    Append,
-    Fence,
-    Fenced,
-    Follow,
-    Followed,
-    Probe,
-    Probed,
-)
+from penstock.replication.messages import Ack, Append, Fenced, Follow, Followed, Letter
 from penstock.replication.replica import Replica, Role
 
 log = get_logger(__name__)
@@ -68,10 +58,8 @@ class Host:
             committed=opened.log.sequence_committed, log=opened.facts, options=around.options,
             policy=around.policy,
         )  # fmt: skip
-        self._performing = Performer(
-            self._do, perform=self._perform, spawn=around.spawn, on_error=self._on_error,
-            on_fatal=around.on_fatal,
-        )  # fmt: skip
+        self._effects: deque[Effect] = deque()  # that wait to be performed
+        self._busy = False  # one is being performed, perhaps slowly
         self.mending = Repair(
             self.replica, now=around.now, resign=self._hand_over, renew=self._start_over,
             report=around.on_damage,
@@ -85,26 +73,22 @@ class Host:
             on_room=self._write_on, on_failed=self._on_failed,
         )  # fmt: skip
         self.applying = HeapApplier(
-            opened.replayed.heap,
-            opened.log,
-            spawn=self._performing.spawn,
-            on_rebuilt=self._on_rebuilt,
+            opened.replayed.heap, opened.log, spawn=self._spawn, on_rebuilt=self._on_rebuilt,
             on_unreadable=self._on_unapplied,
-        )
+        )  # fmt: skip
         self.following = FollowerLog(
             self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
-            now=around.now, spawn=self._performing.spawn, perform=self._perform,
+            now=around.now, spawn=self._spawn, perform=self._perform,
         )  # fmt: skip
-        self.sending: LogSender | None = None
-        if around.transport is not None:
-            self.sending = LogSender(
-                self.key, self.replica, opened.log, transport=around.transport, now=around.now,
-                pace=around.pace, perform=self._perform, spawn=self._performing.spawn,
-                on_unreadable=self._on_unsent,
-            )  # fmt: skip
+        self.sending = LogSender(
+            self.key, self.replica, opened.log, transport=around.transport, now=around.now,
+            pace=around.pace, perform=self._perform, spawn=self._spawn,
+            on_unreadable=self._on_unsent,
+        )  # fmt: skip
+        self.snapshot = opened.replayed.snapshot  # the newest one
         self.tenure = Tenure(
             topic, index, self.replica, flusher=self.flusher, applying=self.applying,
-            sending=self.sending, around=around, snapshot=opened.replayed.snapshot,
+            sending=self.sending, around=around, snapshot=self.snapshot,
         )  # fmt: skip
         self.replayed = opened.replayed.batches
         self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
@@ -120,15 +104,6 @@ class Host:
     def partition(self) -> Partition | None:
         """What this node serves, while it does."""
         return self.tenure.partition
-
-    @property
-    def snapshot(self) -> SnapshotFacts:
-        """The newest one."""
-        return self.tenure.snapshot
-
-    @snapshot.setter
-    def snapshot(self, facts: SnapshotFacts) -> None:
-        self.tenure.snapshot = facts
 
     @property
     def committed(self) -> int:
@@ -157,56 +132,74 @@ class Host:
     # --- from the metadata store ---
 
     def on_record(self, record: PartitionRecord, revision: int) -> None:
-        self._perform(self.replica.on_record(record, revision, self._now))
+        self._perform(self.replica.on_record(record, revision, self.around.now()))
         if self._aside and self.replica.counts:
             self._aside = False
-            self._performing.spawn(self._forget_asides())
+            self._spawn(self._forget_asides())
 
     def on_epoch_taken(self, record: PartitionRecord, revision: int) -> None:
-        self._perform(self.replica.on_epoch_taken(record, revision, self._now))
+        self._perform(self.replica.on_epoch_taken(record, revision, self.around.now()))
 
     def on_change_lost(self) -> None:
-        self._perform(self.replica.on_change_lost(self._now))
+        self.replica.on_change_lost()
 
     def on_members(self, alive: Mapping[str, int]) -> None:
-        self._perform(self.replica.on_members(alive, self._now))
+        self.replica.on_members(alive)
 
     # --- from other nodes ---
 
     def on_message(self, message: Letter) -> None:
-        self._perform(_HANDLERS[type(message)](self.replica, message, self._now))
-        if type(message) is Ack and self.sending is not None:
+        self._perform(self.replica.on_message(message, self.around.now()))
+        if type(message) is Ack:
             self.sending.pump(message.node)
 
     def on_follow(self, follow: Follow) -> None:
-        self._perform(self.replica.on_follow(follow, self._now))
+        """A node opens a stream here; the answer is a `Followed` to be sent."""
+        self._perform(self.replica.on_follow(follow, self.around.now()))
 
     def on_slice(self, append: Append, batches: list[Batch]) -> None:
-        self._perform(self.replica.on_append(append, batches, self._now))
+        """Of the stream that we have opened. Bodies may be views of a network buffer."""
+        self._perform(self.replica.on_append(append, batches, self.around.now()))
 
     def on_stream_lost(self, stream: int, *, gone: bool = False) -> None:
-        self._perform(self.replica.on_stream_lost(stream, self._now, gone=gone))
+        """The stream that we have opened broke. `gone`: nobody listens there any more."""
+        self.replica.on_stream_lost(stream, self.around.now(), gone=gone)
 
     def on_follower_lost(self, node: str, stream: int) -> None:
-        if self.sending is not None:
-            self.sending.closed(node, stream)
-        self._perform(self.replica.on_follower_lost(node, stream, self._now))
+        self.sending.closed(node, stream)
+        self.replica.on_follower_lost(node, stream)
 
     def on_writable(self, node: str) -> None:
-        if self.sending is not None:
-            self.sending.on_writable(node)
+        """There is room again after a `send_slice` that was refused."""
+        self.sending.on_writable(node)
 
     async def seed_head(self) -> SeedHead:
-        return await head_of(self.log, self.committed)
+        """What a copy of this replica begins with."""
+        return await asyncio.to_thread(self._seed_head, self.committed)
+
+    def _seed_head(self, committed: int) -> SeedHead:
+        snapshot, base = self.log.load_snapshot(), self.log.base
+        through = min(committed, self.log.sequence_durable)
+        if snapshot is None:
+            return SeedHead(base.first, base.chain, base.epoch, through)
+        return SeedHead(
+            base.first, base.chain, base.epoch, max(through, snapshot.sequence),
+            snapshot.sequence, snapshot.chain, snapshot.epoch, bytes(snapshot.data),
+        )  # fmt: skip
 
     async def seed_slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
-        return await slice_of(self.log, from_sequence, through=through, bytes_max=bytes_max)
+        """The next batches of a copy as stored, compacted ones too; at least one, whatever its
+        size. Raises `NotFound` when they were dropped meanwhile: the copy begins anew."""
+        found = await asyncio.to_thread(
+            self.log.read_slice, from_sequence, through=through, bytes_max=bytes_max, nowait=False
+        )
+        return found or []
 
     # --- from the node ---
 
     def on_tick(self) -> None:
         self.replica.barred = self.around.barred()
-        self._perform(self.replica.on_tick(self._now))
+        self._perform(self.replica.on_tick(self.around.now()))
         if not (self.closed or self.halted):
             self.mending.on_tick()
             self.tenure.on_tick()
@@ -222,9 +215,8 @@ class Host:
 
     async def on_shrunk(self) -> None:
         """The log was compacted: what can be streamed as it was written begins later now."""
-        if self.sending is not None:
-            first = await asyncio.to_thread(self.log.first_as_written)
-            self.replica.log.first = max(self.replica.log.first, first)
+        first = await asyncio.to_thread(self.log.first_as_written)
+        self.replica.log.first = max(self.replica.log.first, first)
 
     async def serving(self) -> None:
         """Wait until this node serves the partition; raises if that cannot be."""
@@ -234,7 +226,7 @@ class Host:
         """Give up the epoch, after what is under way: another takes over at once."""
         if self.partition is not None:
             await self.tenure.finish()
-            self._perform(self.replica.resign(self._now))
+            self._perform(self.replica.resign(self.around.now()))
 
     async def close(self) -> None:
         """Stop, and let go of the files. Nothing is resigned; that is `resign`."""
@@ -246,9 +238,7 @@ class Host:
         stopping = Unavailable("the node is stopping; the outcome is unknown")
         self.tenure.end(stopping)
         self.tenure.refuse(stopping)
-        self._performing.stop()
-        if self.sending is not None:
-            self.sending.close()
+        self._effects.clear()
         await self.following.stop()
         if self.flusher.failed is None:
             await self.flusher.alone(self.log.close)
@@ -269,14 +259,14 @@ class Host:
         self.mending.on_damage(error, faulty=self.replica.coordinator is None)
 
     def _on_unapplied(self, error: Corruption) -> None:
-        if self.around.transport is None or "file" not in error.details:
+        if self.around.alone or "file" not in error.details:
             self._on_error(error)  # nobody has it whole, or what is whole makes no sense
         else:
             self.mending.on_damage(error, faulty=True)
 
     def _hand_over(self) -> None:
         self._tell(log.warning, "a damaged replica hands over")
-        self._performing.spawn(self.resign())
+        self._spawn(self.resign())
 
     def _start_over(self) -> None:
         self.around.control.renew(self.key, uuid=self.replica.uuid, epoch=self.replica.epoch)
@@ -291,20 +281,51 @@ class Host:
 
     # --- effects ---
 
-    @property
-    def _now(self) -> int:
-        return self.around.now()
-
     def _perform(self, effects: Effects) -> None:
         if self.closed or self.halted:
             return
         for effect in effects:
             if type(effect) is do.SteppedDown:
                 self.tenure.depose()
-        self._performing.add(effects)
+        self._effects.extend(effects)
+        if not self._busy:
+            self._perform_next()
 
-    def _do(self, effect: Effect) -> Slow | None:
-        return _EFFECTS[type(effect)](self, effect)
+    def _perform_next(self) -> None:
+        """Until one takes a while; what comes after it waits."""
+        self._busy = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
+                slow = _EFFECTS[type(effect)](self, effect)
+                if slow is not None:
+                    self._spawn(self._finish(slow)).add_done_callback(_closing(slow))
+                    return
+        except PenstockError as error:
+            self._on_error(error)
+        except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
+            self.around.on_fatal(error)
+        self._busy = False
+
+    async def _finish(self, slow: Slow) -> None:
+        effects = await slow
+        self._busy = False
+        self._perform(effects)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside everything else; whatever it raises is told."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except PenstockError as error:
+                self._on_error(error)
+            except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
+                self.around.on_fatal(error)
+
+        task = self.around.spawn(guarded())
+        task.add_done_callback(_closing(work))
+        return task
 
     def _on_error(self, error: PenstockError) -> None:
         """Something that the replica cannot go on without has failed."""
@@ -323,7 +344,7 @@ class Host:
 
     def _halt(self, effect: do.Halt) -> None:
         self.halted = effect.reason
-        self._performing.stop()
+        self._effects.clear()
         self.tenure.end(Unavailable(f"the partition halted: {effect.reason}"))
         self._tell(log.critical, "a replica halts", reason=effect.reason)
 
@@ -334,39 +355,28 @@ class Host:
         async def persist() -> Effects:
             await asyncio.to_thread(self._file.promise, effect.promised)
             self.around.metrics.promises.add((self.topic.config.name,))
-            return self.replica.on_persisted(effect.promised, self._now)
+            return self.replica.on_persisted(effect.promised, self.around.now())
 
         return persist()
 
     # --- messages and streams ---
 
     def _send(self, effect: do.Send) -> None:
-        transport, sending = self.around.transport, self.sending
-        if transport is None or sending is None:
-            return
         message = effect.message
         if isinstance(message, Append):
-            sending.send_sign(effect.to, message)
+            self.sending.send_sign(effect.to, message)
             return
         if isinstance(message, Fenced):
             message = msgspec.structs.replace(message, time_ms=self.around.clock.now_ms())
-        transport.send(effect.to, self.key, message)
+        self.around.transport.send(effect.to, self.key, message)
         if isinstance(message, Followed) and not (message.refused or message.reseed):
-            sending.opened(effect.to, message.stream)
-
-    def _open_stream(self, effect: do.OpenStream) -> None:
-        if self.around.transport is not None:
-            self.around.transport.open_stream(effect.to, self.key, effect.follow)
+            self.sending.opened(effect.to, message.stream)
 
     def _close_stream(self, effect: do.CloseStream) -> Slow | None:
-        if self.around.transport is not None:
-            self.around.transport.close_stream(self.key)
+        self.around.transport.close_stream(self.key)
         return self.following.abandon_copy() if self.following.copying else None
 
     # --- the log ---
-
-    def _write(self, effect: do.Write) -> Slow | None:
-        return self.following.write(effect.batches)
 
     def _truncate(self, effect: do.Truncate) -> Slow:
         lost = self.log.sequence_last - effect.sequence
@@ -375,18 +385,18 @@ class Host:
         return self.following.truncate(effect.sequence)
 
     def _reseed(self, effect: do.Reseed) -> None:
-        assert self.around.transport is not None
         self._tell(log.warning, "a replica starts over from a snapshot", source=effect.source)
         self.mending.on_replaced()
         self.around.on_mended(self.key)
         self.following.reseed(effect.source, self.around.transport.fetch_seed)
 
     def _on_durable(self, sequence: int) -> None:
-        effects = self.replica.on_durable(sequence, self._now)
-        if not effects or self.partition is None:  # no commit takes a turn
-            self._write_on()
-        if self.partition is None:
+        effects = self.replica.on_durable(sequence)
+        if self.tenure.partition is None:
+            self.tenure.flush()
             self.topic.on_readable()  # it may have heard of the commit before its disk was done
+        elif not effects:  # no commit takes a turn
+            self.topic.wake()
         self._perform(effects)
 
     def _write_on(self) -> None:
@@ -400,12 +410,20 @@ class Host:
         # What a full disk did not take is not here, though others have committed it.
         sequence = min(effect.sequence, self.log.sequence_last)
         self.log.advance_commit(sequence)
-        if not self.tenure.on_commit(sequence):
+        journal = self.tenure.journal
+        if journal is None:
             self.applying.advance(sequence)
             self.topic.on_readable()
+            return
+        if self.sending.streams:
+            self.sending.on_commit()
+        journal.on_commit(sequence)
 
     def _on_rebuilt(self, replayed: ReplayedLog) -> None:
-        self.tenure.snapshot = replayed.snapshot
+        found = replayed.snapshot
+        self.snapshot.renew(
+            found.sequence, bytes=found.bytes, time_ms=found.time_ms, log_bytes=found.log_bytes
+        )
 
     def _warn(self, effect: do.Warn) -> None:
         self.around.metrics.follower_warnings.add(
@@ -419,21 +437,19 @@ class Host:
     def _credit_is_news(self, effect: do.Warn) -> bool:
         """Large batches use credit up each time and mean nothing by it: all are counted, and one
         line in a while is enough."""
-        about, now = (effect.node, effect.what), self._now
+        about, now = (effect.node, effect.what), self.around.now()
         if now < self._credit_told_ms.get(about, now - CREDIT_TOLD_MS) + CREDIT_TOLD_MS:
             return False
         self._credit_told_ms[about] = now
         return True
 
 
-_HANDLERS: Final[dict[type, Callable[[Replica, Any, int], Effects]]] = {
-    Ack: Replica.on_ack,
-    Fence: Replica.on_fence,
-    Fenced: Replica.on_fenced,
-    Followed: Replica.on_followed,
-    Probe: Replica.on_probe,
-    Probed: Replica.on_probed,
-}
+def _closing(work: Coroutine[Any, Any, Any]) -> Callable[[asyncio.Task[None]], None]:
+    """Close `work` when the task that was to await it is done: one that is cancelled before its
+    first step never has."""
+    return lambda _: work.close()
+
+
 _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
     do.AnswerUnknown: lambda host, effect: host.tenure.doubt(),
     do.AppendBarrier: lambda host, effect: host.tenure.begin(effect.epoch),
@@ -444,7 +460,9 @@ _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
     do.CloseStream: Host._close_stream,
     do.Commit: Host._commit,
     do.Halt: Host._halt,
-    do.OpenStream: Host._open_stream,
+    do.OpenStream: lambda host, effect: host.around.transport.open_stream(
+        effect.to, host.key, effect.follow
+    ),
     do.Persist: Host._persist,
     do.Reseed: Host._reseed,
     do.Retire: lambda host, effect: host.around.control.retire(host.key),
@@ -453,5 +471,5 @@ _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
     do.TakeEpoch: lambda host, effect: host.around.control.take_epoch(host.key),
     do.Truncate: Host._truncate,
     do.Warn: Host._warn,
-    do.Write: Host._write,
+    do.Write: lambda host, effect: host.following.write(effect.batches),
 }

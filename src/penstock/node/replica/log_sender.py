@@ -15,8 +15,7 @@ from typing import Any, Final
 from penstock.errors import Corruption, NotFound
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
-from penstock.node.replica.pace import CopyPace
-from penstock.node.replica.ports import Key, ReplicaTransport
+from penstock.node.replica.ports import CopyPace, Key, ReplicaTransport
 from penstock.replication.effects import Effects
 from penstock.replication.messages import Append, Followed
 from penstock.replication.replica import Replica
@@ -187,7 +186,7 @@ class LogSender:
         """Have a reader open its stream anew: it will be told to start over from a snapshot."""
         replica = self._replica
         del self.streams[node]
-        self._perform(replica.on_follower_lost(node, stream.number, self._now()))
+        replica.on_follower_lost(node, stream.number)
         refusal = Followed(
             replica.node, replica.epoch, stream.number, 0, replica.committed, refused=True
         )
@@ -205,7 +204,7 @@ class LogSender:
 
         All partitions do that at the same moments, so that a node hears of them in one go.
         """
-        if self.streams and self._watermark is None:
+        if self._watermark is None:
             loop = asyncio.get_running_loop()
             when = (loop.time() // WATERMARK_S + 2) * WATERMARK_S
             self._watermark = loop.call_at(when, self._send_watermarks)

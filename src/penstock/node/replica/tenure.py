@@ -19,8 +19,7 @@ from penstock.model.batch import Kind
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.log_sender import LogSender
-from penstock.node.replica.performer import Slow
-from penstock.node.replica.services import Surroundings
+from penstock.node.replica.ports import Slow, Surroundings
 from penstock.node.serve.partition import Partition, SnapshotFacts
 from penstock.node.serve.topic import Topic
 from penstock.node.storage.flusher import Flusher
@@ -34,7 +33,7 @@ log = get_logger(__name__)
 
 
 class Tenure:
-    """One at a time. `partition` is there from the committed barrier on."""
+    """One at a time. `journal` is there from the barrier on, `partition` once that is committed."""
 
     def __init__(
         self,
@@ -44,32 +43,21 @@ class Tenure:
         *,
         flusher: Flusher,
         applying: HeapApplier,
-        sending: LogSender | None,
+        sending: LogSender,
         around: Surroundings,
         snapshot: SnapshotFacts,
     ) -> None:
         self._topic, self._index, self._replica = topic, index, replica
         self._flusher, self._applying, self._sending = flusher, applying, sending
         self._around = around
-        self._snapshot = snapshot  # the newest, when `partition` has no newer one
-        self._journal: Journal | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._snapshot = snapshot
+        self.journal: Journal | None = None
         self.partition: Partition | None = None
-
-    @property
-    def snapshot(self) -> SnapshotFacts:
-        return self._snapshot if self.partition is None else self.partition.snapshot
-
-    @snapshot.setter
-    def snapshot(self, facts: SnapshotFacts) -> None:
-        self._snapshot = facts
+        self._served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serving(self) -> None:
-        """Wait until the partition is served here; raises if that cannot be."""
-        if self.partition is None:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        """Wait until the partition was served here once; raises if that cannot be."""
+        await asyncio.shield(self._served)
 
     # --- the beginning ---
 
@@ -99,7 +87,7 @@ class Tenure:
         try:
             await self._flusher.make_room(BARRIER_BYTES, enqueue=False)
         except DiskFull as error:
-            if self._around.transport is None:
+            if self._around.alone:
                 self.refuse(error)  # whoever opens the topic decides what becomes of it
                 return []
             log.error(
@@ -115,36 +103,32 @@ class Tenure:
 
     def _enter(self) -> None:
         topic, around = self._topic, self._around
-        now_ms = around.clock.now_ms()
+        now_ms, alone = around.clock.now_ms(), around.alone
         begin_ms = max(self._latest_ms(now_ms), self._flusher.log.time_ms_last)
-        journal = Journal(
+        self.journal = journal = Journal(
             self._applying.heap, self._replica, self._flusher, clock=around.clock,
             ahead_ms=begin_ms - now_ms, reserve_bytes=around.reserve_bytes,
-            flush=self._flusher.flush if self._sending is None else self.flush,
-            wake=topic.wake, turn=topic.turn if self._sending is None else topic.wake,
-            observe=topic.observe, writable=None if self._sending is None else self._writable,
-            on_fatal=around.on_fatal,
+            flush=self._flusher.flush if alone else self.flush,
+            wake=topic.wake, turn=topic.turn if alone else topic.wake, observe=topic.observe,
+            writable=None if alone else self._writable, on_fatal=around.on_fatal,
         )  # fmt: skip
-        self._journal = journal
         journal.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
         crash_point("node.barrier.staged")
         journal.flush()
 
     def _latest_ms(self, own_ms: int) -> int:
-        """When the partition's time may begin at the latest; `own_ms`, if our clock is right.
-
-        A node alone has only itself. Others go by the clocks of those who promised the epoch, and
-        of all that were compared before."""
+        """When the partition's time may begin at the latest; `own_ms`, if our clock is right. Else
+        we go by the clocks of those who promised the epoch, and of all that were compared."""
         clocks = self._around.clocks
-        if clocks is None or clocks.agreed:
+        if clocks.agreed:
             return own_ms
         quorum_ms = self._replica.quorum_ms(own_ms, self._around.now())
         return min(own_ms, quorum_ms, clocks.latest_ms(own_ms))
 
     def on_tick(self) -> None:
         """Let the partition's time catch up once our clock is known to be right."""
-        journal, clocks = self._journal, self._around.clocks
-        if journal is not None and journal.ahead_ms < 0 and clocks is not None and clocks.agreed:
+        journal = self.journal
+        if journal is not None and journal.ahead_ms < 0 and self._around.clocks.agreed:
             journal.ahead_ms = 0
             self._topic.wake()
 
@@ -156,38 +140,27 @@ class Tenure:
 
     def serve(self, epoch: int) -> None:
         """The barrier is committed."""
-        journal = self._journal
+        journal = self.journal
         if journal is None or journal.coordinator.epoch != epoch:
             return  # ended already
-        partition = Partition(journal, self._index, self._around.cache)
-        partition.snapshot = self._snapshot
-        self.partition = partition
+        self.partition = Partition(
+            journal, self._index, self._around.cache, snapshot=self._snapshot
+        )
         if journal.heap.config != self._topic.config:
             config = msgspec.msgpack.encode(self._topic.config)
             journal.append_record(Kind.CONFIG, 1, {"config": [config]})
-        self._topic.serve(self._index, partition)
+        self._topic.serve(self._index, self.partition)
         self._around.metrics.takeovers.add((self._topic.config.name,))
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        if not self._served.done():
+            self._served.set_result(None)
 
     # --- meanwhile ---
 
     def flush(self) -> None:
         """Send what is staged, and write it: the disk and the followers work at the same time."""
-        if self._journal is not None and self._sending is not None:
+        if self.journal is not None:
             self._sending.pump_all()
         self._flusher.flush()
-
-    def on_commit(self, sequence: int) -> bool:
-        """Answer who waited; False if there is no tenure."""
-        if self._journal is None:
-            return False
-        if self._sending is not None:
-            self._sending.on_commit()
-        self._journal.on_commit(sequence)
-        return True
 
     def doubt(self) -> None:
         """No quorum is heard: nobody is kept waiting for a commit that may never come. The tenure
@@ -226,12 +199,9 @@ class Tenure:
 
     def end(self, error: Unavailable) -> None:
         """Nothing is appended or answered from here on. The heap stays; see `applying`."""
-        journal, partition = self._journal, self.partition
-        if partition is not None:
-            self._snapshot = partition.snapshot
-        self._journal = self.partition = None
-        if self._sending is not None:
-            self._sending.close()
+        journal, partition = self.journal, self.partition
+        self.journal = self.partition = None
+        self._sending.close()
         if partition is not None:
             if not self._topic.closed:
                 self._topic.unserve(self._index)
@@ -243,13 +213,12 @@ class Tenure:
 
     def refuse(self, error: PenstockError) -> None:
         """Whoever waits to be served here waits in vain."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+        if not self._served.done():
+            self._served.set_exception(error)
+            self._served.exception()  # it is no mistake that nobody waits
 
     def fail(self, error: Unavailable) -> None:
         """The disk gave up: nobody is served here any more."""
         self.refuse(error)
-        if self._journal is not None:
-            self._journal.end(error)
+        if self.journal is not None:
+            self.journal.end(error)

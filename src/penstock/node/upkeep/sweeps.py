@@ -50,7 +50,7 @@ async def take_snapshot(
     if partition.journal.has_room(8):
         partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [sequence]})
         topic.wake()
-    partition.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
+    partition.snapshot.renew(sequence, bytes=size, time_ms=now_ms, log_bytes=log.bytes_total)
     return partition.snapshot
 
 
@@ -75,7 +75,7 @@ async def snapshot_replica(host: Host, now_ms: int, *, reserve: Reserve) -> None
     size = await _save(
         log, sequence=sequence, chain=batch.chain, epoch=batch.epoch, parts=parts, reserve=reserve
     )
-    host.snapshot = SnapshotFacts(sequence, size, now_ms, log.bytes_total)
+    host.snapshot.renew(sequence, bytes=size, time_ms=now_ms, log_bytes=log.bytes_total)
 
 
 async def _save(

@@ -9,9 +9,9 @@ from typing import Any
 from penstock.cluster.membership import NodeInfo
 from penstock.errors import Unavailable
 from penstock.model.batch import Batch
-from penstock.node.replica.ports import Key, Letter, SeedHead
+from penstock.node.replica.ports import Key, SeedHead
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Append, Follow
+from penstock.replication.messages import Append, Follow, Letter
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Told
 

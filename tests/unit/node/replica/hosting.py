@@ -22,9 +22,7 @@ from penstock.node.clock import ManualClock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.host import Host
 from penstock.node.replica.opener import open_replica
-from penstock.node.replica.pace import CopyPace
-from penstock.node.replica.ports import Key, Letter, SeedTarget
-from penstock.node.replica.services import Surroundings
+from penstock.node.replica.ports import CopyPace, Key, SeedTarget, Surroundings
 from penstock.node.route.ports import AlwaysHere
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
@@ -32,7 +30,7 @@ from penstock.node.serve.topic import Topic
 from penstock.node.storage.syncer import WriterPool
 from penstock.node.write.requests import EnqueuePart, EnqueueRequest, ReturnRequest, TokenRequest
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Append, Follow
+from penstock.replication.messages import Append, Follow, Letter
 from penstock.replication.options import ReplicationOptions
 from penstock.replication.replica import Role
 from penstock.wire.messages import Enqueued
@@ -168,7 +166,8 @@ class Cluster:
         writers = self._writers[name] = WriterPool(1)
         return Surroundings(
             node=name, clock=self.clock, metrics=topic.metrics, writers=writers, syncer=None,
-            cache=ReadCache(1 << 20), control=network, transport=network, spawn=self._spawn,
+            cache=ReadCache(1 << 20), control=network, transport=network, alone=False,
+            spawn=self._spawn,
             on_damage=self.damages.append, on_mended=self.mended.append,
             on_fatal=self.fatal.append, reserve_bytes=LOG.reserve_bytes, options=self.options,
             pace=CopyPace(self.options.seed_bytes_per_s), now=lambda: self.now_ms,

@@ -30,7 +30,7 @@ async def enter(
     engine = node.engine
     home, around = engine.topic(topic), engine.around
     clock = ManualClock(node.clock.now_ms() + ahead_ms)
-    engine.around = replace(around, clock=clock, clocks=cast("Any", doubt))
+    engine.around = replace(around, clock=clock, clocks=cast("Any", doubt) or around.clocks)
     try:
         key = home.key(index)
         if key in engine.hosts:

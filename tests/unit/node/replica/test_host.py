@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from penstock.cluster.reserve import Reserve
 from penstock.errors import Backpressure, QuorumUnavailable, Unavailable
 from penstock.node.replica.host import Host
 from penstock.node.upkeep.sweeps import retain, retain_replica, snapshot_replica, take_snapshot
+from penstock.replication.effects import Halt, Persist, Truncate
 from penstock.replication.replica import Role
 
 MESSAGE = b"m" * 1000
@@ -377,3 +379,49 @@ async def _shrink(cluster: Cluster, host: Host, folder: Path) -> None:
     cluster.clock.advance(3600)
     assert await retain(host.topic, host.partition, cluster.clock.now_ms()) > 0
     await host.on_shrunk()
+
+
+# --- effects, one after the other ---
+
+
+async def test_what_follows_a_slow_effect_waits_for_it(cluster: Cluster) -> None:
+    host = cluster.hosts["b"]
+    host._perform([Persist(7), Halt("at last")])
+    assert host.halted == ""
+    await cluster.until(lambda: host.halted == "at last")
+    assert host._file.promised == 7
+
+
+async def test_a_slow_effect_that_never_began_leaves_no_coroutine_behind(cluster: Cluster) -> None:
+    """Before, a node that stopped in the same turn wrote that a coroutine was never awaited."""
+    before = set(cluster.tasks)
+    cluster.hosts["b"]._perform([Persist(7)])
+    begun = cluster.tasks - before
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+    await asyncio.sleep(0)
+    gc.collect()  # a coroutine that is left complains here, which fails the test
+    assert len(begun) == 1
+    assert cluster.hosts["b"]._file.promised < 7
+
+
+async def test_damage_that_an_effect_meets_halts_the_replica(cluster: Cluster) -> None:
+    await put(await cluster.serving(), [b"one"])
+    await cluster.at_rest()
+    host = cluster.hosts["b"]
+    host._perform([Truncate(0)])  # what is committed
+    await cluster.until(lambda: "cannot be cut" in host.halted)
+
+
+async def test_a_mistake_of_ours_in_an_effect_is_told(cluster: Cluster) -> None:
+    cluster.hosts["b"]._perform([None])  # type: ignore[list-item]
+    assert [type(error) for error in cluster.fatal] == [KeyError]
+    cluster.fatal.clear()
+
+
+async def test_nothing_is_done_after_the_end(cluster: Cluster) -> None:
+    host = cluster.hosts["b"]
+    await cluster.stop("b")
+    host._perform([Halt("too late")])
+    assert host.halted == ""

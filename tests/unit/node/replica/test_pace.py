@@ -11,7 +11,7 @@ from tests.unit.node.replica.hosting import Cluster, payloads, put
 
 from penstock.node.replica import log_sender as sending
 from penstock.node.replica.host import Host
-from penstock.node.replica.pace import CopyPace
+from penstock.node.replica.ports import CopyPace
 
 BYTES_PER_S = 256 << 10
 MESSAGE = b"x" * 1000
