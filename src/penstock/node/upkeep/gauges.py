@@ -45,8 +45,8 @@ def node_reading(engine: Engine) -> NodeReading:
         held_bytes={kind.name.lower(): engine.budget.by_kind[kind] for kind in Held},
         metadata_available=engine.cluster.available,
         rolled_back=rolled_back(engine),
-        clock_off=clocks is not None and clocks.verdict is ClockVerdict.OFF,
-        clock_ahead_s=0.0 if clocks is None else (clocks.ahead_ms or 0.0) / 1000,
+        clock_off=clocks.verdict is ClockVerdict.OFF,
+        clock_ahead_s=(clocks.ahead_ms or 0.0) / 1000,
         unopened=engine.unopened.partitions,
     )
 
