@@ -25,8 +25,7 @@ from penstock.spark.delivery.cursors import NONE, CursorFile
 from penstock.spark.delivery.delivery import RoutedSink
 from penstock.spark.fold.state_folder import read_identity
 from penstock.spark.settings import PipelineSettings, SinkSettings
-from penstock.spark.source.offsets import Offsets, from_json
-from penstock.spark.source.ranges import ReadRange
+from penstock.spark.source.ranges import Offsets, ReadRange, from_json
 
 
 def sink_settings(settings: PipelineSettings, name: str) -> SinkSettings:

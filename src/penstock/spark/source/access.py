@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,7 +30,6 @@ from penstock.model.topic import TopicConfig, TopicKind
 from penstock.sinks.protocol import Items
 from penstock.sinks.requests import Part, item_requests
 from penstock.spark.source.decisions import Decisions
-from penstock.spark.source.offsets import RangeExtent, Wanted
 from penstock.wire.messages import Enqueued
 
 R = TypeVar("R")
@@ -38,6 +37,23 @@ WINDOW_ENTRIES: Final = 1_000_000
 WINDOW_BYTES: Final = 16 << 20  # sent ahead of the reader
 STALL_S: Final = 60.0  # without a batch of a range that should be there
 INFLIGHT: Final = 4  # enqueue requests that wait for their answer at once
+
+
+class Wanted(NamedTuple):
+    """A range of a partition, and how much of it would be welcome."""
+
+    partition: int
+    first: int
+    last: int
+    rows_max: int | None = None
+    bytes_max: int | None = None
+
+
+class RangeExtent(NamedTuple):
+    """How far whole batches reach within a wanted range."""
+
+    last: int
+    bytes: int
 
 
 class LogStatus(msgspec.Struct, frozen=True, kw_only=True):

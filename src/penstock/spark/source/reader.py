@@ -1,20 +1,28 @@
-"""`spark.read.format("penstock")`: a batch read of what is final now.
+"""`spark.read.format("penstock")`: a batch read of what is final now; `spark.readStream`: ranges of
+the log, trigger by trigger.
 
-The reader takes some of a query's conditions on itself. Conditions on topic, partition and sequence
-choose ranges, exactly; on time they narrow ranges down by the log's own order, and Spark looks at
-the rows that are left; on a delta's namespace they are applied while the rows are made. Everything
-else stays with Spark.
+A range is final: committed, and every atomic batch in it is decided. So a range read again gives
+the same rows. A reader plans on the driver, that of a stream in a Python process of its own for as
+long as the query runs; `read` runs in the tasks.
+
+The batch reader takes some of a query's conditions on itself. Conditions on topic, partition and
+sequence choose ranges, exactly; on time they narrow ranges down by the log's own order, and Spark
+looks at the rows that are left; on a delta's namespace they are applied while the rows are made.
+Everything else stays with Spark.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import (
     DataSourceReader,
+    DataSourceStreamReader,
     EqualNullSafe,
     EqualTo,
     Filter,
@@ -26,12 +34,30 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 from pyspark.sql.types import StructType
 
-from penstock.spark.source import modes
+from penstock.errors import InvalidArgument
+from penstock.spark.source import rows
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.options import ReadOptions
-from penstock.spark.source.ranges import LogBounds, ReadRange, between, measured, split
+from penstock.spark.source.ranges import (
+    LogBounds,
+    Offsets,
+    ReadRange,
+    TriggerBudget,
+    advance,
+    between,
+    from_json,
+    planned,
+    to_json,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -156,7 +182,7 @@ class PenstockReader(DataSourceReader):
     """Plans ranges on the driver; tasks read them from the node."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        modes.check_schema(schema, options.mode)
+        rows.check_schema(schema, options.mode)
         self._options, self._schema = options, schema
         self._selection = PushedFilter()
 
@@ -169,9 +195,7 @@ class PenstockReader(DataSourceReader):
         bounds = LogBounds(access, options)
         ranges = self._selection.ranges(between(bounds.held(bounds.start()), bounds.end()))
         ranges = [found for found in (self._timed(access, r) for r in ranges) if found]
-        if options.mode == "ranges":
-            return [measured(access, ranges)]
-        return list(split(access, ranges, options.split_rows))
+        return planned(access, ranges, options)
 
     def _timed(self, access: NodeAccess, whole: ReadRange) -> ReadRange | None:
         """The part of a range that the time bounds leave; batches are in order of time."""
@@ -184,6 +208,98 @@ class PenstockReader(DataSourceReader):
         return ReadRange(whole.topic, whole.partition, first, last) if first <= last else None
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return modes.read(
+        return rows.read(
             self._options, self._schema, partition, namespaces=self._selection.namespaces
         )
+
+
+Json = dict[str, dict[str, int]]
+ROWS_MAX: Final = 1 << 62  # says that there is a bound, not which
+
+
+class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        rows.check_schema(schema, options.mode)
+        self._options, self._schema = options, schema
+        self._target: Offsets | None = None  # of a query that ends by itself
+
+    def initialOffset(self) -> Json:  # noqa: N802 - Spark's name
+        bounds = self._bounds()
+        return self._json(bounds.held(bounds.start()))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """Asked for once. The rows of a `rateFile` change: `latestOffset` looks them up."""
+        options = self._options
+        if options.rate_file is not None:
+            return ReadMaxRows(ROWS_MAX)
+        if options.rows_max is not None:
+            return ReadMaxRows(options.rows_max)
+        if options.bytes_max is not None:
+            return ReadMaxBytes(options.bytes_max)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        self._target = self._bounds().latest()
+
+    def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802 - Spark's name
+        bounds = self._bounds()
+        begin = bounds.held(from_json(start))
+        end = bounds.latest()
+        if self._target is not None:
+            end = {t: _at_most(found, self._target.get(t, {})) for t, found in end.items()}
+        found = advance(
+            begin,
+            end,
+            topics=self._options.topics,
+            budget=self._budget(limit),
+            measure=self._options.node.access().extents,
+        )
+        return self._json(found)
+
+    def reportLatestOffset(self) -> Json:  # noqa: N802 - Spark's name
+        return self._json(self._bounds().latest())
+
+    def partitions(self, start: Json, end: Json) -> Sequence[InputPartition]:
+        options, access = self._options, self._options.node.access()
+        held = self._bounds().held(from_json(start))
+        ranges = list(between(held, from_json(end)))
+        return planned(access, ranges, options) if ranges else []
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return rows.read(self._options, self._schema, partition)
+
+    def _bounds(self) -> LogBounds:
+        return LogBounds(self._options.node.access(), self._options)
+
+    def _json(self, offsets: Offsets) -> Json:
+        return to_json(offsets, self._options.topics)
+
+    def _budget(self, limit: ReadLimit) -> TriggerBudget:
+        if isinstance(limit, ReadAllAvailable):
+            return TriggerBudget(None, None)
+        options = self._options
+        given = [limit.max_rows] if isinstance(limit, ReadMaxRows) else []
+        if options.rate_file is not None:
+            given = [rows for rows in (options.rows_max, self._rate()) if rows is not None]
+        size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else options.bytes_max
+        return TriggerBudget(min(given, default=None), size)
+
+    def _rate(self) -> int | None:
+        """Rows per trigger as the rate's file has them now, 0 for a pause; None: no file yet."""
+        if self._options.rate_file is None:
+            return None
+        try:
+            found: Any = json.loads(Path(self._options.rate_file).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"rateFile cannot be read: {error}", field="rateFile") from error
+        rows = found.get("rows") if isinstance(found, dict) else found
+        if isinstance(rows, bool) or not isinstance(rows, int | float) or rows < 0:
+            raise InvalidArgument('rateFile holds {"rows": 5000} or 5000', field="rateFile")
+        return int(rows)
+
+
+def _at_most(offsets: dict[int, int], bound: dict[int, int]) -> dict[int, int]:
+    """A partition that came after the bound was set has nothing to read."""
+    return {p: min(n, bound.get(p, 1)) for p, n in offsets.items()}

@@ -1,6 +1,6 @@
 """Log batches as rows of Arrow: the buffers of a batch are wrapped, not copied message by message.
 
-A mode is a list of columns. Each column knows how to make itself out of *pieces*, the parts of
+A mode is a table of columns. Each column knows how to make itself out of *pieces*, the parts of
 consecutive batches that lie in the range that is read, so a reader that was asked for some columns
 only decodes those.
 
@@ -10,15 +10,16 @@ unsigned numbers and no fixed-size binary: indices are ints, ids are binary. A r
 delta that was read. *Envelopes* are whole log batches, the cheapest way to bring a log through
 Spark: `body` is a batch as it is stored, header and all: `penstock.model.batch.decode` opens it.
 `first` and `last` say which of its sequences belong to the row, in case a range began or ended
-inside it; `count` is the number of messages there. Nothing is decompressed on the way.
+inside it; `count` is the number of messages there. Nothing is decompressed on the way. *Ranges* are
+what is to be read, not yet read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.errors import InvalidArgument
 from penstock.model.batch import Batch
 from penstock.model.columns import Binary, Columns
 from penstock.model.delta_batch import DeltaBatch
@@ -33,6 +35,12 @@ from penstock.model.delta_format import HAS_INDICES, Op
 from penstock.model.delta_format import Source as DeltaOrigin
 from penstock.model.plain import headers_of
 from penstock.sinks import arrays
+from penstock.spark.source.ranges import Ranges, ReadRange
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from penstock.spark.source.options import ReadOptions
 
 _HEADERS_CACHED: Final = 4096
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
@@ -51,18 +59,11 @@ class BatchPiece:
     def count(self) -> int:
         return self.high - self.low
 
-    @property
-    def whole(self) -> bool:
-        return self.count == self.batch.entries
-
     def sequences(self) -> NDArray[np.int64]:
         if self.batch.compacted:
             return self.columns.fixed("sequence")[self.low : self.high].astype(np.int64)
         first = self.batch.first
         return np.arange(first + self.low, first + self.high, dtype=np.int64)
-
-    def fixed(self, name: str) -> NDArray[Any]:
-        return self.columns.fixed(name)[self.low : self.high]
 
 
 def pieces(batches: Iterable[Batch], *, first: int, last: int) -> list[BatchPiece]:
@@ -84,75 +85,82 @@ def pieces(batches: Iterable[Batch], *, first: int, last: int) -> list[BatchPiec
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where the pieces of one record batch come from."""
+    """The pieces of the log that one record batch is made of."""
 
     topic: str
     pieces: Sequence[BatchPiece]
-    count: int
+
+    @property
+    def count(self) -> int:
+        return sum(piece.count for piece in self.pieces)
+
+    @property
+    def partition(self) -> int:
+        return self.pieces[0].batch.partition
+
+    def fixed(self, name: str) -> NDArray[Any]:
+        return np.concatenate([p.columns.fixed(name)[p.low : p.high] for p in self.pieces])
+
+    def binary(self, name: str) -> Binary | None:
+        """The values of all pieces in one column, joined once: what follows has one blob however
+        small the log's batches were. None if no piece has the column; where some have not, their
+        values are empty."""
+        columns = [piece.columns.binary(name) for piece in self.pieces]
+        if all(column is None for column in columns):
+            return None
+        if len(columns) == 1 and columns[0] is not None:
+            only = self.pieces[0]
+            return Binary(columns[0].offsets[only.low : only.high + 1], columns[0].blob)
+        sizes: list[NDArray[np.int32]] = []
+        blobs: list[memoryview] = []
+        for column, piece in zip(columns, self.pieces, strict=True):
+            if column is None:
+                sizes.append(np.zeros(piece.count, np.int32))
+                continue
+            offsets = column.offsets[piece.low : piece.high + 1]
+            sizes.append(np.diff(offsets))
+            blobs.append(memoryview(column.blob)[int(offsets[0]) : int(offsets[-1])])
+        ends = np.zeros(self.count + 1, np.int32)
+        np.cumsum(np.concatenate(sizes), out=ends[1:])
+        return Binary(ends, b"".join(blobs))
+
+    def sequences(self) -> NDArray[np.int64]:
+        return np.concatenate([piece.sequences() for piece in self.pieces])
+
+    def times_ms(self) -> NDArray[np.int64]:
+        times = np.array([piece.batch.time_ms for piece in self.pieces], np.int64)
+        return np.repeat(times, [piece.count for piece in self.pieces])
 
 
-Make = Callable[[Any], Any]  # from a source of rows to an array of as many values
+class RowColumn(NamedTuple):
+    """A column of a mode: its type in Spark's words, and how it is made of a source of rows."""
+
+    type: str
+    make: Callable[[Any], Any]
 
 
-def wrap(column: Binary | None, piece: BatchPiece, *, nullable: bool = False) -> pa.Array:
-    """A binary column of a piece without a copy; `nullable`: empty values are null."""
-    if column is None:
-        if nullable:
-            return pa.nulls(piece.count, pa.binary())
-        return pa.repeat(pa.scalar(b"", pa.binary()), piece.count)
-    array = arrays.ragged(column.offsets, column.blob, pa.binary(), empty_is_null=nullable)
-    return array if piece.whole else array.slice(piece.low, piece.count)
+def _bytes(name: str, *, empty_is_null: bool = False) -> Callable[[RowSource], pa.Array]:
+    def make(source: RowSource) -> pa.Array:
+        column = source.binary(name) or Binary(np.zeros(source.count + 1, np.int32), b"")
+        offsets, blob = column.offsets, column.blob
+        return arrays.ragged(offsets, blob, pa.binary(), empty_is_null=empty_is_null)
 
-
-def joined(chunks: Sequence[pa.Array]) -> pa.Array:
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
-
-
-def binary(name: str, *, nullable: bool = False) -> Make:
-    return lambda source: joined(
-        [wrap(p.columns.binary(name), p, nullable=nullable) for p in source.pieces]
-    )
-
-
-def fixed(name: str) -> Make:
-    return lambda source: np.concatenate([p.fixed(name) for p in source.pieces])
-
-
-def topic_name(source: RowSource) -> pa.Array:
-    return pa.repeat(pa.scalar(source.topic, pa.string()), source.count)
-
-
-def partition_number(source: RowSource) -> NDArray[np.int32]:
-    return np.full(source.count, source.pieces[0].batch.partition, np.int32)
-
-
-def sequences(source: RowSource) -> NDArray[np.int64]:
-    return np.concatenate([p.sequences() for p in source.pieces])
-
-
-def log_times(source: RowSource) -> NDArray[np.int64]:
-    """In microseconds, as Spark counts."""
-    times = [p.batch.time_ms * 1000 for p in source.pieces]
-    return np.repeat(np.array(times, np.int64), [p.count for p in source.pieces])
+    return make
 
 
 def header_maps(source: RowSource) -> pa.Array:
     """Headers as map<string, string>; values that are no text stand as JSON."""
-    if not any("headers" in piece.columns.views for piece in source.pieces):
+    column = source.binary("headers")
+    if column is None:
         return pa.nulls(source.count, _TEXT_MAP)
     offsets: list[int | None] = []
     names: list[str] = []
     values: list[str] = []
-    for piece in source.pieces:
-        column = piece.columns.binary("headers")
-        if column is None:
-            offsets += [None] * piece.count
-            continue
-        for cell in column.tolist()[piece.low : piece.high]:
-            offsets.append(len(names) if cell else None)
-            for name, value in _header_pairs(cell):
-                names.append(name)
-                values.append(value)
+    for cell in column:
+        offsets.append(len(names) if cell else None)
+        for name, value in _header_pairs(cell):
+            names.append(name)
+            values.append(value)
     offsets.append(len(names))
     return pa.MapArray.from_arrays(
         pa.array(offsets, pa.int32()), pa.array(names, pa.string()), pa.array(values, pa.string())
@@ -167,71 +175,35 @@ def _header_pairs(cell: bytes) -> tuple[tuple[str, str], ...]:
     )
 
 
-class RowColumn(NamedTuple):
-    """A column of a mode: its type in Spark's words, and how it is made."""
-
-    type: str
-    make: Make
-
-
 MESSAGES: Final[dict[str, RowColumn]] = {
-    "topic": RowColumn("string", topic_name),
-    "partition": RowColumn("int", partition_number),
-    "sequence": RowColumn("bigint", sequences),
-    "time": RowColumn("timestamp", log_times),
-    "priority": RowColumn("bigint", fixed("priority")),
-    "key": RowColumn("binary", binary("key", nullable=True)),
+    "topic": RowColumn("string", lambda s: arrays.same(s.topic, s.count, pa.string())),
+    "partition": RowColumn("int", lambda s: arrays.same(s.partition, s.count, pa.int32())),
+    "sequence": RowColumn("bigint", RowSource.sequences),
+    "time": RowColumn("timestamp", lambda s: s.times_ms() * 1000),
+    "priority": RowColumn("bigint", lambda s: s.fixed("priority")),
+    "key": RowColumn("binary", _bytes("key", empty_is_null=True)),
     "headers": RowColumn("map<string,string>", header_maps),
-    "value": RowColumn("binary", binary("payload")),
+    "value": RowColumn("binary", _bytes("payload")),
 }
 
-
-def source_of(topic: str, found: Sequence[BatchPiece]) -> RowSource:
-    return RowSource(topic, found, sum(piece.count for piece in found))
-
-
-def record_batch(columns: dict[str, RowColumn], schema: pa.Schema, source: Any) -> pa.RecordBatch:
-    """Rows with the columns that `schema` names, in its order and with its types."""
-    made = [_typed(columns[field.name].make(source), field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(made, schema=schema)
-
-
-def _typed(values: Any, type_: pa.DataType) -> pa.Array:
-    if isinstance(values, np.ndarray):
-        plain = pa.array(values)
-        return plain.view(type_) if pa.types.is_timestamp(type_) else plain.cast(type_)
-    return values if values.type == type_ else values.cast(type_)
-
-
-ENVELOPES: Final[dict[str, str]] = {
-    "topic": "string",
-    "partition": "int",
-    "first": "bigint",
-    "last": "bigint",
-    "count": "int",
-    "body": "binary",
+# Made of a sequence of ranges with their sizes.
+RANGES: Final[dict[str, RowColumn]] = {
+    "topic": RowColumn("string", lambda rows: [found.topic for found, _ in rows]),
+    "partition": RowColumn("int", lambda rows: [found.partition for found, _ in rows]),
+    "from": RowColumn("bigint", lambda rows: [found.first for found, _ in rows]),
+    "to": RowColumn("bigint", lambda rows: [found.last for found, _ in rows]),
+    "bytes": RowColumn("bigint", lambda rows: [size for _, size in rows]),
 }
 
-
-def envelope_batch(
-    batches: Sequence[Batch], schema: pa.Schema, *, topic: str, first: int, last: int
-) -> pa.RecordBatch | None:
-    """One row per batch that has messages in `[first, last]`."""
-    rows = [(b, _count(b, first, last)) for b in batches if b.first <= last and b.last >= first]
-    rows = [(batch, count) for batch, count in rows if count]
-    if not rows:
-        return None
-    values: dict[str, list[Any]] = {
-        "topic": [topic] * len(rows),
-        "partition": [batch.partition for batch, _ in rows],
-        "first": [max(batch.first, first) for batch, _ in rows],
-        "last": [min(batch.last, last) for batch, _ in rows],
-        "count": [count for _, count in rows],
-    }
-    if "body" in schema.names:
-        values["body"] = [batch.encode() for batch, _ in rows]
-    made = [pa.array(values[field.name], field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(made, schema=schema)
+# Made of a range, and of its batches with the number of messages of each.
+ENVELOPES: Final[dict[str, RowColumn]] = {
+    "topic": RowColumn("string", lambda e: [e[0].topic] * len(e[1])),
+    "partition": RowColumn("int", lambda e: [e[0].partition] * len(e[1])),
+    "first": RowColumn("bigint", lambda e: [max(b.first, e[0].first) for b, _ in e[1]]),
+    "last": RowColumn("bigint", lambda e: [min(b.last, e[0].last) for b, _ in e[1]]),
+    "count": RowColumn("int", lambda e: [count for _, count in e[1]]),
+    "body": RowColumn("binary", lambda e: [batch.encode() for batch, _ in e[1]]),
+}
 
 
 def _count(batch: Batch, first: int, last: int) -> int:
@@ -239,78 +211,58 @@ def _count(batch: Batch, first: int, last: int) -> int:
     if first <= batch.first and batch.last <= last:
         return batch.entries
     if not batch.compacted:
-        return min(batch.last, last) - max(batch.first, first) + 1
+        return max(0, min(batch.last, last) - max(batch.first, first) + 1)
     held = batch.columns().fixed("sequence")
     return int(np.searchsorted(held, last, "right") - np.searchsorted(held, first, "left"))
 
 
-_OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
-_SOURCES: Final = pa.array([source.name.lower() for source in DeltaOrigin], pa.string())
-
-
 def deltas_of(found: Sequence[BatchPiece]) -> DeltaBatch:
-    """The messages of some pieces of the log, in their order, as the columns that the kernels take.
-
-    Their payloads are joined once, so that what follows has one blob and one array per column
-    however small the log's batches were.
-    """
+    """The messages of some pieces of the log, in their order, as the columns that the kernels
+    take."""
     if not found:
         return DeltaBatch.empty()
-    headers = [piece.columns.binary("headers") for piece in found]
+    source = RowSource("", found)
     return DeltaBatch.of(
-        _joined([piece.columns.binary("payload") for piece in found], found),
-        sequences=np.concatenate([piece.sequences() for piece in found]).astype(np.uint64),
-        log_times_ms=np.repeat(
-            np.array([piece.batch.time_ms for piece in found], np.int64),
-            [piece.count for piece in found],
-        ),
-        headers=_joined(headers, found) if any(headers) else None,
+        source.binary("payload") or Binary(np.zeros(source.count + 1, np.int32), b""),
+        sequences=source.sequences().astype(np.uint64),
+        log_times_ms=source.times_ms(),
+        headers=source.binary("headers"),
     )
 
 
-def _joined(columns: Sequence[Binary | None], found: Sequence[BatchPiece]) -> Binary:
-    """The values of all pieces in one column; where a piece has no such column they are empty."""
-    if len(found) == 1 and columns[0] is not None:
-        return Binary(columns[0].offsets[found[0].low : found[0].high + 1], columns[0].blob)
-    sizes: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]] = []
-    blobs: list[memoryview] = []
-    for column, piece in zip(columns, found, strict=True):
-        if column is None:
-            sizes.append(np.zeros(piece.count, np.int32))
-            continue
-        offsets = column.offsets[piece.low : piece.high + 1]
-        sizes.append(np.diff(offsets))
-        blobs.append(memoryview(column.blob)[int(offsets[0]) : int(offsets[-1])])
-    ends = np.zeros(sum(map(len, sizes)) + 1, np.int32)
-    np.cumsum(np.concatenate(sizes), out=ends[1:])
-    return Binary(ends, b"".join(blobs))
-
-
 class DeltaRows:
-    """The deltas of some pieces; names and clocks are made once, and only if asked for."""
+    """The deltas of some pieces; of these namespaces only, if any are named."""
 
-    def __init__(self, source: RowSource) -> None:
-        self.topic = source.topic
-        self.partition = source.pieces[0].batch.partition
-        self.batch = deltas_of(source.pieces)
-        self.headers: pa.Array | None = None
+    def __init__(self, source: RowSource, namespaces: frozenset[str] | None) -> None:
+        self.source, self.batch = source, deltas_of(source.pieces)
+        self._mask: pa.BooleanArray | None = None
+        if namespaces is not None:
+            wanted = pa.array(sorted(namespaces), pa.string())
+            self._mask = pc.is_in(self.namespaces(), value_set=wanted)
+            self.batch = self.batch.take(np.asarray(self._mask))
 
-    def only(self, mask: pa.BooleanArray) -> None:
-        """Keep the rows of a mask."""
-        if self.headers is not None:
-            self.headers = self.headers.filter(mask)
-        self.batch = self.batch.take(np.asarray(mask))
-        self.__dict__.pop("names", None)
+    def same(self, value: Any, kind: pa.DataType) -> pa.Array:
+        return arrays.same(value, len(self.batch), kind)
 
-    @cached_property
-    def names(self) -> tuple[pa.Array, pa.Array]:
-        """Namespaces and vector ids."""
-        batch = self.batch
-        blob = np.frombuffer(batch.blob, np.uint8)
-        at, size = batch.names_at, batch.fixed["namespace_bytes"].astype(np.int64)
-        namespaces = arrays.ragged(*arrays.sliced(blob, at, size), pa.string())
-        after = batch.fixed["vector_id_bytes"].astype(np.int64)
-        return namespaces, arrays.ragged(*arrays.sliced(blob, at + size, after), pa.string())
+    def headers(self) -> pa.Array:
+        made = header_maps(self.source)
+        return made if self._mask is None else made.filter(self._mask)
+
+    def namespaces(self) -> pa.Array:
+        return self._texts(self.batch.names_at, "namespace_bytes")
+
+    def vector_ids(self) -> pa.Array:
+        after = self.batch.names_at + self.batch.fixed["namespace_bytes"]
+        return self._texts(after, "vector_id_bytes")
+
+    def _texts(self, starts: NDArray[np.int64], size: str) -> pa.Array:
+        blob = np.frombuffer(self.batch.blob, np.uint8)
+        lengths = self.batch.fixed[size].astype(np.int64)
+        return arrays.ragged(*arrays.sliced(blob, starts, lengths), pa.string())
+
+
+_OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
+_SOURCES: Final = pa.array([source.name.lower() for source in DeltaOrigin], pa.string())
 
 
 def _ids(pairs: NDArray[np.uint64], *, zero_is_null: bool = False) -> pa.Array:
@@ -362,23 +314,19 @@ def _json(metadata: bytes) -> str:
         return msgspec.json.encode(headers_of(metadata)).decode()
 
 
-def _same(name: str) -> Callable[[DeltaRows], Any]:
-    return lambda d: pa.repeat(pa.scalar(getattr(d, name)), len(d.batch))
-
-
 def _fixed(name: str) -> Callable[[DeltaRows], Any]:
     return lambda deltas: np.ascontiguousarray(deltas.batch.fixed[name])
 
 
 DELTAS: Final[dict[str, RowColumn]] = {
-    "topic": RowColumn("string", _same("topic")),
-    "partition": RowColumn("int", _same("partition")),
+    "topic": RowColumn("string", lambda d: d.same(d.source.topic, pa.string())),
+    "partition": RowColumn("int", lambda d: d.same(d.source.partition, pa.int32())),
     "sequence": RowColumn("bigint", lambda d: d.batch.sequences.view(np.int64)),
     "time": RowColumn("timestamp", lambda d: d.batch.log_times_ms * 1000),
     "delta_id": RowColumn("binary", lambda d: _ids(d.batch.delta_id)),
     "parent": RowColumn("binary", lambda d: _ids(d.batch.parent, zero_is_null=True)),
-    "namespace": RowColumn("string", lambda d: d.names[0]),
-    "vector_id": RowColumn("string", lambda d: d.names[1]),
+    "namespace": RowColumn("string", DeltaRows.namespaces),
+    "vector_id": RowColumn("string", DeltaRows.vector_ids),
     "op": RowColumn("string", lambda d: _OPS.take(pa.array(d.batch.op))),
     "origin": RowColumn("string", lambda d: arrays.names(d.batch.origin)),
     "delta_time": RowColumn("bigint", _fixed("time")),
@@ -388,22 +336,70 @@ DELTAS: Final[dict[str, RowColumn]] = {
     "metadata": RowColumn("string", _metadata),
     "priority": RowColumn("int", _fixed("priority")),
     "source": RowColumn("string", lambda d: _SOURCES.take(pa.array(d.batch.source))),
-    "headers": RowColumn("map<string,string>", lambda d: d.headers),
+    "headers": RowColumn("map<string,string>", DeltaRows.headers),
 }
 
 
-def delta_batch(
-    found: Sequence[BatchPiece],
-    schema: pa.Schema,
-    *,
-    topic: str,
-    namespaces: frozenset[str] | None = None,
-) -> pa.RecordBatch:
-    """The deltas of the pieces; of these namespaces only, if any are named."""
-    source = source_of(topic, found)
-    deltas = DeltaRows(source)
-    if "headers" in schema.names:
-        deltas.headers = header_maps(source)
-    if namespaces is not None:
-        deltas.only(pc.is_in(deltas.names[0], pa.array(sorted(namespaces), pa.string())))
-    return record_batch(DELTAS, schema, deltas)
+COLUMNS: Final[dict[str, dict[str, RowColumn]]] = {
+    "messages": MESSAGES,
+    "deltas": DELTAS,
+    "envelopes": ENVELOPES,
+    "ranges": RANGES,
+}
+
+
+def schema_of(mode: str) -> str:
+    """The columns of a mode with their types in Spark's words."""
+    return ", ".join(f"`{name}` {column.type}" for name, column in COLUMNS[mode].items())
+
+
+def check_schema(schema: StructType, mode: str) -> None:
+    """A caller may ask for some of a mode's columns (`.schema(...)`), each with its own type."""
+    for field in schema:
+        kind, known = field.dataType.simpleString(), COLUMNS[mode].get(field.name)
+        if known is None or known.type != kind:
+            raise InvalidArgument(
+                f"mode {mode} has no column {field.name} {kind}: it has {schema_of(mode)}",
+                field="schema",
+            )
+
+
+def read(
+    options: ReadOptions, schema: StructType, part: Any, *, namespaces: frozenset[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of one task."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    arrow = to_arrow_schema(schema, timezone="UTC")
+    if isinstance(part, Ranges) and part.rows:
+        yield record_batch(RANGES, arrow, part.rows)
+    if not isinstance(part, ReadRange):
+        return  # Spark makes up a partition where there is nothing to read
+    slices = options.node.access().read_range(part.topic, part.partition, part.first, part.last)
+    for batches in slices:
+        source: Any = None
+        if options.mode == "envelopes":
+            counted = [(batch, _count(batch, part.first, part.last)) for batch in batches]
+            rows = [(batch, count) for batch, count in counted if count]
+            source = (part, rows) if rows else None
+        elif found := pieces(batches, first=part.first, last=part.last):
+            source = RowSource(part.topic, found)
+            if options.mode == "deltas":
+                source = DeltaRows(source, namespaces)
+        if source is not None:
+            yield record_batch(COLUMNS[options.mode], arrow, source)
+
+
+def record_batch(columns: dict[str, RowColumn], schema: pa.Schema, source: Any) -> pa.RecordBatch:
+    """Rows with the columns that `schema` names, in its order and with its types."""
+    made = [_typed(columns[field.name].make(source), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(made, schema=schema)
+
+
+def _typed(values: Any, type_: pa.DataType) -> pa.Array:
+    if isinstance(values, list):
+        return pa.array(values, type_)
+    if isinstance(values, np.ndarray):
+        plain = pa.array(values)
+        return plain.view(type_) if pa.types.is_timestamp(type_) else plain.cast(type_)
+    return values if values.type == type_ else values.cast(type_)

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from penstock.errors import InvalidArgument
-from penstock.spark.source import modes
+from penstock.spark.source import rows
 from penstock.spark.source.options import ReadOptions, WriteOptions
 
 
@@ -26,7 +26,7 @@ class PenstockSource(DataSource):
         return "penstock"
 
     def schema(self) -> str:
-        return modes.schema_of(ReadOptions.of(self.options).mode)
+        return rows.schema_of(ReadOptions.of(self.options).mode)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from penstock.spark.source.reader import PenstockReader
@@ -34,7 +34,7 @@ class PenstockSource(DataSource):
         return PenstockReader(ReadOptions.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        from penstock.spark.source.stream import PenstockStreamReader
+        from penstock.spark.source.reader import PenstockStreamReader
 
         return PenstockStreamReader(ReadOptions.of(self.options), schema)
 

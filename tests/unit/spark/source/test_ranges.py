@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.spark.source.offsets import (
-    RangeExtent,
+from penstock.spark.source.access import RangeExtent, Wanted
+from penstock.spark.source.ranges import (
     TriggerBudget,
-    Wanted,
     advance,
     chosen,
     from_json,
