@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +17,7 @@ from penstock.model.delta import decode
 from penstock.spark.attachment import node_of
 from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.jobs.materialisation import materialise
-from penstock.spark.jobs.reindex import reindex
-from penstock.spark.jobs.replay import ReplayWindow, replay
+from penstock.spark.jobs.refill import ReplayWindow, reindex, replay
 from penstock.spark.jobs.stores import compact
 from verification.reference import fold
 
@@ -77,6 +77,10 @@ def test_reindex_refuses_what_it_cannot_do(ground: Ground) -> None:
     with pytest.raises(Unavailable, match="in use"):
         reindex(ground.spark, ground.settings, "index")
     running.close()
+    alone = msgspec.structs.replace(ground.settings, sinks=ground.settings.sinks[1:2])
+    with pytest.raises(FailedPrecondition, match="no lake"):
+        reindex(ground.spark, alone, "index", origin="lake")
+    assert ground.audit()["sinks"]["index"]["verdict"] == "equal"  # it was not emptied for nothing
 
 
 def test_replay_fills_an_empty_lake_and_changes_a_full_one_in_nothing(ground: Ground) -> None:

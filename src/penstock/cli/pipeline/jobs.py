@@ -186,7 +186,7 @@ def reindex(
     master: Master = None,
 ) -> Answer:
     """Empty an index or a cache and fill it anew. The pipeline must not run meanwhile."""
-    from penstock.spark.jobs.reindex import reindex as run
+    from penstock.spark.jobs.refill import reindex as run
     from penstock.spark.jobs.stores import sink_settings
 
     settings = _settings(config, master)
@@ -217,8 +217,8 @@ def replay(
         raise InvalidArgument("give --config or --queue, one of them", field="config")
     if queue is not None:
         return _replay_queue(cli, queue, topic)
-    from penstock.spark.jobs.replay import ReplayWindow
-    from penstock.spark.jobs.replay import replay as run
+    from penstock.spark.jobs.refill import ReplayWindow
+    from penstock.spark.jobs.refill import replay as run
 
     assert config is not None
     settings = _settings(config, master)

@@ -14,15 +14,14 @@ A sink is compared by what it keeps: vectors, a history, or messages that it pas
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from penstock.errors import NotFound, Unavailable, Unsupported
 from penstock.sinks.lake import LakeSink
@@ -37,7 +36,8 @@ from penstock.spark.jobs.comparison import (
     Comparison,
     Excuse,
     Expected,
-    Ids,
+    Keys,
+    as_keys,
     compare_forwarded,
     compare_history,
     compare_states,
@@ -56,7 +56,6 @@ from penstock.spark.jobs.stores import (
     opened_sink,
     propagation_of,
     read_progress,
-    wait_for,
 )
 from penstock.spark.settings import PipelineSettings, SinkSettings
 from penstock.spark.source.access import NodeAccess
@@ -64,8 +63,15 @@ from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
 
 Verdict = Literal["equal", "lagging", "different", "unavailable", "unproven"]
+POLL_S: Final = 0.2
 # A sink that nobody can read back does not speak against the others; it is named.
 _FINE: Final[frozenset[Verdict]] = frozenset({"equal", "unproven"})
+_NO_HISTORY: Final = DELTAS.empty_table()
+# Sinks that keep no vectors but pass deltas on: how the ids in their topic are read, its name.
+_FORWARDING: Final[dict[str, tuple[Callable[[NodeAccess, str], Keys], str]]] = {
+    "remote": (delta_ids, "{topic}"),
+    "notify": (notice_ids, "{topic}-changes"),
+}
 
 
 class Audit:
@@ -73,13 +79,14 @@ class Audit:
         self._spark, self._settings, self._wait_s = spark, settings, wait_s
         self._node = node_of(settings)
         self._ranges: list[ReadRange] = []
+        self._folds: list[PartitionFold] = []
 
     def run(self) -> dict[str, Any]:
         """The whole audit; `ok` is whether everything that can be proved was."""
         self._settings.state.mkdir(parents=True, exist_ok=True)
         with scratch(self._settings.state) as folder:
             self._ranges = log_ranges(self._node, self._settings.topics)
-            folds = fold_partitions(
+            self._folds = folds = fold_partitions(
                 self._spark,
                 self._ranges,
                 node=self._node,
@@ -88,7 +95,7 @@ class Audit:
                 deltas=True,
             )
             reasons = list(_unsound(folds))
-            sinks = {} if reasons else self._sinks(FoldedLog(folds))
+            sinks = {} if reasons else self._sinks()
         proved = all(sink["verdict"] in _FINE for sink in sinks.values())
         document: dict[str, Any] = {
             "ok": not reasons and proved,
@@ -98,30 +105,31 @@ class Audit:
         }
         return document | ({"reasons": reasons} if reasons else {})
 
-    def _sinks(self, fold: FoldedLog) -> dict[str, Any]:
+    def _sinks(self) -> dict[str, Any]:
         names = [sink.name for sink in self._settings.sinks]
-        progress = wait_for(
-            lambda: read_progress(self._settings.state, names),
-            lambda found: all(found.reached(name, self._ranges) for name in names),
-            timeout_s=self._wait_s,
-        )
-        return {one.name: self._sink(one, fold, progress) for one in self._settings.sinks}
+        deadline = time.monotonic() + self._wait_s
+        progress = read_progress(self._settings.state, names)
+        while not all(progress.reached(name, self._ranges) for name in names):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_S)
+            progress = read_progress(self._settings.state, names)
+        return {one.name: self._sink(one, progress) for one in self._settings.sinks}
 
-    def _sink(
-        self, one: SinkSettings, fold: FoldedLog, progress: PipelineProgress
-    ) -> dict[str, Any]:
+    def _sink(self, one: SinkSettings, progress: PipelineProgress) -> dict[str, Any]:
         """A sink that cannot be reached or read is no reason not to look at the others."""
         about = {"kind": one.kind}
         try:
             with opened_sink(self._settings, one) as attached:
-                parts = compare_sink(fold, one, attached, node=self._node)
+                parts = self._compare(one, attached)
         except Unsupported as error:
             return about | {"verdict": "unproven", "reason": error.message}
         except (Unavailable, NotFound) as error:
             return about | {"verdict": "unavailable", "reason": error.message}
         excused = self._excuses(one.name, progress)
         lagging = "behind" in excused
-        if always_behind(attached):
+        if attached.routes.judge_states_by_deltas:
+            # It rightly holds older states: a later change need not match its route.
             excused.add("behind")
         different = any(part.wrong(excused) for part in parts.values())
         verdict: Verdict = "different" if different else "lagging" if lagging else "equal"
@@ -139,6 +147,81 @@ class Audit:
         if any(later.last > one.last for later, one in zip(now, self._ranges, strict=True)):
             excuses.add("ahead")
         return excuses
+
+    # --- one sink ---
+
+    def _compare(self, one: SinkSettings, attached: RoutedSink) -> dict[str, Comparison]:
+        """What of the sink differs from the fold, by part."""
+        if one.kind in _FORWARDING:
+            return {"messages": self._compare_messages(one, attached.routes)}
+        parts = {"vectors": self._compare_vectors(one, attached)}
+        if isinstance(attached.sink, LakeSink):
+            parts["history"] = self._compare_history(attached.sink, attached.routes)
+        return parts
+
+    def _compare_vectors(self, one: SinkSettings, attached: RoutedSink) -> Comparison:
+        expected = self._expected
+        if one.route:
+            expected = Expected([_routed(fold, attached.routes) for fold in self._folds])
+        dead = np.isin(expected.keys, self._refused(one.name))
+        return compare_states(expected, attached.sink.scan(), dead=dead)
+
+    @cached_property
+    def _expected(self) -> Expected:
+        """Every vector, for sinks that get them all."""
+        return Expected([fold.states() for fold in self._folds])
+
+    def _refused(self, sink: str) -> Keys:
+        """The vectors of the sink's dead letters, by the hashes of their names."""
+        access, found = self._node.access(), [np.empty((0, 2), np.uint64)]
+        for topic in self._settings.topics:
+            letters = dead_letter_topic(topic, sink)
+            try:
+                partitions = access.log_status(letters)
+            except NotFound:
+                continue  # nothing was ever refused
+            for status in partitions:
+                place, first, last = status.partition, status.sequence_first, status.readable
+                reading = read_deltas(access, letters, place, first=first, last=last)
+                found += [deltas.vector for deltas, _ in reading]
+        return as_keys(np.concatenate(found))
+
+    def _compare_history(self, lake: LakeSink, routes: SinkRoutes) -> Comparison:
+        """A log partition at a time: that much is in memory."""
+        found = Comparison()
+        for fold in self._folds:
+            where = (pc.field("topic") == fold.range.topic) & (
+                pc.field("partition") == fold.range.partition
+            )
+            held = list(lake.history.batches(COMPARED, where=where))
+            actual = pa.Table.from_batches(held) if held else _NO_HISTORY
+            compare_history(routes.deltas(fold.released()), actual, found)
+        return found
+
+    def _compare_messages(self, one: SinkSettings, routes: SinkRoutes) -> Comparison:
+        read, usual = _FORWARDING[one.kind]
+        by_topic: dict[str, list[pa.Table]] = {}
+        for fold in self._folds:
+            target = one.options.get("topic") or usual.format(topic=fold.range.topic)
+            by_topic.setdefault(target, []).append(routes.deltas(fold.released()))
+        node = self._node
+        if "url" in one.options:
+            node = Connecting(
+                url=one.options["url"],
+                api_key=one.options.get("api_key"),
+                api_key_file=one.options.get("api_key_file"),
+                tls=one.options.get("ca"),
+            )
+        whole = Comparison()
+        for topic, released in by_topic.items():
+            held = read(node.access(), topic)
+            whole.add(compare_forwarded(released, held, only_ours=one.kind == "notify"))
+        return whole
+
+
+def _routed(fold: PartitionFold, routes: SinkRoutes) -> pa.Table:
+    touching = fold.released() if routes.judge_states_by_deltas else None
+    return routes.states(fold.states(), touching)
 
 
 def _unsound(folds: Sequence[PartitionFold]) -> Iterator[str]:
@@ -167,117 +250,3 @@ def partition_document(fold: PartitionFold) -> dict[str, Any]:
         **fold.counts,
         **({} if fold.damage is None else {"damage": fold.damage}),
     }
-
-
-_NO_HISTORY: Final = DELTAS.empty_table()
-# Sinks that keep no vectors but pass deltas on: how the ids in their topic are read, its name.
-_FORWARDING: Final[dict[str, tuple[Callable[[NodeAccess, str], Ids], str]]] = {
-    "remote": (delta_ids, "{topic}"),
-    "notify": (notice_ids, "{topic}-changes"),
-}
-
-
-@dataclass(frozen=True)
-class FoldedLog:
-    """What the log adds up to: files of the fold's tasks."""
-
-    partitions: Sequence[PartitionFold]
-
-    @cached_property
-    def expected(self) -> Expected:
-        """Every vector, for sinks that get them all."""
-        return Expected([fold.states() for fold in self.partitions])
-
-
-def compare_sink(
-    fold: FoldedLog, one: SinkSettings, attached: RoutedSink, *, node: Connecting
-) -> dict[str, Comparison]:
-    """What of the sink differs from the fold, by part."""
-    if one.kind in _FORWARDING:
-        return {"messages": _compare_messages(fold, one, attached.routes, node)}
-    parts = {"vectors": _compare_vectors(fold, one, attached, node)}
-    if isinstance(attached.sink, LakeSink):
-        parts["history"] = _compare_history(fold, attached.sink, attached.routes)
-    return parts
-
-
-def _compare_vectors(
-    fold: FoldedLog, one: SinkSettings, attached: RoutedSink, node: Connecting
-) -> Comparison:
-    expected = fold.expected
-    if one.route:
-        expected = Expected([_routed(part, attached.routes) for part in fold.partitions])
-    dead = expected.among(_refused(fold, one, node))
-    return compare_states(expected, attached.sink.scan(), dead=dead)
-
-
-def _routed(partition: PartitionFold, routes: SinkRoutes) -> pa.Table:
-    touching = partition.released() if routes.judge_states_by_deltas else None
-    return routes.states(partition.states(), touching)
-
-
-def _refused(fold: FoldedLog, one: SinkSettings, node: Connecting) -> NDArray[np.uint64]:
-    """The vectors of the sink's dead letters, by the hashes of their names."""
-    access, found = node.access(), [np.empty((0, 2), np.uint64)]
-    for topic in dict.fromkeys(partition.range.topic for partition in fold.partitions):
-        letters = dead_letter_topic(topic, one.name)
-        try:
-            partitions = access.log_status(letters)
-        except NotFound:
-            continue  # nothing was ever refused
-        for status in partitions:
-            reading = read_deltas(
-                access,
-                letters,
-                status.partition,
-                first=status.sequence_first,
-                last=status.readable,
-            )
-            found += [deltas.vector for deltas, _ in reading]
-    return np.concatenate(found)
-
-
-def _compare_history(fold: FoldedLog, lake: LakeSink, routes: SinkRoutes) -> Comparison:
-    """A log partition at a time: that much is in memory."""
-    found = Comparison()
-    for partition in fold.partitions:
-        where = (pc.field("topic") == partition.range.topic) & (
-            pc.field("partition") == partition.range.partition
-        )
-        held = list(lake.history.batches(COMPARED, where=where))
-        actual = pa.Table.from_batches(held) if held else _NO_HISTORY
-        compare_history(routes.deltas(partition.released()), actual, found)
-    return found
-
-
-def _compare_messages(
-    fold: FoldedLog, one: SinkSettings, routes: SinkRoutes, node: Connecting
-) -> Comparison:
-    read, usual = _FORWARDING[one.kind]
-    by_topic: dict[str, list[pa.Table]] = {}
-    for partition in fold.partitions:
-        target = one.options.get("topic") or usual.format(topic=partition.range.topic)
-        by_topic.setdefault(target, []).append(routes.deltas(partition.released()))
-    access = _node_of(one.options, node).access()
-    whole = Comparison()
-    for topic, released in by_topic.items():
-        held = read(access, topic)
-        whole.add(compare_forwarded(released, held, only_ours=one.kind == "notify"))
-    return whole
-
-
-def _node_of(options: dict[str, Any], node: Connecting) -> Connecting:
-    """The node that a sink's options name, or the pipeline's own."""
-    if "url" not in options:
-        return node
-    return Connecting(
-        url=options["url"],
-        api_key=options.get("api_key"),
-        api_key_file=options.get("api_key_file"),
-        tls=options.get("ca"),
-    )
-
-
-def always_behind(attached: RoutedSink) -> bool:
-    """Whether the sink rightly holds older states: a later change need not match its route."""
-    return attached.routes.judge_states_by_deltas

@@ -110,6 +110,17 @@ class Comparison:
 
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
+Keys = NDArray[np.bytes_]  # sixteen bytes each
+_KEY: Final = np.dtype("S16")
+
+
+def find_sorted(held: NDArray[Any], wanted: NDArray[Any]) -> Places:
+    """Where each value stands among those held, which ascend; -1: nowhere."""
+    at = np.searchsorted(held, wanted)
+    at[at == len(held)] = -1
+    if len(held):
+        at[held[at] != wanted] = -1
+    return at
 
 
 class Expected:
@@ -117,48 +128,23 @@ class Expected:
 
     def __init__(self, tables: Sequence[pa.Table]) -> None:
         self._tables = [table.combine_chunks() for table in tables if table.num_rows]
-        hashes = [keys_of(t["namespace"], t["vector_id"]) for t in self._tables]
-        keys = np.concatenate([np.zeros((0, 2), np.uint64), *hashes])
-        revision = np.concatenate(
-            [np.zeros(0, np.int64), *(_numbers(t, "revision") for t in self._tables)]
+        counts = [table.num_rows for table in self._tables]
+        keys = np.concatenate([np.empty(0, _KEY), *map(keys_of, self._tables)])
+        revision, deleted = (
+            np.concatenate([np.empty(0, kind), *(_numbers(t, name) for t in self._tables)])
+            for name, kind in (("revision", np.int64), ("deleted", np.bool_))
         )
-        deleted = np.concatenate(
-            [np.zeros(0, np.bool_), *(_numbers(t, "deleted") for t in self._tables)]
-        )
-        table = np.repeat(np.arange(len(hashes)), [len(keys) for keys in hashes])
-        row = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(keys)) for keys in hashes)])
         # Of a vector that two topics have, sinks keep the higher revision.
-        order = np.lexsort((revision, keys[:, 1], keys[:, 0]))
+        order = np.lexsort((revision, keys))
         last = np.ones(len(order), np.bool_)
-        last[:-1] = (keys[order][1:] != keys[order][:-1]).any(axis=1)
+        last[:-1] = keys[order][1:] != keys[order][:-1]
         kept = order[last]
-        self._keys, self._table, self._row = keys[kept], table[kept], row[kept]
-        self.revision, self.alive = revision[kept], ~deleted[kept]
+        self._table = np.repeat(np.arange(len(counts)), counts)[kept]
+        self._row = np.concatenate([np.empty(0, np.int64), *map(np.arange, counts)])[kept]
+        self.keys, self.revision, self.alive = keys[kept], revision[kept], ~deleted[kept]
 
     def __len__(self) -> int:
-        return len(self._keys)
-
-    def find(self, keys: NDArray[np.uint64]) -> Places:
-        """Where each key is, -1: nowhere."""
-        at = np.searchsorted(self._keys[:, 0], keys[:, 0])
-        found = np.full(len(keys), -1, np.int64)
-        todo = np.arange(len(keys))
-        while len(todo):  # once, but for keys that share their first half
-            inside = at[todo] < len(self._keys)
-            todo = todo[inside]
-            todo = todo[self._keys[at[todo], 0] == keys[todo, 0]]
-            hit = self._keys[at[todo], 1] == keys[todo, 1]
-            found[todo[hit]] = at[todo[hit]]
-            todo = todo[~hit]
-            at[todo] += 1
-        return found
-
-    def among(self, keys: NDArray[np.uint64]) -> Mask:
-        """Which of the rows have one of these keys."""
-        mask = np.zeros(len(self), np.bool_)
-        places = self.find(keys)
-        mask[places[places >= 0]] = True
-        return mask
+        return len(self.keys)
 
     def groups(self, places: Places) -> Iterator[tuple[pa.Table, Places, Places]]:
         """(table, rows in it, index into `places`) for every table that has some of them."""
@@ -202,7 +188,7 @@ def _compare_batch(
     found: Comparison,
 ) -> None:
     found.compared += batch.num_rows
-    places = expected.find(keys_of(batch["namespace"], batch["vector_id"]))
+    places = find_sorted(expected.keys, keys_of(batch))
     unknown = np.flatnonzero(places < 0)
     found.differ("extra", (_row(batch, row) for row in unknown), len(unknown), "ahead")
     known = np.flatnonzero(places >= 0)
@@ -255,11 +241,11 @@ def _compare_contents(
         found.differ("metadata", (_row(batch, mine[row]) for row in other), len(other))
 
 
-def keys_of(namespaces: Any, vector_ids: Any) -> NDArray[np.uint64]:
-    """The hash of each vector's name, as two numbers."""
-    pairs = zip(namespaces.to_pylist(), vector_ids.to_pylist(), strict=True)
+def keys_of(table: pa.Table | pa.RecordBatch) -> Keys:
+    """The hash of each vector's name."""
+    pairs = zip(table["namespace"].to_pylist(), table["vector_id"].to_pylist(), strict=True)
     digests = [xxhash.xxh3_128_digest(f"{space}\0{name}".encode()) for space, name in pairs]
-    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    return np.frombuffer(b"".join(digests), _KEY)
 
 
 def _numbers(table: pa.Table | pa.RecordBatch, column: str) -> NDArray[Any]:
@@ -307,7 +293,7 @@ def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> 
     actual = _like(actual.select(COMPARED))
     found.expected += expected.num_rows
     found.compared += actual.num_rows
-    rows = _rows(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
+    rows = find_sorted(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
     strays = np.flatnonzero(rows < 0)
     found.differ("extra", (_shown(actual, row) for row in strays), len(strays), "ahead")
     times = np.bincount(rows[rows >= 0], minlength=expected.num_rows)
@@ -317,14 +303,6 @@ def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> 
     found.differ("twice", (_shown(expected, row) for row in repeated), len(repeated))
     known = rows >= 0
     _compare_rows(expected, rows[known], actual.filter(pa.array(known)), found)
-
-
-def _rows(expected: NDArray[np.int64], actual: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each number stands among the expected ones, which ascend; -1: nowhere."""
-    rows = np.searchsorted(expected, actual)
-    rows[rows == len(expected)] = -1
-    rows[(rows >= 0) & (expected[rows] != actual)] = -1
-    return rows
 
 
 def _compare_rows(
@@ -376,15 +354,13 @@ def _shown(table: pa.Table, row: Any) -> dict[str, Any]:
     return {name: table[name][int(row)].as_py() for name in _SHOWN}
 
 
-Ids = NDArray[np.void]  # sixteen bytes each
-_ID: Final = np.dtype([("low", "<u8"), ("high", "<u8")])
 _notices: Final = msgspec.msgpack.Decoder(Notice)
 
 
-def compare_forwarded(released: Sequence[pa.Table], held: Ids, *, only_ours: bool) -> Comparison:
+def compare_forwarded(released: Sequence[pa.Table], held: Keys, *, only_ours: bool) -> Comparison:
     """`held` are the ids in the destination; if it has `only_ours`, others do not belong there."""
-    ids = [np.frombuffer(_bytes(table["delta_id"]), _ID) for table in released]
-    expected = np.concatenate([np.empty(0, _ID), *ids])
+    ids = [id_ for table in released for id_ in table["delta_id"].to_pylist()]
+    expected = np.frombuffer(b"".join(ids), _KEY)
     found = Comparison(expected=len(expected), compared=len(held))
     distinct, times = np.unique(held, return_counts=True)
     missing = expected[~np.isin(expected, distinct)]
@@ -398,28 +374,28 @@ def compare_forwarded(released: Sequence[pa.Table], held: Ids, *, only_ours: boo
     return found
 
 
-def delta_ids(access: NodeAccess, topic: str) -> Ids:
+def delta_ids(access: NodeAccess, topic: str) -> Keys:
     """The ids of all deltas in a delta topic."""
 
-    def ids(batches: Sequence[Batch]) -> Ids:
+    def ids(batches: Sequence[Batch]) -> Keys:
         deltas = deltas_of(pieces(batches, first=0, last=1 << 62))
-        return np.ascontiguousarray(deltas.delta_id).view(_ID).reshape(-1)
+        return as_keys(deltas.delta_id)
 
     return _read(access, topic, ids)
 
 
-def notice_ids(access: NodeAccess, topic: str) -> Ids:
+def notice_ids(access: NodeAccess, topic: str) -> Keys:
     """The ids that the notices in a queue topic speak of."""
 
-    def ids(batches: Sequence[Batch]) -> Ids:
+    def ids(batches: Sequence[Batch]) -> Keys:
         payloads = [p for batch in batches for p in batch.columns().binary("payload") or ()]
-        return np.frombuffer(b"".join(_notices.decode(p).delta_id for p in payloads), _ID)
+        return np.frombuffer(b"".join(_notices.decode(p).delta_id for p in payloads), _KEY)
 
     return _read(access, topic, ids)
 
 
-def _read(access: NodeAccess, topic: str, ids: Callable[[Sequence[Batch]], Ids]) -> Ids:
-    found = [np.empty(0, _ID)]
+def _read(access: NodeAccess, topic: str, ids: Callable[[Sequence[Batch]], Keys]) -> Keys:
+    found = [np.empty(0, _KEY)]
     for status in access.log_status(topic):
         if status.sequence_first > 1:
             raise Unsupported(f"the log of {topic} no longer goes back to its beginning")
@@ -431,17 +407,10 @@ def _read(access: NodeAccess, topic: str, ids: Callable[[Sequence[Batch]], Ids])
     return np.concatenate(found)
 
 
-def _bytes(column: Any) -> bytes:
-    return b"".join(_chunks(column))
+def as_keys(pairs: NDArray[np.uint64]) -> Keys:
+    """Rows of two numbers, as hashes and ids of a `DeltaBatch` are, by their sixteen bytes."""
+    return np.ascontiguousarray(pairs).view(_KEY).reshape(-1)
 
 
-def _chunks(column: pa.ChunkedArray) -> Iterator[bytes]:
-    """The values of a fixed-size binary column one behind the other."""
-    for chunk in column.chunks:
-        width = chunk.type.byte_width
-        data = chunk.buffers()[1]
-        yield bytes(data[chunk.offset * width : (chunk.offset + len(chunk)) * width])
-
-
-def _named(one: Any) -> dict[str, str]:
-    return {"delta_id": one.tobytes().hex()}
+def _named(one: bytes) -> dict[str, str]:
+    return {"delta_id": one.ljust(16, b"\0").hex()}  # numpy leaves out zeros at the end

@@ -9,12 +9,11 @@ place in the log when the pipeline has folded up to there and the sink's cursor 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -61,9 +60,6 @@ def opened_sink(settings: PipelineSettings, one: SinkSettings) -> Iterator[Route
         attached.sink.close()
 
 
-POLL_S: Final = 0.2
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineProgress:
     """One look at a pipeline's folder."""
@@ -99,22 +95,6 @@ def read_progress(state: Path, sinks: Sequence[str]) -> PipelineProgress:
         cursor = CursorFile(state, name).load()
         cursors[name] = NONE if cursor is None else cursor.through
     return PipelineProgress(last=last, offsets=offsets, cursors=cursors)
-
-
-def wait_for(
-    look: Callable[[], PipelineProgress],
-    done: Callable[[PipelineProgress], bool],
-    *,
-    timeout_s: float,
-) -> PipelineProgress:
-    """Look until it is done or the time is over; the last look."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = look()
-        left = deadline - time.monotonic()
-        if done(found) or left <= 0:
-            return found
-        time.sleep(min(left, POLL_S))
 
 
 def _offsets(path: Path) -> Offsets:
