@@ -366,15 +366,17 @@ def _is_group(type: Any) -> bool:
     )
 
 
-def _read_file(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text("utf-8")
+        return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidArgument(f"cannot read {file}: {error.strerror}", field="config") from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} is not TOML: {error}", field="config") from error
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    tree = read_toml(file)
     for path in _leaves(tree):
         if path not in OPTIONS:
             raise InvalidArgument(f"{file}: no such option: {path}", field=path)
@@ -422,14 +424,14 @@ def _from_json(path: str, text: str) -> Any:
 
 def _convert(value: Any, type: Any, *, field: str, strict: bool = True) -> Any:
     try:
-        return msgspec.convert(value, type, strict=strict, dec_hook=_decode_path)
+        return msgspec.convert(value, type, strict=strict, dec_hook=decode_path)
     except msgspec.ValidationError as error:
         inner = re.search(r"`\$\.([\w.]+)`", str(error))
         name = inner.group(1) if inner else field
         raise InvalidArgument(f"{name}: {error}", field=name) from error
 
 
-def _decode_path(type: type, value: Any) -> Any:
+def decode_path(type: type, value: Any) -> Any:
     if type is Path and isinstance(value, str | Path):
         return Path(value)
     raise ValueError(f"expected a path, got {value!r}")

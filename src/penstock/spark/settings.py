@@ -16,13 +16,13 @@ are the pipeline's; the rest belongs to the sink, which checks it when it is bui
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from penstock.config import decode_path, read_toml
 from penstock.errors import InvalidArgument
 from penstock.model.topic import NAME as TOPIC_NAME
 from penstock.propagation.options import PropagationOptions
@@ -115,16 +115,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @classmethod
     def load(cls, file: Path, *, overrides: Mapping[str, Any] | None = None) -> PipelineSettings:
         """Read a TOML file; `overrides` replace its top-level keys unless they are None."""
-        try:
-            tree = tomllib.loads(file.read_text("utf-8"))
-        except OSError as error:
-            raise InvalidArgument(
-                f"cannot read {file}: {error.strerror}", field="config"
-            ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"{file} is not TOML: {error}", field="config") from error
         given = {name: value for name, value in (overrides or {}).items() if value is not None}
-        return cls.of(tree | given)
+        return cls.of(read_toml(file) | given)
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> PipelineSettings:
@@ -227,7 +219,7 @@ def _sink(table: dict[str, Any], place: int) -> SinkSettings:
 
 def _convert(fields: dict[str, Any], kind: type[PipelineSettings]) -> PipelineSettings:
     try:
-        return msgspec.convert(fields, kind, dec_hook=_decode_path)
+        return msgspec.convert(fields, kind, dec_hook=decode_path)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(\w+)`", str(error))
         if unknown:
@@ -236,9 +228,3 @@ def _convert(fields: dict[str, Any], kind: type[PipelineSettings]) -> PipelineSe
         place = re.search(r"`\$\.([\w.]+)", str(error))
         field = missing[1] if missing else place[1] if place else "config"
         raise InvalidArgument(f"{field}: {error}", field=field) from error
-
-
-def _decode_path(type: type, value: Any) -> Any:
-    if type is Path and isinstance(value, str | Path):
-        return Path(value)
-    raise ValueError(f"expected a path, got {value!r}")

@@ -22,7 +22,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock.errors import STATUS_TABLE, CallerError, InvalidArgument, Unavailable
+from penstock.config import host_port
+from penstock.errors import STATUS_TABLE, CallerError, Unavailable
 from penstock.model.version import __version__
 from penstock.node.door.hosts import HostNames
 from penstock.sinks.health import BOUNDS_S, EXPORTED, Freshness
@@ -88,7 +89,8 @@ class PipelineMetrics(Collector):
 
     def serve(self, address: str) -> int:
         """Answer `GET /metrics` on `host:port` (0: any free port); returns the port."""
-        host, port = _address(address)
+        text = f"127.0.0.1{address}" if address.startswith(":") else address
+        host, port = host_port(text, field="metrics")
         try:
             self._server, _ = start_http_server(port, host, registry=self.registry)
         except OSError as error:
@@ -192,12 +194,3 @@ def _addressed(app: Any, names: HostNames) -> Any:
         return app(environ, start_response)
 
     return answer
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgument(
-            f"{text!r} is not host:port with a port up to 65535", field="metrics", limit=65535
-        )
-    return host.strip("[]") or "127.0.0.1", int(port)

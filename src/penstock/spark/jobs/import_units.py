@@ -219,10 +219,7 @@ def _arrow_columns(unit: Unit) -> dict[str, Any]:
         dataset = DeltaTable(unit.path, version=unit.version).to_pyarrow_dataset()
         fragment = list(dataset.get_fragments())[unit.first]
         table = fragment.to_table(schema=dataset.schema)
-    return {
-        name: table[name].combine_chunks() if name in VECTORS else _plain(table[name])
-        for name in table.column_names
-    }
+    return {name: _plain(table[name]) for name in table.column_names}
 
 
 def _plain(column: Any) -> Any:

@@ -35,7 +35,7 @@ from penstock.log.files import write_whole
 from penstock.model.delta import Op, PriorityClass, Source
 from penstock.sinks import arrays
 from penstock.sinks.protocol import Items
-from penstock.spark.jobs.import_units import ImportedRows, ImportPlan, Named, Unit, read_rows
+from penstock.spark.jobs.import_units import ImportPlan, Named, Unit, read_rows
 from penstock.spark.source.access import NodeTopicWriter
 from penstock.spark.source.options import Connecting
 
@@ -82,27 +82,34 @@ def import_files(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Send every unit that is not done yet; what became of it."""
-    config = node.access().delta_config(options.topic, field="topic")
-    id = import_id(plan, options)
+    dimensions = node.access().delta_config(options.topic, field="topic").dimensions
     # The last row's time is now: nothing is ahead of the clock, and order within is kept.
     time = (now_ms << 16) - len(plan.units) * UNIT_TIMES
-    journal = ImportJournal.load(options.journal, id=id, time=time)
+    journal = ImportJournal.load(options.journal, id=import_id(plan, options), time=time)
     skipped = sum(journal.done.values())
-    todo = [unit for unit in plan.units if unit.number not in journal.done]
-    done = _run(spark, _tasks(todo, node, options, journal, config.dimensions),
-                _Follower(journal, options.journal, plan, progress))  # fmt: skip
-    for one in done:
-        if one.error is not None:
-            raise from_wire(one.error)
-    sent = sum(one.rows for one in done)
+    job = ImportJob(
+        node=node, options=options, dimensions=dimensions, id=journal.id, time=journal.time
+    )
+
+    def look(ended: dict[int, int]) -> None:
+        if ended.items() - journal.done.items():
+            journal.done |= ended
+            journal.save(options.journal)
+        if progress is not None:
+            done = sum(journal.done.values()) if plan.rows else len(journal.done)
+            progress(done, plan.rows or len(plan.units))
+
+    look({})
+    _run(spark, job, [unit for unit in plan.units if unit.number not in journal.done], look)
+    rows = sum(journal.done.values())
     return {
-        "import": id,
+        "import": journal.id,
         "topic": options.topic,
         "units": len(plan.units),
-        "rows": sent + skipped,
-        "sent": sent,
+        "rows": rows,
+        "sent": rows - skipped,
         "skipped": skipped,  # done before, by the journal
-        "dimensions": config.dimensions,
+        "dimensions": dimensions,
     }
 
 
@@ -111,80 +118,40 @@ def import_id(plan: ImportPlan, options: ImportOptions) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([*told, int(options.priority)]))
 
 
-def _tasks(
-    todo: Sequence[Unit],
-    node: Connecting,
-    options: ImportOptions,
-    journal: ImportJournal,
-    dimensions: int,
-) -> list[UnitTask]:
-    return [
-        UnitTask(
-            node=node,
-            topic=options.topic,
-            dimensions=dimensions,
-            import_id=journal.id,
-            unit=unit,
-            named=options.named,
-            priority=options.priority,
-            time=journal.time + unit.number * UNIT_TIMES,
-        )
-        for unit in todo
-    ]
-
-
-class _Follower:
-    """Keeps the journal and the progress bar up with the tasks that have ended."""
-
-    def __init__(
-        self,
-        journal: ImportJournal,
-        folder: Path | None,
-        plan: ImportPlan,
-        progress: Progress | None,
-    ) -> None:
-        self.journal, self._folder, self._plan, self._progress = journal, folder, plan, progress
-
-    def look(self, ended: dict[int, int]) -> None:
-        if ended.items() - self.journal.done.items():
-            self.journal.done |= ended
-            self.journal.save(self._folder)
-        if self._progress is not None:
-            total = self._plan.rows
-            rows = sum(self.journal.done.values())
-            self._progress(rows if total else len(self.journal.done), total or self._units)
-
-    @property
-    def _units(self) -> int:
-        return len(self._plan.units)
-
-
-def _run(spark: Any, tasks: list[UnitTask], follower: _Follower) -> list[UnitDone]:
-    """One Spark task per unit; the follower looks on from a thread of its own."""
-    if not tasks:
-        follower.look({})
-        return []
+def _run(
+    spark: Any, job: ImportJob, todo: Sequence[Unit], look: Callable[[dict[int, int]], None]
+) -> None:
+    """One Spark task per unit. Units that have ended are looked at from a thread of its own, so
+    that the journal and the progress bar keep up with them."""
+    if not todo:
+        return
     ended = spark.sparkContext.accumulator({}, _Ended())
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(POLL_S):
-            follower.look(dict(ended.value))
+            look(dict(ended.value))
 
-    def work(task: UnitTask) -> UnitDone:
-        found = import_unit(task)
-        if found.error is None:
-            ended.add({found.unit: found.rows})
-        return found
+    def work(unit: Unit) -> dict[str, Any] | None:
+        # An error of ours is part of the answer: Spark would try again and wrap it.
+        try:
+            ended.add({unit.number: import_unit(job, unit)})
+        except PenstockError as error:
+            if error.retryable:
+                raise
+            return error.to_wire()
+        return None
 
     watcher = threading.Thread(target=watch, name="penstock-import", daemon=True)
     watcher.start()
     try:
-        return list(spark.sparkContext.parallelize(tasks, len(tasks)).map(work).collect())
+        errors = spark.sparkContext.parallelize(todo, len(todo)).map(work).collect()
     finally:
         over.set()
         watcher.join()
-        follower.look(dict(ended.value))
+        look(dict(ended.value))
+    for error in filter(None, errors):
+        raise from_wire(error)
 
 
 class _Ended(AccumulatorParam[dict[int, int]]):
@@ -203,50 +170,23 @@ EPOCH: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitTask:
+class ImportJob:
+    """What every task of an import is told."""
+
     node: Connecting
-    topic: str
+    options: ImportOptions
     dimensions: int
-    import_id: str
-    unit: Unit
-    named: Named
-    priority: PriorityClass
-    time: int  # hybrid, of the first row; the others follow in order
-
-    @property
-    def producer(self) -> str:
-        return f"import-{self.import_id}-{self.unit.number}"
-
-    @property
-    def origin(self) -> bytes:
-        return f"i{self.import_id[:8]}.{self.unit.number:x}".encode()
+    id: str
+    time: int  # hybrid, of the first row of the first unit; the others follow in order
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitDone:
-    unit: int
-    rows: int = 0
-    error: dict[str, Any] | None = None
-
-
-def import_unit(task: UnitTask) -> UnitDone:
-    """Send a unit. An error of ours is part of the answer: Spark would try again and wrap it."""
-    try:
-        rows = read_rows(task.unit, task.named, dimensions=task.dimensions)
-        _send(task, rows)
-    except PenstockError as error:
-        if error.retryable:
-            raise
-        return UnitDone(unit=task.unit.number, error=error.to_wire())
-    return UnitDone(unit=task.unit.number, rows=len(rows))
-
-
-def _send(task: UnitTask, rows: ImportedRows) -> None:
-    """All rows of a unit, a namespace at a time."""
-    ids = _delta_ids(task, len(rows))
-    times = task.time + np.arange(len(rows), dtype=np.int64)
-    spaces = np.array(rows.namespaces, object)
-    writer = NodeTopicWriter(task.node.access)
+def import_unit(job: ImportJob, unit: Unit) -> int:
+    """Send all rows of a unit, a namespace at a time; how many there were."""
+    rows = read_rows(unit, job.options.named, dimensions=job.dimensions)
+    ids = _delta_ids(job, unit, len(rows))
+    times = job.time + unit.number * UNIT_TIMES + np.arange(len(rows), dtype=np.int64)
+    spaces, priority = np.array(rows.namespaces, object), job.options.priority
+    writer = NodeTopicWriter(job.node.access)
     for namespace in dict.fromkeys(rows.namespaces):
         mine = np.flatnonzero(spaces == namespace)
         columns = DeltaColumns(
@@ -254,25 +194,28 @@ def _send(task: UnitTask, rows: ImportedRows) -> None:
             values=rows.values[mine],
             namespace=namespace,
             op=Op.CREATE,
-            priority=task.priority,
+            priority=priority,
             source=Source.IMPORT,
             metadata=[rows.metadata[row] for row in mine],
         ).checked()
         names = Names.of(namespace, columns.vector_ids)
         causes = _causes(names, ids[mine], times[mine])
+        origin = f"i{job.id[:8]}.{unit.number:x}".encode()
         every = np.arange(len(mine), dtype=np.int64)
-        payloads = encode_columns(columns, names, causes, origin=task.origin, rows=every)
+        payloads = encode_columns(columns, names, causes, origin=origin, rows=every)
         items = Items(
             sequences=mine + 1,
             payloads=arrays.ragged(payloads.offsets, payloads.blob, pa.binary()),
-            priorities=np.full(len(mine), int(task.priority), np.int64),
+            priorities=np.full(len(mine), int(priority), np.int64),
         )
-        writer.append(task.topic, producer=task.producer, epoch=EPOCH, items=items, partition=0)
+        producer = f"import-{job.id}-{unit.number}"
+        writer.append(job.options.topic, producer=producer, epoch=EPOCH, items=items, partition=0)
+    return len(rows)
 
 
-def _delta_ids(task: UnitTask, count: int) -> NDArray[np.uint8]:
+def _delta_ids(job: ImportJob, unit: Unit, count: int) -> NDArray[np.uint8]:
     """An id per row: a hash of the import and the unit, and the row's number."""
-    head = xxhash.xxh3_64_intdigest(f"{task.import_id}/{task.unit.number}".encode())
+    head = xxhash.xxh3_64_intdigest(f"{job.id}/{unit.number}".encode())
     ids = np.empty((count, 2), "<u8")
     ids[:, 0] = head
     ids[:, 1] = np.arange(1, count + 1)

@@ -45,9 +45,8 @@ async def replay_letters(
     async with Client(remote, Options()) as client:
         letters = client.topic(queue, create=False)
         while messages := await letters.pop(limit=LEASED_MAX):
-            for target, some in _by_target(messages, queue, topic).items():
-                for partition, rows in _by_partition(some).items():
-                    await asyncio.to_thread(_append, writer, target, queue, partition, rows)
+            for (target, partition), some in _groups(messages, queue, topic).items():
+                await asyncio.to_thread(_append, writer, target, queue, partition, some)
             for message in messages:
                 await message.ack()
             sent += len(messages)
@@ -56,27 +55,19 @@ async def replay_letters(
     return {"queue": queue, "replayed": sent}
 
 
-def _by_target(
+def _groups(
     messages: Sequence[LeasedMessage[bytes]], queue: str, topic: str | None
-) -> dict[str, list[LeasedMessage[bytes]]]:
+) -> dict[tuple[str, int], list[LeasedMessage[bytes]]]:
+    """The letters by the topic they go to and the partition of the queue they come from."""
     found = defaultdict(list)
-    for message in messages:
+    for message in sorted(messages, key=lambda message: message.sequence):
         target = topic or message.headers.get(TOPIC)
         if not target:
             raise FailedPrecondition(
                 f"{queue} holds a message that does not say where it comes from: give --topic",
                 field="topic",
             )
-        found[str(target)].append(message)
-    return found
-
-
-def _by_partition(
-    messages: Sequence[LeasedMessage[bytes]],
-) -> dict[int, list[LeasedMessage[bytes]]]:
-    found = defaultdict(list)
-    for message in sorted(messages, key=lambda message: message.sequence):
-        found[message.partition].append(message)
+        found[str(target), message.partition].append(message)
     return found
 
 
