@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -24,7 +25,6 @@ from penstock.client.delta import deltas, subscription
 from penstock.client.network.endpoints import Tls
 from penstock.client.options import Options
 from penstock.client.queue import consumer, leases, log_reader, messages
-from penstock.client.spans import TraceSpan
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 
@@ -56,7 +56,7 @@ def blocking(
 class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
     """`with message:` acknowledges it at the end, or gives it back on an error."""
 
-    _span: TraceSpan | None = None
+    _span: AbstractContextManager[Any]
     ack = blocking(leases.LeasedMessage.ack)
     nack = blocking(leases.LeasedMessage.nack)
     reject = blocking(leases.LeasedMessage.reject)
@@ -74,6 +74,7 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
     def __enter__(self) -> Self:
         self._bridge.do(self._original.begin)
         self._span = self._original.trace()
+        self._span.__enter__()
         return self
 
     def __exit__(
@@ -85,8 +86,7 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
         try:
             self._bridge.run(self._original.finish(error))
         finally:
-            if self._span is not None:
-                self._span.end(error)
+            self._span.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         return repr(self._original)

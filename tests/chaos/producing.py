@@ -19,8 +19,7 @@ from penstock.client.client import Client
 from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import Remote, open_connection
 from penstock.client.options import Options
-from penstock.client.queue.entries import Item, encode_key
-from penstock.client.queue.shipment import ProducerIdentity
+from penstock.client.queue.entries import Item, ProducerIdentity, encode_key
 from penstock.errors import CallerError, PenstockError, SequenceConflict, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import MessageId

@@ -13,7 +13,7 @@ from penstock.client.network.connection import all_pages
 from penstock.client.network.endpoints import ConnectionSource
 from penstock.client.network.link import Link
 from penstock.client.options import Options
-from penstock.client.queue.shipment import ProducerIdentity
+from penstock.client.queue.entries import ProducerIdentity
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX

@@ -6,42 +6,20 @@ is nobody to send spans to, and then a message costs one dictionary lookup.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
-_API: Final = "opentelemetry.trace"
+API: Final = "opentelemetry.trace"  # Whoever traces has imported it.
 
 
-class TraceSpan:
-    """A span that is the current one until it ends."""
-
-    def __init__(self, span: Any, token: Any = None) -> None:
-        self.span, self._token = span, token
-
-    def end(self, error: BaseException | None) -> None:
-        if error is not None:
-            from opentelemetry.trace import Status, StatusCode
-
-            self.span.record_exception(error)
-            self.span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-        self.span.end()
-        if self._token is not None:
-            from opentelemetry import context
-
-            context.detach(self._token)
-
-
-def active() -> bool:
-    return _API in sys.modules
-
-
-def begin_put(topic: str, headers: Mapping[str, Any] | None) -> tuple[TraceSpan, dict[str, Any]]:
-    """A producer span, and `headers` with its context. Only when `active()`."""
+@contextmanager
+def putting(topic: str) -> Iterator[dict[str, str]]:
+    """A producer span, and the headers that carry its context."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    span = trace.get_tracer("penstock").start_span(
+    with trace.get_tracer("penstock").start_as_current_span(
         f"put {topic}",
         kind=trace.SpanKind.PRODUCER,
         attributes={
@@ -49,23 +27,21 @@ def begin_put(topic: str, headers: Mapping[str, Any] | None) -> tuple[TraceSpan,
             "messaging.destination.name": topic,
             "messaging.batch.message_count": 1,
         },
-    )
-    carrier: dict[str, Any] = {}
-    context = trace.set_span_in_context(span)
-    TraceContextTextMapPropagator().inject(carrier, context)
-    return TraceSpan(span), {**carrier, **(headers or {})}
+    ):
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        yield carrier
 
 
-def begin_process(
+def processing(
     topic: str, *, headers: Mapping[str, Any], attributes: dict[str, Any]
-) -> TraceSpan:
-    """A consumer span, child of the one that put the message with these headers, and the current
-    one until it ends. Only when `active()`."""
-    from opentelemetry import context, trace
+) -> AbstractContextManager[Any]:
+    """A consumer span, child of the one that put the message with these headers."""
+    from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     texts = {name: value for name, value in headers.items() if isinstance(value, str)}
-    span = trace.get_tracer("penstock").start_span(
+    return trace.get_tracer("penstock").start_as_current_span(
         f"process {topic}",
         context=TraceContextTextMapPropagator().extract(texts),
         kind=trace.SpanKind.CONSUMER,
@@ -75,4 +51,3 @@ def begin_process(
             **attributes,
         },
     )
-    return TraceSpan(span, context.attach(trace.set_span_in_context(span)))

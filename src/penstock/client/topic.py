@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -16,19 +18,18 @@ from penstock.client.options import Duration, deadline, milliseconds, optional_m
 from penstock.client.queue.consumer import BatchConsumer, Consumer, MessageConsumer
 from penstock.client.queue.entries import (
     Item,
-    check,
+    ProducerIdentity,
     check_map,
+    checked,
     chunked,
     content_of,
     encode_headers,
-    encode_key,
 )
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.leases import Keeper, LeasedMessage, MessageBatch, popped
 from penstock.client.queue.log_reader import LogReader
 from penstock.client.queue.messages import DeadLetters, Message, from_map
 from penstock.client.queue.producer import Producer
-from penstock.client.queue.shipment import ProducerIdentity
 from penstock.errors import InvalidArgument
 from penstock.model.topic import TopicConfig
 
@@ -133,33 +134,21 @@ class Topic(Generic[T]):
         producer = self.handle.producer
         if producer is None or not producer.ready:
             producer = await self._admitted()
-        span = None
-        if spans.active():
-            check_map(headers)
-            span, headers = spans.begin_put(self.name, headers)
-        try:
+        item = Item(
+            value, priority=priority, key=key, delay=delay, headers=headers, max_retries=max_retries
+        )
+        with self._span() as context:
+            if context:
+                check_map(headers)
+                item.headers = {**context, **(headers or {})}
             payload = self.handle.content.encode(value)
-            delay_ms = 0 if delay is None else milliseconds(delay, field="delay")
-            limit = producer.config.payload_bytes_max
-            retries = check(
-                payload, priority, delay_ms=delay_ms, max_retries=max_retries, limit=limit
-            )
-            waiter = producer.add(
-                payload,
-                priority,
-                key=b"" if key is None else encode_key(key),
-                headers=b"" if headers is None else encode_headers(headers),
-                delay_ms=delay_ms,
-                max_retries=retries,
-            )
-            message_id = await waiter
-        except BaseException as error:
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end(None)
-        return message_id
+            entry = checked(item, payload, limit=producer.config.payload_bytes_max)
+            return await producer.add(entry)
+
+    def _span(self) -> AbstractContextManager[Mapping[str, str]]:
+        """A span for a put, and the headers that carry it; none if the application does not
+        trace."""
+        return spans.putting(self.name) if spans.API in sys.modules else nullcontext({})
 
     async def _admitted(self, room_by: float | None = None) -> Producer:
         producer = await self.handle.opened()
@@ -181,27 +170,19 @@ class Topic(Generic[T]):
         """
         room_by = deadline(timeout)
         producer = await self._admitted(room_by)
-        span, headers = None, b""
-        if spans.active():
-            span, context = spans.begin_put(self.name, None)
-            headers = encode_headers(context)
-        try:
-            chunks = chunked(
-                items, self.handle.content, producer.config, context=headers, atomic=atomic
-            )
-            ids = [
-                await producer.put_many(
-                    c, atomic=atomic, expected_sequence=expected_sequence, room_by=room_by
+        ids: list[str] = []
+        with self._span() as context:
+            for entries in chunked(
+                items,
+                self.handle.content,
+                producer.config,
+                context=encode_headers(context),
+                atomic=atomic,
+            ):
+                ids += await producer.put_many(
+                    entries, atomic=atomic, expected_sequence=expected_sequence, room_by=room_by
                 )
-                for c in chunks
-            ]
-        except BaseException as error:
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end(None)
-        return ids[0] if len(ids) == 1 else [one for chunk in ids for one in chunk]
+        return ids
 
     # --- consuming ---
 
@@ -317,7 +298,7 @@ class Topic(Generic[T]):
         for consumer in list(self._consumers):
             await consumer.aclose()
         if self.handle.producer is not None:
-            await self.handle.producer.drain()
+            await self.handle.producer.inflight.idle()
         await self.handle.settler.drain()
         for keeper in self._keepers:
             keeper.stop()

@@ -20,7 +20,8 @@ from typing import Final, NamedTuple
 from penstock.client.network.connection import Connection
 from penstock.errors import InvalidArgument, PenstockError, StaleProducer, from_wire
 from penstock.server.entries import Entry, GatewayEntries
-from penstock.wire.messages import Enqueue, Enqueued, Part
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Enqueue, Enqueued, Part, pack
 
 FLIGHTS_MAX: Final = 2
 FLIGHT_ENTRIES_MAX: Final = 1000
@@ -86,7 +87,7 @@ class Coalescer:
         try:
             body = GatewayEntries.of([entry for entry, _ in flight]).body()
             request = Enqueue(self._topic, [Part(0, len(flight), len(body))], partitioned=False)
-            answer = self._connection.enqueue_nowait(request, [body])
+            answer = self._connection.ask(FrameType.BATCH, Enqueued, pack(request), body)
         except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
             self._flights -= 1
             refuse(flight, error)

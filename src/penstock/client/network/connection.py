@@ -6,7 +6,6 @@ the session that answers it, and is ready once `greeted`.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,41 +71,18 @@ class Connection(Exchange):
         raw_lengths: list[int] | None = None,
     ) -> Enqueued:
         """Append ENQ bodies, given as (partition, entries, body); answered when durable."""
-        if self._resume is not None:
-            await self._resumed()
-        return await self.enqueue_nowait(
-            Enqueue(
-                topic,
-                [Part(partition, count, len(body)) for partition, count, body in parts],
-                atomic,
-                expected_sequence,
-                codec,
-                raw_lengths,
-                partitioned,
-            ),
-            [body for _, _, body in parts],
+        lengths = [Part(partition, count, len(body)) for partition, count, body in parts]
+        request = Enqueue(
+            topic, lengths, atomic, expected_sequence, codec, raw_lengths, partitioned
         )
-
-    def enqueue_nowait(
-        self, request: Enqueue, bodies: Sequence[Buffer]
-    ) -> asyncio.Future[Enqueued]:
-        """`enqueue` for a caller that bounds by itself what it has in flight."""
-        return self._ask(FrameType.BATCH, Enqueued, pack(request), *bodies)
+        enqueued: Enqueued = await self._request(
+            FrameType.BATCH, Enqueued, pack(request), *(body for _, _, body in parts)
+        )
+        return enqueued
 
     async def settle(self, topic: str, tokens: Sequence[LeaseToken]) -> list[int]:
         """Acknowledge leases; returns the positions of those that were no longer held."""
-        if self._resume is not None:
-            await self._resumed()
-        answer, lost = self.settle_nowait(topic, tokens)
-        return lost(await answer)
-
-    def settle_nowait(
-        self, topic: str, tokens: Sequence[LeaseToken]
-    ) -> tuple[asyncio.Future[Settled], Callable[[Settled], list[int]]]:
-        """`settle` for a caller with a callback; the function reads lost positions out of it."""
-        parts, data, order = _grouped(tokens)
-        answer = self._ask(FrameType.ACK, Settled, pack(Settle(topic, parts)), data)
-        return answer, lambda settled: _positions(settled, order)
+        return await self._end(FrameType.ACK, tokens, lambda parts: Settle(topic, parts))
 
     async def settle_range(
         self, topic: str, first: LeaseToken, tokens: NDArray[np.uint64]
@@ -122,17 +98,24 @@ class Connection(Exchange):
         self, topic: str, tokens: Sequence[LeaseToken], **how: Unpack[HowReturned]
     ) -> list[int]:
         """End leases unfinished; returns the positions of lost ones."""
-        parts, data, order = _grouped(tokens)
-        request = Return(topic, parts, **how)
-        settled: Settled = await self._request(FrameType.NACK, Settled, pack(request), data)
-        return _positions(settled, order)
+        return await self._end(FrameType.NACK, tokens, lambda parts: Return(topic, parts, **how))
 
     async def extend(self, topic: str, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
         """Let leases run `extend_ms` from now; returns the positions of lost ones."""
-        parts, data, order = _grouped(tokens)
-        request = Extend(topic, parts, extend_ms)
-        settled: Settled = await self._request(FrameType.HEARTBEAT, Settled, pack(request), data)
-        return _positions(settled, order)
+        return await self._end(
+            FrameType.HEARTBEAT, tokens, lambda parts: Extend(topic, parts, extend_ms)
+        )
+
+    async def _end(
+        self,
+        type: FrameType,
+        tokens: Sequence[LeaseToken],
+        request_of: Callable[[list[TokenPart]], Settle | Return | Extend],
+    ) -> list[int]:
+        """Tell the node about leases; the positions of those that were no longer held."""
+        parts, data, order = grouped(tokens)
+        settled: Settled = await self._request(type, Settled, pack(request_of(parts)), data)
+        return settled.lost if order is None else sorted(order[i] for i in settled.lost)
 
     # --- streams ---
 
@@ -192,7 +175,7 @@ class Connection(Exchange):
         # Readers of a log may have to wait until somebody serves it, or has folded it.
         wait_s = 0.0 if isinstance(request, OpenLease) else math.inf
         try:
-            return await self._ask(
+            return await self.ask(
                 FrameType.SUBSCRIBE, answer, pack(request), number=number, wait_s=wait_s
             )
         except BaseException:
@@ -213,7 +196,7 @@ def _wait_s(method: str, wait_ms: object) -> float:
 _U64: Final = struct.Struct("<Q")
 
 
-def _grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list[int] | None]:
+def grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list[int] | None]:
     """Tokens as parts of one (topic, partition, epoch) each; `order` maps back unless nothing
     moved."""
     if len(tokens) == 1:
@@ -233,12 +216,6 @@ def _grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list
 
 def _part(token: LeaseToken, count: int) -> TokenPart:
     return TokenPart(token.partition, token.epoch, count, token.topic)
-
-
-def _positions(settled: Settled, order: list[int] | None) -> list[int]:
-    if order is None or not settled.lost:
-        return settled.lost
-    return sorted(order[i] for i in settled.lost)
 
 
 async def all_pages(

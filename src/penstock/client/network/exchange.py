@@ -28,14 +28,13 @@ GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
 CLUSTER_TICK_S_MAX: Final = 0.7  # another node may have taken over: find out within seconds
 ANSWER_TICKS: Final = 10  # The time that an answer may take is counted in so many ticks.
-_WANTED: Final = int(FrameFlag.ACK_WANTED)
 
 
 class Receiver(Protocol):
     """What a connection hands the frames of an open stream to."""
 
     def on_answer(self, payload: memoryview) -> None:
-        """An answer to the opening that nobody waits for."""
+        """An answer to the opening that nobody waits for: most have no use for it."""
 
     def on_batch(self, payload: memoryview) -> None: ...
 
@@ -57,6 +56,7 @@ class Exchange(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._hello = Hello(list(VERSIONS), api_key, client, list(codecs), cluster_key)
         self._codec = Codec.NONE  # the one that the server has chosen of those in the greeting
+        self.alive = False  # It was made, and neither side has ended it.
         self._transport: WireTransport | None = None
         self._decoder = FrameDecoder()
         self._number = 0
@@ -84,20 +84,6 @@ class Exchange(asyncio.Protocol):
     # --- state ---
 
     @property
-    def alive(self) -> bool:
-        return self._lost is None and self._farewell is None and self._transport is not None
-
-    @property
-    def waiting(self) -> int:
-        """Requests without an answer yet."""
-        return len(self._waiting)
-
-    @property
-    def idle(self) -> bool:
-        """Nobody waits for an answer, and no stream is open."""
-        return not self._waiting and not self._streams
-
-    @property
     def welcome(self) -> Welcome:
         return self._greeting.result()
 
@@ -114,8 +100,9 @@ class Exchange(asyncio.Protocol):
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(self._greeting)
         except TimeoutError as error:
-            self._fail(Unavailable("the server did not greet back in time"))
-            raise Unavailable("the server did not greet back in time") from error
+            late = Unavailable("the server did not greet back in time")
+            self._fail(late)
+            raise late from error
 
     async def close(self) -> None:
         """Send what was written, then end; waiting requests fail with `Unavailable`."""
@@ -130,7 +117,7 @@ class Exchange(asyncio.Protocol):
         self._end_if_left()
 
     def _end_if_left(self) -> None:
-        if self._left and self.idle and self._transport is not None:
+        if self._left and self._transport is not None and not (self._waiting or self._streams):
             self._transport.close()
             self._fail(Unavailable("the connection was left for another"), abort=False)
 
@@ -155,7 +142,7 @@ class Exchange(asyncio.Protocol):
         self._number += 1
         return self._number
 
-    def _ask(
+    def ask(
         self,
         type: FrameType,
         answer: Any,
@@ -163,12 +150,19 @@ class Exchange(asyncio.Protocol):
         number: int | None = None,
         wait_s: float = 0.0,
     ) -> asyncio.Future[Any]:
-        """Send a request; the future of its answer, which may take `wait_s` longer than others."""
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._raise_if_lost()
+        """Send a request. The future gets the answer, unpacked as `answer`, or the error; the
+        answer may take `wait_s` longer than others."""
+        if not self.alive:
+            raise self._over()
         number = number or self._next()
-        self.send(type, number, *payload, flags=_WANTED)
-        self._waiting[number] = (future, answer, self._late_at(wait_s))
+        self.send(type, number, *payload, flags=FrameFlag.ACK_WANTED)
+        late_at = math.inf
+        if self.answer_s is not None:
+            late_at = self._tick + 1 + ANSWER_TICKS * (1 + wait_s / self.answer_s)
+            if self._ticking is None:
+                self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._waiting[number] = (future, answer, late_at)
         return future
 
     async def _request(
@@ -176,7 +170,7 @@ class Exchange(asyncio.Protocol):
     ) -> Any:
         if self._resume is not None:
             await self._resumed()
-        return await self._ask(type, answer, *payload, wait_s=wait_s)
+        return await self.ask(type, answer, *payload, wait_s=wait_s)
 
     async def _resumed(self) -> None:
         """Until the transport takes more; raises `Unavailable` if that takes too long."""
@@ -187,13 +181,6 @@ class Exchange(asyncio.Protocol):
         except TimeoutError:
             self.elsewhere = True
             raise Unavailable("the server does not read", sent=False) from None
-
-    def _late_at(self, wait_s: float) -> float:
-        if self.answer_s is None:
-            return math.inf
-        if self._ticking is None:
-            self._ticking = self._loop.call_later(self.answer_s / ANSWER_TICKS, self._on_tick)
-        return self._tick + 1 + ANSWER_TICKS * (1 + wait_s / self.answer_s)
 
     def _on_tick(self) -> None:
         """Let go of answers that are late; and of a server that gives no sign of life besides."""
@@ -216,7 +203,7 @@ class Exchange(asyncio.Protocol):
         """End a stream; what the server sent before it knew still arrives before this returns."""
         if number in self._streams:
             try:
-                await self._ask(FrameType.UNSUBSCRIBE, dict, number=number)
+                await self.ask(FrameType.UNSUBSCRIBE, dict, number=number)
             finally:
                 self._let_go(number)
 
@@ -225,17 +212,18 @@ class Exchange(asyncio.Protocol):
         self._streams.pop(number, None)
         self._end_if_left()
 
-    def _raise_if_lost(self) -> None:
+    def _over(self) -> Unavailable:
+        """Why nothing can be sent."""
         over = self._lost or self._farewell
-        if over is not None:
-            raise Unavailable(over.message, sent=False) from over
-        if self._transport is None:
-            raise Unavailable("the connection was not made yet", sent=False)
+        error = Unavailable(over.message if over else "the connection was not made yet", sent=False)
+        error.__cause__ = over
+        return error
 
     # --- called by the transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.alive = True
         self.send(FrameType.HEARTBEAT, 0, pack(self._hello))
 
     def data_received(self, data: bytes) -> None:
@@ -245,7 +233,8 @@ class Exchange(asyncio.Protocol):
                 self._on_frame(item)
         except PenstockError as error:
             self._fail(error)
-        self._end_if_left()
+        if self._left:
+            self._end_if_left()
 
     def pause_writing(self) -> None:
         self._resume = self._loop.create_future()
@@ -311,8 +300,7 @@ class Exchange(asyncio.Protocol):
             found[0].set_result(answer)
 
     def _on_refusal(self, item: Frame) -> None:
-        error = _error_in(item)
-        self._heed(error)
+        error = self._error_in(item)
         if item.sequence == 0 and error.details.get("leaving"):
             self._on_farewell(error)
             return
@@ -330,7 +318,7 @@ class Exchange(asyncio.Protocol):
     def _on_farewell(self, error: PenstockError) -> None:
         """The server goes. It still answers what it was asked before, so that nobody has to guess
         whether that was done; then the connection ends."""
-        self._farewell = error
+        self._farewell, self.alive = error, False
         self._end_streams(error)
         self.leave()
 
@@ -340,17 +328,18 @@ class Exchange(asyncio.Protocol):
             stream.on_end(error)
 
     def _on_stream_end(self, item: Frame) -> None:
-        error = _error_in(item) if len(item.payload) else None
+        error = self._error_in(item) if len(item.payload) else None
         stream = self._streams.pop(item.sequence, None)
-        if stream is None:
-            return
-        if error is not None:
-            self._heed(error)
-        stream.on_end(error)
+        if stream is not None:
+            stream.on_end(error)
 
-    def _heed(self, error: PenstockError) -> None:
-        """Remember whether the server says that others should be asked."""
+    def _error_in(self, item: Frame) -> PenstockError:
+        """The error in a frame; it is remembered if it says that others should be asked."""
+        error = from_wire(unpack(item.payload, dict[str, Any])[0])
         self.elsewhere = self.elsewhere or bool(error.details.get("elsewhere"))
+        # Whether that node has sent something to another one says nothing about our request.
+        error.details.pop("sent", None)
+        return error
 
     def _beat(self, interval: float) -> None:
         """Every half heartbeat: show that we live, and have the peer show that it does."""
@@ -369,7 +358,7 @@ class Exchange(asyncio.Protocol):
         """Nothing more comes: everyone who waits learns why."""
         if self._lost is not None:
             return
-        self._lost = error
+        self._lost, self.alive = error, False
         for timer in (self._heartbeat, self._ticking):
             if timer is not None:
                 timer.cancel()
@@ -384,14 +373,6 @@ class Exchange(asyncio.Protocol):
         self.resume_writing()
         if abort and self._transport is not None:
             self._transport.abort()
-
-
-def _error_in(item: Frame) -> PenstockError:
-    error = from_wire(unpack(item.payload, dict[str, Any])[0])
-    error.details.pop(
-        "sent", None
-    )  # It is about a request of that node to another, not about ours.
-    return error
 
 
 def _copy(error: PenstockError) -> PenstockError:

@@ -18,7 +18,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from random import random
+from typing import Any, Final, TypeVar
 
 from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import ConnectionSource, Remote
@@ -27,11 +29,10 @@ from penstock.client.options import Options
 from penstock.errors import Backpressure, PenstockError, Unavailable, WrongEpoch
 from penstock.wire.calls import is_repeatable
 
-if TYPE_CHECKING:
-    from tenacity import AsyncRetrying
-
 R = TypeVar("R")
 Where = tuple[str, int]  # topic, partition
+Action = Callable[[Connection], Awaitable[R]]
+Ended = Callable[[asyncio.Future[R]], None]
 
 FAILURES_MAX: Final = 3  # After so many failures of one request a node is left for another.
 log = logging.getLogger("penstock.client")
@@ -44,7 +45,8 @@ class Link:
         self.options = options
         self._source = source
         self._connection: Connection | None = None
-        self._fleet: Fleet | None = None  # None: the node is not one of a cluster, or not known yet
+        self.fleet: Fleet | None = None  # None: the node is not one of a cluster, or not known yet
+        self.troubled = Counter[Where | None]()  # requests about a partition that are tried again
         # Connections that were left for another node while they had requests under way.
         self._left: list[Connection] = []
         self._opening = asyncio.Lock()
@@ -65,29 +67,16 @@ class Link:
         found = self._connection
         return found if found is not None and found.alive else None
 
-    @property
-    def clustered(self) -> bool:
-        """Whether partitions may be served by several nodes, each with a fate of its own."""
-        return self._fleet is not None
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that take requests; 1 unless this is a cluster."""
-        return 1 if self._fleet is None else self._fleet.size
-
     def toward(self, topic: str, partition: int) -> Connection | None:
         """The connection nearest to a partition, if there is any right now."""
-        if self._fleet is None:
-            return self.live
-        return self._fleet.toward(topic, partition) or self.live
-
-    def partitions(self, topic: str) -> int:
-        """How many a cluster's topic has, as last heard; 0: not known."""
-        return 0 if self._fleet is None else self._fleet.partitions(topic)
+        nearest = None if self.fleet is None else self.fleet.toward(topic, partition)
+        if nearest is None:
+            nearest = self._connection
+        return nearest if nearest is not None and nearest.alive else None
 
     def coordinator(self, topic: str, partition: int) -> str | None:
         """The node that serves a partition; empty: none right now; None: not known."""
-        return None if self._fleet is None else self._fleet.coordinator(topic, partition)
+        return None if self.fleet is None else self.fleet.coordinator(topic, partition)
 
     async def connection(self) -> Connection:
         """The connection; opens one if there is none."""
@@ -107,20 +96,19 @@ class Link:
         """If the node is one of a cluster, learn of the others."""
         if not connection.welcome.cluster or not isinstance(self._source, Remote):
             return
-        if self._fleet is None:
-            self._fleet = Fleet(
+        if self.fleet is None:
+            self.fleet = Fleet(
                 self._source,
                 home=lambda: self.live,
                 spawn=self.spawn,
                 answer_s=self.options.attempt_s,
             )
-        self._fleet.refresh()
+        self.fleet.refresh()
 
     def _look_elsewhere(self, at: Where | None, failures: Counter[Connection]) -> None:
         """After a failure: find out who serves by now, and leave a node that does not."""
-        assert self._fleet is not None
-        if at is not None:
-            self._fleet.ask(at[0])
+        if at is not None and self.fleet is not None:
+            self.fleet.ask(at[0])
         home = self.live
         if home is not None and (home.elsewhere or failures[home] >= FAILURES_MAX):
             self._connection = None
@@ -131,84 +119,85 @@ class Link:
         if self.closed:
             raise PenstockError("the client is closed")
 
+    # --- requests ---
+
+    def begin(
+        self, action: Callable[[Connection], asyncio.Future[R]], at: Where, *, ended: Ended[R]
+    ) -> None:
+        """`request` for a caller that awaits nothing: the first try is made at once and without a
+        task of its own. `ended` gets the answer."""
+        connection = self.toward(*at)
+        if connection is None:
+            self.spawn(self._go_on(action, at, None, ended))
+            return
+        try:
+            answer = action(connection)
+        except PenstockError as lost:
+            self.spawn(self._go_on(action, at, lost, ended))
+        else:
+            answer.add_done_callback(partial(self._on_answer, action, at, ended))
+
+    def _on_answer(
+        self, action: Action[R], at: Where, ended: Ended[R], answer: asyncio.Future[R]
+    ) -> None:
+        error = answer.exception()
+        if isinstance(error, PenstockError) and passing(error) and not self.closed:
+            self.spawn(self._go_on(action, at, error, ended))
+        else:
+            ended(answer)
+
+    async def _go_on(
+        self, action: Action[R], at: Where, failed: PenstockError | None, ended: Ended[R]
+    ) -> None:
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        try:
+            answer.set_result(await self.request(action, failed=failed, at=at))
+        except PenstockError as error:
+            answer.set_exception(error)
+        except BaseException as error:
+            answer.set_exception(PenstockError(f"the request was given up: {error!r}"))
+            raise
+        finally:
+            ended(answer)
+
     async def request(
         self,
-        action: Callable[[Connection], Awaitable[R]],
+        action: Action[R],
         *,
         repeatable: bool = True,
         failed: PenstockError | None = None,
         at: Where | None = None,
+        room_by: float | None = None,
     ) -> R:
         """Do `action` until it succeeds or fails for good. `failed`: how a first try ended; `at`:
-        the partition that it is about.
+        the partition that it is about; `room_by`, a time of the loop: how long a node without room
+        is tried again, instead of as long as after any failure.
 
         An action that is not repeatable is tried again only when it surely did not happen.
         """
-        reached: Connection | None = None
-        if failed is None:
-            try:
-                reached = await self._reached(at)
-                return await action(reached)
-            except PenstockError as error:
-                failed = error
-        return await self._repeat(action, repeatable, failed=failed, reached=reached, at=at)
-
-    async def _repeat(
-        self,
-        action: Callable[[Connection], Awaitable[R]],
-        repeatable: bool,
-        *,
-        failed: PenstockError,
-        reached: Connection | None,
-        at: Where | None,
-    ) -> R:
-        """Go on after a first try that `failed` at the node that it had `reached`."""
-        failures = Counter[Connection]()
-        doubtful = False  # whether some try may have been carried out
-
-        def again(error: BaseException) -> bool:
-            nonlocal doubtful
-            if not isinstance(error, PenstockError):
-                return False
-            doubtful = doubtful or not _undone(error)
-            if doubtful:
-                error.details.pop("sent", None)  # It is true of the last try alone.
-            if reached is not None and isinstance(error, Unavailable):
-                failures[reached] += 1
-            if self._fleet is not None:
-                self._look_elsewhere(at, failures)
-            return passing(error) and (repeatable or _undone(error))
-
-        if not again(failed):
-            raise failed
-        await asyncio.sleep(_pause_s(failed, self.options.retry_wait_s))
-        async for attempt in self._retries(again):
-            with attempt:
-                reached = await self._reached(at)
-                return await action(reached)
-        raise AssertionError("retries end by returning or raising")
-
-    def _retries(self, again: Callable[[BaseException], bool]) -> AsyncRetrying:
-        import tenacity  # only now: most clients never need it
-
-        options = self.options
-        growing = tenacity.wait_exponential_jitter(
-            multiplier=options.retry_wait_s,
-            max=options.retry_wait_s_max,
-            jitter=options.retry_wait_s,
-        )
-
-        def pause_s(state: tenacity.RetryCallState) -> float:
-            assert state.outcome is not None
-            return _pause_s(state.outcome.exception(), growing(state))
-
-        return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(again),
-            stop=tenacity.stop_after_delay(options.retry_s),
-            wait=pause_s,
-            before_sleep=tenacity.before_sleep_log(log, logging.DEBUG),
-            reraise=True,
-        )
+        retries: Retries | None = None
+        try:
+            while True:
+                reached = None
+                if failed is None:
+                    try:
+                        reached = await self._reached(at)
+                        return await action(reached)
+                    except PenstockError as error:
+                        failed = error
+                if retries is None:
+                    retries = Retries(self.options, repeatable=repeatable, room_by=room_by)
+                    self.troubled[at] += 1
+                pause_s = retries.on_failure(failed, reached)
+                if self.fleet is not None:
+                    self._look_elsewhere(at, retries.failures)
+                if pause_s is None:
+                    raise failed
+                await asyncio.sleep(pause_s)
+                failed = None
+        finally:
+            if retries is not None:
+                self.troubled -= Counter([at])
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """An administrative call, repeated if that does no harm."""
@@ -218,8 +207,8 @@ class Link:
         )
 
     async def _reached(self, at: Where | None) -> Connection:
-        if at is not None and self._fleet is not None:
-            nearest = self._fleet.toward(*at)
+        if at is not None and self.fleet is not None:
+            nearest = self.fleet.toward(*at)
             if nearest is not None:
                 return nearest
         try:
@@ -237,16 +226,16 @@ class Link:
     async def close(self, within_s: float = 0.0) -> None:
         """Let spawned work end `within_s`, then hang up and close the source."""
         self.closed = True
-        if self._fleet is not None:
-            self._fleet.stop()
+        if self.fleet is not None:
+            self.fleet.stop()
         try:
             async with asyncio.timeout(within_s):
                 await self._tasks.__aexit__(None, None, None)
         except TimeoutError:
             log.warning("the client closed with work under way")
         finally:
-            if self._fleet is not None:
-                await self._fleet.close()
+            if self.fleet is not None:
+                await self.fleet.close()
             for connection in (self._connection, *self._left):
                 if connection is not None:
                     await connection.close()
@@ -258,18 +247,36 @@ def passing(error: PenstockError) -> bool:
     return error.retryable or isinstance(error, WrongEpoch)
 
 
-def _undone(error: PenstockError) -> bool:
-    """Whether it says that the request was surely not carried out."""
-    return (
-        isinstance(error, Backpressure)
-        or error.details.get("sent") is False
-        or bool(error.details.get("elsewhere"))
-    )
+class Retries:
+    """How one request has failed so far, and whether it is tried again."""
 
+    def __init__(self, options: Options, *, repeatable: bool, room_by: float | None) -> None:
+        self._options, self._repeatable, self._room_by = options, repeatable, room_by
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + options.retry_s
+        self._wait_s = options.retry_wait_s
+        self._doubtful = False  # whether some try may have been carried out
+        self.failures = Counter[Connection]()  # of each node that was reached
 
-def _pause_s(error: BaseException | None, otherwise_s: float) -> float:
-    """How long to wait before a retry: as long as the error asks, if it does."""
-    return error.retry_after_s if isinstance(error, Backpressure) else otherwise_s
+    def on_failure(self, error: PenstockError, reached: Connection | None) -> float | None:
+        """How long to wait before the next try; None: there is none."""
+        full = isinstance(error, Backpressure)
+        undone = full or error.details.get("sent") is False or bool(error.details.get("elsewhere"))
+        self._doubtful = self._doubtful or not undone
+        if self._doubtful:
+            error.details.pop("sent", None)  # It is true of the last try alone.
+        if reached is not None and isinstance(error, Unavailable):
+            self.failures[reached] += 1
+        now = self._loop.time()
+        until = self._room_by if full and self._room_by is not None else self._until
+        if not passing(error) or not (self._repeatable or undone) or now >= until:
+            return None
+        log.debug("a request is tried again: %s", error)
+        if isinstance(error, Backpressure):
+            asked_s = error.retry_after_s
+            return asked_s if self._room_by is None else min(asked_s, until - now)
+        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, self._options.retry_wait_s_max)
+        return min(wait_s + random() * self._options.retry_wait_s, self._options.retry_wait_s_max)
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:

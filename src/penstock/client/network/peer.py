@@ -18,7 +18,7 @@ from penstock.client.network.exchange import Receiver
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch, decode_all
 from penstock.replication.messages import Append, Follow, Followed
-from penstock.wire.frame import Buffer, FrameFlag, FrameType
+from penstock.wire.frame import FrameFlag, FrameType
 from penstock.wire.messages import OpenFollow, Tell, Told, pack, unpack
 from penstock.wire.outbox import Outbox
 
@@ -88,23 +88,14 @@ class PeerConnection(Connection):
         self, topic: int, partition: int, *, follow: Follow, follower: FollowListener
     ) -> FollowStream:
         """Open a stream; raises `Unavailable` if the connection is lost already."""
-        self._raise_if_lost()
-        number = self._next()
-        stream = FollowStream(follower, end=lambda: self._unfollow(number))
-        self._streams[number] = stream
-        request = OpenFollow(topic, partition, _encoder.encode(follow))
-        self.send(FrameType.SUBSCRIBE, number, pack(request))
+        stream = FollowStream(follower, end=lambda: self.close_stream(number))
+        number = self.open(OpenFollow(topic, partition, _encoder.encode(follow)), stream)
         return stream
-
-    # --- requests on behalf of others ---
-
-    def ask(self, type: FrameType, answer: Any, *payload: Buffer) -> asyncio.Future[Any]:
-        """Send one request; the future gets the answer, unpacked as `answer`, or the error."""
-        return self._ask(type, answer, *payload)
 
     def open(self, control: Any, stream: Receiver) -> int:
         """Subscribe; returns the stream's number. What comes goes to `stream`, a refusal too."""
-        self._raise_if_lost()
+        if not self.alive:
+            raise self._over()
         number = self._next()
         self._streams[number] = stream
         self.send(FrameType.SUBSCRIBE, number, pack(control), flags=FrameFlag.ACK_WANTED)
@@ -112,12 +103,8 @@ class PeerConnection(Connection):
 
     def close_stream(self, number: int) -> None:
         """Unsubscribe; nothing comes any more."""
-        if number in self._streams:
-            self._unfollow(number)
-
-    def _unfollow(self, number: int) -> None:
-        self._streams.pop(number, None)
-        self.send(FrameType.UNSUBSCRIBE, number)
+        if self._streams.pop(number, None) is not None:
+            self.send(FrameType.UNSUBSCRIBE, number)
 
 
 async def connect_peer(

@@ -8,17 +8,19 @@ a request with other puts.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Generic, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 import numpy as np
 
-from penstock.client.options import milliseconds
+from penstock.client.options import Duration, milliseconds
 from penstock.errors import InvalidArgument
 from penstock.model.entries import (
     BATCH_ENTRIES_MAX,
-    DELAY_MS_MAX,
     HEADERS_BYTES_MAX,
     KEY_BYTES_MAX,
     RETRIES_MAX,
@@ -124,112 +126,110 @@ def _pydantic(of: Any) -> Content[Any]:
     return Content(encode, decode)
 
 
+@dataclass(slots=True)
 class Item:
     """A value for `put_many` with what `put` would take beside it."""
 
-    __slots__ = ("delay", "headers", "key", "max_retries", "priority", "value")
+    value: Any
+    _: KW_ONLY
+    priority: int = 0
+    key: str | bytes | None = None
+    delay: Duration | None = None
+    headers: Mapping[str, Any] | None = None
+    max_retries: int | None = None
 
-    def __init__(
-        self,
-        value: Any,
-        *,
-        priority: int = 0,
-        key: str | bytes | None = None,
-        delay: Any = None,
-        headers: Mapping[str, Any] | None = None,
-        max_retries: int | None = None,
-    ) -> None:
-        self.value, self.priority, self.key = value, priority, key
-        self.delay, self.headers, self.max_retries = delay, headers, max_retries
+
+class Entry(NamedTuple):
+    """What is put, as it is stored. The fields are columns of an ENQ body, with their defaults."""
+
+    payload: bytes
+    priority: int = 0
+    key: bytes = b""
+    headers: bytes = b""
+    delay_ms: int = 0
+    max_retries: int = -1  # as the topic says
 
 
 class EntryColumns:
-    """Columns under construction. A column stays None until an entry differs from its default."""
+    """Entries that will share a request, and who waits for the message id of each."""
 
-    __slots__ = ("bytes", "delays", "headers", "keys", "payloads", "priorities", "retries")
+    __slots__ = ("bytes", "columns", "waiters")
 
     def __init__(self) -> None:
-        self.payloads: list[bytes] = []
-        self.priorities: list[int] = []
-        self.keys: list[bytes] | None = None
-        self.headers: list[bytes] | None = None
-        self.delays: list[int] | None = None
-        self.retries: list[int] | None = None
+        self.columns: dict[str, list[Any]] = {name: [] for name in Entry._fields}
+        self.waiters: list[asyncio.Future[str]] = []  # none of them for `put_many`
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self.payloads)
+        return len(self.columns["payload"])
 
-    def add(
-        self,
-        payload: bytes,
-        priority: int,
-        *,
-        key: bytes = b"",
-        headers: bytes = b"",
-        delay_ms: int = 0,
-        max_retries: int = -1,
-    ) -> None:
+    def add(self, entry: Entry) -> None:
         """Append one entry that was checked against the topic's limits."""
-        if key or self.keys is not None:
-            self.keys = _put(self.keys, len(self.payloads), key, b"")
-        if headers or self.headers is not None:
-            self.headers = _put(self.headers, len(self.payloads), headers, b"")
-        if delay_ms or self.delays is not None:
-            self.delays = _put(self.delays, len(self.payloads), delay_ms, 0)
-        if max_retries >= 0 or self.retries is not None:
-            self.retries = _put(self.retries, len(self.payloads), max_retries, -1)
-        self.payloads.append(payload)
-        self.priorities.append(priority)
-        self.bytes += len(payload) + len(key) + len(headers) + 16
+        for column, value in zip(self.columns.values(), entry, strict=True):
+            column.append(value)
+        self.bytes += len(entry.payload) + len(entry.key) + len(entry.headers) + 16
 
-    def fill(self, payloads: list[bytes], headers: bytes, *, limit: int) -> bool:
-        """Take many plain payloads at once, unless they are too large for that."""
-        sizes = list(map(len, payloads))
-        total = sum(sizes) + len(payloads) * (len(headers) + 16)
-        if total > REQUEST_BYTES_MAX or max(sizes, default=0) > limit:
-            return False
-        self.payloads = payloads
-        self.priorities = [0] * len(payloads)
-        self.headers = [headers] * len(payloads) if headers else None
-        self.bytes = total
-        return True
+    def fill(self, payloads: list[bytes], entry: Entry) -> None:
+        """Take many payloads at once that have all else in common with `entry`."""
+        columns = entry._asdict()
+        self.columns = {name: [value] * len(payloads) for name, value in columns.items()}
+        self.columns["payload"] = payloads
+        self.bytes = sum(map(len, payloads)) + len(payloads) * (len(entry.headers) + 16)
 
     def only(self, rows: Iterable[int]) -> EntryColumns:
         """Some entries by themselves."""
         some = EntryColumns()
         for row in rows:
-            some.add(
-                self.payloads[row],
-                self.priorities[row],
-                key=self.keys[row] if self.keys else b"",
-                headers=self.headers[row] if self.headers else b"",
-                delay_ms=self.delays[row] if self.delays else 0,
-                max_retries=self.retries[row] if self.retries else -1,
-            )
+            some.add(Entry(*(column[row] for column in self.columns.values())))
+            some.waiters += self.waiters[row : row + 1]
         return some
 
-    def columns(self, rows: Sequence[int] | None) -> dict[str, Any]:
-        """The ENQ columns of all rows, or of the given ones."""
-        priorities = self.priorities if any(self.priorities) else None
-        named = {
-            "priority": priorities,
-            "delay_ms": self.delays,
-            "max_retries": self.retries,
-            "key": self.keys,
-            "headers": self.headers,
-            "payload": self.payloads,
+    def present(self, rows: Sequence[int] | None) -> dict[str, Any]:
+        """The columns of all rows, or of the given ones, that do not have their default."""
+        columns = self.columns
+        if rows is not None:
+            columns = {name: [column[row] for row in rows] for name, column in columns.items()}
+        defaults = Entry._field_defaults
+        return {n: c for n, c in columns.items() if c.count(defaults.get(n)) < len(c)}
+
+    def answer(self, ids: Sequence[str]) -> None:
+        """Tell everybody the id of the message."""
+        for waiter, message_id in zip(self.waiters, ids, strict=True):
+            if not waiter.done():
+                waiter.set_result(message_id)
+
+    def fail(self, error: BaseException) -> None:
+        """For those that have no answer yet."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+
+class ProducerIdentity:
+    """A producer's key: one id and epoch, and for each partition its own gapless sequence.
+
+    A partition's id has the partition as suffix, so that no key is used in two partitions.
+    """
+
+    def __init__(self, name: str, epoch: int, *, lasting: bool = False) -> None:
+        self.name, self.epoch = name, epoch
+        self.lasting = lasting  # the name outlives this client: others had it, or will have it
+        self._next = Counter[int]()
+
+    def take(self, partition: int, count: int) -> int:
+        """Reserve `count` sequences; returns the first. They start at 1."""
+        first = self._next[partition] + 1
+        self._next[partition] += count
+        return first
+
+    def run(self, partition: int, first: int, count: int) -> dict[str, Any]:
+        """The columns that say whose entries those of a body are."""
+        return {
+            "run_count": (count,),
+            "run_epoch": (self.epoch,),
+            "run_sequence": (first,),
+            "run_producer": (b"%s.%d" % (self.name.encode(), partition),),
         }
-        if rows is None:
-            return named
-        return {n: c if c is None else [c[i] for i in rows] for n, c in named.items()}
-
-
-def _put(column: list[Any] | None, length: int, value: Any, default: Any) -> list[Any]:
-    if column is None:
-        column = [default] * length
-    column.append(value)
-    return column
 
 
 def encode_key(key: str | bytes | None) -> bytes:
@@ -273,33 +273,41 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     return raw
 
 
-def check(
-    payload: bytes, priority: int, *, delay_ms: int, max_retries: int | None, limit: int
-) -> int:
-    """Refuse here what the node would refuse, before it shares a request with other puts. Returns
-    the retries as they are stored: -1 stands for the topic's default."""
+def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> Entry:
+    """An item and its payload as they are stored; what the node would refuse is refused here.
+    `limit` is that of the payload, `context` the headers of an item that has none."""
+    delay_ms = 0 if item.delay is None else milliseconds(item.delay, field="delay")
+    priority, retries = item.priority, item.max_retries
     if len(payload) > limit:
         raise _over("payload", len(payload), limit)
     if type(priority) is not int and not _is_integer(priority):
         raise _wrong("priority", "an integer", priority)
     if not -PRIORITY_MAX - 1 <= priority <= PRIORITY_MAX:
         raise InvalidArgument("priority is not a signed 64-bit integer", field="priority")
-    if not 0 <= delay_ms <= DELAY_MS_MAX:
-        raise _over("delay", delay_ms, DELAY_MS_MAX)
-    if max_retries is None:
-        return -1
-    if type(max_retries) is not int and not _is_integer(max_retries):
-        raise _wrong("max_retries", "an integer or None", max_retries)
-    if not 0 <= max_retries <= RETRIES_MAX:
+    if retries is not None:
+        _check_retries(retries)
+    return Entry(
+        payload,
+        priority,
+        encode_key(item.key),
+        encode_headers(item.headers) or context if item.headers is not None else context,
+        delay_ms,
+        -1 if retries is None else retries,
+    )
+
+
+def _check_retries(retries: object) -> None:
+    if not _is_integer(retries):
+        raise _wrong("max_retries", "an integer or None", retries)
+    if not 0 <= retries <= RETRIES_MAX:
         raise InvalidArgument(
-            f"max_retries is {max_retries}, must be from 0 to {RETRIES_MAX}, or None",
+            f"max_retries is {retries}, must be from 0 to {RETRIES_MAX}, or None",
             field="max_retries",
             limit=RETRIES_MAX,
         )
-    return max_retries
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     """Whether it counts as one: numbers of numpy do, and members of an IntEnum; booleans do not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -321,8 +329,10 @@ def chunked(
     chunks = [entries := EntryColumns()]
     if len(items) <= BATCH_ENTRIES_MAX and Item not in set(map(type, items)):
         payloads = list(map(encode, items))
-        if entries.fill(payloads, context, limit=limit):
+        entries.fill(payloads, Entry(b"", headers=context))
+        if entries.bytes <= REQUEST_BYTES_MAX and max(map(len, payloads), default=0) <= limit:
             return chunks if items else []
+        chunks = [entries := EntryColumns()]
     for item in items:
         if len(entries) >= BATCH_ENTRIES_MAX or entries.bytes >= REQUEST_BYTES_MAX:
             if atomic:
@@ -334,25 +344,8 @@ def chunked(
                 )
             chunks.append(entries := EntryColumns())
         found = item if isinstance(item, Item) else Item(item)
-        _add_item(entries, found, encode(found.value), context=context, limit=limit)
+        entries.add(checked(found, encode(found.value), limit=limit, context=context))
     return [entries for entries in chunks if len(entries)]
-
-
-def _add_item(
-    entries: EntryColumns, item: Item, payload: bytes, *, context: bytes, limit: int
-) -> None:
-    delay_ms = 0 if item.delay is None else milliseconds(item.delay, field="delay")
-    retries = check(
-        payload, item.priority, delay_ms=delay_ms, max_retries=item.max_retries, limit=limit
-    )
-    entries.add(
-        payload,
-        item.priority,
-        key=encode_key(item.key),
-        headers=encode_headers(item.headers) or context,
-        delay_ms=delay_ms,
-        max_retries=retries,
-    )
 
 
 def _wrong(field: str, wanted: str, value: object) -> InvalidArgument:

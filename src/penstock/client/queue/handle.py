@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from penstock.client.network.link import Link
-from penstock.client.queue.entries import Content
+from penstock.client.queue.entries import Content, ProducerIdentity
 from penstock.client.queue.producer import Producer
 from penstock.client.queue.settler import Settler
-from penstock.client.queue.shipment import ProducerIdentity
 from penstock.model.topic import TopicConfig
 
 T = TypeVar("T")

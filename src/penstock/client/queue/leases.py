@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
@@ -260,7 +262,7 @@ class LeasedMessage(Message[T]):
         origin = batch.origin
         super().__init__(origin.content, topic=batch.topic, partition=batch.partition, **fields)
         self._batch, self._row = batch, row
-        self._span: spans.TraceSpan | None = None
+        self._span: AbstractContextManager[Any] = nullcontext()  # around its handler
 
     @property
     def lease_token(self) -> str:
@@ -323,11 +325,11 @@ class LeasedMessage(Message[T]):
         if self._batch.state(self._row) is not LeaseState.SETTLED:
             await _settle(self, error, self._batch.origin.name)
 
-    def trace(self) -> spans.TraceSpan | None:
+    def trace(self) -> AbstractContextManager[Any]:
         """A span for handling it, if the application traces."""
-        if not spans.active():
-            return None
-        return spans.begin_process(
+        if spans.API not in sys.modules:
+            return nullcontext()
+        return spans.processing(
             self._batch.origin.name,
             headers=self.headers,
             attributes={
@@ -340,6 +342,7 @@ class LeasedMessage(Message[T]):
     async def __aenter__(self) -> LeasedMessage[T]:
         self.begin()
         self._span = self.trace()
+        self._span.__enter__()
         return self
 
     async def __aexit__(
@@ -351,8 +354,7 @@ class LeasedMessage(Message[T]):
         try:
             await self.finish(error)
         finally:
-            if self._span is not None:
-                self._span.end(error)
+            self._span.__exit__(kind, error, traceback)
 
 
 def _describe(error: BaseException) -> str:

@@ -19,31 +19,79 @@ messages and later for their leases, however few they are. Over time all get the
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
 from random import randrange
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.link import Link, passing
+from penstock.client.network.fleet import Fleet
+from penstock.client.network.link import Link
 from penstock.client.options import Options
-from penstock.client.queue.entries import EntryColumns
-from penstock.client.queue.shipment import (
-    ProducerIdentity,
-    Shipment,
-    Succession,
-    apart,
-    sealed,
-    sealed_again,
-    sealed_payloads,
-)
-from penstock.errors import Backpressure, InvalidArgument, NotFound, PenstockError
+from penstock.client.queue.entries import Entry, EntryColumns, ProducerIdentity
+from penstock.client.queue.succession import Succession
+from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
+from penstock.model.entries import ENQ
+from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.wire.messages import Enqueued
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Enqueue, Enqueued, Part, pack
+
+
+class KeyedPart(NamedTuple):
+    """Entries of one partition with their producer key."""
+
+    partition: int
+    first: int  # producer sequence
+    entries: int
+    columns: dict[str, Any]
+
+
+class Shipment(NamedTuple):
+    """A request that may be sent again, byte for byte, to any node.
+
+    Its bodies hold the producer key (id, epoch, sequence) of every entry. Repeating it repeats the
+    keys, by which a node knows what it has written already.
+    """
+
+    request: Enqueue
+    bodies: list[bytes]
+    firsts: list[int]  # the first producer sequence of each part
+    order: list[int] | None = None  # from a place in the request to the caller's, if they differ
+
+    @property
+    def partition(self) -> int:
+        """The first that it is about; whoever coordinates that one forwards the others' parts."""
+        return self.request.parts[0].partition
+
+    def send(self, connection: Connection) -> asyncio.Future[Enqueued]:
+        return connection.ask(FrameType.BATCH, Enqueued, pack(self.request), *self.bodies)
+
+    def keyed(self) -> Iterator[tuple[int, int, int]]:
+        """Each entry's index as the caller counts, its partition and its producer sequence."""
+        at = 0
+        for part, first in zip(self.request.parts, self.firsts, strict=True):
+            for sequence in range(first, first + part.count):
+                yield at if self.order is None else self.order[at], part.partition, sequence
+                at += 1
+
+    def ids(self, answer: Enqueued) -> list[str]:
+        """The message id of each entry, in the caller's order."""
+        count = sum([part.count for part in self.request.parts])
+        found = answer.ids(count)
+        if len(found) != count or not all(found):
+            raise Corruption("the answer to an enqueue does not name every message")
+        if self.order is None:
+            return found
+        sorted_ids = [""] * count
+        for at, index in enumerate(self.order):
+            sorted_ids[index] = found[at]
+        return sorted_ids
 
 
 class Producer:
@@ -53,14 +101,13 @@ class Producer:
         self.config = config
         self._link, self._identity, self._options = link, identity, link.options
         self._loop = asyncio.get_running_loop()
-        self._gathered: deque[PutGroup] = deque()
+        self._gathered: deque[EntryColumns] = deque()
         self._requests = 0
         self.inflight = Inflight(self._options)
         self._scheduled = False
         self._sticky = 0
         self._stay_until = 0.0
         self._stayed = 0  # entries that went to the partition since it was chosen
-        self._troubled = Counter[int]()  # requests of a partition that are tried again
         self._succession = Succession(link, identity)
 
     # --- one by one ---
@@ -70,7 +117,7 @@ class Producer:
         """Whether an entry may be added right now."""
         if self.inflight.full or self._link.closed:
             return False
-        return self._succession.known(self.config)
+        return not self._identity.lasting or self._succession.known(self.config)
 
     async def room(self, room_by: float | None = None) -> None:
         """Wait until another put is within the bounds; raises `Backpressure` at `room_by`. Before
@@ -79,35 +126,22 @@ class Producer:
         await self._succession.tell(self.config)
         await self.inflight.room(room_by)
 
-    def add(
-        self,
-        payload: bytes,
-        priority: int,
-        *,
-        key: bytes = b"",
-        headers: bytes = b"",
-        delay_ms: int = 0,
-        max_retries: int = -1,
-    ) -> asyncio.Future[str]:
+    def add(self, entry: Entry) -> asyncio.Future[str]:
         """Take one checked entry; the future gets its message id once it is durable."""
-        options = self._options
-        gathered = self._gathered
+        options, gathered = self._options, self._gathered
         if (
             not gathered
             or len((last := gathered[-1]).waiters) >= options.batch_entries_max
-            or last.entries.bytes >= options.batch_bytes_max
+            or last.bytes >= options.batch_bytes_max
         ):
-            last = PutGroup()
+            last = EntryColumns()
             gathered.append(last)
-        entries = last.entries
-        before = entries.bytes
-        entries.add(
-            payload, priority, key=key, headers=headers, delay_ms=delay_ms, max_retries=max_retries
-        )
-        self.inflight.take(1, entries.bytes - before)
+        before = last.bytes
+        last.add(entry)
+        self.inflight.take(1, last.bytes - before)
         waiter: asyncio.Future[str] = self._loop.create_future()
         last.waiters.append(waiter)
-        if not self._scheduled and self._requests < self._requests_max:
+        if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._flush)
         return waiter
@@ -115,74 +149,40 @@ class Producer:
     def _flush(self) -> None:
         """End of a turn: send what was gathered, as far as requests may be in flight."""
         self._scheduled = False
-        while self._gathered and self._requests < self._requests_max:
-            if self._link.closed:
-                closed = PenstockError("the client closed before the put was sent")
-                self._give_up(self._gathered.popleft(), closed)
-                continue
+        link, topic = self._link, self.config.name
+        most = self._options.requests_max * (1 if link.fleet is None else link.fleet.size)
+        while self._gathered and self._requests < most:
             partition = self._turn(len(self._gathered[0].waiters))
-            connection = self._link.toward(self.config.name, partition)
-            slow = 0.0 if connection is None else connection.slow_until(self.config.name)
-            if slow:
+            connection = link.toward(topic, partition)
+            slow = 0.0 if connection is None else connection.slow_until(topic)
+            if slow and not link.closed:
                 self._scheduled = True
                 self._loop.call_at(slow, self._flush)
                 return
-            group = self._gathered.popleft()
-            try:
-                parts = self._parted(group, partition)
-            except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
-                self._give_up(group, _told(error))
-                continue
-            for part in parts:
-                self._send(part, partition)
+            self._send(self._gathered.popleft(), partition)
 
-    @property
-    def _requests_max(self) -> int:
-        return self._options.requests_max * self._link.nodes
-
-    def _parted(self, group: PutGroup, partition: int) -> list[PutGroup]:
-        """By the node that each entry goes to; nearly always that is one."""
-        if self._link.nodes == 1:
-            return [group]
-        rows = self._apart(group.entries, partition)
-        return [group] if len(rows) == 1 else [group.only(some) for some in rows]
-
-    def _apart(self, entries: EntryColumns, partition: int) -> list[Sequence[int]]:
-        name = self.config.name
-        return apart(
-            entries,
-            self.config,
-            partition=partition,
-            node_of=lambda target: self._link.coordinator(name, target),
-        )
-
-    def _send(self, group: PutGroup, partition: int) -> None:
-        try:
-            shipment = self._seal(group.entries, partition)
-        except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
-            self._give_up(group, _told(error))
-            return
+    def _send(self, group: EntryColumns, partition: int) -> None:
         self._requests += 1
-        connection = self._link.toward(self.config.name, shipment.partition)
-        if connection is None:
-            self._link.spawn(self._deliver(group, shipment, None))
-            return
         try:
-            answer = connection.enqueue_nowait(shipment.request, shipment.bodies)
-        except PenstockError as lost:
-            self._link.spawn(self._deliver(group, shipment, lost))
-        else:
-            answer.add_done_callback(partial(self._on_answer, group, shipment))
-
-    def _seal(self, entries: EntryColumns, partition: int, **how: Any) -> Shipment:
-        return sealed(
-            entries, config=self.config, identity=self._identity, partition=partition, **how
-        )
+            if self._link.closed:
+                raise PenstockError("the client closed before the put was sent")
+            rows = self._apart(group, partition)
+            parts = [group] if len(rows) == 1 else [group.only(some) for some in rows]
+            shipments = [self._seal(part, partition) for part in parts]
+        except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
+            group.fail(_told(error))
+            self._end(group)
+            return
+        self._requests += len(parts) - 1
+        for part, shipment in zip(parts, shipments, strict=True):
+            ended = partial(self._on_answer, part, shipment)
+            self._link.begin(shipment.send, (self.config.name, shipment.partition), ended=ended)
 
     def _turn(self, entries: int) -> int:
         """The partition of the next batch's entries without a key."""
-        if self._link.nodes > 1:
-            self._grow()
+        fleet = self._link.fleet
+        if fleet is not None and fleet.size > 1:
+            self._grow(fleet)
             now, options = self._loop.time(), self._options
             self._stayed += entries
             stays = now < self._stay_until and self._stayed <= options.stay_entries
@@ -198,37 +198,100 @@ class Producer:
                 break
         return self._sticky
 
-    def _grow(self) -> None:
+    def _grow(self, fleet: Fleet) -> None:
         """Use partitions that the topic was given while this client was open."""
-        known = self._link.partitions(self.config.name)
+        known = fleet.partitions(self.config.name)
         if known > self.config.partitions:
             self.config = msgspec.structs.replace(self.config, partitions=known)
 
     def _in_trouble(self, partition: int) -> bool:
-        return self._troubled[partition] > 0 or (
-            self._link.coordinator(self.config.name, partition) == ""
-        )
+        where = (self.config.name, partition)
+        return where in self._link.troubled or self._link.coordinator(*where) == ""
+
+    # --- requests ---
+
+    def _apart(self, entries: EntryColumns, partition: int) -> list[Sequence[int]]:
+        """The rows that belong together because one node coordinates their partitions."""
+        if self._link.fleet is None:
+            return [range(len(entries))]
+        by_node: dict[str | None, list[int]] = {}
+        for target, rows in self._groups(entries, partition).items():
+            node = self._link.coordinator(self.config.name, target)
+            by_node.setdefault(node, []).extend(rows)
+        return [sorted(rows) for rows in by_node.values()]
+
+    def _groups(self, entries: EntryColumns, sticky: int) -> dict[int, Sequence[int]]:
+        """The rows of each partition: those with a key go where it belongs, others to `sticky`."""
+        config, keys = self.config, entries.columns["key"]
+        if config.partitions == 1:
+            return {0: range(len(keys))}
+        if config.kind is TopicKind.DELTA:
+            targets = partitions_of_deltas(entries.columns["payload"], config.partitions)
+        elif not any(keys):
+            return {sticky: range(len(keys))}
+        else:
+            targets = partitions_of(keys, config.partitions)
+            targets[np.fromiter((not key for key in keys), bool, len(keys))] = sticky
+        return {int(p): np.flatnonzero(targets == p).tolist() for p in np.unique(targets)}
+
+    def _seal(
+        self,
+        entries: EntryColumns,
+        partition: int,
+        *,
+        atomic: bool = False,
+        expected_sequence: int | None = None,
+    ) -> Shipment:
+        """A request for entries, under keys of their own."""
+        groups = self._groups(entries, partition)
+        order = None
+        if len(groups) > 1:
+            order = [row for rows in groups.values() for row in rows]
+        keyed = [
+            KeyedPart(target, self._identity.take(target, len(rows)), len(rows),
+                      entries.present(None if order is None else rows))
+            for target, rows in groups.items()
+        ]  # fmt: skip
+        return self._shipment(keyed, order, atomic=atomic, expected_sequence=expected_sequence)
+
+    def _shipment(
+        self, keyed: list[KeyedPart], order: list[int] | None = None, **how: Any
+    ) -> Shipment:
+        parts, bodies = [], []
+        for partition, first, entries, columns in keyed:
+            columns |= self._identity.run(partition, first, entries)
+            bodies.append(ENQ.encode(entries, columns, runs=1))
+            parts.append(Part(partition, entries, len(bodies[-1])))
+        request = Enqueue(self.config.name, parts, topic_id=self.config.id, **how)
+        return Shipment(request, bodies, [part.first for part in keyed], order)
 
     # --- the answer ---
 
     def _on_answer(
-        self, group: PutGroup, shipment: Shipment, answer: asyncio.Future[Enqueued]
+        self, group: EntryColumns, shipment: Shipment, answer: asyncio.Future[Enqueued]
     ) -> None:
         error = answer.exception()
         if error is None:
-            group.answer(shipment, answer.result())
-        elif isinstance(error, PenstockError) and self._mends(group, error):
-            self._link.spawn(self._deliver(group, shipment, error))
+            self._tell(group, shipment, answer.result())
+        elif not self._link.closed and (self._made_again(error) or _shared_fault(group, error)):
+            self._link.spawn(self._mend(group, shipment, error))
             return
         else:
             group.fail(error)
-        self._done(group)
+        self._end(group)
 
-    def _mends(self, group: PutGroup, error: PenstockError) -> bool:
-        """Whether the puts may succeed all the same if something else is tried."""
-        return not self._link.closed and (
-            passing(error) or self._made_again(error) or _shared_fault(group, error)
-        )
+    def _tell(self, group: EntryColumns, shipment: Shipment, answer: Enqueued) -> None:
+        try:
+            group.answer(shipment.ids(answer))
+        except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
+            group.fail(_told(error))
+
+    def _end(self, group: EntryColumns) -> None:
+        self._requests -= 1
+        self.inflight.release(len(group.waiters), group.bytes)
+        if self._gathered and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
 
     def _made_again(self, error: BaseException, expected_sequence: int | None = None) -> bool:
         """Whether nothing was written because another topic has the name by now, whose messages
@@ -241,133 +304,49 @@ class Producer:
             and expected_sequence is None
         )
 
-    def _done(self, group: PutGroup) -> None:
-        self._requests -= 1
-        self._release(group)
-
-    def _give_up(self, group: PutGroup, error: PenstockError) -> None:
-        """What was gathered does not become a request: nobody may wait for one."""
-        group.fail(error)
-        self._release(group)
-
-    def _release(self, group: PutGroup) -> None:
-        self.inflight.release(len(group.waiters), group.entries.bytes)
-        if self._gathered and not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._flush)
-
-    # --- the slow way: after a first try that failed, or without a connection ---
-
-    async def _deliver(
-        self, group: PutGroup, shipment: Shipment, failed: PenstockError | None
-    ) -> None:
+    async def _mend(self, group: EntryColumns, shipment: Shipment, failed: BaseException) -> None:
+        """Try something else for puts that were refused, for which they may not be at fault."""
         try:
-            await self._try_again(group, shipment, failed)
+            if _shared_fault(group, failed):
+                await self._deliver_apart(group, shipment)
+                return
+            await self._renew()  # The topic of this name may have other partitions now.
+            shipment = self._seal(group, self._turn(len(group.waiters)))
+            self._tell(group, shipment, await self._sent(shipment))
         except PenstockError as error:
             group.fail(error)
         except BaseException as error:
             group.fail(PenstockError(f"the put was given up: {error!r}"))
             raise
         finally:
-            self._done(group)
-
-    async def _try_again(
-        self, group: PutGroup, shipment: Shipment, failed: PenstockError | None
-    ) -> None:
-        if failed is None or passing(failed):
-            try:
-                group.answer(shipment, await self._ship(shipment, failed=failed))
-                return
-            except PenstockError as error:
-                failed = error
-        if self._made_again(failed):
-            await self._renew()  # The topic of this name may have other partitions now.
-            shipment = self._seal(group.entries, self._turn(len(group.waiters)))
-            group.answer(shipment, await self._ship(shipment))
-        elif _shared_fault(group, failed):
-            await self._deliver_apart(group, shipment)
-        else:
-            raise failed
+            self._end(group)
 
     async def _renew(self) -> None:
         found = await self._link.call("topic_get", topic=self.config.name)
         self.config = msgspec.convert(found, TopicConfig)
         await self._succession.tell(self.config)
 
-    async def _deliver_apart(self, group: PutGroup, shipment: Shipment) -> None:
+    async def _deliver_apart(self, group: EntryColumns, shipment: Shipment) -> None:
         """Entry by entry, in their order, each under the key that it had."""
         for row, partition, sequence in shipment.keyed():
             one = group.only((row,))
-            alone = sealed_again(
-                one.entries,
-                config=self.config,
-                identity=self._identity,
-                partition=partition,
-                sequence=sequence,
-            )
+            alone = self._shipment([KeyedPart(partition, sequence, 1, one.present(None))])
             try:
-                one.answer(alone, await self._sent(alone))
+                self._tell(one, alone, await self._sent(alone))
             except PenstockError as error:
                 one.fail(error)
 
     async def _sent(self, shipment: Shipment, room_by: float | None = None) -> Enqueued:
         """The answer to a request that is sent when the node wants it. `room_by`, a time of the
         loop: a node that has no room by then is given up; None: never."""
-        topic = self.config.name
-        connection = self._link.toward(topic, shipment.partition)
-        while (
-            room_by is None  # With a time limit the node is tried, even if it asked for a pause.
-            and connection is not None
-            and (slow := connection.slow_until(topic))
-        ):
+        at = (self.config.name, shipment.partition)
+        while room_by is None:  # With a time limit a node is tried, even if it asked for a pause.
+            connection = self._link.toward(*at)
+            slow = 0.0 if connection is None else connection.slow_until(self.config.name)
+            if not slow:
+                break
             await asyncio.sleep(slow - self._loop.time())
-            connection = self._link.toward(topic, shipment.partition)
-        if connection is None:
-            return await self._ship(shipment, room_by=room_by)
-        try:
-            return await connection.enqueue_nowait(shipment.request, shipment.bodies)
-        except PenstockError as error:
-            if not passing(error):
-                raise
-            return await self._ship(shipment, failed=error, room_by=room_by)
-
-    async def _ship(
-        self,
-        shipment: Shipment,
-        *,
-        failed: PenstockError | None = None,
-        room_by: float | None = None,
-    ) -> Enqueued:
-        """Send, and send again with the same bytes, until there is an answer."""
-
-        async def send(connection: Connection) -> Enqueued | Backpressure:
-            try:
-                return await connection.enqueue_nowait(shipment.request, shipment.bodies)
-            except Backpressure as refusal:
-                if room_by is None:
-                    raise
-                return refusal
-
-        at = shipment.partition
-        self._troubled[at] += 1
-        try:
-            while True:
-                if room_by is not None and isinstance(failed, Backpressure):
-                    await self._wait_for_room(failed, room_by)
-                    failed = None
-                found = await self._link.request(send, failed=failed, at=(self.config.name, at))
-                if not isinstance(found, Backpressure):
-                    return found
-                failed = found
-        finally:
-            self._troubled[at] -= 1
-
-    async def _wait_for_room(self, refusal: Backpressure, room_by: float) -> None:
-        """As long as the node says, but a last try is made when the time is over."""
-        left = room_by - self._loop.time()
-        if left <= 0:
-            raise refusal
-        await asyncio.sleep(min(refusal.retry_after_s, left))
+        return await self._link.request(shipment.send, at=at, room_by=room_by)
 
     # --- many at once ---
 
@@ -409,22 +388,12 @@ class Producer:
         room_by: float | None,
     ) -> list[str]:
         partition = self._turn(len(entries))
-        if not atomic and self._link.nodes > 1:
-            rows = self._apart(entries, partition)
-            if len(rows) > 1:
-                return await self._put_apart(entries, partition, rows, room_by)
-        shipment = self._seal(
-            entries, partition, atomic=atomic, expected_sequence=expected_sequence
-        )
-        return shipment.ids(await self._sent(shipment, room_by))
-
-    async def _put_apart(
-        self,
-        entries: EntryColumns,
-        partition: int,
-        rows: Sequence[Sequence[int]],
-        room_by: float | None,
-    ) -> list[str]:
+        rows = [] if atomic else self._apart(entries, partition)
+        if len(rows) <= 1:
+            shipment = self._seal(
+                entries, partition, atomic=atomic, expected_sequence=expected_sequence
+            )
+            return shipment.ids(await self._sent(shipment, room_by))
         shipments = [self._seal(entries.only(some), partition) for some in rows]
         sending = [self._sent(shipment, room_by) for shipment in shipments]
         answers = await asyncio.gather(*sending, return_exceptions=True)
@@ -445,60 +414,18 @@ class Producer:
         room_by: float | None = None,
     ) -> None:
         """One request of its own for payloads that belong to one partition."""
-        size = len(payloads.blob)
+        count, size = len(payloads), len(payloads.blob)
         await self.room(room_by)
-        self.inflight.take(len(payloads), size)
+        self.inflight.take(count, size)
+        columns: dict[str, Any] = {"payload": payloads}
+        if headers:
+            columns["headers"] = [headers] * count
         try:
-            await self._sent(
-                sealed_payloads(
-                    payloads,
-                    config=self.config,
-                    identity=self._identity,
-                    partition=partition,
-                    headers=headers,
-                ),
-                room_by,
-            )
+            first = self._identity.take(partition, count)
+            shipment = self._shipment([KeyedPart(partition, first, count, columns)])
+            await self._sent(shipment, room_by)
         finally:
-            self.inflight.release(len(payloads), size)
-
-    async def drain(self) -> None:
-        """Wait until everything that was accepted is answered."""
-        await self.inflight.idle()
-
-
-class PutGroup:
-    """Puts that will share a request, and who waits for each of them."""
-
-    __slots__ = ("entries", "waiters")
-
-    def __init__(self) -> None:
-        self.entries = EntryColumns()
-        self.waiters: list[asyncio.Future[str]] = []
-
-    def only(self, rows: Sequence[int]) -> PutGroup:
-        """Some of it by itself."""
-        some = PutGroup()
-        some.entries = self.entries.only(rows)
-        some.waiters = [self.waiters[row] for row in rows]
-        return some
-
-    def answer(self, shipment: Shipment, answer: Enqueued) -> None:
-        """Tell everybody the id of the message, out of the answer to the request."""
-        try:
-            ids = shipment.ids(answer)
-        except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
-            self.fail(_told(error))
-            return
-        for waiter, message_id in zip(self.waiters, ids, strict=True):
-            if not waiter.done():
-                waiter.set_result(message_id)
-
-    def fail(self, error: BaseException) -> None:
-        """For those that have no answer yet."""
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+            self.inflight.release(count, size)
 
 
 class Inflight:
@@ -507,8 +434,7 @@ class Inflight:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.entries = self.bytes = 0
-        self._waiting: list[asyncio.Future[None]] = []  # those who wait for room
-        self._idle: list[asyncio.Future[None]] = []  # those who wait for the last answer
+        self._answered = asyncio.Event()  # set when something was, and there is room
 
     @property
     def full(self) -> bool:
@@ -520,9 +446,10 @@ class Inflight:
     async def room(self, room_by: float | None = None) -> None:
         """Wait until more is within the bounds; raises `Backpressure` at `room_by`."""
         while self.full:
+            self._answered.clear()
             try:
                 async with asyncio.timeout_at(room_by):
-                    await _in_line(self._waiting)
+                    await self._answered.wait()
             except TimeoutError:
                 raise Backpressure(f"{self.entries} puts of this client are under way") from None
 
@@ -535,31 +462,16 @@ class Inflight:
         self.bytes -= size
         if self.entries < 0 or self.bytes < 0:
             raise RuntimeError(f"in flight: {self.entries} entries, {self.bytes} bytes")
-        if self._waiting and not self.full:
-            _wake(self._waiting)
-        if not self.entries:
-            _wake(self._idle)
+        self._answered.set()
 
     async def idle(self) -> None:
         """Wait until everything is answered."""
         while self.entries:
-            await _in_line(self._idle)
+            self._answered.clear()
+            await self._answered.wait()
 
 
-async def _in_line(waiters: list[asyncio.Future[None]]) -> None:
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiters.append(waiter)
-    await waiter
-
-
-def _wake(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-    waiters.clear()
-
-
-def _shared_fault(group: PutGroup, error: BaseException) -> bool:
+def _shared_fault(group: EntryColumns, error: BaseException) -> bool:
     """Whether some put of several is at fault, and nobody knows which."""
     return isinstance(error, InvalidArgument) and len(group.waiters) > 1
 

@@ -8,18 +8,21 @@ be sent again, and be told as lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.network.connection import Connection, HowReturned
-from penstock.client.network.link import Link, Where, passing
-from penstock.errors import LeaseLost, PenstockError
+from penstock.client.network.connection import HowReturned, grouped
+from penstock.client.network.link import Link, Where
+from penstock.errors import LeaseLost
 from penstock.model.ids import LeaseToken
-from penstock.wire.messages import Settled
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Settle, Settled, pack
+
+Ack = tuple[LeaseToken, asyncio.Future[None]]  # and who waits for it
 
 
 class Settler:
@@ -28,8 +31,7 @@ class Settler:
     def __init__(self, link: Link, topic: str) -> None:
         self._link, self._topic = link, topic
         self._loop = asyncio.get_running_loop()
-        self._tokens: list[LeaseToken] = []
-        self._waiters: list[asyncio.Future[None]] = []
+        self._acks: list[Ack] = []  # of this turn
         self._under_way = 0
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
@@ -37,78 +39,52 @@ class Settler:
     async def ack(self, token: LeaseToken) -> None:
         """Acknowledge one lease, together with all others of this turn."""
         self._link.raise_if_closed()
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        if not self._tokens:
+        if not self._acks:
             self._loop.call_soon(self._flush)
             self._idle.clear()
-        self._tokens.append(token)
-        self._waiters.append(waiter)
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._acks.append((token, waiter))
         await waiter
 
     def _flush(self) -> None:
-        acks = _Acks(self._tokens, self._waiters)
-        self._tokens, self._waiters = [], []
-        if not self._link.clustered:
-            self._send(acks, self._link.live)
+        acks, self._acks = self._acks, []
+        if self._link.fleet is None:
+            self._send(acks)
             return
-        apart: dict[int, _Acks] = {}
-        for token, waiter in zip(acks.tokens, acks.waiters, strict=True):
-            apart.setdefault(token.partition, _Acks([], [])).add(token, waiter)
-        for partition, some in apart.items():
-            self._send(some, self._link.toward(self._topic, partition))
+        apart: dict[int, list[Ack]] = {}
+        for ack in acks:
+            apart.setdefault(ack[0].partition, []).append(ack)
+        for some in apart.values():
+            self._send(some)
 
-    def _send(self, acks: _Acks, connection: Connection | None) -> None:
+    def _send(self, acks: list[Ack]) -> None:
         self._under_way += 1
-        if connection is None:
-            self._link.spawn(self._settle(acks, None))
-            return
-        try:
-            answer, lost = connection.settle_nowait(self._topic, acks.tokens)
-        except PenstockError as lost_connection:
-            self._link.spawn(self._settle(acks, lost_connection))
-            return
-        answer.add_done_callback(partial(self._on_answer, acks, lost))
+        tokens, waiters = zip(*acks, strict=True)
+        parts, data, order = grouped(tokens)
+        settle = pack(Settle(self._topic, parts))
+        self._link.begin(
+            lambda connection: connection.ask(FrameType.ACK, Settled, settle, data),
+            (self._topic, tokens[0].partition),
+            ended=partial(self._on_answer, waiters, order),
+        )
 
     def _on_answer(
         self,
-        acks: _Acks,
-        lost: Callable[[Settled], list[int]],
+        waiters: Sequence[asyncio.Future[None]],
+        order: list[int] | None,
         answer: asyncio.Future[Settled],
     ) -> None:
-        error = answer.exception()
-        if error is None:
-            try:
-                acks.resolve(lost(answer.result()))
-            except Exception as wrong:  # noqa: BLE001 - it is told to those who wait for it
-                acks.fail(wrong)
-        elif isinstance(error, PenstockError) and passing(error) and not self._link.closed:
-            self._link.spawn(self._settle(acks, error))
-            return
-        else:
-            acks.fail(error)
-        self._ended()
-
-    async def _settle(self, acks: _Acks, failed: PenstockError | None) -> None:
-        """The slow way: after a first try that failed, or without a connection."""
+        error: Exception | None = None
         try:
-            acks.resolve(
-                await self._link.request(
-                    lambda c: c.settle(self._topic, acks.tokens),
-                    failed=failed,
-                    at=(self._topic, acks.tokens[0].partition),
-                )
-            )
-        except PenstockError as error:
-            acks.fail(error)
-        except BaseException as error:
-            acks.fail(PenstockError(f"the acknowledgement was given up: {error!r}"))
-            raise
-        finally:
-            self._ended()
-
-    def _ended(self) -> None:
+            for at in answer.result().lost:
+                lost = LeaseLost("the lease ran out before the message was done")
+                _end(waiters[at if order is None else order[at]], lost)
+        except Exception as failed:  # noqa: BLE001 - it is told to those who wait for it
+            error = failed
+        for waiter in waiters:
+            _end(waiter, error)
         self._under_way -= 1
-        if not self._under_way and not self._tokens:
+        if not self._under_way and not self._acks:
             self._idle.set()
 
     async def ack_range(self, first: LeaseToken, tokens: NDArray[np.uint64]) -> list[int]:
@@ -141,28 +117,10 @@ class Settler:
         await self._idle.wait()
 
 
-class _Acks:
-    """Acknowledgements that share a request, and who waits for each."""
-
-    __slots__ = ("tokens", "waiters")
-
-    def __init__(self, tokens: list[LeaseToken], waiters: list[asyncio.Future[None]]) -> None:
-        self.tokens, self.waiters = tokens, waiters
-
-    def add(self, token: LeaseToken, waiter: asyncio.Future[None]) -> None:
-        self.tokens.append(token)
-        self.waiters.append(waiter)
-
-    def resolve(self, lost: list[int]) -> None:
-        for position in lost:
-            if not self.waiters[position].done():
-                error = LeaseLost("the lease ran out before the message was done")
-                self.waiters[position].set_exception(error)
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
+def _end(waiter: asyncio.Future[None], error: Exception | None) -> None:
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)

@@ -231,7 +231,7 @@ async def test_writers_wait_while_the_peer_does_not_read(
     await asyncio.sleep(0)
     second = asyncio.ensure_future(connection.call("echo"))
     await asyncio.sleep(0)
-    assert connection.waiting == 1  # the second was not even written
+    assert len(connection._waiting) == 1  # the second was not even written
     far.resume_reading()
     await asyncio.gather(first, second)
 
@@ -241,7 +241,7 @@ async def test_a_late_answer_is_not_waited_for(connection: Connection, broker: A
     broker.mute = {"n1"}
     with pytest.raises(Unavailable, match="no answer within"):
         await connection.call("stats")
-    assert connection.alive and connection.elsewhere and connection.idle
+    assert connection.alive and connection.elsewhere and not connection._waiting
     broker.mute.clear()
     assert (await connection.call("stats"))["method"] == "stats"
 
@@ -258,7 +258,7 @@ async def test_what_takes_long_by_design_is_waited_for(connection: Connection, b
     ]
     with pytest.raises(Unavailable):
         await connection.call("stats")
-    assert connection.waiting == len(asked)
+    assert len(connection._waiting) == len(asked)
     connection.abort()
     assert all(
         isinstance(e, Unavailable) for e in await asyncio.gather(*asked, return_exceptions=True)

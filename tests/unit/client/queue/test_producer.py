@@ -5,7 +5,7 @@ import pytest
 
 import penstock
 from penstock.client.client import Client
-from penstock.client.queue.shipment import ProducerIdentity
+from penstock.client.queue.entries import ProducerIdentity
 from penstock.errors import (
     Backpressure,
     FailedPrecondition,

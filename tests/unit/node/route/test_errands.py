@@ -153,7 +153,7 @@ async def test_a_lost_connection_leaves_the_outcome_open(cluster: Cluster) -> No
     put = asyncio.create_task(
         cluster["a"].enqueue("jobs", [{"payload": b"x"}], producer=("p", 1, 1))
     )
-    while not cluster.views["a"].peers["b"].waiting:
+    while not cluster.views["a"].peers["b"]._waiting:
         await asyncio.sleep(0)
     cluster.cut("a", "b")
     with pytest.raises(Unavailable):
