@@ -16,6 +16,7 @@ import pytest
 
 import penstock
 import penstock.sync
+from penstock.client.queue.entries import Entry
 from penstock.errors import InvalidArgument
 from penstock.model.plain import DEPTH_MAX, HEADERS_VALUES_MAX
 
@@ -123,7 +124,7 @@ async def test_a_wrong_argument_is_refused_at_once_and_alone(
             await topic.put_many([b"x", penstock.Item(b"wrong", **{field: value})])
         assert refused.value.field == field
     producer = await topic.handle.opened()
-    assert (producer.inflight.entries, producer.inflight.bytes) == (0, 0)
+    assert (producer.inflight_entries, producer.inflight_bytes) == (0, 0)
     assert sorted(m.payload for m in await topic.pop(10)) == [b"after", b"before"]
 
 
@@ -144,14 +145,14 @@ async def test_a_batch_that_cannot_be_built_fails_its_callers(
     """What passes every check and still cannot be encoded. Before, its callers waited for ever."""
     producer = await topic.handle.opened()
     waiters = [
-        producer.add(b"fine", 0),
-        producer.add(b"not a number", 1.5),  # type: ignore[arg-type]
-        producer.add(b"fine", 0),
+        producer.add(Entry(b"fine")),
+        producer.add(Entry(b"not a number", 1.5)),  # type: ignore[arg-type]
+        producer.add(Entry(b"fine")),
     ]
     async with asyncio.timeout(30):
         found = await asyncio.gather(*waiters, return_exceptions=True)
         assert all(isinstance(error, penstock.PenstockError) for error in found)
-        assert (producer.inflight.entries, producer.inflight.bytes) == (0, 0)
+        assert (producer.inflight_entries, producer.inflight_bytes) == (0, 0)
         assert await topic.put(b"later")
         await producer.drain()
     assert [m.payload for m in await topic.pop(10)] == [b"later"]

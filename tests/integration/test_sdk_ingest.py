@@ -91,10 +91,10 @@ async def test_a_client_that_is_full_itself_says_so(place: Place) -> None:
     waiting = filling(place)
     await until(lambda: place.depth == 10)
     producer = await place.vectors.topic.handle.opened()
-    producer.inflight.entries += 1 << 30
+    producer.inflight_entries += 1 << 30
     with pytest.raises(Backpressure, match="under way"):
         await place.vectors.create("late", [1, 2], timeout=0)
-    producer.inflight.entries -= 1 << 30
+    producer.inflight_entries -= 1 << 30
     place.room = 1000
     await asyncio.gather(*waiting)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -137,18 +137,13 @@ class Topic(Generic[T]):
         item = Item(
             value, priority=priority, key=key, delay=delay, headers=headers, max_retries=max_retries
         )
-        with self._span() as context:
+        with spans.putting(self.name) if spans.API in sys.modules else nullcontext() as context:
             if context:
                 check_map(headers)
                 item.headers = {**context, **(headers or {})}
             payload = self.handle.content.encode(value)
             entry = checked(item, payload, limit=producer.config.payload_bytes_max)
             return await producer.add(entry)
-
-    def _span(self) -> AbstractContextManager[Mapping[str, str]]:
-        """A span for a put, and the headers that carry it; none if the application does not
-        trace."""
-        return spans.putting(self.name) if spans.API in sys.modules else nullcontext({})
 
     async def _admitted(self, room_by: float | None = None) -> Producer:
         producer = await self.handle.opened()
@@ -171,7 +166,7 @@ class Topic(Generic[T]):
         room_by = deadline(timeout)
         producer = await self._admitted(room_by)
         ids: list[str] = []
-        with self._span() as context:
+        with spans.putting(self.name) if spans.API in sys.modules else nullcontext() as context:
             for entries in chunked(
                 items,
                 self.handle.content,
@@ -298,7 +293,7 @@ class Topic(Generic[T]):
         for consumer in list(self._consumers):
             await consumer.aclose()
         if self.handle.producer is not None:
-            await self.handle.producer.inflight.idle()
+            await self.handle.producer.drain()
         await self.handle.settler.drain()
         for keeper in self._keepers:
             keeper.stop()

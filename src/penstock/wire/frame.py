@@ -92,16 +92,11 @@ class FrameDecoder:
 
     def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         self.payload_bytes_max = payload_bytes_max
-        self._parts: list[Buffer] = []  # received and not yet a whole frame
-        self._large: bytearray | None = None  # instead of parts: a large frame, to be joined once
-        self._have = 0
+        self._kept: bytearray | memoryview = bytearray()  # received and not yet a whole frame
+        self.buffered = 0  # bytes of it
         self._dropped = 0  # bytes still to come of a frame that nobody wants
         self.need = HEADER.size  # bytes until the next step is possible: a header, a whole frame
         self.more = False  # `feed` has stopped at its limit
-
-    @property
-    def buffered(self) -> int:
-        return self._have
 
     def feed(self, data: bytes, limit: int = sys.maxsize) -> list[Frame]:
         """The frames that `data` completes, as far as `limit`; if there may be `more`, the next
@@ -111,31 +106,20 @@ class FrameDecoder:
             passed = min(self._dropped, len(data))
             self._dropped -= passed
             data = data[passed:]
-            if not data:
+        self.buffered += len(data)
+        received: Buffer = data
+        if self._kept or self.buffered < self.need:
+            received = self._kept
+            if data:
+                received = received if isinstance(received, bytearray) else bytearray(received)
+                received += data
+            self._kept = received
+            if self.buffered < self.need:
                 return []
-        self._have += len(data)
-        if self._large is not None:
-            return self._feed_large(self._large, data, limit)
-        if self._have < self.need:
-            self._parts.append(data)
-            return []
-        if self._parts:
-            self._parts.append(data)
-            data = self._parts[0] if not data else b"".join(self._parts)  # type: ignore[assignment]
-            self._parts.clear()
-        return self._split(memoryview(data), [], limit)
+        return self._split(memoryview(received).toreadonly(), limit)
 
-    def _feed_large(self, large: bytearray, data: bytes, limit: int) -> list[Frame]:
-        if self._have < self.need:
-            large += data
-            return []
-        view, missing = memoryview(data), self.need - len(large)
-        large += view[:missing]
-        self._large = None
-        whole = self._frame(memoryview(large).toreadonly(), 0, self.need)
-        return self._split(view[missing:], [whole], limit)
-
-    def _split(self, view: memoryview, frames: list[Frame], limit: int) -> list[Frame]:
+    def _split(self, view: memoryview, limit: int) -> list[Frame]:
+        frames: list[Frame] = []
         at, end = 0, len(view)
         self.more = False
         while True:
@@ -145,47 +129,34 @@ class FrameDecoder:
             if len(frames) >= limit:
                 self.more = True
                 break
-            self.need = whole = self._frame_size(view, at)
-            if end - at < whole:
+            magic, version, type, flags, sequence, length = HEADER.unpack_from(view, at)
+            if magic != MAGIC:
+                raise Corruption(f"a frame starts with 0x{magic:02X}, not 0xD3")
+            if version != VERSION:
+                raise Corruption(f"frame version {version} is not {VERSION}")
+            if type > FrameType.UNSUBSCRIBE:
+                raise Corruption(f"frame type {type} is unknown")
+            if length > self.payload_bytes_max:
+                raise Corruption(f"a frame of {length} bytes is over {self.payload_bytes_max}")
+            self.need = OVERHEAD + length
+            if end - at < self.need:
                 break
-            frames.append(self._frame(view, at, whole))
-            at += whole
-        self._have = end - at
-        if self.more:
-            self._parts.append(view[at:])
-        elif self.need > LARGE_BYTES_MIN:
-            self._large = bytearray(view[at:])
-        elif at < end:
-            self._parts.append(bytes(view[at:]))
+            trailer = at + HEADER.size + length
+            payload = view[at + HEADER.size : trailer]
+            if crc32c(payload) != TRAILER.unpack_from(view, trailer)[0]:
+                raise Corruption("a frame's payload does not match its CRC")
+            frames.append(Frame(_TYPES[type], flags, sequence, payload))
+            at = trailer + TRAILER.size
+        self.buffered = end - at
+        # What is not looked at yet need not be copied; what waits for bytes grows by them.
+        self._kept = view[at:] if self.more else bytearray(view[at:])
         return frames
 
     def drop(self) -> int:
         """Let go of the frame whose header is here; what is to come of it is passed over. Returns
         its number."""
-        sequence: int = HEADER.unpack_from(self._large or self._parts[0])[4]
-        self._dropped = self.need - self._have
-        self._parts.clear()
-        self._large = None
-        self._have, self.need = 0, HEADER.size
+        sequence: int = HEADER.unpack_from(self._kept)[4]
+        self._dropped = self.need - self.buffered
+        self._kept = bytearray()
+        self.buffered, self.need = 0, HEADER.size
         return sequence
-
-    def _frame_size(self, view: memoryview, at: int) -> int:
-        magic, version, type, _, _, length = HEADER.unpack_from(view, at)
-        if magic != MAGIC:
-            raise Corruption(f"a frame starts with 0x{magic:02X}, not 0xD3")
-        if version != VERSION:
-            raise Corruption(f"frame version {version} is not {VERSION}")
-        if type > FrameType.UNSUBSCRIBE:
-            raise Corruption(f"frame type {type} is unknown")
-        if length > self.payload_bytes_max:
-            raise Corruption(f"a frame of {length} bytes is over {self.payload_bytes_max}")
-        return OVERHEAD + int(length)
-
-    @staticmethod
-    def _frame(view: memoryview, at: int, whole: int) -> Frame:
-        _, _, type, flags, sequence, _ = HEADER.unpack_from(view, at)
-        payload = view[at + HEADER.size : at + whole - TRAILER.size]
-        (crc,) = TRAILER.unpack_from(view, at + whole - TRAILER.size)
-        if crc32c(payload) != crc:
-            raise Corruption("a frame's payload does not match its CRC")
-        return Frame(_TYPES[type], flags, sequence, payload)

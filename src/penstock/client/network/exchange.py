@@ -79,7 +79,7 @@ class Exchange(asyncio.Protocol):
         # Whether anything was sent, or received, since the last tick of the heartbeat.
         self._sent = self._received = True
         self._silent = 0  # ticks in a row without a byte from the peer
-        self._slow: dict[str, float] = {}  # by topic: loop time until which to put nothing
+        self.slow: dict[str, float] = {}  # by topic: loop time until which to put nothing
 
     # --- state ---
 
@@ -89,10 +89,8 @@ class Exchange(asyncio.Protocol):
 
     def slow_until(self, topic: str) -> float:
         """The loop time until which the server wants no puts into a topic; 0: at once."""
-        if not self._slow:
-            return 0.0
-        self._slow = {name: t for name, t in self._slow.items() if t > self._loop.time()}
-        return max(self._slow.get(topic, 0.0), self._slow.get("", 0.0))
+        self.slow = {name: t for name, t in self.slow.items() if t > self._loop.time()}
+        return max(self.slow.get(topic, 0.0), self.slow.get("", 0.0))
 
     async def greeted(self, timeout: float = GREETING_TIMEOUT_S) -> Welcome:
         """Wait until the server accepted us; raises what it refused us with."""
@@ -154,7 +152,8 @@ class Exchange(asyncio.Protocol):
         answer may take `wait_s` longer than others."""
         if not self.alive:
             raise self._over()
-        number = number or self._next()
+        if number is None:
+            number = self._number = self._number + 1
         self.send(type, number, *payload, flags=FrameFlag.ACK_WANTED)
         late_at = math.inf
         if self.answer_s is not None:
@@ -271,7 +270,7 @@ class Exchange(asyncio.Protocol):
                 self._on_welcome(unpack(item.payload, Welcome)[0])
         elif kind is FrameType.BACKPRESSURE:
             slow, _ = unpack(item.payload, SlowDown)
-            self._slow[slow.topic] = self._loop.time() + slow.retry_after_ms / 1000
+            self.slow[slow.topic] = self._loop.time() + slow.retry_after_ms / 1000
         else:
             raise Corruption(f"a client cannot receive {kind.name}")
 

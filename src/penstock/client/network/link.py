@@ -31,8 +31,8 @@ from penstock.wire.calls import is_repeatable
 
 R = TypeVar("R")
 Where = tuple[str, int]  # topic, partition
-Action = Callable[[Connection], Awaitable[R]]
-Ended = Callable[[asyncio.Future[R]], None]
+Question = tuple[Any, ...]  # what `Exchange.ask` takes
+Ended = Callable[[asyncio.Future[Any]], None]
 
 FAILURES_MAX: Final = 3  # After so many failures of one request a node is left for another.
 log = logging.getLogger("penstock.client")
@@ -121,37 +121,35 @@ class Link:
 
     # --- requests ---
 
-    def begin(
-        self, action: Callable[[Connection], asyncio.Future[R]], at: Where, *, ended: Ended[R]
-    ) -> None:
+    def begin(self, question: Question, *, at: Where, ended: Ended) -> None:
         """`request` for a caller that awaits nothing: the first try is made at once and without a
         task of its own. `ended` gets the answer."""
         connection = self.toward(*at)
         if connection is None:
-            self.spawn(self._go_on(action, at, None, ended))
+            self.spawn(self._go_on(question, at, None, ended))
             return
         try:
-            answer = action(connection)
+            answer = connection.ask(*question)
         except PenstockError as lost:
-            self.spawn(self._go_on(action, at, lost, ended))
+            self.spawn(self._go_on(question, at, lost, ended))
         else:
-            answer.add_done_callback(partial(self._on_answer, action, at, ended))
+            answer.add_done_callback(partial(self._on_answer, question, at, ended))
 
     def _on_answer(
-        self, action: Action[R], at: Where, ended: Ended[R], answer: asyncio.Future[R]
+        self, question: Question, at: Where, ended: Ended, answer: asyncio.Future[Any]
     ) -> None:
         error = answer.exception()
         if isinstance(error, PenstockError) and passing(error) and not self.closed:
-            self.spawn(self._go_on(action, at, error, ended))
+            self.spawn(self._go_on(question, at, error, ended))
         else:
             ended(answer)
 
     async def _go_on(
-        self, action: Action[R], at: Where, failed: PenstockError | None, ended: Ended[R]
+        self, question: Question, at: Where, failed: PenstockError | None, ended: Ended
     ) -> None:
-        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
-            answer.set_result(await self.request(action, failed=failed, at=at))
+            answer.set_result(await self.request(lambda c: c.ask(*question), failed=failed, at=at))
         except PenstockError as error:
             answer.set_exception(error)
         except BaseException as error:
@@ -162,7 +160,7 @@ class Link:
 
     async def request(
         self,
-        action: Action[R],
+        action: Callable[[Connection], Awaitable[R]],
         *,
         repeatable: bool = True,
         failed: PenstockError | None = None,

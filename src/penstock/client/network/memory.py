@@ -39,7 +39,6 @@ class MemoryTransport(asyncio.Transport):
         self._outbox: list[Any] = []
         self._unread = 0
         self._high, self._low = HIGH_WATER, LOW_WATER
-        self._scheduled = False
         self._reading = True
         self._paused_writer = False
         self._closing = False
@@ -56,22 +55,17 @@ class MemoryTransport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._closing:
             return
+        if not self._outbox:
+            self._loop.call_soon(self._deliver)
         for data in list_of_data:
             # A caller may reuse a mutable buffer once this returns; immutable ones are shared.
             self._outbox.append(data if type(data) is bytes else bytes(data))
             self._unread += len(data)
-        self._schedule()
         if self._unread > self._high and not self._paused_writer:
             self._paused_writer = True
             self._protocol.pause_writing()
 
-    def _schedule(self) -> None:
-        if not self._scheduled and self._peer._reading:
-            self._scheduled = True
-            self._loop.call_soon(self._deliver)
-
     def _deliver(self) -> None:
-        self._scheduled = False
         peer = self._peer
         if self._lost or not peer._reading:
             return
@@ -102,7 +96,7 @@ class MemoryTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         self._reading = True
         if self._peer._outbox or self._peer._closing:
-            self._peer._schedule()
+            self._loop.call_soon(self._peer._deliver)
 
     # --- ending ---
 
@@ -113,7 +107,7 @@ class MemoryTransport(asyncio.Transport):
         """Let the peer read what was written, then end both sides."""
         if not self._closing:
             self._closing = True
-            self._schedule()
+            self._loop.call_soon(self._deliver)
 
     def abort(self) -> None:
         """End both sides now; what was not read is gone."""

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.client.network.connection import Connection
 from penstock.client.network.fleet import Fleet
-from penstock.client.network.link import Link
-from penstock.client.options import Options
+from penstock.client.network.link import Link, Where
 from penstock.client.queue.entries import Entry, EntryColumns, ProducerIdentity
 from penstock.client.queue.succession import Succession
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
@@ -55,34 +53,26 @@ class KeyedPart(NamedTuple):
 class Shipment(NamedTuple):
     """A request that may be sent again, byte for byte, to any node.
 
-    Its bodies hold the producer key (id, epoch, sequence) of every entry. Repeating it repeats the
-    keys, by which a node knows what it has written already.
+    It holds the producer key (id, epoch, sequence) of every entry. Repeating it repeats the keys,
+    by which a node knows what it has written already.
     """
 
-    request: Enqueue
-    bodies: list[bytes]
-    firsts: list[int]  # the first producer sequence of each part
+    at: Where  # Whoever coordinates its first partition forwards the others' parts.
+    question: tuple[Any, ...]
+    parts: list[KeyedPart]
     order: list[int] | None = None  # from a place in the request to the caller's, if they differ
-
-    @property
-    def partition(self) -> int:
-        """The first that it is about; whoever coordinates that one forwards the others' parts."""
-        return self.request.parts[0].partition
-
-    def send(self, connection: Connection) -> asyncio.Future[Enqueued]:
-        return connection.ask(FrameType.BATCH, Enqueued, pack(self.request), *self.bodies)
 
     def keyed(self) -> Iterator[tuple[int, int, int]]:
         """Each entry's index as the caller counts, its partition and its producer sequence."""
         at = 0
-        for part, first in zip(self.request.parts, self.firsts, strict=True):
-            for sequence in range(first, first + part.count):
+        for part in self.parts:
+            for sequence in range(part.first, part.first + part.entries):
                 yield at if self.order is None else self.order[at], part.partition, sequence
                 at += 1
 
     def ids(self, answer: Enqueued) -> list[str]:
         """The message id of each entry, in the caller's order."""
-        count = sum([part.count for part in self.request.parts])
+        count = sum([part.entries for part in self.parts])
         found = answer.ids(count)
         if len(found) != count or not all(found):
             raise Corruption("the answer to an enqueue does not name every message")
@@ -103,7 +93,9 @@ class Producer:
         self._loop = asyncio.get_running_loop()
         self._gathered: deque[EntryColumns] = deque()
         self._requests = 0
-        self.inflight = Inflight(self._options)
+        # What was accepted and is not answered; neither number is ever below zero.
+        self.inflight_entries = self.inflight_bytes = 0
+        self._answered = asyncio.Event()  # set when one of them was
         self._scheduled = False
         self._sticky = 0
         self._stay_until = 0.0
@@ -115,16 +107,34 @@ class Producer:
     @property
     def ready(self) -> bool:
         """Whether an entry may be added right now."""
-        if self.inflight.full or self._link.closed:
-            return False
-        return not self._identity.lasting or self._succession.known(self.config)
+        return (
+            self.inflight_entries < self._options.inflight_entries_max
+            and self.inflight_bytes < self._options.inflight_bytes_max
+            and not self._link.closed
+            and (not self._identity.lasting or self._succession.known(self.config))
+        )
 
     async def room(self, room_by: float | None = None) -> None:
         """Wait until another put is within the bounds; raises `Backpressure` at `room_by`. Before
         the first one, earlier clients of the same producer are shut out."""
-        self._link.raise_if_closed()
-        await self._succession.tell(self.config)
-        await self.inflight.room(room_by)
+        while True:
+            self._link.raise_if_closed()
+            await self._succession.tell(self.config)
+            if self.ready:
+                return
+            self._answered.clear()
+            try:
+                async with asyncio.timeout_at(room_by):
+                    await self._answered.wait()
+            except TimeoutError:
+                message = f"{self.inflight_entries} puts of this client are under way"
+                raise Backpressure(message) from None
+
+    async def drain(self) -> None:
+        """Wait until everything that was accepted is answered."""
+        while self.inflight_entries:
+            self._answered.clear()
+            await self._answered.wait()
 
     def add(self, entry: Entry) -> asyncio.Future[str]:
         """Take one checked entry; the future gets its message id once it is durable."""
@@ -138,7 +148,8 @@ class Producer:
             gathered.append(last)
         before = last.bytes
         last.add(entry)
-        self.inflight.take(1, last.bytes - before)
+        self.inflight_entries += 1
+        self.inflight_bytes += last.bytes - before
         waiter: asyncio.Future[str] = self._loop.create_future()
         last.waiters.append(waiter)
         if not self._scheduled:
@@ -154,11 +165,12 @@ class Producer:
         while self._gathered and self._requests < most:
             partition = self._turn(len(self._gathered[0].waiters))
             connection = link.toward(topic, partition)
-            slow = 0.0 if connection is None else connection.slow_until(topic)
-            if slow and not link.closed:
-                self._scheduled = True
-                self._loop.call_at(slow, self._flush)
-                return
+            if connection is not None and connection.slow and not link.closed:
+                slow = connection.slow_until(topic)
+                if slow:
+                    self._scheduled = True
+                    self._loop.call_at(slow, self._flush)
+                    return
             self._send(self._gathered.popleft(), partition)
 
     def _send(self, group: EntryColumns, partition: int) -> None:
@@ -166,8 +178,9 @@ class Producer:
         try:
             if self._link.closed:
                 raise PenstockError("the client closed before the put was sent")
-            rows = self._apart(group, partition)
-            parts = [group] if len(rows) == 1 else [group.only(some) for some in rows]
+            parts = [group]
+            if self._link.fleet is not None and len(rows := self._apart(group, partition)) > 1:
+                parts = [group.only(some) for some in rows]
             shipments = [self._seal(part, partition) for part in parts]
         except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
             group.fail(_told(error))
@@ -176,7 +189,7 @@ class Producer:
         self._requests += len(parts) - 1
         for part, shipment in zip(parts, shipments, strict=True):
             ended = partial(self._on_answer, part, shipment)
-            self._link.begin(shipment.send, (self.config.name, shipment.partition), ended=ended)
+            self._link.begin(shipment.question, at=shipment.at, ended=ended)
 
     def _turn(self, entries: int) -> int:
         """The partition of the next batch's entries without a key."""
@@ -194,7 +207,7 @@ class Producer:
         count = self.config.partitions
         for _ in range(count):
             self._sticky = (self._sticky + 1) % count
-            if not self._in_trouble(self._sticky):
+            if (fleet is None and not self._link.troubled) or not self._in_trouble(self._sticky):
                 break
         return self._sticky
 
@@ -212,8 +225,6 @@ class Producer:
 
     def _apart(self, entries: EntryColumns, partition: int) -> list[Sequence[int]]:
         """The rows that belong together because one node coordinates their partitions."""
-        if self._link.fleet is None:
-            return [range(len(entries))]
         by_node: dict[str | None, list[int]] = {}
         for target, rows in self._groups(entries, partition).items():
             node = self._link.coordinator(self.config.name, target)
@@ -223,8 +234,6 @@ class Producer:
     def _groups(self, entries: EntryColumns, sticky: int) -> dict[int, Sequence[int]]:
         """The rows of each partition: those with a key go where it belongs, others to `sticky`."""
         config, keys = self.config, entries.columns["key"]
-        if config.partitions == 1:
-            return {0: range(len(keys))}
         if config.kind is TopicKind.DELTA:
             targets = partitions_of_deltas(entries.columns["payload"], config.partitions)
         elif not any(keys):
@@ -243,7 +252,9 @@ class Producer:
         expected_sequence: int | None = None,
     ) -> Shipment:
         """A request for entries, under keys of their own."""
-        groups = self._groups(entries, partition)
+        groups: dict[int, Sequence[int]] = {0: range(len(entries.columns["payload"]))}
+        if self.config.partitions > 1:
+            groups = self._groups(entries, partition)
         order = None
         if len(groups) > 1:
             order = [row for rows in groups.values() for row in rows]
@@ -262,36 +273,40 @@ class Producer:
             columns |= self._identity.run(partition, first, entries)
             bodies.append(ENQ.encode(entries, columns, runs=1))
             parts.append(Part(partition, entries, len(bodies[-1])))
-        request = Enqueue(self.config.name, parts, topic_id=self.config.id, **how)
-        return Shipment(request, bodies, [part.first for part in keyed], order)
+        config = self.config
+        request = pack(Enqueue(config.name, parts, topic_id=config.id, **how))
+        at = (config.name, parts[0].partition)
+        return Shipment(at, (FrameType.BATCH, Enqueued, request, *bodies), keyed, order)
 
     # --- the answer ---
 
     def _on_answer(
         self, group: EntryColumns, shipment: Shipment, answer: asyncio.Future[Enqueued]
     ) -> None:
-        error = answer.exception()
-        if error is None:
-            self._tell(group, shipment, answer.result())
-        elif not self._link.closed and (self._made_again(error) or _shared_fault(group, error)):
-            self._link.spawn(self._mend(group, shipment, error))
-            return
-        else:
-            group.fail(error)
-        self._end(group)
-
-    def _tell(self, group: EntryColumns, shipment: Shipment, answer: Enqueued) -> None:
         try:
-            group.answer(shipment.ids(answer))
+            group.answer(shipment.ids(answer.result()))
         except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
+            if not self._link.closed and (self._made_again(error) or _shared_fault(group, error)):
+                self._link.spawn(self._mend(group, shipment, error))
+                return
             group.fail(_told(error))
+        self._end(group)
 
     def _end(self, group: EntryColumns) -> None:
         self._requests -= 1
-        self.inflight.release(len(group.waiters), group.bytes)
+        self._release(len(group.waiters), group.bytes)
         if self._gathered and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._flush)
+
+    def _release(self, entries: int, size: int) -> None:
+        self.inflight_entries -= entries
+        self.inflight_bytes -= size
+        if self.inflight_entries < 0 or self.inflight_bytes < 0:
+            raise RuntimeError(
+                f"in flight: {self.inflight_entries} entries, {self.inflight_bytes} bytes"
+            )
+        self._answered.set()
 
     def _made_again(self, error: BaseException, expected_sequence: int | None = None) -> bool:
         """Whether nothing was written because another topic has the name by now, whose messages
@@ -312,9 +327,9 @@ class Producer:
                 return
             await self._renew()  # The topic of this name may have other partitions now.
             shipment = self._seal(group, self._turn(len(group.waiters)))
-            self._tell(group, shipment, await self._sent(shipment))
-        except PenstockError as error:
-            group.fail(error)
+            group.answer(shipment.ids(await self._sent(shipment)))
+        except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
+            group.fail(_told(error))
         except BaseException as error:
             group.fail(PenstockError(f"the put was given up: {error!r}"))
             raise
@@ -332,21 +347,22 @@ class Producer:
             one = group.only((row,))
             alone = self._shipment([KeyedPart(partition, sequence, 1, one.present(None))])
             try:
-                self._tell(one, alone, await self._sent(alone))
+                one.answer(alone.ids(await self._sent(alone)))
             except PenstockError as error:
                 one.fail(error)
 
     async def _sent(self, shipment: Shipment, room_by: float | None = None) -> Enqueued:
         """The answer to a request that is sent when the node wants it. `room_by`, a time of the
         loop: a node that has no room by then is given up; None: never."""
-        at = (self.config.name, shipment.partition)
         while room_by is None:  # With a time limit a node is tried, even if it asked for a pause.
-            connection = self._link.toward(*at)
+            connection = self._link.toward(*shipment.at)
             slow = 0.0 if connection is None else connection.slow_until(self.config.name)
             if not slow:
                 break
             await asyncio.sleep(slow - self._loop.time())
-        return await self._link.request(shipment.send, at=at, room_by=room_by)
+        return await self._link.request(
+            lambda connection: connection.ask(*shipment.question), at=shipment.at, room_by=room_by
+        )
 
     # --- many at once ---
 
@@ -360,7 +376,8 @@ class Producer:
     ) -> list[str]:
         """One request of its own for `entries`, or one for each node; their message ids."""
         await self.room(room_by)
-        self.inflight.take(len(entries), entries.bytes)
+        self.inflight_entries += len(entries)
+        self.inflight_bytes += entries.bytes
         put = partial(
             self._put_once,
             entries,
@@ -377,7 +394,7 @@ class Producer:
             await self._renew()
             return await put()
         finally:
-            self.inflight.release(len(entries), entries.bytes)
+            self._release(len(entries), entries.bytes)
 
     async def _put_once(
         self,
@@ -388,7 +405,9 @@ class Producer:
         room_by: float | None,
     ) -> list[str]:
         partition = self._turn(len(entries))
-        rows = [] if atomic else self._apart(entries, partition)
+        rows: list[Sequence[int]] = []
+        if not atomic and self._link.fleet is not None:
+            rows = self._apart(entries, partition)
         if len(rows) <= 1:
             shipment = self._seal(
                 entries, partition, atomic=atomic, expected_sequence=expected_sequence
@@ -416,7 +435,8 @@ class Producer:
         """One request of its own for payloads that belong to one partition."""
         count, size = len(payloads), len(payloads.blob)
         await self.room(room_by)
-        self.inflight.take(count, size)
+        self.inflight_entries += count
+        self.inflight_bytes += size
         columns: dict[str, Any] = {"payload": payloads}
         if headers:
             columns["headers"] = [headers] * count
@@ -425,50 +445,7 @@ class Producer:
             shipment = self._shipment([KeyedPart(partition, first, count, columns)])
             await self._sent(shipment, room_by)
         finally:
-            self.inflight.release(count, size)
-
-
-class Inflight:
-    """What was accepted and is not answered, in entries and bytes; neither is ever below zero."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self.entries = self.bytes = 0
-        self._answered = asyncio.Event()  # set when something was, and there is room
-
-    @property
-    def full(self) -> bool:
-        options = self._options
-        return (
-            self.entries >= options.inflight_entries_max or self.bytes >= options.inflight_bytes_max
-        )
-
-    async def room(self, room_by: float | None = None) -> None:
-        """Wait until more is within the bounds; raises `Backpressure` at `room_by`."""
-        while self.full:
-            self._answered.clear()
-            try:
-                async with asyncio.timeout_at(room_by):
-                    await self._answered.wait()
-            except TimeoutError:
-                raise Backpressure(f"{self.entries} puts of this client are under way") from None
-
-    def take(self, entries: int, size: int) -> None:
-        self.entries += entries
-        self.bytes += size
-
-    def release(self, entries: int, size: int) -> None:
-        self.entries -= entries
-        self.bytes -= size
-        if self.entries < 0 or self.bytes < 0:
-            raise RuntimeError(f"in flight: {self.entries} entries, {self.bytes} bytes")
-        self._answered.set()
-
-    async def idle(self) -> None:
-        """Wait until everything is answered."""
-        while self.entries:
-            self._answered.clear()
-            await self._answered.wait()
+            self._release(count, size)
 
 
 def _shared_fault(group: EntryColumns, error: BaseException) -> bool:

@@ -61,10 +61,9 @@ class Settler:
         self._under_way += 1
         tokens, waiters = zip(*acks, strict=True)
         parts, data, order = grouped(tokens)
-        settle = pack(Settle(self._topic, parts))
         self._link.begin(
-            lambda connection: connection.ask(FrameType.ACK, Settled, settle, data),
-            (self._topic, tokens[0].partition),
+            (FrameType.ACK, Settled, pack(Settle(self._topic, parts)), data),
+            at=(self._topic, tokens[0].partition),
             ended=partial(self._on_answer, waiters, order),
         )
 

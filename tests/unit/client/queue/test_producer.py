@@ -222,11 +222,11 @@ async def test_puts_wait_at_the_bound_and_the_count_returns_to_zero(
         puts = [asyncio.ensure_future(topic.put(b"x")) for _ in range(25)]
         for _ in range(10):
             await asyncio.sleep(0)
-        inflight = (await topic.handle.opened()).inflight
-        assert inflight.entries == 10
+        producer = await topic.handle.opened()
+        assert producer.inflight_entries == 10
         broker.hold.set()
         await asyncio.gather(*puts)
-        assert (inflight.entries, inflight.bytes) == (0, 0)
+        assert (producer.inflight_entries, producer.inflight_bytes) == (0, 0)
 
 
 async def test_leaving_the_client_drains_puts_nobody_awaited(make_client: Any, broker: Any) -> None:
