@@ -6,10 +6,9 @@ A command's module is imported when the command is called, and not when commands
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -96,22 +95,17 @@ def version(cli: Invocation) -> Answer:
     return Answer({"version": __version__}, __version__)
 
 
-class Shell(StrEnum):
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
 @command(app, "completion", connects=False)
 def completion(
-    cli: Invocation, shell: Annotated[Shell, typer.Argument(help="Your shell.")]
+    cli: Invocation,
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Your shell.")],
 ) -> Answer | None:
     """Print the completion script: eval "$(penstock completion bash)"."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there
 
-    script = get_completion_script(prog_name="penstock", complete_var=VARIABLE, shell=shell.value)
+    script = get_completion_script(prog_name="penstock", complete_var=VARIABLE, shell=shell)
     if cli.json:
-        return Answer({"shell": shell.value, "script": script})
+        return Answer({"shell": shell, "script": script})
     print(script)
     return None
 

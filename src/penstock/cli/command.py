@@ -15,6 +15,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
@@ -93,6 +94,17 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def time_of(text: str | None, *, field: str) -> datetime | None:
+    """A point in time as a person writes it; UTC unless it says otherwise."""
+    if text is None:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidArgument(f"{field} is not an ISO 8601 time: {text}", field=field) from error
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 URL_DEFAULT: Final = "penstock://127.0.0.1:7440"

@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of
+from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of, time_of
 from penstock.cli.output import Columns, listing, table, when
 from penstock.console import cell, progress, to_json
 from penstock.errors import InvalidArgument, NotFound
@@ -155,7 +154,7 @@ async def get(
 ) -> Answer:
     """Show a vector. Exit code 3 when there is none."""
     async with _deltas(cli, topic, namespace=namespace) as deltas:
-        vector = await deltas.get(vector_id, None if at is None else _time(at))
+        vector = await deltas.get(vector_id, time_of(at, field="at"))
     if vector is None:
         raise NotFound(f"no vector {vector_id} in {topic}", vector_id=vector_id)
     document = {
@@ -211,7 +210,7 @@ async def tail(
     async with _deltas(cli, topic) as deltas:
         source = deltas.subscribe(
             namespace=namespace, vector_id=vector_id, op=wanted, routes=route or (),
-            from_sequence=start or "now", from_time=None if since is None else _time(since),
+            from_sequence=start or "now", from_time=time_of(since, field="since"),
             cursor=cursor, coalesce_ms=milliseconds(coalesce, field="coalesce"),
         )  # fmt: skip
         try:
@@ -319,11 +318,3 @@ def _short(value: Any) -> Any:
         return value
     numbers = ", ".join(f"{number:g}" for number in value[:SHOWN_MAX])
     return f"[{numbers}, … {len(value)}]" if len(value) > SHOWN_MAX else f"[{numbers}]"
-
-
-def _time(text: str) -> datetime:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidArgument(f"not a time: {text}", field="at") from error
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from penstock.cli.command import (
     exit_of,
     group,
     pairs_of,
+    time_of,
     values_of,
 )
 from penstock.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -138,3 +140,12 @@ def test_a_pair_without_a_name_or_sign_names_the_option(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         pairs_of([text], option="header")
     assert caught.value.field == "header"
+
+
+def test_times_are_utc_unless_they_say_otherwise() -> None:
+    first = datetime(2026, 1, 1, tzinfo=UTC)
+    assert time_of("2026-01-01T00:00:00", field="at") == first
+    assert time_of("2026-01-01T01:00:00+01:00", field="at") == first
+    assert time_of(None, field="at") is None
+    with pytest.raises(InvalidArgument, match="ISO 8601"):
+        time_of("yesterday", field="at")

@@ -10,7 +10,6 @@ import typer
 from penstock.cli.cluster.moves import carry_out, partition_of
 from penstock.cli.cluster.status import status_of, told_of, troubles, wait_until_settled
 from penstock.cli.cluster.up import run
-from penstock.cli.cluster.view import view_of
 from penstock.cli.command import (
     Answer,
     Exit,
@@ -61,6 +60,8 @@ async def status(
     rounds: Rounds = None,
 ) -> Answer | None:
     """Draw nodes, coordinators, epochs, lag and credits. Exit code 1 if something is not served."""
+    from penstock.cli.cluster.view import view_of  # and rich with it
+
     async with cli.connection() as connection:
 
         async def look() -> Answer:

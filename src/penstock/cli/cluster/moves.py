@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from penstock.cli.cluster.status import Status, status_of, under_way
+from penstock.cli.cluster.status import Status, place_of, status_of, told_of, under_way
 from penstock.cli.command import Answer, Exit
 from penstock.cli.output import Columns, listing
 from penstock.console import console, progress
@@ -63,15 +63,15 @@ class Watched(NamedTuple):
 
 async def watch(connection: Connection, moves: list[Move]) -> Watched:
     """A bar until every move is done, or no longer wanted."""
-    since: dict[tuple[str, int], float] = {}  # when a move was first seen to be nobody's wish
+    since: dict[str, float] = {}  # when a move was first seen to be nobody's wish
     with progress("moving", total=1, unit="entries") as advance:
         while True:
             waiting = await _waiting(connection)  # first: what has begun since is in the status
             status = await status_of(connection)
             left, now = pending(status, moves), time.monotonic()
             unwanted = [m for m in left if waiting is not None and not wanted(status, waiting, m)]
-            since = {_place(move): since.get(_place(move), now) for move in unwanted}
-            overruled = [m for m in unwanted if now - since[_place(m)] >= OVERRULED_S]
+            since = {place_of(move): since.get(place_of(move), now) for move in unwanted}
+            overruled = [m for m in unwanted if now - since[place_of(m)] >= OVERRULED_S]
             if len(overruled) == len(left):
                 return Watched(len(moves) - len(left), overruled)
             done, total = copied(status, moves)
@@ -95,24 +95,24 @@ def pending(status: Status, moves: list[Move]) -> list[Move]:
     return [
         move
         for move in moves
-        if (part := parts.get(_place(move))) is not None
+        if (part := parts.get(place_of(move))) is not None
         and (part["voters"] != move["to"] or under_way(part))
     ]
 
 
 def wanted(status: Status, waiting: list[Move], move: Move) -> bool:
     """Whether a move that is not over is still to be: it waits, or its partition is on its way."""
-    part = _by_place(status)[_place(move)]
+    part = _by_place(status)[place_of(move)]
     if move["to"] in (part["target"], part["joint"]):
         return True
-    return any(_place(each) == _place(move) and each["to"] == move["to"] for each in waiting)
+    return any(place_of(each) == place_of(move) and each["to"] == move["to"] for each in waiting)
 
 
 def copied(status: Status, moves: list[Move]) -> tuple[int, int]:
     """Entries that the new replicas hold, and those that they are to hold."""
     parts, done, total = _by_place(status), 0, 0
     for move in moves:
-        part = parts.get(_place(move))
+        part = parts.get(place_of(move))
         last = 0 if part is None else part["sequence_last"] or 0
         for node in set(move["to"]) - set(move["from"]):
             total += last
@@ -128,20 +128,15 @@ def _held(part: dict[str, Any] | None, node: str) -> int:
     return 0
 
 
-def _by_place(status: Status) -> dict[tuple[str, int], dict[str, Any]]:
-    return {_place(part): part for part in status["partitions"]}
-
-
-def _place(of: Mapping[str, Any]) -> tuple[str, int]:
-    return of["topic"], of["partition"]
+def _by_place(status: Status) -> dict[str, dict[str, Any]]:
+    return {place_of(part): part for part in status["partitions"]}
 
 
 def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
-    for part in status["partitions"]:
-        if part["topic"] == topic and part["partition"] == partition:
-            found: dict[str, Any] = part
-            return found
-    raise NotFound(f"no partition {topic}/{partition}", topic=topic)
+    found = _by_place(status).get(f"{topic}/{partition}")
+    if found is None:
+        raise NotFound(f"no partition {topic}/{partition}", topic=topic)
+    return found
 
 
 def _answer(plan: dict[str, Any], *, nothing: str, watched: Watched | None = None) -> Answer:
@@ -157,9 +152,8 @@ def _answer(plan: dict[str, Any], *, nothing: str, watched: Watched | None = Non
         return Answer(document, table_of(moves))
     told = [f"{done} moves are done" if done else f"{len(moves)} moves are planned"]
     if overruled:
-        names = ", ".join(f"{move['topic']}/{move['partition']}" for move in overruled[:5])
-        more = f" and {len(overruled) - 5} more" if len(overruled) > 5 else ""
-        told = [f"{done} of {len(moves)} moves are done; others were decided on for {names}{more}"]
+        names = told_of([place_of(move) for move in overruled])
+        told = [f"{done} of {len(moves)} moves are done; others were decided on for {names}"]
     if left:
         told.append(f"{left} more are needed: ask again")
     return Answer(document, "; ".join(told), Exit.FAILED if overruled or left else Exit.OK)

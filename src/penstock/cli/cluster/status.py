@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.cli.command import listed
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.cli.command import Invocation
     from penstock.client.network.connection import Connection
 
+POLL_S: Final = 0.5
+ASK_S_MAX: Final = 10.0  # for one answer: the node that is asked may be the one that hangs
+SHOWN: Final = 5  # names in a line of text
 
 Status = dict[str, Any]
 
@@ -38,14 +42,22 @@ def of_topic(status: Status, topic: str | None) -> Status:
     return status | {"partitions": found}
 
 
+def place_of(part: Mapping[str, Any]) -> str:
+    return f"{part['topic']}/{part['partition']}"
+
+
+def told_of(names: list[str], most: int = SHOWN) -> str:
+    """So many of the names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def troubles(status: Status) -> list[str]:
     """What keeps somebody waiting, in words; the worst first."""
     found = []
     unserved = [part for part in status["partitions"] if part["state"] != "serving"]
     if unserved:
-        names = ", ".join(f"{part['topic']}/{part['partition']}" for part in unserved[:5])
-        more = f" and {len(unserved) - 5} more" if len(unserved) > 5 else ""
-        found.append(f"not served: {names}{more}")
+        found.append(f"not served: {told_of([place_of(part) for part in unserved])}")
     if not status["metadata"]["available"]:
         found.append("etcd is away: nothing can move or be taken over until it is back")
     return found
@@ -67,15 +79,14 @@ def warnings(status: Status) -> list[str]:
     ]
     lagging = sorted(
         {
-            f"{follower['node']} ({part['topic']}/{part['partition']})"
+            f"{follower['node']} ({place_of(part)})"
             for part in status["partitions"]
             for follower in part["followers"]
             if follower["lagging"]
         }
     )
     if lagging:
-        more = f" and {len(lagging) - 3} more" if len(lagging) > 3 else ""
-        found.append(f"lagging: {', '.join(lagging[:3])}{more}")
+        found.append(f"lagging: {told_of(lagging, 3)}")
     moving = sum(1 for part in status["partitions"] if under_way(part))
     if moving:
         found.append(f"on the move: {moving} of {len(status['partitions'])} partitions")
@@ -92,11 +103,6 @@ def absence(node: dict[str, Any]) -> str:
 def under_way(part: dict[str, Any]) -> bool:
     """Whether a partition's replicas are not where they are wanted."""
     return bool(part["joint"]) or part["target"] not in ([], part["voters"])
-
-
-POLL_S: Final = 0.5
-ASK_S_MAX: Final = 10.0  # for one answer: the node that is asked may be the one that hangs
-SHOWN: Final = 5
 
 
 async def wait_until_settled(
@@ -135,7 +141,7 @@ def unsettled(status: Status, *, lag_max: int) -> list[str]:
         if (lacks := absence(node)) and any(node["id"] in _voters(p) for p in status["partitions"])
     ]
     behind = [
-        f"{node} {lacks} {part['topic']}/{part['partition']}"
+        f"{node} {lacks} {place_of(part)}"
         for part in status["partitions"]
         if part["state"] == "serving"
         for node in sorted(_voters(part) - {part["coordinator"]})
@@ -161,8 +167,3 @@ def _lacks(part: dict[str, Any], node: str, *, lag_max: int) -> str:
     if not told["counts"]:
         return "does not count yet for"
     return ""
-
-
-def told_of(missing: list[str]) -> str:
-    more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-    return ", ".join(missing[:SHOWN]) + more

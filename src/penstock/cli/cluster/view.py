@@ -6,40 +6,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from penstock.cli.cluster.status import Status, absence, troubles, under_way, warnings
 from penstock.cli.output import duration
 from penstock.console import cell
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
 PARTITIONS_SHOWN: Final = 40  # of a topic; the troubled ones are among them
 BAR: Final = 10
 CREDIT_LOW: Final = 0.2
 BEHIND: Final = 100  # entries; less is on its way
+# What a node may be to a partition: its mark, the mark's style, and what the legend says.
 MARKS: Final = {
-    "coordinator": ("★", "bold yellow"),
-    "follower": ("●", "green"),
-    "behind": ("◐", "yellow"),
-    "away": ("○", "red"),
-    "learner": ("◇", "cyan"),
-}
-LEGEND: Final = (
-    ("coordinator", "coordinates"), ("follower", "follows"), ("behind", "is behind"),
-    ("away", "is away"), ("learner", "learns"),
-)  # fmt: skip
+    "coordinator": ("★", "bold yellow", "coordinates"), "follower": ("●", "green", "follows"),
+    "behind": ("◐", "yellow", "is behind"), "away": ("○", "red", "is away"),
+    "learner": ("◇", "cyan", "learns"),
+}  # fmt: skip
 
 
 def view_of(status: Status) -> RenderableType:
-    from rich.columns import Columns
-    from rich.console import Group
-    from rich.text import Text
-
     most = max((node["coordinators"] for node in status["nodes"]), default=0)
     cards = [_card(node, most=most) for node in status["nodes"]]
     parts: list[RenderableType] = [_headline(status), Columns(cards, padding=(0, 1))]
@@ -53,8 +45,6 @@ def view_of(status: Status) -> RenderableType:
 
 
 def _headline(status: Status) -> Text:
-    from rich.text import Text
-
     alive = sum(1 for node in status["nodes"] if not absence(node))
     served = sum(1 for part in status["partitions"] if part["state"] == "serving")
     total = len(status["partitions"])
@@ -74,9 +64,6 @@ def _good(condition: bool) -> str:
 
 
 def _card(node: dict[str, Any], *, most: int) -> Panel:
-    from rich.panel import Panel
-    from rich.text import Text
-
     state, style = _state(node)
     up = not absence(node)
     text = Text.assemble(("● " if up else "○ ", style), (state, style))
@@ -107,10 +94,6 @@ def _state(node: dict[str, Any]) -> tuple[str, str]:
 
 
 def _topic(status: Status, topic: str) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     names = [node["id"] for node in status["nodes"]]
     alive = {node["id"] for node in status["nodes"] if not absence(node)}
     parts = [part for part in status["partitions"] if part["topic"] == topic]
@@ -132,7 +115,9 @@ def _topic(status: Status, topic: str) -> Table:
     made.add_column("credits")
     made.add_column("")
     for part in shown:
-        marks = [Text(*MARKS[mark]) if mark else Text("") for mark in _marks(part, names, alive)]
+        marks = [
+            Text(*MARKS[mark][:2]) if mark else Text("") for mark in _marks(part, names, alive)
+        ]
         made.add_row(
             str(part["partition"]), *marks, str(part["epoch"]), cell(part["sequence_committed"]),
             _lag(part), _credits(part), _remark(part),
@@ -171,16 +156,12 @@ def _mark(part: dict[str, Any], name: str, follower: dict[str, Any] | None, aliv
 
 
 def _lag(part: dict[str, Any]) -> Text:
-    from rich.text import Text
-
     behind = max((follower["lag"] or 0 for follower in part["followers"]), default=0)
     return Text(cell(behind), style="yellow" if behind > BEHIND else "dim")
 
 
 def _credits(part: dict[str, Any]) -> Text:
     """The bar of the follower with the least credit, in entries or bytes. Who is away has none."""
-    from rich.text import Text
-
     left = [_share(follower) for follower in part["followers"]]
     if not left:
         return Text("–", style="dim")
@@ -197,8 +178,6 @@ def _share(follower: dict[str, Any]) -> float:
 
 
 def _remark(part: dict[str, Any]) -> Text:
-    from rich.text import Text
-
     if part["state"] != "serving":
         return Text(part["state"], style="bold red")
     lagging = [follower["node"] for follower in part["followers"] if follower["lagging"]]
@@ -210,10 +189,8 @@ def _remark(part: dict[str, Any]) -> Text:
 
 
 def _legend() -> Text:
-    from rich.text import Text
-
     text = Text()
-    for mark, meaning in LEGEND:
-        text.append(MARKS[mark][0], MARKS[mark][1])
+    for mark, style, meaning in MARKS.values():
+        text.append(mark, style)
         text.append(f" {meaning}   ", "dim")
     return text

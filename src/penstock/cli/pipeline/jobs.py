@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.command import Answer, Exit, Force, Invocation, command, group
+from penstock.cli.command import Answer, Exit, Force, Invocation, command, group, time_of
 from penstock.console import cell, progress
 from penstock.errors import InvalidArgument
 
@@ -25,29 +23,6 @@ Config = Annotated[Path, typer.Option("--config", help="The pipeline's TOML file
 Master = Annotated[str | None, typer.Option(help="Of a Spark cluster; without: this machine.")]
 SinkName = Annotated[str | None, typer.Option("--sink", help="One of the pipeline's sinks.")]
 Time = Annotated[str | None, typer.Option(metavar="TIME", help="ISO 8601, UTC unless it says.")]
-
-
-class FileFormat(StrEnum):
-    PARQUET = "parquet"
-    DELTA = "delta"
-    JSONL = "jsonl"
-
-
-class TableFormat(StrEnum):
-    PARQUET = "parquet"
-    DELTA = "delta"
-
-
-class Priority(StrEnum):
-    CRITICAL = "critical"
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
-
-
-class StateSource(StrEnum):
-    LOG = "log"
-    LAKE = "lake"
 
 
 @command(app, "audit", connects=False)
@@ -73,13 +48,17 @@ def import_(
     cli: Invocation,
     files: Annotated[list[Path], typer.Argument(help="Files, folders of them, Delta tables.")],
     topic: Annotated[str, typer.Option(help="The delta topic to fill.")],
-    format: Annotated[FileFormat | None, typer.Option(help="If the names do not say.")] = None,
+    format: Annotated[
+        Literal["parquet", "delta", "jsonl"] | None, typer.Option(help="If the names do not say.")
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Of rows that name none.")] = "default",
     id_column: Annotated[str | None, typer.Option(help="vector_id, id or key.")] = None,
     vector_column: Annotated[str | None, typer.Option(help="vector, values or embedding.")] = None,
     namespace_column: Annotated[str | None, typer.Option(help="namespace.")] = None,
     metadata_column: Annotated[str | None, typer.Option(help="metadata.")] = None,
-    priority: Annotated[Priority, typer.Option(help="Class of the deltas.")] = Priority.LOW,
+    priority: Annotated[
+        Literal["critical", "high", "normal", "low"], typer.Option(help="Class of the deltas.")
+    ] = "low",
     again: Annotated[bool, typer.Option(help="Even if these files were imported before.")] = False,
     master: Master = None,
 ) -> Answer:
@@ -104,11 +83,11 @@ def import_(
     options = ImportOptions(
         topic=topic,
         named=named,
-        priority=PriorityClass[priority.name],
+        priority=PriorityClass[priority.upper()],
         journal=cache_folder(os.environ) / "imports",
         salt=str(now_ms) if again else "",
     )
-    planned = plan(files, format=None if format is None else format.value)
+    planned = plan(files, format=format)
     with (
         _spark("import", master=master) as spark,
         progress("import", total=planned.rows or len(planned.units), unit="rows") as advance,
@@ -129,7 +108,7 @@ def materialise(
         list[str] | None, typer.Option(help="Topics, if there is no --config.")
     ] = None,
     at: Time = None,
-    format: Annotated[TableFormat, typer.Option(help="What to write.")] = TableFormat.PARQUET,
+    format: Annotated[Literal["parquet", "delta"], typer.Option(help="What to write.")] = "parquet",
     overwrite: Annotated[bool, typer.Option(help="Replace the folder.")] = False,
     master: Master = None,
 ) -> Answer:
@@ -143,7 +122,7 @@ def materialise(
     if not topics:
         raise InvalidArgument("give --config or --topic", field="topic")
     node = _node(cli) if settings is None else node_of(settings)
-    at_ms = None if at is None else time_ms(at, field="at")
+    at_ms = _ms(at, field="at")
     with _spark("materialise", settings, master=master) as spark:
         document = run(
             spark,
@@ -151,7 +130,7 @@ def materialise(
             topics,
             output,
             at_ms=at_ms,
-            format=format.value,
+            format=format,
             options=None if settings is None else propagation_of(settings),
             overwrite=overwrite,
         )
@@ -180,8 +159,8 @@ def reindex(
     sink: Annotated[str, typer.Option(help="The sink to empty and fill.")],
     config: Config = Path("pipeline.toml"),
     source: Annotated[
-        StateSource, typer.Option("--from", help="Where states come from.")
-    ] = StateSource.LOG,
+        Literal["log", "lake"], typer.Option("--from", help="Where states come from.")
+    ] = "log",
     force: Force = False,
     master: Master = None,
 ) -> Answer:
@@ -193,7 +172,7 @@ def reindex(
     sink_settings(settings, sink)
     cli.confirm(f"{sink} is emptied and filled anew.", force=force)
     with _spark("reindex", settings) as spark, progress("reindex", unit="states") as advance:
-        document = run(spark, settings, sink, origin=source.value, progress=advance)
+        document = run(spark, settings, sink, origin=source, progress=advance)
     return Answer(document, f"{sink}: {cell(document['states'])} states")
 
 
@@ -223,8 +202,8 @@ def replay(
     assert config is not None
     settings = _settings(config, master)
     window = ReplayWindow(
-        from_ms=None if from_ is None else time_ms(from_, field="from"),
-        to_ms=None if to is None else time_ms(to, field="to"),
+        from_ms=_ms(from_, field="from"),
+        to_ms=_ms(to, field="to"),
     )
     with _spark("replay", settings) as spark:
         document = run(spark, settings, sink or (), window=window)
@@ -247,13 +226,9 @@ def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
     return Answer(document, f"{cell(document['replayed'])} letters of {queue}")
 
 
-def time_ms(text: str, *, field: str) -> int:
-    """A point in time as a person writes it; UTC unless it says otherwise."""
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidArgument(f"{field} is not an ISO 8601 time: {text}", field=field) from error
-    return round((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
+def _ms(text: str | None, *, field: str) -> int | None:
+    found = time_of(text, field=field)
+    return None if found is None else round(found.timestamp() * 1000)
 
 
 def _settings(config: Path, master: str | None = None) -> PipelineSettings:

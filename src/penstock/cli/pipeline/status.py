@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from penstock.cli.command import Answer, Exit, Invocation, Rounds, Watch, command, group, looked
 from penstock.cli.output import Columns, duration, listing, size, table, when
 from penstock.console import cell
 from penstock.errors import NotFound
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 app = group()
 Status = dict[str, Any]
@@ -82,9 +80,6 @@ def look(folder: Path) -> Status:
 
 
 def view_of(found: Status) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = [_headline(found), _flow(found), _sinks(found)]
     parts += [Text(line, style="red") for line in _source_problems(found["source"])]
     for sink in found["sinks"]:
@@ -96,8 +91,6 @@ def view_of(found: Status) -> RenderableType:
 
 
 def _headline(found: Status) -> Text:
-    from rich.text import Text
-
     if not found["alive"]:
         state, style = ("stopped", "dim") if found["state"] == "stopped" else ("DEAD", "bold red")
     elif found["stale"]:
@@ -125,8 +118,6 @@ def _flow(found: Status) -> RenderableType:
 
 
 def _sinks(found: Status) -> RenderableType:
-    from rich.text import Text
-
     worst = max([sink["lag"]["seconds"] for sink in found["sinks"]] + [1.0])
     made = table(
         "sink", "state", "lag", ">behind", ">to go", ">p50", ">p99", ">rows/s", ">written",
@@ -152,8 +143,6 @@ def _name(sink: Status) -> str:
 
 
 def _bar(share: float) -> Text:
-    from rich.text import Text
-
     full = min(BAR, round(share * BAR) or (1 if share > 0 else 0))
     return Text.assemble(("█" * full, "yellow"), ("░" * (BAR - full), "dim"))
 
@@ -163,8 +152,6 @@ def _seconds(value: float | None) -> str:
 
 
 def _breaker(breaker: Status) -> Text:
-    from rich.text import Text
-
     if breaker["state"] == "closed":
         return Text("closed", style="dim")
     wait = f", probe in {duration(breaker['retry_in_s'] * 1000)}" if breaker["retry_in_s"] else ""

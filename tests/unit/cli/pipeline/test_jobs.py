@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.pipeline.jobs import _audit_view, time_ms
-from penstock.errors import InvalidArgument
+from penstock.cli.pipeline.jobs import _audit_view
 
 CONFIG = """
 name = "p"
@@ -51,13 +50,6 @@ def test_an_unknown_sink_and_an_unconfirmed_reindex_are_refused(tmp_path: Path) 
     assert (code, "no sink other" in str(document)) == (3, True)
     code, document = run("reindex", "--config", str(config), "--sink", "lake")
     assert (code, "--force" in str(document)) == (4, True)
-
-
-def test_times_are_utc_unless_they_say_otherwise() -> None:
-    assert time_ms("2026-01-01T00:00:00", field="at") == 1_767_225_600_000
-    assert time_ms("2026-01-01T01:00:00+01:00", field="at") == 1_767_225_600_000
-    with pytest.raises(InvalidArgument, match="ISO 8601"):
-        time_ms("yesterday", field="at")
 
 
 def test_an_audit_reads_as_a_list_of_verdicts() -> None:
