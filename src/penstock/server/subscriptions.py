@@ -11,11 +11,10 @@ has the name now.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -33,7 +32,6 @@ from penstock.server.pool import Pool
 
 PIECE_ROWS: Final = 50  # that are decoded and written in one step of the loop
 PIECE_BYTES: Final = 32 << 10  # of them, or a single one
-PIECES_PER_TURN: Final = 1
 # Of a partition's deltas that may be on their way to one stream, which is sent a piece at a time:
 # what is here already waits in memory, and was decoded for nothing if nobody reads it.
 WINDOW_BYTES: Final = 128 << 10
@@ -54,7 +52,7 @@ class CallerSubscriptions:
         taken."""
         async with Client(_KeySource(self._pool, api_key), Options()) as client:
             deltas = await client.deltas(request.topic)
-            if Places.of(request).topic not in (0, deltas.topic.id):
+            if Positions(request.positions).topic not in (0, deltas.topic.id):
                 raise NotFound(
                     f"topic {request.topic} was deleted and made again since these positions",
                     topic=request.topic,
@@ -115,7 +113,7 @@ def _what(request: ask.SubscribeCall) -> What:
         routes=[str(DeltaRoute.parse(text)) for text in request.routes],
         from_sequence="now" if request.from_sequence is None else request.from_sequence,
         from_time=request.from_time_ms,
-        positions=Places.of(request).reached,
+        positions=Positions(request.positions).reached,
         cursor=request.cursor,
         coalesce_ms=request.coalesce_ms,
         batch_ms=request.batch_ms,
@@ -133,46 +131,37 @@ def _op(name: str) -> Op:
 
 
 class Positions:
-    """How far a caller has been sent everything, as text that it may come back with."""
+    """How far a caller has everything, as text that it may come back with."""
 
-    def __init__(self, topic: int, reached: dict[int, int]) -> None:
-        self._topic, self._reached = topic, reached
-
-    @classmethod
-    async def of(cls, request: ask.SubscribeCall, following: DeltaSubscription) -> Positions:
-        """Once it is known where everything begins. Of a partition that the caller has a position
-        of it is, whether or not somebody serves it now."""
-        given = Places.of(request).reached
-        return cls(following.topic_id, given | await following.began(besides=given))
-
-    def __str__(self) -> str:
-        places = (f"{partition}:{at}" for partition, at in sorted(self._reached.items()))
-        return f"{self._topic}@{','.join(places)}"
-
-    def reached(self, batch: ReleasedBatch) -> str:
-        """The positions once this batch is sent, as text."""
-        self._reached[batch.partition] = batch.position
-        return str(self)
-
-
-class Places(NamedTuple):
-    """The positions that a caller gives, up to which it has everything."""
-
-    topic: ask.Sequence  # the id of the topic; 0: it does not say
-    reached: dict[ask.Sequence, ask.Sequence]  # by partition
-
-    @classmethod
-    def of(cls, request: ask.SubscribeCall) -> Places:
-        topic, _, places = (request.positions or "").rpartition("@")
-        parts = [part for part in places.split(",") if part]
-        pairs = dict(part.partition(":")[::2] for part in parts)
+    def __init__(self, text: str | None) -> None:
+        topic, _, places = (text or "").rpartition("@")
+        pairs = dict(part.partition(":")[::2] for part in places.split(",") if part)
         try:
-            return msgspec.convert((topic or "0", pairs), Places, strict=False)
+            self.topic = msgspec.convert(topic or "0", ask.Sequence, strict=False)  # 0: not said
+            self.reached = msgspec.convert(pairs, dict[ask.Sequence, ask.Sequence], strict=False)
         except msgspec.ValidationError as error:
             raise InvalidArgument(
                 "positions are a topic's id, and partitions with sequences, as 7@0:120,1:96",
                 field="positions",
             ) from error
+
+    @staticmethod
+    async def of(request: ask.SubscribeCall, following: DeltaSubscription) -> Positions:
+        """Once it is known where everything begins. Of a partition that the caller has a position
+        of it is, whether or not somebody serves it now."""
+        found = Positions(request.positions)
+        found.topic = following.topic_id
+        found.reached |= await following.began(besides=found.reached)
+        return found
+
+    def __str__(self) -> str:
+        places = (f"{partition}:{at}" for partition, at in sorted(self.reached.items()))
+        return f"{self.topic}@{','.join(places)}"
+
+    def after(self, batch: ReleasedBatch) -> str:
+        """The positions once this batch is sent, as text."""
+        self.reached[batch.partition] = batch.position
+        return str(self)
 
 
 class PieceTurns:
@@ -185,27 +174,9 @@ class PieceTurns:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._due = False
+        self._turn = asyncio.Lock()  # who waits longest has it next
 
     async def mine(self) -> None:
         """Wait until the streams that asked before have had their turns."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        self._schedule()
-        await turn
-
-    def _schedule(self) -> None:
-        if self._waiting and not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._give)
-
-    def _give(self) -> None:
-        self._due = False
-        given = 0
-        while self._waiting and given < PIECES_PER_TURN:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its stream has ended meanwhile
-                turn.set_result(None)
-                given += 1
-        self._schedule()
+        async with self._turn:
+            await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.server.subscriptions import PIECES_PER_TURN, PieceTurns
+from penstock.server.subscriptions import PieceTurns
 
 
 async def test_a_request_does_not_wait_for_all_streams() -> None:
@@ -23,7 +23,7 @@ async def test_a_request_does_not_wait_for_all_streams() -> None:
         await asyncio.sleep(0)  # a turn of the loop
         at_once, before = max(at_once, steps - before), steps
     assert steps == 150
-    assert at_once == PIECES_PER_TURN
+    assert at_once == 1
 
 
 async def test_streams_have_their_turns_in_rotation() -> None:
@@ -46,4 +46,4 @@ async def test_a_stream_that_ended_takes_no_turn() -> None:
     for one in gone:
         one.cancel()
     await asyncio.wait_for(last, 5)
-    assert all(one.cancelled() for one in gone[PIECES_PER_TURN:])
+    assert all(one.cancelled() for one in gone[1:])

@@ -116,7 +116,7 @@ async def subscribe(
         async for batch in following:
             async with counted(batch, account):
                 async for rows, last in pieces(batch, subscriptions.turns):
-                    reached = positions.reached(batch) if last else str(positions)
+                    reached = positions.after(batch) if last else str(positions)
                     changes = [change_of(one) for one in rows]
                     await write(pb.SubscribeResponse(changes=changes, positions=reached))
 

@@ -84,7 +84,7 @@ async def stream(
                 batch = await _waited_for(anext(following), write)
                 async with counted(batch, account):
                     async for rows, last in pieces(batch, subscriptions.turns):
-                        await write(events_of(rows, positions.reached(batch) if last else None))
+                        await write(events_of(rows, positions.after(batch) if last else None))
         except PenstockError as error:
             await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
 
