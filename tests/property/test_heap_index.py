@@ -23,8 +23,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"FRONT": 3, "FRONT_MAX": 5, "SEAL": 7, "CHUNK": 4, "SCALAR_STEPS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(f"penstock.heap.index.{name}", value)
-    monkeypatch.setattr("penstock.heap.runs.FAN", 3)
-    monkeypatch.setattr("penstock.heap.runs.HEAD_MIN", 1)
+    monkeypatch.setattr("penstock.heap.index.FAN", 3)
+    monkeypatch.setattr("penstock.heap.index.HEAD_MIN", 1)
 
 
 class Tracked:
@@ -46,7 +46,7 @@ class Tracked:
             self.index.push_one(keys[0], sequences[0])
         else:
             columns = np.array(keys, np.int64), np.array(sequences, np.uint64)
-            self.index.push(*columns, ascending=True)
+            self.index.push(*columns)
 
     def order(self) -> list[int]:
         return sorted(self.alive, key=lambda s: (self.keys[s], s))

@@ -189,7 +189,7 @@ class HeapMachine(RuleBasedStateMachine):
         known_epoch, last_ms = model.producers.get(producer, (0, 0))
         body = self.body(rows, producer, epoch, first)
         try:
-            found = self.heap.admit(SCHEMAS[Kind.ENQ].decode(body, len(rows)))
+            found = self.heap.dedup.admit(SCHEMAS[Kind.ENQ].decode(body, len(rows)))
         except StaleProducer:
             assert epoch < known_epoch
             return
@@ -247,7 +247,7 @@ class HeapMachine(RuleBasedStateMachine):
             if commit and others:
                 self.model.unconfirmed.add(transaction)
             self.conclude(transaction, commit)
-        assert self.heap.decision(transaction) is self.model.decided[transaction][0]
+        assert self.heap.transactions.outcome(transaction) is self.model.decided[transaction][0]
         self.forget()
 
     @precondition(lambda self: self.model.unconfirmed)
@@ -257,12 +257,13 @@ class HeapMachine(RuleBasedStateMachine):
         some = list(dict.fromkeys(kept[p % len(kept)] for p in picked)) + [b"?"] * stranger
         self.write(Kind.DECIDE, len(some), {"transaction": some, "commit": [2] * len(some)})
         self.model.unconfirmed -= set(some)
-        assert self.heap.decision(b"?") is None
+        assert self.heap.transactions.outcome(b"?") is None
         self.forget()
 
     def forget(self) -> None:
         """Which outcomes the heap gives up is its own affair, as long as nobody can miss them."""
-        known = {name for name in self.model.decided if self.heap.decision(name) is not None}
+        outcomes = {name: self.heap.transactions.outcome(name) for name in self.model.decided}
+        known = {name for name, outcome in outcomes.items() if outcome is not None}
         for name in self.model.decided.keys() - known:
             commit, time_ms = self.model.decided.pop(name)
             assert name not in self.model.unconfirmed, "somebody may still ask for a commit"
@@ -455,11 +456,12 @@ class HeapMachine(RuleBasedStateMachine):
     def purge(self, share: float) -> None:
         known = sorted(self.model.messages)
         through = known[int(share * (len(known) - 1))] if known else 5
+        before = len(self.heap.alive(1, 1 << 62))
         self.write(Kind.ACK, 1, {"through": [through]})
         gone = [s for s in known if s <= through and self.model.messages[s].state == "waiting"]
         for sequence in gone:
             del self.model.messages[sequence]
-        assert self.applied.purged == len(gone)
+        assert before - len(self.heap.alive(1, 1 << 62)) == len(gone)
 
     @rule(ageing=st.sampled_from([0, 1, 1000]), dlq=st.booleans(), retries=st.integers(0, 3))
     def configure(self, ageing: int, dlq: bool, retries: int) -> None:
@@ -502,7 +504,7 @@ class HeapMachine(RuleBasedStateMachine):
         heap.validate()
         assert heap.transactions.unconfirmed.keys() == model.unconfirmed
         for name, (commit, _) in model.decided.items():
-            assert heap.decision(name) is commit
+            assert heap.transactions.outcome(name) is commit
         assert heap.ready + heap.delayed == model.count("waiting")
         assert (heap.leased, heap.dead) == (model.count("leased"), model.count("dead"))
         assert heap.alive(1, heap.sequence_applied).tolist() == sorted(model.messages)
@@ -565,8 +567,8 @@ def test_heap_agrees_with_the_model_when_its_index_has_tiny_runs(
     """Refills, spills, seals and merges at every turn instead of every few thousand messages."""
     for name, value in {"FRONT": 2, "FRONT_MAX": 4, "SEAL": 8, "CHUNK": 3}.items():
         monkeypatch.setattr(f"penstock.heap.index.{name}", value)
-    monkeypatch.setattr("penstock.heap.runs.FAN", 3)
-    monkeypatch.setattr("penstock.heap.runs.HEAD_MIN", 1)
+    monkeypatch.setattr("penstock.heap.index.FAN", 3)
+    monkeypatch.setattr("penstock.heap.index.HEAD_MIN", 1)
     monkeypatch.setattr("penstock.heap.state.PROMOTE", 2)
     run_state_machine_as_test(
         HeapMachine, settings=settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

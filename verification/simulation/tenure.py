@@ -239,7 +239,7 @@ class Tenure:
 
     def _known(self, columns: Columns) -> int | None:
         """The last message of these entries if they are here already: all of them, or none."""
-        duplicates = self.heap.admit(columns)
+        duplicates = self.heap.dedup.admit(columns)
         if not duplicates:
             return None
         if len(duplicates) != columns.count:
@@ -354,7 +354,7 @@ class Tenure:
         self._when_committed(batch.last, reply, lambda: ("ok", batch.first))
 
     def _decide(self, request: Decide, reply: Answer) -> None:
-        decided = self.heap.decision(request.transaction)
+        decided = self.heap.transactions.outcome(request.transaction)
         if decided is None:
             others = [p for p in request.places if p.partition != self.host.partition]
             own = len(others) < len(request.places)

@@ -27,9 +27,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
-from penstock.errors import Corruption
+from penstock.errors import Corruption, InvalidArgument, StaleProducer
+from penstock.model.columns import Columns
+from penstock.model.entries import PRODUCER_NUMBER_MAX
 
 PLACES_MAX: Final = 1 << 15
 PLACES_TOTAL_MAX: Final = 1 << 18
@@ -40,10 +43,53 @@ EXPIRE_SHARE: Final = 8  # a producer with more places forgets an eighth of them
 UNKNOWN: Final = (0, 0)  # message sequence and time of a duplicate known only from the archive
 
 
+class ProducerRun(NamedTuple):
+    """A stretch of a body's entries with one producer; `start` is where it begins in the body."""
+
+    producer: bytes
+    epoch: int
+    first: int  # producer sequence
+    size: int
+    start: int
+
+
+def producer_runs(columns: Columns) -> list[ProducerRun]:
+    """The stretches of entries that have a producer. Numbers that no node takes any more, as no
+    snapshot could hold what follows from them, stand for none."""
+    names, blob = columns.views.get("run_producer"), columns.blobs.get("run_producer")
+    if names is None or blob is None:
+        return []
+    absent = [0] * columns.runs
+    epochs = columns.views.get("run_epoch", absent)
+    firsts = columns.views.get("run_sequence", absent)
+    runs = []
+    start = 0
+    for i, size in enumerate(columns.views.get("run_count", absent)):
+        name, epoch, first = bytes(blob[names[i] : names[i + 1]]), epochs[i], firsts[i]
+        if name and size and first + size <= PRODUCER_NUMBER_MAX >= epoch:
+            runs.append(ProducerRun(name, epoch, first, size, start))
+        start += size
+    if start > columns.count:
+        raise InvalidArgument(
+            f"runs cover {start} of {columns.count} entries", field="run_count", limit=columns.count
+        )
+    return runs
+
+
+def _reject_twins(runs: list[ProducerRun]) -> None:
+    """Refuse a body that has one producer's sequence twice: neither came first."""
+    ordered = sorted((r.producer, r.epoch, r.first, r.size) for r in runs)
+    for one, two in pairwise(ordered):
+        if one[:2] == two[:2] and two[2] < one[2] + one[3]:
+            raise InvalidArgument(
+                f"producer sequence {two[2]} is in one request twice", field="run_sequence"
+            )
+
+
 class ProducerHistory:
     __slots__ = (
-        "archive", "archive_ms", "counts", "epoch", "firsts", "last_ms", "messages", "next",
-        "times_ms",
+        "archive", "archive_ms", "columns", "counts", "epoch", "firsts", "last_ms", "messages",
+        "next", "times_ms",
     )  # fmt: skip
 
     def __init__(self, epoch: int) -> None:
@@ -54,6 +100,7 @@ class ProducerHistory:
         self.counts = array("Q")
         self.messages = array("Q")
         self.times_ms = array("q")
+        self.columns = (self.firsts, self.counts, self.messages, self.times_ms)
         self.archive: list[tuple[int, int]] = []  # [first, end) ascending, disjoint, not touching
         self.archive_ms = 0
 
@@ -70,43 +117,37 @@ class ProducerHistory:
     def add(self, first: int, count: int, *, message: int, time_ms: int) -> int:
         """Place consecutive entries, those that have none yet; returns the change in places."""
         before = len(self.firsts)
-        if first >= self.next:
-            self._append(first, count, message, time_ms)
-        else:
-            i = 0
-            while i < count:
-                if self.find(first + i) is not None:
-                    i += 1
-                    continue
-                n = 1
-                while i + n < count and self.find(first + i + n) is None:
-                    n += 1
-                self._insert(first + i, n, message + i, time_ms)
-                i += n
-        self.next = max(self.next, first + count)
-        self.last_ms = time_ms
-        return len(self.firsts) - before
-
-    def _append(self, first: int, count: int, message: int, time_ms: int) -> None:
-        if (
-            self.firsts
+        if first < self.next:
+            self._fill(first, count, message, time_ms)
+        elif (
+            before
             and self.firsts[-1] + self.counts[-1] == first
             and self.messages[-1] + self.counts[-1] == message
             and self.times_ms[-1] == time_ms
         ):
             self.counts[-1] += count
-            return
-        self.firsts.append(first)
-        self.counts.append(count)
-        self.messages.append(message)
-        self.times_ms.append(time_ms)
+        else:
+            for column, value in zip(self.columns, (first, count, message, time_ms), strict=True):
+                column.append(value)
+        self.next = max(self.next, first + count)
+        self.last_ms = time_ms
+        return len(self.firsts) - before
 
-    def _insert(self, first: int, count: int, message: int, time_ms: int) -> None:
-        i = bisect_right(self.firsts, first)
-        self.firsts.insert(i, first)
-        self.counts.insert(i, count)
-        self.messages.insert(i, message)
-        self.times_ms.insert(i, time_ms)
+    def _fill(self, first: int, count: int, message: int, time_ms: int) -> None:
+        """Place entries of which some may have a place."""
+        i = 0
+        while i < count:
+            if self.find(first + i) is not None:
+                i += 1
+                continue
+            n = 1
+            while i + n < count and self.find(first + i + n) is None:
+                n += 1
+            at = bisect_right(self.firsts, first + i)
+            place = (first + i, n, message + i, time_ms)
+            for column, value in zip(self.columns, place, strict=True):
+                column.insert(at, value)
+            i += n
 
     def remove(self, first: int, count: int, *, message: int) -> int:
         """Forget places that were given to these messages. Returns the change in places."""
@@ -130,12 +171,7 @@ class ProducerHistory:
         return [piece for piece in pieces if piece[1]]
 
     def _replace(self, places: list[tuple[int, int, int, int]]) -> None:
-        for column, i in (
-            (self.firsts, 0),
-            (self.counts, 1),
-            (self.messages, 2),
-            (self.times_ms, 3),
-        ):
+        for i, column in enumerate(self.columns):
             column[:] = array(column.typecode, [place[i] for place in places])
 
     def expire(self, before_ms: int) -> int:
@@ -173,7 +209,7 @@ class ProducerHistory:
         return -some
 
     def _cut(self, count: int) -> None:
-        for column in (self.firsts, self.counts, self.messages, self.times_ms):
+        for column in self.columns:
             del column[:count]
 
     def validate(self) -> None:
@@ -198,21 +234,45 @@ class Dedup:
         found = self.producers.get(producer)
         return None if found is None else found.epoch
 
-    def record(
-        self, producer: bytes, epoch: int, *, first: int, count: int, message: int, time_ms: int,
-        dedup_ms: int,
-    ) -> None:  # fmt: skip
-        """Note that `count` entries from `first` on became the messages from `message` on."""
-        known = self._entered(producer, epoch)
-        if known is None:
-            return
-        self.places += known.expire(time_ms - dedup_ms)
-        self.places += known.add(first, count, message=message, time_ms=time_ms)
-        while len(known.firsts) > PLACES_MAX:
-            self.places += known.fold()
-        if self.places > PLACES_TOTAL_MAX:
-            self._fold_largest()
-        self._forget_silent(time_ms - dedup_ms)
+    def admit(self, columns: Columns) -> list[tuple[int, int, int]]:
+        """Entries of an ENQ or PREPARE body that are here already: (index, sequence, time_ms).
+
+        Sequence and time are 0 for a duplicate whose message id is no longer kept. Raises
+        `StaleProducer` for an old epoch, `InvalidArgument` for a body that repeats itself.
+        """
+        found: list[tuple[int, int, int]] = []
+        runs = producer_runs(columns)
+        if len(runs) > 1:
+            _reject_twins(runs)
+        for name, epoch, first, count, index in runs:
+            producer = self.producers.get(name)
+            if producer is None or epoch > producer.epoch:
+                continue
+            if epoch < producer.epoch:
+                raise StaleProducer(
+                    f"producer epoch {epoch} is over, {producer.epoch} is current",
+                    epoch=producer.epoch,
+                )
+            for i in range(min(count, producer.next - first)):
+                place = producer.find(first + i)
+                if place is not None:
+                    found.append((index + i, *place))
+        return found
+
+    def record(self, runs: list[ProducerRun], *, message: int, time_ms: int, dedup_ms: int) -> None:
+        """Note that the entries of a body became the messages from `message` on."""
+        before_ms = time_ms - dedup_ms
+        for producer, epoch, first, count, start in runs:
+            known = self._entered(producer, epoch)
+            if known is None:
+                continue
+            self.places += known.expire(before_ms)
+            self.places += known.add(first, count, message=message + start, time_ms=time_ms)
+            while len(known.firsts) > PLACES_MAX:
+                self.places += known.fold()
+            if self.places > PLACES_TOTAL_MAX:
+                self._fold_largest()
+            self._forget_silent(before_ms)
 
     def begin(self, producer: bytes, epoch: int, *, time_ms: int, dedup_ms: int) -> None:
         """Refuse lower epochs of a producer from now on, though nothing of this one is here yet."""
@@ -233,11 +293,11 @@ class Dedup:
         self.producers[producer] = known
         return known
 
-    def retract(self, producer: bytes, epoch: int, *, first: int, count: int, message: int) -> None:
-        """Undo `record`: the messages were prepared and then aborted."""
-        known = self.producers.get(producer)
-        if known is not None and known.epoch == epoch:
-            self.places += known.remove(first, count, message=message)
+    def retract(self, run: ProducerRun, *, message: int) -> None:
+        """Undo `record`: the messages from `message` on were prepared and then aborted."""
+        known = self.producers.get(run.producer)
+        if known is not None and known.epoch == run.epoch:
+            self.places += known.remove(run.first, run.size, message=message)
             # `next` stays: entries that are fresh again may lie anywhere below it.
 
     def _fold_largest(self) -> None:
@@ -265,8 +325,8 @@ class Dedup:
     def dump(self) -> list[Any]:
         return [
             [
-                name, p.epoch, p.last_ms, p.next, p.firsts.tobytes(), p.counts.tobytes(),
-                p.messages.tobytes(), p.times_ms.tobytes(), p.archive, p.archive_ms,
+                name, p.epoch, p.last_ms, p.next, *[column.tobytes() for column in p.columns],
+                p.archive, p.archive_ms,
             ]
             for name, p in self.producers.items()
         ]  # fmt: skip
@@ -277,13 +337,9 @@ class Dedup:
         for name, epoch, last_ms, following, *columns, archive, archive_ms in rows:
             producer = found.producers[name] = ProducerHistory(epoch)
             producer.last_ms, producer.next = last_ms, following
-            for column, data in zip(
-                (producer.firsts, producer.counts, producer.messages, producer.times_ms),
-                columns,
-                strict=True,
-            ):
+            for column, data in zip(producer.columns, columns, strict=True):
                 column.frombytes(data)
-            if len({len(producer.firsts), len(producer.counts), len(producer.times_ms)}) != 1:
+            if len(set(map(len, producer.columns))) != 1:
                 raise Corruption("a producer's columns differ in length")
             producer.archive = [(first, end) for first, end in archive]
             producer.archive_ms = archive_ms

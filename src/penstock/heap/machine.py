@@ -21,10 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
-from penstock.heap import admission as entering
-from penstock.heap import settlement as settling
-from penstock.heap import snapshot
-from penstock.heap.runs import Keys
+from penstock.heap import records, snapshot
+from penstock.heap.index import Keys
 from penstock.heap.state import Applied, HeapState
 from penstock.heap.table import ALIVE, STATES, MessageState, Sequences
 from penstock.model.batch import Batch, Kind
@@ -39,20 +37,20 @@ _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 FORGET_MAX: Final = 10_000  # dead letters proposed for deletion at once
 Handler = Callable[[HeapState, Batch, Columns], Applied]
 HANDLERS: Final[dict[Kind, Handler]] = {
-    Kind.BARRIER: settling.on_barrier,
-    Kind.ENQ: entering.on_enqueue,
-    Kind.LEASE: settling.on_lease,
-    Kind.EXTEND: settling.on_extend,
-    Kind.ACK: settling.on_ack,
-    Kind.NACK: settling.on_nack,
-    Kind.EXPIRE: settling.on_expire,
-    Kind.DEAD: settling.on_dead,
-    Kind.REPLAY: settling.on_replay,
-    Kind.PREPARE: entering.on_prepare,
-    Kind.DECIDE: entering.on_decide,
-    Kind.CONFIG: settling.on_config,
-    Kind.SNAPSHOT_MARK: settling.on_mark,
-    Kind.PRODUCER: entering.on_producer,
+    Kind.BARRIER: records.on_barrier,
+    Kind.ENQ: records.on_enqueue,
+    Kind.LEASE: records.on_lease,
+    Kind.EXTEND: records.on_extend,
+    Kind.ACK: records.on_ack,
+    Kind.NACK: records.on_nack,
+    Kind.EXPIRE: records.on_expire,
+    Kind.DEAD: records.on_dead,
+    Kind.REPLAY: records.on_replay,
+    Kind.PREPARE: records.on_prepare,
+    Kind.DECIDE: records.on_decide,
+    Kind.CONFIG: records.on_config,
+    Kind.SNAPSHOT_MARK: records.on_mark,
+    Kind.PRODUCER: records.on_producer,
 }
 
 
@@ -125,27 +123,15 @@ class Heap(HeapState):
                 f"batch {batch.first} does not follow sequence {self.sequence_applied}"
             )
         applied = HANDLERS[batch.kind](self, batch, columns)
-        self.totals.add(applied)
+        totals = self.totals
+        totals.enqueued += applied.enqueued
+        totals.acked += applied.acked
+        totals.retried += applied.retried
+        totals.dead += applied.dead
+        totals.expired += applied.expired
         self.sequence_applied = batch.last
         self.time_ms = max(self.time_ms, batch.time_ms)
         return applied
-
-    # --- enqueueing ---
-
-    def admit(self, columns: Columns) -> list[tuple[int, int, int]]:
-        """Entries of an ENQ or PREPARE body that are here already: (index, sequence, time_ms).
-
-        Sequence and time are 0 for a duplicate whose message id is no longer kept (see `dedup`).
-        Raises `StaleProducer` for an old epoch, `InvalidArgument` for a body that repeats itself.
-        """
-        return entering.admit(self, columns)
-
-    def decision(self, transaction: bytes) -> bool | None:
-        """How an atomic batch was decided in this partition's log; None: not yet."""
-        return self.transactions.outcome(transaction)
-
-    def is_prepared(self, sequence: int) -> bool:
-        return self.table.state_of(sequence) == MessageState.PREPARED
 
     # --- delivery ---
 
@@ -182,6 +168,9 @@ class Heap(HeapState):
 
     def states(self, sequences: Sequences) -> NDArray[np.uint8]:
         return self.table.states(sequences)
+
+    def is_prepared(self, sequence: int) -> bool:
+        return self.table.state_of(sequence) == MessageState.PREPARED
 
     # --- leases ---
 
@@ -252,6 +241,8 @@ class Heap(HeapState):
 
     def next_wakeup(self) -> int | None:
         """When the next lease or delay falls due; never later than that."""
+        if not self.leases.by_consumer:
+            return self._due_ms
         lease_ms = self.leases.next_ms()
         if self._due_ms is None:
             return lease_ms

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption
 from penstock.heap.dedup import Dedup
 from penstock.heap.leases import LeaseBook, LeaseRun
-from penstock.heap.state import HeapState, Ordering, Totals
-from penstock.heap.table import ALIVE, MessageState, MessageTable
+from penstock.heap.state import HeapState, Totals
+from penstock.heap.table import ALIVE, MessageState, MessageTable, Ordering
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
 

@@ -1,11 +1,4 @@
-"""The state of one partition's heap, the order of its messages, and the steps of every record.
-
-How a priority becomes a key: smaller keys are delivered first. MIN orders by the priority itself,
-MAX by its bitwise complement, which reverses int64 without an overflow. Ageing lets every waiting
-message gain the same amount per second; the differences between messages then never change, so it
-is enough to add the enqueue time, once, at the same rate: the key is static, and a message that
-came a second later stands that much behind.
-"""
+"""The state of one partition's heap, and the steps of every record."""
 
 from __future__ import annotations
 
@@ -16,60 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.heap.dedup import Dedup
-from penstock.heap.index import RunIndex
+from penstock.heap.index import Pairs, RunIndex
 from penstock.heap.leases import LeaseBook
-from penstock.heap.runs import Pairs
-from penstock.heap.table import WAITING, MessageState, MessageTable, Places, Sequences
-from penstock.heap.transactions import Transaction, Transactions
-from penstock.model.topic import Mode, TopicConfig
+from penstock.heap.table import (
+    WAITING,
+    MessageState,
+    MessageTable,
+    Ordering,
+    Places,
+    Sequences,
+)
+from penstock.heap.transactions import Transactions
+from penstock.model.topic import TopicConfig
 
-KEY_MAX: Final = (1 << 63) - 1
 DETAIL_BYTES_MAX: Final = 1024  # of a dead letter's explanation; the rest is cut off
 PROMOTE: Final = 4096  # so many delayed messages are made ready in one step
-
-
-class Ordering:
-    __slots__ = ("_ageing_per_s", "_reversed")
-
-    def __init__(self, config: TopicConfig) -> None:
-        self._reversed = config.mode is Mode.MAX
-        self._ageing_per_s = config.ageing_per_s
-
-    def keys(self, priorities: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Keys without ageing; also turns such keys back into priorities."""
-        return ~priorities if self._reversed else priorities
-
-    def key(self, priority: int) -> int:
-        return ~priority if self._reversed else priority
-
-    def aged(self, keys: NDArray[np.int64], times_ms: NDArray[np.int64] | int) -> NDArray[np.int64]:
-        """Keys as the index orders them; saturating at the worst key."""
-        if not self._ageing_per_s:
-            return keys
-        # Rate and time are bounded such that the product fits (see model.topic.BOUNDS).
-        lateness = (
-            times_ms // 1000 * self._ageing_per_s + times_ms % 1000 * self._ageing_per_s // 1000
-        )
-        return np.where(keys > KEY_MAX - lateness, KEY_MAX, keys + lateness)
-
-    def aged_one(self, key: int, time_ms: int) -> int:
-        return min(KEY_MAX, key + self._ageing_per_s * time_ms // 1000)
 
 
 class Applied(msgspec.Struct, gc=False):
     """What a batch changed, for counters and for those who wait."""
 
     enqueued: int = 0  # messages that entered (a committed share of an atomic batch counts then)
-    woke: int = 0  # messages that became ready
-    leased: int = 0
     acked: int = 0  # by token
-    purged: int = 0  # by an administrator: by message, or all up to a sequence
     retried: int = 0  # leases that ended and counted as an attempt
-    returned: int = 0  # leases that ended without one
     expired: int = 0  # the part of `retried` and `dead` that ended because a deadline passed
-    dead: int = (
-        0  # messages past their retries, rejected or moved; also those dropped without a DLQ
-    )
+    # Messages past their retries, rejected or moved; also those dropped without a DLQ.
+    dead: int = 0
     replayed: int = 0
     released: dict[bytes, int] = {}  # consumer -> leases of it that ended
 
@@ -83,13 +48,6 @@ class Totals(msgspec.Struct, gc=False):
     retried: int = 0
     dead: int = 0
     expired: int = 0
-
-    def add(self, applied: Applied) -> None:
-        self.enqueued += applied.enqueued
-        self.acked += applied.acked
-        self.retried += applied.retried
-        self.dead += applied.dead
-        self.expired += applied.expired
 
 
 class HeapState:
@@ -107,6 +65,7 @@ class HeapState:
         self.leases = LeaseBook()
         self.dedup = Dedup()
         self.transactions = Transactions()
+        self.prepared = self.transactions.prepared  # atomic batches that wait for their decision
         self.details: dict[int, bytes] = {}  # explanations of dead letters that have one
         counts = self.table.counts
         self.ready_index = RunIndex(
@@ -132,11 +91,6 @@ class HeapState:
     @property
     def dead(self) -> int:
         return self.table.counts[MessageState.DEAD]
-
-    @property
-    def prepared(self) -> dict[bytes, Transaction]:
-        """Atomic batches that wait for their decision."""
-        return self.transactions.prepared
 
     # --- which pairs of an index still count ---
 
@@ -169,21 +123,16 @@ class HeapState:
         if self._due_ms is None or soonest < self._due_ms:
             self._due_ms = soonest
 
-    def wait(self, at: Places, sequences: Sequences, time_ms: int) -> int:
-        """Messages wait until their `until_ms`; returns how many are ready by `time_ms`."""
+    def wait(self, at: Places, sequences: Sequences, time_ms: int) -> None:
+        """Messages wait until their `until_ms`, or are ready if that has come by `time_ms`."""
         until_ms = self.table.until_ms[at]
         later = until_ms > time_ms
-        count = int(np.count_nonzero(later))
-        if not count:
-            self._wake(at, sequences)
-        elif count == len(at):
-            self.table.move(at, MessageState.DELAYED)
-            self.index_delayed(until_ms, sequences)
-        else:
+        if later.any():
             self.table.move(at[later], MessageState.DELAYED)
             self.index_delayed(until_ms[later], sequences[later])
-            self._wake(at[~later], sequences[~later])
-        return len(at) - count
+            at, sequences = at[~later], sequences[~later]
+        if len(at):
+            self._wake(at, sequences)
 
     def _wake(self, at: Places, sequences: Sequences) -> None:
         self.table.move(at, MessageState.READY)

@@ -24,6 +24,12 @@ Invariants: row 0 belongs to no page and stays all `NONE`, so a sequence outside
 as `NONE` without a test; a free row is all zero; `living[row]` counts the row's living messages;
 every change of a state goes through `enter` or `move`, which keep `counts` and refuse what
 `ALLOWED` does not list.
+
+How a priority becomes a key: smaller keys are delivered first. MIN orders by the priority itself,
+MAX by its bitwise complement, which reverses int64 without an overflow. Ageing lets every waiting
+message gain the same amount per second; the differences between messages then never change, so it
+is enough to add the enqueue time, once, at the same rate: the key is static, and a message that
+came a second later stands that much behind.
 """
 
 from __future__ import annotations
@@ -36,15 +42,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
+from penstock.model.topic import Mode, TopicConfig
 
 PAGE_BITS: Final = 12
 PAGE: Final = 1 << PAGE_BITS
 OFFSET: Final = PAGE - 1
 ROWS_MIN: Final = 2  # row 0 and one page: most partitions are small
 PAGES_MIN: Final = 64
+KEY_MAX: Final = (1 << 63) - 1
 SCAN_PAGES: Final = 64  # pages looked at in one step of a scan
 Sequences = NDArray[np.uint64]
 Places = NDArray[np.int64]
+Opened = list[tuple[slice | Places, slice]]
 
 
 class MessageState(IntEnum):
@@ -92,6 +101,33 @@ def reject_transition(start: int, to: MessageState) -> Corruption:
 
 
 _ALIVE: Final = mask_of(ALIVE)
+
+
+class Ordering:
+    __slots__ = ("_ageing_per_s", "_reversed")
+
+    def __init__(self, config: TopicConfig) -> None:
+        self._reversed = config.mode is Mode.MAX
+        self._ageing_per_s = config.ageing_per_s
+
+    def keys(self, priorities: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Keys without ageing; also turns such keys back into priorities."""
+        return ~priorities if self._reversed else priorities
+
+    def aged(self, keys: NDArray[np.int64], times_ms: NDArray[np.int64] | int) -> NDArray[np.int64]:
+        """Keys as the index orders them; saturating at the worst key."""
+        if not self._ageing_per_s:
+            return keys
+        # Rate and time are bounded such that the product fits (see model.topic.BOUNDS).
+        lateness = (
+            times_ms // 1000 * self._ageing_per_s + times_ms % 1000 * self._ageing_per_s // 1000
+        )
+        return np.where(keys > KEY_MAX - lateness, KEY_MAX, keys + lateness)
+
+    def key_one(self, priority: int, time_ms: int) -> tuple[int, int]:
+        """The key of one message without ageing, and as the index orders it."""
+        key = ~priority if self._reversed else priority
+        return key, min(KEY_MAX, key + self._ageing_per_s * time_ms // 1000)
 
 
 class MessageTable:
@@ -155,23 +191,19 @@ class MessageTable:
     def states(self, sequences: Sequences) -> NDArray[np.uint8]:
         return self.state[self.places(sequences)]
 
-    def open_range(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
+    def open_range(self, first: int, count: int) -> Opened:
         """Make room for consecutive new messages: (positions in the pool, part of the range)."""
+        opened: Opened = []
         done = 0
         while done < count:
             at = first + done
             here = min(count - done, PAGE - (at & OFFSET))
             row = self._own(at >> PAGE_BITS)
             start = row << PAGE_BITS | at & OFFSET
-            yield slice(start, start + here), slice(done, done + here)
+            opened.append((slice(start, start + here), slice(done, done + here)))
             self.living[row] += here
             done += here
-
-    def open_one(self, sequence: int) -> int:
-        """`open_range` for one message."""
-        row = self._own(sequence >> PAGE_BITS)
-        self.living[row] += 1
-        return row << PAGE_BITS | sequence & OFFSET
+        return opened
 
     def open_scattered(self, sequences: Sequences) -> Places:
         """`open_range` for messages in ascending order that do not follow each other."""
@@ -184,30 +216,34 @@ class MessageTable:
 
     # --- states ---
 
-    def enter_range(self, at: slice, to: MessageState) -> None:
-        """`enter` for consecutive messages of one state."""
-        count = at.stop - at.start
-        if not ALLOWED[to][MessageState.NONE] or self._states[at].tobytes().count(0) != count:
-            raise Corruption("a message enters at a sequence that already is one")
-        self.state[at] = to
-        self.counts[to] += count
-
-    def enter(self, at: slice | Places, to: MessageState | NDArray[np.uint8]) -> None:
+    def enter(self, at: slice | Places, to: NDArray[np.uint8]) -> None:
         """New messages take their first state."""
         if self.state[at].any():
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
-        for state, count in enumerate(np.bincount(self.state[at], minlength=STATES).tolist()):
+        for state, count in enumerate(np.bincount(to, minlength=STATES).tolist()):
             if count and not ALLOWED[state][MessageState.NONE]:
                 raise reject_transition(MessageState.NONE, MessageState(state))
             self.counts[state] += count
 
-    def enter_one(self, at: int, to: MessageState) -> None:
-        start = self._states[at]
-        if start or not ALLOWED[to][start]:
-            raise reject_transition(start, to)
-        self._states[at] = to
-        self.counts[to] += 1
+    def enter_one(self, sequence: int, *, key: int, time_ms: int, limit: int) -> None:
+        """Make room for one new message, which is ready."""
+        page = sequence >> PAGE_BITS
+        row = self._rows[page - self._page_zero] if page == self._page_tail else self._own(page)
+        at = row << PAGE_BITS | sequence & OFFSET
+        if self._states[at]:
+            raise Corruption("a message enters at a sequence that already is one")
+        self._states[at] = MessageState.READY
+        self.key[at], self.time_ms[at], self.limit[at] = key, time_ms, limit
+        self.living[row] += 1
+        self.counts[MessageState.READY] += 1
+
+    def move_all(self, sequences: Sequences, to: MessageState) -> None:
+        """`move` for messages that are named by their sequences."""
+        if len(sequences) == 1:
+            self.move_one(self.place_of(int(sequences[0])), to)
+        elif len(sequences):
+            self.move(self.places(sequences), to)
 
     def move(self, at: Places, to: MessageState) -> None:
         """Take distinct messages to another state, or none of them if one may not go there."""

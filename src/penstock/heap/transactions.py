@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from penstock.errors import Corruption
+from penstock.heap.dedup import ProducerRun
 from penstock.model.batch import Decision
 
 DECIDED_MAX: Final = 1 << 16  # so many commits that all have, and so many aborts, are kept
@@ -51,16 +52,6 @@ class UnconfirmedCommit(NamedTuple):
 
     time_ms: int
     places: tuple[SharePlace, ...]
-
-
-class ProducerRun(NamedTuple):
-    """A stretch of a body's entries with one producer; `start` is where it begins in the body."""
-
-    producer: bytes
-    epoch: int
-    first: int  # producer sequence
-    size: int
-    start: int
 
 
 class Share(NamedTuple):

@@ -1,16 +1,14 @@
 import pytest
 
-from penstock.heap.dedup import UNKNOWN, Dedup
+from penstock.heap.dedup import UNKNOWN, Dedup, ProducerRun
 
 HOUR = 3_600_000
 
 
 def record(dedup: Dedup, first: int, count: int, **more: int | bytes) -> None:
     values = {"producer": b"p", "epoch": 1, "message": 1000 + first, "time_ms": 0, **more}
-    dedup.record(
-        values["producer"], values["epoch"], first=first, count=count,
-        message=values["message"], time_ms=values["time_ms"], dedup_ms=HOUR,
-    )  # fmt: skip
+    run = ProducerRun(values["producer"], values["epoch"], first, count, 0)
+    dedup.record([run], message=values["message"], time_ms=values["time_ms"], dedup_ms=HOUR)
     dedup.validate()
 
 
@@ -129,10 +127,10 @@ def test_the_producer_that_was_silent_longest_goes_first(monkeypatch: pytest.Mon
 def test_an_aborted_entry_is_fresh_again() -> None:
     dedup = Dedup()
     record(dedup, 0, 10)
-    dedup.retract(b"p", 1, first=3, count=4, message=1003)
+    dedup.retract(ProducerRun(b"p", 1, 3, 4, 0), message=1003)
     dedup.validate()
     assert [s for s in range(10) if find(dedup, s) is None] == [3, 4, 5, 6]
-    dedup.retract(b"p", 1, first=0, count=2, message=77)  # those were other messages
+    dedup.retract(ProducerRun(b"p", 1, 0, 2, 0), message=77)  # those were other messages
     assert find(dedup, 0) == (1000, 0)
     record(dedup, 2, 6, message=5000)
     assert [find(dedup, s) for s in (2, 3, 7)] == [(1002, 0), (5001, 0), (1007, 0)]

@@ -4,8 +4,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.heap.index import SEAL, RunIndex
-from penstock.heap.runs import Pairs
+from penstock.heap.index import SEAL, Pairs, RunIndex
 
 
 class Alive:

@@ -35,7 +35,7 @@ def enter(
     table: MessageTable, first: int, count: int, state: MessageState = MessageState.READY
 ) -> None:
     for at, _ in table.open_range(first, count):
-        table.enter_range(at, state)
+        table.enter(at, np.full(at.stop - at.start, state, np.uint8))
 
 
 def sequences(*values: int) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_a_range_crosses_pages() -> None:
     table = MessageTable()
     parts = []
     for at, part in table.open_range(PAGE - 2, PAGE + 4):
-        table.enter_range(at, MessageState.READY)
+        table.enter(at, np.full(at.stop - at.start, MessageState.READY, np.uint8))
         parts.append((part.start, part.stop))
     assert parts == [(0, 2), (2, PAGE + 2), (PAGE + 2, PAGE + 4)]
     assert table.counts[MessageState.READY] == PAGE + 4
@@ -112,7 +112,7 @@ def test_a_message_enters_once() -> None:
     with pytest.raises(Corruption):
         enter(table, 4, 1)
     with pytest.raises(Corruption):
-        table.enter_one(table.open_one(2), MessageState.READY)
+        table.enter_one(2, key=0, time_ms=0, limit=0)
 
 
 def test_scan_goes_on_after_a_sequence() -> None:
@@ -127,6 +127,7 @@ def test_scan_goes_on_after_a_sequence() -> None:
 def test_scattered_messages_enter_together() -> None:
     table = MessageTable()
     some = np.arange(1, 3 * PAGE * 40, 3000, dtype=np.uint64)
-    table.enter(table.open_scattered(some), MessageState.READY)
+    at = table.open_scattered(some)
+    table.enter(at, np.full(len(some), MessageState.READY, np.uint8))
     assert table.all_in(ALIVE).tolist() == some.tolist()
     table.validate()

@@ -84,7 +84,7 @@ async def decide_here(
     """Write a decision, unless there is one; returns the one that holds, once it is committed.
 
     `places` are those of all shares: the home keeps a commit until the others have their copy."""
-    if home.heap.decision(transaction) is None:
+    if home.heap.transactions.outcome(transaction) is None:
         home.journal.check_commits()
         others = [place for place in places if place.partition != home.index]
         own = len(others) < len(places)
@@ -93,7 +93,7 @@ async def decide_here(
         crash_point("node.atomic.deciding")
     topic.wake()
     await home.journal.committed(home.heap.sequence_applied)
-    outcome = home.heap.decision(transaction)
+    outcome = home.heap.transactions.outcome(transaction)
     assert outcome is not None
     return outcome
 
@@ -138,7 +138,7 @@ async def _leave_known_out(topic: Topic, partition: Partition, part: EnqueuePart
     """Write nothing that an earlier attempt wrote. What it has prepared is waited for a while: for
     ever would be a deadlock if that attempt waits for us in another partition."""
     patience = round(EARLIER_S / LOOK_S)
-    while duplicates := partition.heap.admit(part.columns):
+    while duplicates := partition.heap.dedup.admit(part.columns):
         if not any(partition.heap.is_prepared(sequence) for _, sequence, _ in duplicates):
             part.leave_out(duplicates, partition.index)
             return

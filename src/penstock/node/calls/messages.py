@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable
 from penstock.heap import DeadLetter, MessageState
-from penstock.heap.state import Ordering
+from penstock.heap.table import Ordering
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import LeaseToken
@@ -251,7 +251,7 @@ def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
 
     def key(message: dict[str, Any]) -> tuple[int, int, int]:
         time_ms = message["time_ms"]
-        aged = ordering.aged_one(ordering.key(message["priority"]), time_ms)
+        _, aged = ordering.key_one(message["priority"], time_ms)
         return aged, time_ms, message["sequence"]
 
     return key

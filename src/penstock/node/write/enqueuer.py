@@ -95,7 +95,7 @@ class Enqueuer:
         """
         request = part.request
         try:
-            duplicates = self._heap.admit(part.columns)
+            duplicates = self._heap.dedup.admit(part.columns)
         except PenstockError as error:
             request.part_failed(error)
             return True

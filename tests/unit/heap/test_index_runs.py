@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.heap.runs import CHUNK, Collector, Pairs, merged_pairs, rank_in, sorted_pairs
+from penstock.heap.index import CHUNK, Collector, Pairs, merged_pairs, rank_in, sorted_pairs
 
 keys = st.one_of(st.integers(-3, 3), st.integers(-(1 << 63), (1 << 63) - 1))
 pairs = st.lists(st.tuples(keys, st.integers(0, 1 << 48)), max_size=60)
@@ -57,19 +57,15 @@ def test_a_collector_gives_back_everything_in_order_of_arrival() -> None:
         if n == 1:
             collector.add_one(*rows(chunk)[0])
         else:
-            collector.add(chunk.keys, chunk.sequences, ascending=True)
+            collector.add(chunk)
     assert collector.size == len(expected)
-    assert collector.ascending
     assert rows(collector.take()) == expected
     assert collector.size == 0
 
 
-def test_a_collector_sorts_also_what_came_in_no_order() -> None:
+def test_what_came_in_no_order_is_sorted_and_kept_once() -> None:
     collector = Collector()
     collector.add_one(5, 9)
     collector.add_one(5, 3)
-    assert not collector.ascending
-    collector.add(np.array([5, 4]), np.array([9, 8], np.uint64), ascending=False)
-    assert rows(collector.take_sorted()) == [(4, 8), (5, 3), (5, 9)]
-    collector.add_one(2, 1)
-    assert collector.ascending
+    collector.add(columns([(5, 9), (4, 8)]))
+    assert rows(sorted_pairs(collector.take())) == [(4, 8), (5, 3), (5, 9)]

@@ -1,4 +1,4 @@
-"""Records about messages that are here already: leases, their ends, dead letters, configuration.
+"""What each record of the log does to a heap.
 
 The coordinator checks tokens before it writes a record. A token that is not held any more, or a
 message that is in no state to be settled, is passed over here without an effect, on every replica
@@ -12,17 +12,153 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
+from penstock.heap.dedup import producer_runs
 from penstock.heap.leases import LeaseRun
-from penstock.heap.state import DETAIL_BYTES_MAX, Applied, HeapState, Ordering
-from penstock.heap.table import ALIVE, WAITING, MessageState, Sequences, mask_of
+from penstock.heap.state import DETAIL_BYTES_MAX, Applied, HeapState
+from penstock.heap.table import (
+    ALIVE,
+    WAITING,
+    MessageState,
+    Opened,
+    Ordering,
+    Sequences,
+    mask_of,
+)
+from penstock.heap.transactions import Share, unpack_places
 from penstock.model.batch import Batch, DeadReason
 from penstock.model.columns import Columns
-from penstock.model.topic import TopicConfig
+from penstock.model.topic import TopicConfig, TopicKind
 
 ATTEMPTS_MAX = np.iinfo(np.uint16).max
 _SETTLED = mask_of(ALIVE - {MessageState.PREPARED})  # what an administrator may delete
 _MOVABLE = mask_of(WAITING | {MessageState.LEASED})  # what may become a dead letter
 _NO_MESSAGES = np.empty(0, np.uint64)
+
+
+# --- new messages ---
+
+
+def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    heap.sequence_enqueued = batch.last
+    # Deltas are read from the log and never leased: they are done as soon as they are there. All
+    # that is kept of them is who sent them, so that a producer's retry is still recognised.
+    if heap.config.kind is not TopicKind.DELTA:
+        if columns.count == 1 and not batch.compacted and "delay_ms" not in columns.views:
+            _enter_one(heap, batch, columns)
+        elif columns.count:
+            _enter(heap, batch, columns, prepared=False)
+    if columns.runs:
+        heap.dedup.record(
+            producer_runs(columns), message=batch.first, time_ms=batch.time_ms,
+            dedup_ms=heap.config.dedup_ms,
+        )  # fmt: skip
+    return Applied(columns.count)
+
+
+def _enter_one(heap: HeapState, batch: Batch, columns: Columns) -> None:
+    """One ready message, without array arithmetic."""
+    priorities, retries = columns.views.get("priority"), columns.views.get("max_retries")
+    key, aged = heap.ordering.key_one(priorities[0] if priorities else 0, batch.time_ms)
+    limit = retries[0] + 1 if retries else 0
+    heap.table.enter_one(batch.first, key=key, time_ms=batch.time_ms, limit=limit)
+    heap.ready_index.push_one(aged, batch.first)
+
+
+def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -> None:
+    """Consecutive messages, or those that compaction has left of a range of the log.
+
+    Producers, leases and retries are not in what is left. So it stands in for the range only where
+    nothing of that is asked any more; a heap that needs it starts from a snapshot past the range.
+    """
+    table, delay_ms = heap.table, columns.fixed("delay_ms")
+    keys = heap.ordering.keys(columns.fixed("priority"))
+    limits = columns.fixed("max_retries") + 1
+    until_ms = np.where(delay_ms > 0, delay_ms + batch.time_ms, 0)
+    later = until_ms > 0
+    states = np.where(later, MessageState.DELAYED, MessageState.READY).astype(np.uint8)
+    if prepared:
+        states[:] = MessageState.PREPARED
+    if batch.compacted:
+        sequences: Sequences = columns.fixed("sequence")
+        opened: Opened = [(table.open_scattered(sequences), slice(None))]
+    else:
+        sequences = np.arange(batch.first, batch.last + 1, dtype=np.uint64)
+        opened = table.open_range(batch.first, columns.count)
+    for at, part in opened:
+        table.key[at] = keys[part]
+        table.time_ms[at] = batch.time_ms
+        table.limit[at] = limits[part]
+        table.until_ms[at] = until_ms[part]
+        table.enter(at, states[part])
+    if prepared:
+        return
+    if later.any():
+        heap.index_delayed(until_ms[later], sequences[later])
+        keys, sequences = keys[~later], sequences[~later]
+    heap.ready_index.push(heap.ordering.aged(keys, batch.time_ms), sequences)
+
+
+def on_producer(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    names = columns.binary("producer")
+    if names is None:
+        raise Corruption("a PRODUCER record names no producer")
+    for name, epoch in zip(names, columns.fixed("producer_epoch").tolist(), strict=True):
+        heap.dedup.begin(name, epoch, time_ms=batch.time_ms, dedup_ms=heap.config.dedup_ms)
+    return Applied()
+
+
+# --- atomic batches ---
+
+
+def on_prepare(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    if heap.config.kind is TopicKind.DELTA:
+        raise Corruption("a delta topic has no atomic batches over partitions")
+    name = columns.binary("transaction")
+    if name is None or not name[0]:
+        raise Corruption("a PREPARE names no transaction")
+    runs = producer_runs(columns) if columns.runs else []
+    share = Share(batch.first, columns.count, tuple(runs))
+    heap.sequence_enqueued = batch.last
+    _enter(heap, batch, columns, prepared=True)
+    heap.dedup.record(
+        runs, message=batch.first, time_ms=batch.time_ms, dedup_ms=heap.config.dedup_ms
+    )
+    outcome = heap.transactions.outcome(name[0])
+    if outcome is not None:  # the decision came first: follow it
+        return Applied(_conclude(heap, share, batch.time_ms, commit=outcome))
+    heap.transactions.prepare(
+        name[0], home=int(columns.fixed("home")[0]), time_ms=batch.time_ms, share=share
+    )
+    return Applied()
+
+
+def on_decide(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
+    total = Applied()
+    names = columns.binary("transaction")
+    if names is None:
+        raise Corruption("a DECIDE names no transaction")
+    participants = columns.binary("participants") or [b""] * columns.count
+    rows = zip(names, columns.fixed("commit").tolist(), participants, strict=True)
+    for name, decision, places in rows:
+        transaction = heap.transactions.decide(
+            name, decision, batch.time_ms, unpack_places(places)
+        )  # fmt: skip
+        for share in transaction.shares if transaction is not None else ():
+            total.enqueued += _conclude(heap, share, batch.time_ms, commit=bool(decision))
+    return total
+
+
+def _conclude(heap: HeapState, share: Share, time_ms: int, *, commit: bool) -> int:
+    """End the wait for a decision; returns how many messages entered."""
+    sequences = np.arange(share.first, share.first + share.size, dtype=np.uint64)
+    at = heap.table.places(sequences)
+    if commit:
+        heap.wait(at, sequences, time_ms)
+        return share.size
+    heap.table.move(at, MessageState.DONE)
+    for run in share.runs:
+        heap.dedup.retract(run, message=share.first + run.start)
+    return 0
 
 
 # --- leases ---
@@ -35,9 +171,7 @@ def on_lease(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         ordered = np.sort(messages)
         if (ordered[1:] == ordered[:-1]).any():
             raise Corruption("a LEASE names a message twice")
-        heap.table.move(heap.table.places(messages), MessageState.LEASED)
-    else:
-        heap.table.move_one(heap.table.place_of(int(messages[0])), MessageState.LEASED)
+    heap.table.move_all(messages, MessageState.LEASED)
     heap.ready_index.drop_head(messages)
     consumers = columns.binary("run_consumer")
     visibilities = columns.fixed("run_visibility_ms").tolist()
@@ -55,7 +189,7 @@ def on_lease(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         at += count
     if at != len(messages):
         raise Corruption(f"the runs of a LEASE cover {at} of {len(messages)} entries")
-    return Applied(leased=at)
+    return Applied()
 
 
 def on_extend(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
@@ -83,31 +217,22 @@ def _release(heap: HeapState, tokens: Sequences, released: dict[bytes, int]) -> 
 
 def on_ack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     applied = Applied(released={})
-    table = heap.table
     if "token" in columns.views:
         messages = _release(heap, columns.fixed("token"), applied.released)
-        if len(messages) == 1:
-            table.move_one(table.place_of(int(messages[0])), MessageState.DONE)
-            applied.acked = 1
-        elif len(messages):
-            table.move(table.places(messages), MessageState.DONE)
-            applied.acked = len(messages)
+        heap.table.move_all(messages, MessageState.DONE)
+        applied.acked = len(messages)
     if "message" in columns.views:
         messages = _living(heap, columns.fixed("message"), _SETTLED)
         _end_leases_of(heap, messages, applied.released)
         _finish(heap, messages)
-        applied.purged += len(messages)
     if "through" in columns.views:
-        messages = _waiting_through(heap, int(columns.fixed("through").max()))
-        _finish(heap, messages)
-        applied.purged += len(messages)
+        _finish(heap, _waiting_through(heap, int(columns.fixed("through").max())))
     return applied
 
 
 def _finish(heap: HeapState, messages: Sequences) -> None:
-    if len(messages):
-        heap.table.move(heap.table.places(messages), MessageState.DONE)
-        _drop_details(heap, messages)
+    heap.table.move_all(messages, MessageState.DONE)
+    _drop_details(heap, messages)
 
 
 def _drop_details(heap: HeapState, messages: Sequences) -> None:
@@ -164,9 +289,8 @@ def _take_back(
         tried = at if counted is None else at[counted[stretch.at]]
         table.attempts[tried] += table.attempts[tried] < ATTEMPTS_MAX
         heap.attempted = True
-        applied.woke += heap.wait(at, messages, batch.time_ms)
+        heap.wait(at, messages, batch.time_ms)
         applied.retried += len(tried)
-        applied.returned += len(at) - len(tried)
     return applied
 
 
@@ -202,7 +326,7 @@ def _bury(
     if not len(messages):
         return 0
     if not heap.config.dlq:
-        heap.table.move(heap.table.places(messages), MessageState.DONE)
+        heap.table.move_all(messages, MessageState.DONE)
         return len(messages)
     table = heap.table
     places = table.places(messages)
@@ -227,7 +351,8 @@ def on_replay(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     table.attempts[at] = 0
     table.reason[at] = 0
     _drop_details(heap, messages)
-    return Applied(woke=heap.wait(at, messages, batch.time_ms), replayed=len(messages))
+    heap.wait(at, messages, batch.time_ms)
+    return Applied(replayed=len(messages))
 
 
 # --- the rest ---

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.heap.state import KEY_MAX, Ordering
+from penstock.heap.table import KEY_MAX, Ordering
 from penstock.model.topic import Mode, TopicConfig
 
 LEAST = -(1 << 63)
@@ -20,7 +20,7 @@ def test_max_reverses_without_overflow() -> None:
     keys = reverse.keys(np.array([LEAST, 0, KEY_MAX]))
     assert keys.tolist() == [KEY_MAX, -1, LEAST]
     assert reverse.keys(keys).tolist() == [LEAST, 0, KEY_MAX]
-    assert [reverse.key(p) for p in (LEAST, KEY_MAX)] == [KEY_MAX, LEAST]
+    assert [reverse.key_one(p, 0) for p in (LEAST, KEY_MAX)] == [(KEY_MAX, KEY_MAX), (LEAST, LEAST)]
 
 
 def test_waiting_makes_up_for_priority() -> None:
@@ -38,4 +38,4 @@ def test_one_key_ages_as_many(rate: int, time_ms: int) -> None:
     expected = [min(KEY_MAX, int(k) + rate * time_ms // 1000) for k in keys]
     assert ageing.aged(keys, np.full(5, time_ms)).tolist() == expected
     assert ageing.aged(keys, time_ms).tolist() == expected
-    assert [ageing.aged_one(int(k), time_ms) for k in keys] == expected
+    assert [ageing.key_one(int(k), time_ms)[1] for k in keys] == expected
