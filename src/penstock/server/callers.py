@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from penstock.errors import Backpressure, Unavailable
 from penstock.node.door.doorway import Doorway
+from penstock.node.door.tls_link import TlsLink
 
 
 async def listen(
@@ -22,7 +23,7 @@ async def listen(
     """Accept callers; returns the real port too, for 0 takes any that is free."""
 
     def accept() -> asyncio.BaseProtocol:
-        return connection() if tls is None else doorway.handshake(connection, tls)
+        return connection() if tls is None else TlsLink(tls, connection, doorway)
 
     loop = asyncio.get_running_loop()
     try:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import itertools
-import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from penstock.config import Limits
 from penstock.errors import LimitExceeded
-from penstock.node.door.tls_link import TlsIntake, TlsLink
 
 GRACE_S: Final = 0.25  # for which a stranger stays, unless there are twice as many as there may be
 IDLE_S: Final = 5.0  # after which a connection without a request may make way for another one
 LOOKED_AT_MAX: Final = 32  # connections, for one to make way
+READ_BYTES: Final = 256 << 10  # from TCP at once, as the loop does without TLS
+TURN_BYTES: Final = 1 << 20  # decrypted in one turn of the loop for all connections together
 
 
 class Guest(Protocol):
@@ -37,6 +38,53 @@ class Guest(Protocol):
         """End the connection at once, or soon if it is owed a word."""
 
 
+class TlsReader(Protocol):
+    """A connection by TLS, as far as its turn to be read is concerned."""
+
+    def rest(self) -> None:
+        """Read nothing until `go_on`."""
+
+    def go_on(self) -> None: ...
+
+
+class TlsIntake:
+    """Where connections by TLS are read into, and whose turn it is. All connections of a loop share
+    it: what was read is decrypted before another one reads.
+
+    The loop reads from a connection until it has nothing more, up to eight megabytes, of all of
+    them in each of its turns. To decrypt that takes a tenth of a second and more, and meanwhile
+    nobody is served. So all connections share `TURN_BYTES` of each turn.
+    """
+
+    def __init__(self) -> None:
+        self.received = memoryview(bytearray(READ_BYTES))
+        self._used = 0  # bytes, of this turn of the loop
+        self._resting: deque[TlsReader] = deque()
+        self._scheduled = False
+
+    def spend(self, link: TlsReader, size: int) -> None:
+        """So much came from this connection. It rests if all have had what a turn allows, or if
+        others rest and it has more."""
+        self._used += size
+        if self._used > TURN_BYTES or (self._resting and size == READ_BYTES):
+            link.rest()
+            self._resting.append(link)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Those who have rested for longest go on, as many as can use up a turn."""
+        self._scheduled, self._used = False, 0
+        for _ in range(min(len(self._resting), TURN_BYTES // READ_BYTES)):
+            self._resting.popleft().go_on()
+        if self._resting:
+            self._schedule()
+
+
 class Doorway:
     """Invariant: a guest is among the strangers, or inside, or neither; never both."""
 
@@ -47,7 +95,7 @@ class Doorway:
         on_refused: Callable[[str], None] = lambda reason: None,
         on_evicted: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._on_refused, self._on_evicted = on_refused, on_evicted
         self._strangers: dict[Guest, float] = {}  # since when; the oldest first
         self._strangers_at: dict[str, dict[Guest, float]] = {}  # the same by address
@@ -55,13 +103,7 @@ class Doorway:
         self._bytes_total = 0
         self._inside: dict[str, dict[Guest, None]] = {}  # by address
         self._inside_total = 0
-        self._intake = TlsIntake()
-
-    def handshake(self, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext) -> TlsLink:
-        """What an accepted connection begins as, where callers come by TLS."""
-        return TlsLink(
-            tls, Handshake(self, factory), intake=self._intake, within_s=self._limits.greeting_s
-        )
+        self.intake = TlsIntake()
 
     @property
     def strangers(self) -> int:
@@ -76,8 +118,8 @@ class Doorway:
         self._strangers[guest] = now
         at = self._strangers_at.setdefault(guest.address, {})
         at[guest] = now
-        self._trim(at, self._limits.address_strangers_max, now)
-        self._trim(self._strangers, self._limits.strangers_max, now)
+        self._trim(at, self.limits.address_strangers_max, now)
+        self._trim(self._strangers, self.limits.strangers_max, now)
 
     def _trim(self, guests: dict[Guest, float], most: int, now: float) -> None:
         while len(guests) > most:
@@ -92,14 +134,14 @@ class Doorway:
             return
         self._bytes_total += size - self._bytes.get(guest, 0)
         self._bytes[guest] = size
-        while self._bytes_total > self._limits.strangers_bytes_max:
+        while self._bytes_total > self.limits.strangers_bytes_max:
             self._expel(next(iter(self._bytes)), "stranger_bytes")
 
     def admit(self, guest: Guest) -> None:
         """The guest may come in; raises `LimitExceeded` if there is no place for it."""
         self._forget_stranger(guest)
         inside = self._inside.setdefault(guest.address, {})
-        limits = self._limits
+        limits = self.limits
         if len(inside) >= limits.address_connections_max:
             self._make_way(inside, f"too many connections from {guest.address}")
         elif self._inside_total >= limits.connections_max:
@@ -153,36 +195,3 @@ def address_of(transport: asyncio.BaseTransport) -> str:
     if address.ipv4_mapped:
         return str(address.ipv4_mapped)
     return str(ipaddress.IPv6Network((address, 64), strict=False))
-
-
-class Handshake:
-    """A connection until its TLS is agreed on; then the protocol that `factory` makes has it.
-
-    The loop's own way would show a connection to nobody before its handshake is done, so nobody
-    could count it, or make it give way.
-    """
-
-    def __init__(self, doorway: Doorway, factory: Callable[[], asyncio.Protocol]) -> None:
-        self._doorway, self._factory = doorway, factory
-        self._link: TlsLink | None = None
-        self.address = ""
-
-    def on_connected(self, link: TlsLink) -> None:
-        self._link = link
-        self.address = address_of(link)
-        self._doorway.enter(self)
-
-    def on_agreed(self) -> asyncio.Protocol:
-        self.on_lost()
-        return self._factory()
-
-    def on_lost(self) -> None:
-        self._link = None
-        self._doorway.leave(self)
-
-    def idle_s(self) -> float:
-        return 0.0
-
-    def expel(self) -> None:
-        if self._link is not None:
-            self._link.abort()

@@ -6,9 +6,8 @@ comes while it is told not to read, and whatever it was given to send, of which 
 is left. This one keeps what the library needs for a piece (`PIECE_BYTES`) in each direction, reads
 nothing while it is paused, and tells the size of all that waits to be sent.
 
-The loop also reads from a connection until it has nothing more, up to eight megabytes, of all of
-them in each of its turns. To decrypt that takes a tenth of a second and more, and meanwhile nobody
-is served. So all connections share `TURN_BYTES` of each turn (`TlsIntake`).
+The loop's own way would also show a connection to nobody before its handshake is done, so nobody
+could count it, or make it give way. This one is a stranger at the doorway until then.
 """
 
 from __future__ import annotations
@@ -16,74 +15,31 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from penstock.model.columns import Buffer
+from penstock.node.door.doorway import Doorway, address_of
 
-READ_BYTES: Final = 256 << 10  # from TCP at once, as the loop does without TLS
-TURN_BYTES: Final = 1 << 20  # decrypted in one turn of the loop for all connections together
 RECORD_BYTES: Final = 16 << 10  # that are decrypted at once; a record has no more
 # Given to the library at once, in both directions: its own buffers grow to the most they ever held.
 PIECE_BYTES: Final = 4 << 10
 END_S: Final = 5.0  # in which some of what is left is read when the connection is to end
 
 
-class HandshakeHost(Protocol):
-    """Who has the connection until the handshake is done."""
-
-    def on_connected(self, link: TlsLink) -> None: ...
-
-    def on_agreed(self) -> asyncio.Protocol:
-        """The handshake is done; who is to be served by the connection from now on?"""
-
-    def on_lost(self) -> None:
-        """The connection was lost before."""
-
-
-class TlsIntake:
-    """Where connections by TLS are read into, and whose turn it is. All connections of a loop share
-    it: what was read is decrypted before another one reads."""
-
-    def __init__(self) -> None:
-        self.received = memoryview(bytearray(READ_BYTES))
-        self._used = 0  # bytes, of this turn of the loop
-        self._resting: deque[TlsLink] = deque()
-        self._scheduled = False
-
-    def spend(self, link: TlsLink, size: int) -> None:
-        """So much came from this connection. It rests if all have had what a turn allows, or if
-        others rest and it has more."""
-        self._used += size
-        if self._used > TURN_BYTES or (self._resting and size == READ_BYTES):
-            link.rest()
-            self._resting.append(link)
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        """Those who have rested for longest go on, as many as can use up a turn."""
-        self._scheduled, self._used = False, 0
-        for _ in range(min(len(self._resting), TURN_BYTES // READ_BYTES)):
-            self._resting.popleft().go_on()
-        if self._resting:
-            self._schedule()
-
-
 class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
-    """Invariant: something waits to be encrypted only while TCP takes no more (`_full`)."""
+    """`factory` makes the protocol that is served by the connection once TLS is agreed on.
+
+    Invariant: something waits to be encrypted only while TCP takes no more (`_full`)."""
 
     def __init__(
-        self, context: ssl.SSLContext, host: HandshakeHost, *, intake: TlsIntake, within_s: float
+        self, context: ssl.SSLContext, factory: Callable[[], asyncio.Protocol], doorway: Doorway
     ) -> None:
         super().__init__()
-        self._context, self._intake, self._within_s = context, intake, within_s
-        self._host: HandshakeHost | None = host
+        self._context, self._factory, self._doorway = context, factory, doorway
+        self._intake = doorway.intake
+        self.address = ""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._tcp: asyncio.Transport | None = None
@@ -103,22 +59,22 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._tcp = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._timer = asyncio.get_running_loop().call_later(self._within_s, self.abort)
-        if self._host is not None:
-            self._host.on_connected(self)
+        within_s = self._doorway.limits.greeting_s
+        self._timer = asyncio.get_running_loop().call_later(within_s, self.abort)
+        self.address = address_of(self)
+        self._doorway.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._tcp, self._closing = None, True
         self._forget_unsent()
         self._stop_timer()
-        host, protocol = self._host, self._protocol
-        self._host = self._protocol = None
+        protocol, self._protocol = self._protocol, None
         # Who was served may keep this object for a while, but not what the library keeps for it.
         del self._tls, self._incoming, self._outgoing
         if protocol is not None:
             protocol.connection_lost(exc)
-        elif host is not None:
-            host.on_lost()
+        else:
+            self._doorway.leave(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._intake.received
@@ -179,10 +135,9 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return False
-        assert self._host is not None
         self._stop_timer()
-        self._protocol = self._host.on_agreed()
-        self._host = None
+        self._protocol = self._factory()
+        self._doorway.leave(self)
         self._protocol.connection_made(self)
         return True
 
@@ -345,6 +300,14 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._closing
+
+    # --- as a stranger ---
+
+    def idle_s(self) -> float:
+        return 0.0
+
+    def expel(self) -> None:
+        self.abort()
 
     # --- what is known of it ---
 

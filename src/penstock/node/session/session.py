@@ -34,6 +34,7 @@ from penstock.node.calls.table import Caller
 from penstock.node.door.budget import Budget
 from penstock.node.door.doorway import address_of
 from penstock.node.door.flow import Flow, Inbox
+from penstock.node.door.tls_link import TlsLink
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
@@ -472,7 +473,7 @@ async def listen(
 
     def accept() -> asyncio.BaseProtocol:
         session = partial(Session, engine)
-        return session() if tls is None else engine.doorway.handshake(session, tls)
+        return session() if tls is None else TlsLink(tls, session, engine.doorway)
 
     try:
         return await loop.create_server(accept, host, port, backlog=1024)

@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 import trustme
 
+from penstock.config import Limits
 from penstock.node.door import tls_link as module
-from penstock.node.door.tls_link import READ_BYTES, TURN_BYTES, TlsIntake, TlsLink
+from penstock.node.door.doorway import READ_BYTES, TURN_BYTES, Doorway, Guest, TlsIntake
+from penstock.node.door.tls_link import TlsLink
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * (6 * MIB // 256)
@@ -57,21 +59,26 @@ class Served(asyncio.Protocol):
         self.lost.set()
 
 
-class Door:
+class Door(Doorway):
     """Has connections until their handshake is done."""
 
-    def __init__(self, served: Served) -> None:
-        self.served = served
+    def __init__(self, served: Served, *, within_s: float = 10.0) -> None:
+        super().__init__(Limits(greeting_s=within_s))
+        self.served, self.agreed = served, False
         self.connected, self.ended = asyncio.Event(), asyncio.Event()
 
-    def on_connected(self, link: TlsLink) -> None:
+    def enter(self, guest: Guest) -> None:
+        super().enter(guest)
         self.connected.set()
 
-    def on_agreed(self) -> asyncio.Protocol:
+    def serve(self) -> asyncio.Protocol:
+        self.agreed = True
         return self.served
 
-    def on_lost(self) -> None:
-        self.ended.set()
+    def leave(self, guest: Guest) -> None:
+        super().leave(guest)
+        if not self.agreed:
+            self.ended.set()
 
 
 class Site:
@@ -83,14 +90,13 @@ class Site:
         authority.issue_cert("127.0.0.1").configure_cert(self.context)
         self.trust = ssl.create_default_context()
         authority.configure_trust(self.trust)
-        self._intake = TlsIntake()
         self._callers: list[asyncio.StreamWriter] = []
         self.port = 0
 
     @asynccontextmanager
-    async def listening(self, door: Door, *, within_s: float = 10.0) -> AsyncIterator[None]:
+    async def listening(self, door: Door) -> AsyncIterator[None]:
         def accept() -> TlsLink:
-            return TlsLink(self.context, door, intake=self._intake, within_s=within_s)
+            return TlsLink(self.context, door.serve, door)
 
         server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
@@ -228,8 +234,8 @@ async def test_what_is_no_tls_gets_an_alert_and_the_end(site: Site) -> None:
 
 
 async def test_a_handshake_has_its_time(site: Site) -> None:
-    door = Door(Served())
-    async with site.listening(door, within_s=0.1):
+    door = Door(Served(), within_s=0.1)
+    async with site.listening(door):
         reader, _ = await site.call_plainly()
         async with asyncio.timeout(5):
             await door.ended.wait()
@@ -264,8 +270,9 @@ class Tcp(asyncio.Transport):
 
 async def agreed(site: Site, served: Served, then: bytes) -> None:
     """A handshake by hand, whose last message comes at once with what the caller sends then."""
-    tcp, intake = Tcp(), TlsIntake()
-    link = TlsLink(site.context, Door(served), intake=intake, within_s=10.0)
+    tcp, door = Tcp(), Door(served)
+    intake = door.intake
+    link = TlsLink(site.context, door.serve, door)
     link.connection_made(tcp)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = site.trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
