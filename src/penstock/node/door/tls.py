@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import NamedTuple
 
 from penstock.config import TlsOptions
 from penstock.errors import InvalidArgument
 
 
-class Pem(NamedTuple):
-    """The files' contents, for libraries that take bytes."""
-
-    cert: bytes
-    key: bytes
-    ca: bytes | None
-
-
 def server_context(options: TlsOptions) -> ssl.SSLContext:
     """What a listener needs. With a `ca`, a client's certificate is verified if it sends one, and
     demanded with `require_client`."""
-    read_pem(options)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _harden(context)
     _load_cert(context, options)
@@ -45,11 +35,6 @@ def client_context(options: TlsOptions) -> ssl.SSLContext:
     return context
 
 
-def read_pem(options: TlsOptions) -> Pem:
-    ca = _read(options.ca, "tls.ca") if options.ca is not None else None
-    return Pem(_read(options.cert, "tls.cert"), _read(options.key, "tls.key"), ca)
-
-
 def _harden(context: ssl.SSLContext) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -57,8 +42,8 @@ def _harden(context: ssl.SSLContext) -> None:
 
 def _load_cert(context: ssl.SSLContext, options: TlsOptions) -> None:
     cert, key = options.cert, options.key
-    _read(cert, "tls.cert")
-    _read(key, "tls.key")
+    _check_readable(cert, "tls.cert")
+    _check_readable(key, "tls.key")
     assert cert is not None
     try:
         # an encrypted key would otherwise stop the start with a prompt
@@ -75,17 +60,17 @@ def _refuse_password() -> str:
 
 
 def _load_ca(context: ssl.SSLContext, ca: Path) -> None:
-    _read(ca, "tls.ca")
+    _check_readable(ca, "tls.ca")
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
         raise InvalidArgument(f"{ca} has no certificate in it", field="tls.ca") from error
 
 
-def _read(path: Path | None, field: str) -> bytes:
+def _check_readable(path: Path | None, field: str) -> None:
     if path is None:
         raise InvalidArgument(f"{field} is not set", field=field)
     try:
-        return path.read_bytes()
+        path.read_bytes()
     except OSError as error:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}", field=field) from error

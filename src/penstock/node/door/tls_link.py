@@ -180,9 +180,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         self._tcp_reading = reading
         (self._tcp.resume_reading if reading else self._tcp.pause_reading)()
 
-    def is_reading(self) -> bool:
-        return self._reading and not self._closing
-
     # --- what goes out ---
 
     def write(self, data: Buffer) -> None:
@@ -317,9 +314,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         if self._tcp is None:
             return default
         return self._tls if name == "ssl_object" else self._tcp.get_extra_info(name, default)
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return cast(asyncio.BaseProtocol, self._protocol)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = cast(asyncio.Protocol, protocol)

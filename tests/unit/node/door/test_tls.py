@@ -8,7 +8,7 @@ import trustme
 
 from penstock.config import TlsOptions
 from penstock.errors import InvalidArgument
-from penstock.node.door.tls import client_context, read_pem, server_context
+from penstock.node.door.tls import client_context, server_context
 
 
 @pytest.fixture(scope="module")
@@ -110,5 +110,5 @@ def test_a_key_of_another_certificate_is_refused(authority: trustme.CA, tmp_path
 
 def test_an_unset_file_is_named() -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        read_pem(TlsOptions())
+        server_context(TlsOptions())
     assert refusal.value.field == "tls.cert"

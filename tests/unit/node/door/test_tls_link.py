@@ -176,7 +176,7 @@ async def test_nothing_is_read_while_reading_is_paused(site: Site) -> None:
         await served.made.wait()
         await asyncio.sleep(0.2)
         link = served.linked()
-        assert not link.is_reading()
+        assert not link._reading
         assert not served.received and len(link._kept) <= READ_BYTES
         assert not link._incoming.pending
         link.resume_reading()
