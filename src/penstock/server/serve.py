@@ -23,8 +23,7 @@ from penstock.node.cluster.peers import Connect
 from penstock.node.door.budget import Budget
 from penstock.node.door.tls import client_context, server_context
 from penstock.node.engine import Engine
-from penstock.node.join import join_cluster
-from penstock.node.lifecycle import running_engine
+from penstock.node.lifecycle import join_cluster, running_engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.session.session import Session, listen, port_of
 from penstock.node.storage.room import raise_open_files_max

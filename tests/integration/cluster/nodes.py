@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 from penstock.config import Config
 from penstock.node.door.tls import server_context
 from penstock.node.engine import Engine
-from penstock.node.join import join_cluster
-from penstock.node.lifecycle import running_engine
+from penstock.node.lifecycle import join_cluster, running_engine
 from penstock.node.session.session import listen
 from penstock.server.serve import connect_to_peers
 

@@ -56,13 +56,15 @@ async def test_a_full_node_gets_no_partitions_and_none_are_recorded_in_vain(
     node was never opened, also when there was space again."""
     await asyncio.to_thread(fill, disk)
     with pytest.raises(DiskFull, match="n2"):
-        await nodes[0].create_topic({"name": "two", "replication_factor": 2}, exists_ok=False)
+        await nodes[0].administration.create_topic(
+            {"name": "two", "replication_factor": 2}, exists_ok=False
+        )
     assert await nodes[0].catalog.list() == []
-    await nodes[0].create_topic(
+    await nodes[0].administration.create_topic(
         {"name": "one", "replication_factor": 1, "partitions": 4}, exists_ok=False
     )
     assert len(nodes[0].hosts) == 4 and not nodes[1].hosts
-    await nodes[0].update_topic("one", {"partitions": 6})
+    await nodes[0].administration.update_topic("one", {"partitions": 6})
     assert len(nodes[0].hosts) == 6 and not nodes[1].hosts
 
 
@@ -72,7 +74,9 @@ async def test_a_replica_on_a_full_node_is_opened_once_there_is_space(
     """Before, it was tried once. It is recorded when the disk fills up at that very moment."""
     filler = await asyncio.to_thread(fill, disk)
     monkeypatch.setattr(nodes[1].room, "fitting", nodes[0].room.fitting)
-    creating = nodes[0].create_topic({"name": "two", "replication_factor": 2}, exists_ok=False)
+    creating = nodes[0].administration.create_topic(
+        {"name": "two", "replication_factor": 2}, exists_ok=False
+    )
     task = asyncio.ensure_future(creating)
     await until(lambda: _unopened(nodes[1], 1))
     assert nodes[1].fatal_error is None
@@ -89,7 +93,7 @@ async def _unopened(node: Engine, count: int) -> bool:
 async def test_a_topic_that_no_node_may_open_the_files_of_is_refused(nodes: list[Engine]) -> None:
     """Before, it was recorded, and the call failed with Unavailable after serve_s."""
     with files_at_most(600), pytest.raises(LimitExceeded, match=r"on n\d: it may open 600 files"):
-        await nodes[0].create_topic(
+        await nodes[0].administration.create_topic(
             {"name": "wide", "replication_factor": 1, "partitions": 400}, exists_ok=False
         )
     assert await nodes[0].catalog.list() == []

@@ -28,7 +28,9 @@ async def test_nothing_is_removed_because_etcd_lost_its_contents(tmp_path: Path)
         ]
         async with AsyncExitStack() as stack:
             nodes = [await stack.enter_async_context(running_node(each)) for each in configs]
-            await nodes[0].create_topic({"name": "jobs", "replication_factor": 2}, exists_ok=False)
+            await nodes[0].administration.create_topic(
+                {"name": "jobs", "replication_factor": 2}, exists_ok=False
+            )
             await _put(ports[0])
             await asyncio.to_thread(etcd.kill)
             await asyncio.to_thread(shutil.rmtree, etcd.folder / "data")

@@ -23,7 +23,9 @@ async def restore(etcd: EtcdProcess, copy: Path) -> None:
 
 
 async def make(node: Engine, name: str) -> int:
-    config = await node.create_topic({"name": name, "replication_factor": 1}, exists_ok=False)
+    config = await node.administration.create_topic(
+        {"name": name, "replication_factor": 1}, exists_ok=False
+    )
     return config.id
 
 

@@ -63,7 +63,9 @@ async def test_nodes_go_on_without_an_etcd_that_refuses_them(gate: Gate, tmp_pat
     configs = [_config(gate, tmp_path, name) for name in ("n1", "n2")]
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(running_node(each)) for each in configs]
-        await nodes[0].create_topic({"name": "jobs", "replication_factor": 2}, exists_ok=False)
+        await nodes[0].administration.create_topic(
+            {"name": "jobs", "replication_factor": 2}, exists_ok=False
+        )
         await asyncio.to_thread(gate.shut)
         await until(lambda: _available(nodes, False))
         await _put(configs[0], "jobs")
@@ -71,7 +73,9 @@ async def test_nodes_go_on_without_an_etcd_that_refuses_them(gate: Gate, tmp_pat
         await asyncio.to_thread(gate.open)
         await until(lambda: _available(nodes, True))
         await until(lambda: _all_listed(nodes))
-        await nodes[1].create_topic({"name": "more", "replication_factor": 2}, exists_ok=False)
+        await nodes[1].administration.create_topic(
+            {"name": "more", "replication_factor": 2}, exists_ok=False
+        )
         await _put(configs[0], "more")
 
 
@@ -87,7 +91,9 @@ async def test_a_node_stops_when_it_cannot_keep_time(gate: Gate, tmp_path: Path)
         raise RuntimeError("illegal transition")
 
     async with running_node(_config(gate, tmp_path, "n1")) as node:
-        await node.create_topic({"name": "jobs", "replication_factor": 1}, exists_ok=False)
+        await node.administration.create_topic(
+            {"name": "jobs", "replication_factor": 1}, exists_ok=False
+        )
         node.hosts[1, 0].on_tick = fail  # type: ignore[method-assign]
         async with asyncio.timeout(60):
             await node.fatal.wait()

@@ -79,7 +79,9 @@ async def test_only_nodes_may_speak_as_nodes(nodes: list[Engine], tls: TlsOption
     """Before, the cluster's key was good as an API key."""
     first, _ = nodes
     made = await first.keys.create("somebody")
-    await first.create_topic({"name": "jobs", "replication_factor": 2}, exists_ok=False)
+    await first.administration.create_topic(
+        {"name": "jobs", "replication_factor": 2}, exists_ok=False
+    )
 
     async def call_with(key: str | None) -> Connection:
         url = f"penstocks://127.0.0.1:{first.config.native_port}"
@@ -107,7 +109,9 @@ async def test_only_nodes_may_speak_as_nodes(nodes: list[Engine], tls: TlsOption
 async def test_a_stranger_s_messages_reach_no_replica(nodes: list[Engine], tls: TlsOptions) -> None:
     first, _ = nodes
     made = await first.keys.create("somebody")
-    await first.create_topic({"name": "jobs", "replication_factor": 2}, exists_ok=False)
+    await first.administration.create_topic(
+        {"name": "jobs", "replication_factor": 2}, exists_ok=False
+    )
     with pytest.raises(Unauthenticated):
         await _peer(first, "not the key of this cluster, but long", tls)
     stranger = await _peer(first, None, tls, api_key=made.text)
@@ -178,9 +182,11 @@ async def test_what_nodes_forward_is_not_taken_from_others(
     """Before, any caller could say that its request was forwarded."""
     first, _ = nodes
     made = await first.keys.create("somebody")
-    await first.create_topic({"name": "jobs", "replication_factor": 2}, exists_ok=False)
+    await first.administration.create_topic(
+        {"name": "jobs", "replication_factor": 2}, exists_ok=False
+    )
     vectors = {"name": "vectors", "kind": "delta", "dimensions": 2, "replication_factor": 2}
-    await first.create_topic(vectors, exists_ok=False)
+    await first.administration.create_topic(vectors, exists_ok=False)
     caller = await _peer(first, None, tls, api_key=made.text)
     for type, control in FORWARDED:
         with pytest.raises(Unauthenticated, match="only a node"):

@@ -8,8 +8,8 @@ from tests.integration.cluster.nodes import running_node
 
 from penstock.config import ClusterOptions, Config
 from penstock.model.topic import TopicConfig
-from penstock.node import join as joining
-from penstock.node.join import EngineLocal
+from penstock.node import lifecycle
+from penstock.node.lifecycle import EngineLocal
 from penstock.testing.etcd import etcd_process
 from penstock.testing.program import free_ports
 
@@ -22,7 +22,7 @@ async def test_files_of_a_topic_in_trouble_are_kept(
         cluster = ClusterOptions(etcd=(etcd.endpoint,), lease_s=2)
         config = Config(data=tmp_path / "n1", node="n1", native_port=port, cluster=cluster)
         async with running_node(config) as node:
-            await node.create_topic({"name": "jobs"}, exists_ok=False)
+            await node.administration.create_topic({"name": "jobs"}, exists_ok=False)
             uuid = node.hosts[1, 0].replica.uuid
         full, add_topic = True, EngineLocal.add_topic
 
@@ -32,7 +32,7 @@ async def test_files_of_a_topic_in_trouble_are_kept(
             await add_topic(local, config)
 
         monkeypatch.setattr(EngineLocal, "add_topic", add_if_there_is_room)
-        monkeypatch.setattr(joining, "SETTLE_S_MAX", 0.5)
+        monkeypatch.setattr(lifecycle, "SETTLE_S_MAX", 0.5)
         async with running_node(config) as node:
             assert not node.topics
             full = False

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -40,7 +40,18 @@ log = get_logger(__name__)
 if TYPE_CHECKING:
     from penstock.node.cluster.administration import ClusterAdministration
 
-CallSelf = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+class ThisNode(Local, Protocol):
+    """The node that is a member of the cluster."""
+
+    def topic_id_highest(self) -> int:
+        """Of the folders here."""
+
+    def on_cut_off(self) -> None:
+        """Called again and again while this node is cut off."""
+
+    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """An administrative call to this node."""
 
 
 class Cluster:
@@ -57,6 +68,7 @@ class Cluster:
         connect: Connect,
         disk: DataDisk,
         clock: Clock,
+        local: ThisNode,
         spawn: Callable[..., object],
         spawn_vital: Callable[..., object],
         on_fatal: Callable[[BaseException], None],
@@ -79,19 +91,10 @@ class Cluster:
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
         self.cut_off = False  # neither the metadata store nor a majority of the members is reached
-        self.on_cut_off: Callable[[], None] = _nothing  # called again and again while it is so
-        self._info, self._spawn, self._spawn_vital = info, spawn, spawn_vital
-        self._seed_bytes_per_s = replication.seed_bytes_per_s
-        self._local: Local | None = None
-        self.call_self: CallSelf = _nobody
-        self.topic_id_highest: Callable[[], int] = lambda: 0  # of folders here
+        self._info, self._local, self._spawn_vital = info, local, spawn_vital
         self.administration: ClusterAdministration
         self._membership: asyncio.Task[Any] | None = None
-
-    def serve(self, local: Local) -> None:
-        """Connect the network and the metadata store to the hosts of this node."""
-        self._local = local
-        reader = SeedReader(self.peers, bytes_per_s=self._seed_bytes_per_s)
+        reader = SeedReader(self.peers, bytes_per_s=replication.seed_bytes_per_s)
         self.seeds = SeedServer(local.hosts)
         self.transport = PeerTransport(
             self.node, peers=self.peers, hosts=local.hosts, fetch_seed=reader.fetch
@@ -103,7 +106,7 @@ class Cluster:
             local=local,
             ages=lambda: self.members.ages,
             deleted=self.deleted,
-            spawn=self._spawn,
+            spawn=spawn,
         )
 
     # --- the view that requests are routed by ---
@@ -133,7 +136,7 @@ class Cluster:
     ) -> dict[str, Any]:
         """An administrative call to a node, this one too."""
         if node == self.node:
-            return await self.call_self(method, arguments)
+            return await self._local.call(method, arguments)
         connection = self.live(node)
         if connection is None:
             raise Unavailable(f"node {node} is not connected", node=node)
@@ -293,7 +296,6 @@ class Cluster:
 
     async def resign(self, key: Key) -> None:
         """Give a partition up, and do not try to get it back while we leave."""
-        assert self._local is not None
         host = self._local.hosts.get(key)
         if host is None:
             return
@@ -303,7 +305,6 @@ class Cluster:
 
     async def _give_up_all(self) -> bool:
         """Give up what is coordinated here, to whoever takes it; whether nothing is left."""
-        assert self._local is not None
         turns = asyncio.Semaphore(RESIGNING_MAX)
 
         async def give_up(host: Host) -> None:
@@ -328,7 +329,7 @@ class Cluster:
     async def protect_ids(self) -> None:
         """Have no topic given an id that a folder here has: a store that was restored from an older
         copy does not know of it."""
-        skipped = await self.catalog.skip_ids(self.topic_id_highest())
+        skipped = await self.catalog.skip_ids(self._local.topic_id_highest())
         if skipped:
             log.critical(
                 "the metadata are older than folders here, and lack topics that these have; their "
@@ -352,7 +353,7 @@ class Cluster:
                 log.info("no longer cut off")
             self.cut_off = cut_off
             if cut_off:
-                self.on_cut_off()
+                self._local.on_cut_off()
             await asyncio.sleep(LOOK_S)
 
     def _among_most(self) -> bool:
@@ -375,14 +376,6 @@ class Cluster:
             log.info("the metadata store is back")
         self.available = reached
         await asyncio.sleep(PROBE_S)
-
-
-def _nothing() -> None:
-    """Nobody is to be told."""
-
-
-async def _nobody(method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    raise Unavailable("the node is starting")
 
 
 async def until_available(join: Callable[[], Awaitable[None]]) -> None:
