@@ -134,6 +134,6 @@ async def test_retention_drops_old_deltas_only_if_asked(small_node: Node) -> Non
         for _ in range(2):
             await node.call("snapshot", topic=name)
         topic = node.engine.topic(name)
-        await retain(topic, topic.partitions[0], node.clock.now_ms())
+        await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
         firsts[name] = topic.partitions[0].log.sequence_first
     assert firsts["kept"] == 1 < firsts["dropped"]

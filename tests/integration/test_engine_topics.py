@@ -163,7 +163,7 @@ async def retained(node: Node, topic: str) -> None:
 
     found = node.engine.topic(topic)
     for partition in found.partitions:
-        await retain(found, partition, node.clock.now_ms())
+        await retain(node.engine.hosts[found.key(partition.index)], node.clock.now_ms())
     await node.settled()
 
 

@@ -26,7 +26,7 @@ async def looked_after(node: Node, topic: str = "jobs") -> int:
     for _ in range(2):
         await node.call("snapshot", topic=topic)
     for partition in found.partitions:
-        freed += await retain(found, partition, node.clock.now_ms())
+        freed += await retain(node.engine.hosts[found.key(partition.index)], node.clock.now_ms())
     await node.settled()
     return freed
 

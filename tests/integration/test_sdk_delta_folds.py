@@ -104,7 +104,7 @@ async def test_what_retention_dropped_does_not_stop_a_fold(small_node: Node) -> 
         await node.call("snapshot", topic="v")
         await node.call("snapshot", topic="v")
         topic = node.engine.topic("v")
-        await retain(topic, topic.partitions[0], node.clock.now_ms())
+        await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
         assert topic.partitions[0].log.sequence_first > 1
         assert await first(vectors, f"1-{'x' * 480}") == 0
         assert await first(vectors, f"200-{'x' * 480}") == 1

@@ -250,7 +250,7 @@ async def test_enqueues_go_on_once_there_is_space(config: Config) -> None:
     found = node.engine.topic(topic)
     for _ in range(2):
         await node.call("snapshot", topic=topic)
-    assert await retain(found, found.partitions[0], node.clock.now_ms()) > 1 << 20
+    assert await retain(node.engine.hosts[found.key(0)], node.clock.now_ms()) > 1 << 20
     await node.advance(2)  # the disk is asked again after a while
     answer = await node.enqueue(topic, ROW, producer=("p", 1, count + 1))  # what was refused
     assert not answer.duplicates and ids_of(answer)

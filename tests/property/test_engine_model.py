@@ -291,7 +291,12 @@ class EngineModel(RuleBasedStateMachine):
             self.run(self.node.call("snapshot", topic="jobs"))
         topic = self.node.engine.topic("jobs")
         for partition in topic.partitions:
-            self.run(retain(topic, partition, self.now_ms + RETENTION_MS + 1))
+            self.run(
+                retain(
+                    self.node.engine.hosts[topic.key(partition.index)],
+                    self.now_ms + RETENTION_MS + 1,
+                )
+            )
         self.run(self.node.settled())
         for m in self.those("dead"):
             m.state = "done"

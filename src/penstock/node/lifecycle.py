@@ -57,7 +57,7 @@ from penstock.node.route.ports import AlwaysHere
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.storage.syncer import WriterPool, open_syncer
 from penstock.node.upkeep.gauges import node_reading
-from penstock.node.upkeep.loops import open_again, run_scrub, run_upkeep
+from penstock.node.upkeep.sweeps import open_again, run_scrub, run_upkeep
 from penstock.replication.follower import FollowerState
 from penstock.replication.replica import Role
 from penstock.replication.takeover import Policy

@@ -14,7 +14,7 @@ from penstock.node.calls.table import Arguments, Caller, PageArguments, Result, 
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.node.upkeep import loops as caretaking
+from penstock.node.upkeep import sweeps
 from penstock.node.upkeep.gauges import partition_reading
 
 
@@ -87,7 +87,8 @@ async def stats_share(share: Share) -> Result:
 def _partition_stats(
     engine: Engine, topic: Topic, partition: Partition, now_ms: int
 ) -> dict[str, Any]:
-    reading = partition_reading(topic, partition, now_ms)
+    host = engine.hosts[topic.key(partition.index)]
+    reading = partition_reading(host, partition, now_ms)
     age_s, snapshot_age_s = reading.oldest_age_s, reading.snapshot_age_s
     return {
         "partition": partition.index,
@@ -104,8 +105,8 @@ def _partition_stats(
         "oldest_age_ms": None if age_s is None else round(age_s * 1000),
         "bytes": reading.log_bytes,
         "segments": reading.log_segments,
-        "snapshot_sequence": partition.snapshot.sequence,
-        "snapshot_bytes": partition.snapshot.bytes,
+        "snapshot_sequence": host.snapshot.sequence,
+        "snapshot_bytes": host.snapshot.bytes,
         "snapshot_age_ms": None if snapshot_age_s is None else round(snapshot_age_s * 1000),
     }
 
@@ -134,7 +135,8 @@ async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> Result:
 async def snapshot_share(share: Share) -> Result:
     taken = []
     for partition in share.partitions:
-        facts = await caretaking.snapshot(share.engine, share.topic, partition)
+        host = share.engine.hosts[share.topic.key(partition.index)]
+        facts = await sweeps.snapshot(share.engine, host)
         taken.append(
             {
                 "topic": share.topic.config.name,
@@ -174,7 +176,7 @@ async def verify_share(share: Share) -> Result:
 
 
 async def _verified(engine: Engine) -> dict[str, Any]:
-    found = await caretaking.verify(engine)
+    found = await sweeps.verify(engine)
     damage = found.damage or engine.damage
     return {"node": engine.identity.node, "bytes": found.bytes, "damage": damage}
 

@@ -16,11 +16,19 @@ from penstock.heap import Heap
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
-from penstock.node.serve.partition import SnapshotFacts
 
 SLICE_BYTES: Final = 256 << 10  # applied before the loop gets to do something else
 COLD_BYTES: Final = 4 << 20  # read at once by a thread
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+
+class SnapshotFacts(NamedTuple):
+    """The newest snapshot of a replica, for status and metrics."""
+
+    sequence: int = 0
+    bytes: int = 0
+    time_ms: int = 0
+    log_bytes: int = 0  # size of the log when it was taken
 
 
 class ReplayedLog(NamedTuple):
@@ -38,8 +46,9 @@ def replay(log: PartitionLog, config: TopicConfig, *, through: int | None = None
         heap, facts, start = Heap(config, partition=log.partition), SnapshotFacts(), 1
     else:
         heap = Heap.restore(config, snapshot.data, partition=log.partition)
-        facts = SnapshotFacts(snapshot.sequence, len(snapshot.data), snapshot.time_ms)
-        facts.log_bytes = log.bytes_total
+        facts = SnapshotFacts(
+            snapshot.sequence, len(snapshot.data), snapshot.time_ms, log.bytes_total
+        )
         start = snapshot.sequence + 1
     batches = 0
     for batch in log.scan(start):

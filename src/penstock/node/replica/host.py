@@ -88,7 +88,7 @@ class Host:
         self.snapshot = opened.replayed.snapshot  # the newest one
         self.tenure = Tenure(
             topic, index, self.replica, flusher=self.flusher, applying=self.applying,
-            sending=self.sending, around=around, snapshot=self.snapshot,
+            sending=self.sending, around=around,
         )  # fmt: skip
         self.replayed = opened.replayed.batches
         self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
@@ -420,10 +420,7 @@ class Host:
         journal.on_commit(sequence)
 
     def _on_rebuilt(self, replayed: ReplayedLog) -> None:
-        found = replayed.snapshot
-        self.snapshot.renew(
-            found.sequence, bytes=found.bytes, time_ms=found.time_ms, log_bytes=found.log_bytes
-        )
+        self.snapshot = replayed.snapshot
 
     def _warn(self, effect: do.Warn) -> None:
         self.around.metrics.follower_warnings.add(

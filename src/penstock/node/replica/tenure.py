@@ -20,7 +20,7 @@ from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.log_sender import LogSender
 from penstock.node.replica.ports import Slow, Surroundings
-from penstock.node.serve.partition import Partition, SnapshotFacts
+from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.storage.flusher import Flusher
 from penstock.node.write.journal import Journal
@@ -45,12 +45,10 @@ class Tenure:
         applying: HeapApplier,
         sending: LogSender,
         around: Surroundings,
-        snapshot: SnapshotFacts,
     ) -> None:
         self._topic, self._index, self._replica = topic, index, replica
         self._flusher, self._applying, self._sending = flusher, applying, sending
         self._around = around
-        self._snapshot = snapshot
         self.journal: Journal | None = None
         self.partition: Partition | None = None
         self._served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -143,9 +141,7 @@ class Tenure:
         journal = self.journal
         if journal is None or journal.coordinator.epoch != epoch:
             return  # ended already
-        self.partition = Partition(
-            journal, self._index, self._around.cache, snapshot=self._snapshot
-        )
+        self.partition = Partition(journal, self._index, self._around.cache)
         if journal.heap.config != self._topic.config:
             config = msgspec.msgpack.encode(self._topic.config)
             journal.append_record(Kind.CONFIG, 1, {"config": [config]})

@@ -5,7 +5,6 @@ Everything runs on the event loop; storage work goes to the partition's writer t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from penstock.heap.spine import Keys, Sequences
@@ -16,29 +15,12 @@ from penstock.node.write.journal import Journal
 from penstock.node.write.settler import LeaseSettler
 
 
-@dataclass(slots=True)
-class SnapshotFacts:
-    """The newest snapshot of a partition, for status and metrics."""
-
-    sequence: int = 0
-    bytes: int = 0
-    time_ms: int = 0
-    log_bytes: int = 0  # size of the log when it was taken
-
-    def renew(self, sequence: int, *, bytes: int, time_ms: int, log_bytes: int) -> None:
-        """There is a newer one."""
-        self.sequence, self.bytes, self.time_ms = sequence, bytes, time_ms
-        self.log_bytes = log_bytes
-
-
 class Partition:
     # The spine may take every candidate of a partition that is served here: it knows of all of
     # them. Only another node's list may be cut.
     cut: Final = False
 
-    def __init__(
-        self, journal: Journal, index: int, cache: ReadCache, *, snapshot: SnapshotFacts
-    ) -> None:
+    def __init__(self, journal: Journal, index: int, cache: ReadCache) -> None:
         self.index = index
         self.journal = journal
         self.heap, self.log, self.coordinator = journal.heap, journal.log, journal.coordinator
@@ -47,7 +29,6 @@ class Partition:
         # What others ask of the partition goes straight there, without a call in between.
         self.enqueue, self.settle = self.enqueuer.enqueue, self.settler.settle
         self.reader = MessageReader(journal.log, cache)
-        self.snapshot = snapshot
 
     @property
     def ahead_ms(self) -> int:

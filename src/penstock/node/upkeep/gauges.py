@@ -13,7 +13,6 @@ from penstock.node.observe.readings import (
 from penstock.node.replica.clocks import ClockVerdict
 from penstock.node.replica.host import Host
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
 from penstock.replication.coordinator import Coordinator, MemberStatus
 
 
@@ -22,7 +21,7 @@ def node_reading(engine: Engine) -> NodeReading:
     now_ms, clocks = engine.clock.now_ms(), engine.around.clocks
     return NodeReading(
         partitions=[
-            partition_reading(host.topic, host.partition, now_ms)
+            partition_reading(host, host.partition, now_ms)
             for host in engine.hosts.values()
             if host.partition is not None
         ],
@@ -51,12 +50,12 @@ def node_reading(engine: Engine) -> NodeReading:
     )
 
 
-def partition_reading(topic: Topic, partition: Partition, now_ms: int) -> PartitionReading:
-    heap, facts = partition.heap, partition.snapshot
+def partition_reading(host: Host, partition: Partition, now_ms: int) -> PartitionReading:
+    heap, facts = partition.heap, host.snapshot
     log_ms = now_ms + partition.ahead_ms
     oldest_ms = heap.oldest_ready_ms(log_ms)
     return PartitionReading(
-        topic=topic.config.name,
+        topic=host.topic.config.name,
         partition=partition.index,
         ready=heap.ready,
         delayed=heap.delayed,

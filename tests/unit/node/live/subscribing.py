@@ -179,7 +179,7 @@ async def cut(node: Node) -> int:
     for _ in range(2):
         await node.call("snapshot", topic=TOPIC)
     topic = node.engine.topic(TOPIC)
-    await retain(topic, topic.here(0), node.clock.now_ms())
+    await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
     first = topic.here(0).log.sequence_first
     assert first > 5
     return first

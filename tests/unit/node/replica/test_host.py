@@ -24,7 +24,7 @@ from tests.unit.node.replica.hosting import (
 from penstock.cluster.reserve import Reserve
 from penstock.errors import Backpressure, QuorumUnavailable, Unavailable
 from penstock.node.replica.host import Host
-from penstock.node.upkeep.sweeps import retain, retain_replica, snapshot_replica, take_snapshot
+from penstock.node.upkeep.sweeps import retain, take_snapshot
 from penstock.replication.effects import Halt, Persist, Truncate
 from penstock.replication.replica import Role
 
@@ -303,11 +303,11 @@ async def test_followers_take_snapshots_and_drop_old_segments(
     follower = cluster.hosts["b"]
     reserve = Reserve(tmp_path / "reserve", 4096)
     for _ in range(2):
-        await snapshot_replica(follower, cluster.clock.now_ms(), reserve=reserve)
+        await take_snapshot(follower, cluster.clock.now_ms(), reserve=reserve)
         await put(leader, [b"more"])
         await cluster.at_rest()
     cluster.clock.advance(3600)
-    assert await retain_replica(follower, cluster.clock.now_ms()) > 0
+    assert await retain(follower, cluster.clock.now_ms()) > 0
     assert follower.log.sequence_first > 100
     await cluster.stop("b")
     await cluster.start("b")
@@ -349,14 +349,13 @@ async def test_a_snapshot_waits_for_the_own_disk(cluster: Cluster, tmp_path: Pat
     await cluster.until(lambda: leader.flusher._alone)
     await put(leader, [b"on the others"])
     reserve = Reserve(tmp_path / "reserve", 4096)
-    taking = asyncio.create_task(
-        take_snapshot(leader.topic, leader.partition, START_MS, reserve=reserve)
-    )
+    taking = asyncio.create_task(take_snapshot(leader, START_MS, reserve=reserve))
     await cluster.until(lambda: leader.committed > leader.log.sequence_durable)
     gate.set()
     await slow
     leader.flusher.flush()
-    assert (await taking).sequence <= leader.log.sequence_durable
+    await taking
+    assert 0 < leader.snapshot.sequence <= leader.log.sequence_durable
 
 
 async def _taker(cluster: Cluster) -> Host:
@@ -374,10 +373,10 @@ async def _shrink(cluster: Cluster, host: Host, folder: Path) -> None:
     """Two snapshots, and all that is older than an hour dropped."""
     reserve = Reserve(folder / "reserve", 4096)
     for _ in range(2):
-        await take_snapshot(host.topic, host.partition, cluster.clock.now_ms(), reserve=reserve)
+        await take_snapshot(host, cluster.clock.now_ms(), reserve=reserve)
         await put(host, [b"more"])
     cluster.clock.advance(3600)
-    assert await retain(host.topic, host.partition, cluster.clock.now_ms()) > 0
+    assert await retain(host, cluster.clock.now_ms()) > 0
     await host.on_shrunk()
 
 

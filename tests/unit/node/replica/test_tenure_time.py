@@ -143,5 +143,5 @@ async def test_retention_counts_from_its_own_time(node: Node) -> None:
     found = node.engine.topic(topic)
     for seconds, dead in ((60, 1), (0.001, 0)):
         await node.advance(seconds)
-        await retain(found, found.here(0), node.clock.now_ms())
+        await retain(node.engine.hosts[found.key(0)], node.clock.now_ms())
         assert len(await node.dead()) == dead
