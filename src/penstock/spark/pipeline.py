@@ -208,8 +208,7 @@ class Pipeline:
         """The pipeline's own thread: looks after the query, then ends everything."""
         try:
             while not self._wanted.is_set():
-                through = min(worker.durable_through for worker in self.delivery.workers)
-                if not self.ingest.step(undelivered=self.changes.bytes_after(through)):
+                if not self.ingest.step(undelivered=self.delivery.undelivered_bytes):
                     break
             self.ingest.stop(timeout_s=STOP_S)
         except BaseException as error:  # noqa: BLE001  handed to whoever waits for the end

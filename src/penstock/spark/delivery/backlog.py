@@ -102,6 +102,11 @@ class Backlog:
         with self._lock:
             return [dict(folded) for _, folded in sorted(self._folded.items())]
 
+    def bytes_after(self, trigger: int) -> int:
+        """Size of what a sink whose cursor is at `trigger` still has before it, at most."""
+        with self._lock:
+            return int(self._table[self._row(trigger) :, _BYTES].sum())
+
     def lag(self, positions: Mapping[int, int]) -> Lag:
         """What a sink still has before it that is at these triggers in these columns."""
         triggers = rows = size = 0

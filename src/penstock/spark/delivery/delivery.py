@@ -52,7 +52,7 @@ from penstock.log.crash import crash_point
 from penstock.node.observe.logs import get_logger
 from penstock.sinks.letters import LetterBox, QuarantineSink
 from penstock.sinks.protocol import Feed, Sink
-from penstock.spark.delivery.backlog import QUARANTINE, Backlog, Planner
+from penstock.spark.delivery.backlog import QUARANTINE, Backlog
 from penstock.spark.delivery.cursors import CursorFile
 from penstock.spark.delivery.metrics import PipelineMetrics, Status
 from penstock.spark.delivery.selection import ChangeSelection, SinkRoutes, columns_of
@@ -96,13 +96,27 @@ class PipelineDelivery:
     ) -> None:
         self._changes, self._folder = changes, folder
         self._pipeline, self._name = pipeline, name or pipeline
-        self._letters, self._describe = letters, describe
+        self._describe = describe
         self._options = (options or DeliveryOptions()).validate()
         self._backlog = Backlog(changes)
+        quarantine = RoutedSink(sink=QuarantineSink(letters))
         self.workers = [
-            self._worker(one.sink, columns_of(one.sink.feed), routes=one.routes) for one in sinks
+            SinkWorker(
+                one.sink,
+                columns=(QUARANTINE,) if one is quarantine else columns_of(one.sink.feed),
+                backlog=self._backlog,
+                selection=ChangeSelection(
+                    changes=changes,
+                    pipeline=pipeline,
+                    routes=one.routes,
+                    payloads=bool(one.sink.feed & Feed.PAYLOADS),
+                ),
+                letters=letters,
+                file=CursorFile(folder, one.sink.name),
+                options=self._options,
+            )
+            for one in (*sinks, quarantine)
         ]
-        self.workers.append(self._worker(QuarantineSink(letters), (QUARANTINE,), internal=True))
         self._state = "starting"
         self._started_ms = time.time_ns() // 1_000_000
         self._stopped = threading.Event()
@@ -111,30 +125,6 @@ class PipelineDelivery:
             self.status, lambda: [(w.name, w.runner.meter.freshness) for w in self.workers]
         )
         self._metrics_address = metrics
-
-    def _worker(
-        self,
-        sink: Sink,
-        columns: tuple[int, ...],
-        *,
-        routes: SinkRoutes | None = None,
-        internal: bool = False,
-    ) -> SinkWorker:
-        selection = ChangeSelection(
-            changes=self._changes,
-            pipeline=self._pipeline,
-            routes=routes or SinkRoutes(),
-            payloads=bool(sink.feed & Feed.PAYLOADS),
-        )
-        return SinkWorker(
-            sink,
-            planner=Planner(backlog=self._backlog, columns=columns, options=self._options),
-            selection=selection,
-            letters=self._letters,
-            file=CursorFile(self._folder, sink.name),
-            options=self._options,
-            internal=internal,
-        )
 
     def start(self) -> None:
         if self._metrics_address is not None:
@@ -202,7 +192,7 @@ class PipelineDelivery:
                 "first": first,
                 "last": last,
                 "triggers": 0 if first is None or last is None else last - first + 1,
-                "bytes": self._changes.bytes_after(-1),
+                "bytes": self._backlog.bytes_after(-1),
             },
             "partitions": self._backlog.partitions(),
             "sinks": [_sink_status(worker, now_ms=now_ms) for worker in self.workers],
@@ -220,8 +210,17 @@ class PipelineDelivery:
             except Exception:  # the thread's boundary; the next round tries again
                 log.exception("upkeep failed")
 
+    @property
+    def durable_through(self) -> int:
+        """The last trigger that no sink will ask for again."""
+        return min(worker.durable_through for worker in self.workers)
+
+    @property
+    def undelivered_bytes(self) -> int:
+        return self._backlog.bytes_after(self.durable_through)
+
     def _prune(self) -> None:
-        through = min(worker.durable_through for worker in self.workers)
+        through = self.durable_through
         if self._changes.prune(through):
             crash_point("delivery.prune.after")
             self._backlog.forget(through)
@@ -241,7 +240,7 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
         "name": worker.name,
         "state": worker.state,
         "ordered": not worker.planner.laned,
-        "internal": worker.internal,
+        "internal": isinstance(worker.sink, QuarantineSink),
         "trigger": cursor.through,
         "lanes": list(cursor.position) if worker.planner.laned else None,
         "started": cursor.started,

@@ -25,7 +25,7 @@ from penstock.node.observe.logs import get_logger
 from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Sink, Work
 from penstock.sinks.runner import Handover, SinkRunner
-from penstock.spark.delivery.backlog import STATES, Planner
+from penstock.spark.delivery.backlog import STATES, Backlog, Planner
 from penstock.spark.delivery.cursors import NONE, CursorFile, SinkCursor
 from penstock.spark.delivery.selection import ChangeSelection, Selected
 from penstock.spark.fold.changes import LANES
@@ -54,15 +54,15 @@ class SinkWorker:
         self,
         sink: Sink,
         *,
-        planner: Planner,
+        columns: tuple[int, ...],
+        backlog: Backlog,
         selection: ChangeSelection,
         letters: LetterBox,
         file: CursorFile,
         options: DeliveryOptions,
-        internal: bool = False,
     ) -> None:
-        self.sink, self.internal = sink, internal
-        self.planner, self._selection, self._options = planner, selection, options
+        self.sink, self._selection, self._options = sink, selection, options
+        self.planner = Planner(backlog=backlog, columns=columns, options=options)
         self.halted: str | None = None
         self._file = file
         self._established = False

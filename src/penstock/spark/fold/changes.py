@@ -154,10 +154,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     trigger: int
     parts: tuple[ChangePart, ...] = ()  # by topic and partition; an idle partition has none
 
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
 
 class ChangeLog:
     """The committed triggers of one pipeline, which is the only one to write (its lock sees to
@@ -173,25 +169,8 @@ class ChangeLog:
         if found and found[-1] - found[0] + 1 != len(found):
             missing = next(n for n in range(found[0], found[-1]) if n not in set(found))
             raise Corruption(f"{folder}: the manifest of trigger {missing} is missing")
-        # Bytes of each trigger present, in order of triggers.
-        self._sizes = {number: self.manifest(number).bytes for number in found}
-
-    @property
-    def first(self) -> int | None:
-        """The oldest trigger still there."""
-        with self._changed:
-            return next(iter(self._sizes), None)
-
-    @property
-    def last(self) -> int | None:
-        """The newest committed trigger; None before the first."""
-        with self._changed:
-            return next(reversed(self._sizes), None)
-
-    def bytes_after(self, trigger: int) -> int:
-        """Size of what a sink whose cursor is at `trigger` still has before it."""
-        with self._changed:
-            return sum(size for number, size in self._sizes.items() if number > trigger)
+        self.first: int | None = found[0] if found else None  # the oldest trigger still there
+        self.last: int | None = found[-1] if found else None  # the newest committed one
 
     def manifest(self, trigger: int) -> Manifest:
         """One trigger; `NotFound` if it is not yet there or no longer."""
@@ -214,17 +193,15 @@ class ChangeLog:
 
         `NotFound` if the next one was deleted: whoever asks had not been counted in `prune`.
         """
-        with self._changed:
-            last = next(reversed(self._sizes), -1)
+        last = -1 if self.last is None else self.last
         wanted = range(trigger + 1, min(last, trigger + limit) + 1)
         return [self.manifest(number) for number in wanted]
 
-    def wait(self, trigger: int, *, timeout_s: float) -> bool:
-        """Wait for a trigger newer than `trigger`; False if none came, or on `wake`."""
+    def wait(self, trigger: int, *, timeout_s: float) -> None:
+        """Wait for a trigger newer than `trigger`, or for `wake`."""
         with self._changed:
-            if next(reversed(self._sizes), -1) <= trigger:
+            if self.last is None or self.last <= trigger:
                 self._changed.wait(timeout_s)
-            return next(reversed(self._sizes), -1) > trigger
 
     def wake(self) -> None:
         """Let everyone who waits look round, to stop for example."""
@@ -269,7 +246,9 @@ class ChangeLog:
         with storage_errors(self.folder):
             write_whole(self._path(trigger), [msgspec.json.encode(manifest)])
         with self._changed:
-            self._sizes[trigger] = manifest.bytes
+            self.last = trigger
+            if self.first is None:
+                self.first = trigger
             self._changed.notify_all()
         return True
 
@@ -291,17 +270,16 @@ class ChangeLog:
 
         The newest trigger stays. A sink that lags keeps all that is behind its cursor.
         """
-        with self._changed:
-            last = next(reversed(self._sizes), -1)
-            gone = [number for number in self._sizes if number <= through and number != last]
+        if self.first is None or self.last is None:
+            return 0
+        gone = range(self.first, min(through + 1, self.last))
         for number in gone:
             files = [part.file for part in self.manifest(number).parts if part.file]
             with storage_errors(self.folder):
                 self._path(number).unlink()  # first: a manifest never names a file that is gone
                 for name in files:
                     (self.data / name).unlink(missing_ok=True)
-            with self._changed:
-                del self._sizes[number]
+            self.first = number + 1
         return len(gone)
 
     def sweep(self) -> int:
@@ -309,8 +287,9 @@ class ChangeLog:
 
         Only while no trigger runs: a file that is about to be named looks just the same.
         """
-        with self._changed:
-            present = list(self._sizes)
+        present = (
+            [] if self.first is None or self.last is None else range(self.first, self.last + 1)
+        )
         named = {part.file for number in present for part in self.manifest(number).parts}
         strays = [path for path in self.data.iterdir() if path.name not in named]
         with storage_errors(self.data):

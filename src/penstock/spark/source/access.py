@@ -13,17 +13,16 @@ import atexit
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.client.bridge import ThreadBridge
 from penstock.client.client import Client
-from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import Remote
-from penstock.client.network.streams import LogStream
 from penstock.client.options import Options
+from penstock.client.queue.handle import TopicHandle
+from penstock.client.queue.log_reader import LogReader
 from penstock.errors import FailedPrecondition, Unavailable
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig, TopicKind
@@ -80,7 +79,6 @@ class NodeAccess:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, url: str, *, api_key: str | None = None, tls: str | None = None) -> None:
-        self._configs: dict[str, TopicConfig] = {}
         self._bridge = ThreadBridge("penstock-access")
         remote = Remote(url, api_key=api_key, tls=tls, client="penstock-spark")
         try:
@@ -126,11 +124,12 @@ class NodeAccess:
 
     def config(self, topic: str) -> TopicConfig:
         """A topic's configuration; asked for once, so only its fixed attributes are to be used."""
-        found = self._configs.get(topic)
-        if found is None:
-            found = msgspec.convert(self.call("topic_get", topic=topic), TopicConfig)
-            self._configs[topic] = found
-        return found
+        return self.run(self._handle(topic)).config
+
+    async def _handle(self, topic: str) -> TopicHandle[bytes]:
+        handle = self._client.topic(topic, create=False).handle
+        await handle.opened()
+        return handle
 
     def delta_config(self, topic: str, *, field: str = "topics") -> TopicConfig:
         """The configuration of a topic that must hold deltas."""
@@ -202,38 +201,33 @@ class NodeAccess:
     async def _slices(
         self, topic: str, partition: int, first: int, *, last: int, decisions: Decisions | None
     ) -> AsyncGenerator[list[Batch], None]:
-        at = first
-
-        def wanted() -> bool:
-            return at <= last or (decisions is not None and decisions.open)
-
-        async def open_stream(connection: Connection) -> LogStream:
-            return await connection.log_stream(
-                topic,
+        handle, at = await self._handle(topic), first
+        while True:
+            reader = LogReader(
+                handle,
                 partition=partition,
                 from_sequence=at,
                 credit_entries=WINDOW_ENTRIES,
                 credit_bytes=WINDOW_BYTES,
                 through=last if at <= last else 0,  # past it only the decisions are looked for
             )
-
-        while wanted():
-            stream = await self._client.link.request(open_stream, at=(topic, partition))
+            slices = reader.slices()
             try:
-                while wanted():
+                while True:
                     async with asyncio.timeout(STALL_S):
-                        batches = await anext(stream)
+                        batches = await anext(slices)
                     at = batches[-1].last + 1
                     yield batches
+                    if at > last and (decisions is None or not decisions.open):
+                        return
             except TimeoutError as error:
                 raise Unavailable(
                     f"{topic}/{partition}: nothing came from {at} to {last} in {STALL_S:.0f} s"
                 ) from error
-            except (Unavailable, StopAsyncIteration):
-                continue  # the next request waits for a connection, within the retry bound
+            except StopAsyncIteration:
+                continue  # all up to `last` was read
             finally:
-                with suppress(Unavailable):  # nothing to close on a connection that is gone
-                    await stream.close()
+                await slices.aclose()
 
     # --- writing ---
 

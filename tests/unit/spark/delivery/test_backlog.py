@@ -34,7 +34,7 @@ def test_the_lag_counts_rows_bytes_and_the_oldest_time(triggers: Triggers) -> No
     assert backlog.follow() == 3
     whole = backlog.lag(dict.fromkeys(STATES, -1))
     assert (whole.triggers, whole.rows, whole.oldest_ms) == (4, 6, 1000)
-    assert 0 < whole.bytes < triggers.log.bytes_after(-1)
+    assert 0 < whole.bytes < backlog.bytes_after(-1)
     assert backlog.lag({3: 1})[:2] == (2, 1)
     assert backlog.lag({DELTAS: 1}).oldest_ms == 3000
     assert backlog.lag({QUARANTINE: 2}).rows == 0
@@ -71,6 +71,13 @@ def test_bytes_bound_a_range_too(triggers: Triggers) -> None:
     backlog = Backlog(triggers.log)
     backlog.follow()
     assert backlog.ahead(-1, STATES, rows_max=BIG, bytes_max=1) == TriggerSpan(0, 0)
+
+
+def test_what_lies_before_a_cursor_is_counted_in_bytes(triggers: Triggers) -> None:
+    backlog = Backlog(triggers.log)
+    backlog.follow()
+    sizes = [sum(p.bytes for p in triggers.log.manifest(n).parts) for n in range(4)]
+    assert [backlog.bytes_after(n) for n in (-1, 1, 3)] == [sum(sizes), sum(sizes[2:]), 0]
 
 
 def test_pruned_triggers_are_forgotten_and_the_rest_still_counts(triggers: Triggers) -> None:

@@ -26,7 +26,7 @@ def test_a_committed_trigger_is_read_back_after_a_restart(log: ChangeLog) -> Non
     written = part(log)
     assert log.commit(0, [written])
     again = ChangeLog(log.folder)
-    assert (again.first, again.last, again.bytes_after(-1)) == (0, 0, written.bytes)
+    assert (again.first, again.last) == (0, 0)
     (manifest,) = again.after(-1, limit=10)
     assert manifest.parts == (written,)
     assert again.table(written, written.sections[0])["n"].to_pylist() == [0, 1, 2]
@@ -76,7 +76,7 @@ def test_a_missing_manifest_is_noticed_at_the_start(log: ChangeLog) -> None:
 def test_a_file_that_is_no_such_manifest_is_corruption(log: ChangeLog, content: bytes) -> None:
     (log.folder / "000000000000.json").write_bytes(content)
     with pytest.raises(Corruption, match=r"000000000000\.json"):
-        ChangeLog(log.folder)
+        ChangeLog(log.folder).sweep()
 
 
 def test_after_gives_the_oldest_first_and_no_more_than_asked(log: ChangeLog) -> None:
@@ -97,7 +97,6 @@ def test_pruning_deletes_manifests_and_files_but_the_newest(log: ChangeLog) -> N
     assert log.prune(99) == 1
     assert log.prune(99) == 0
     assert ChangeLog(log.folder).last == 3
-    assert log.bytes_after(-1) == parts[3].bytes
     with pytest.raises(NotFound):
         log.after(0, limit=1)
 
@@ -119,25 +118,14 @@ def test_sweeping_takes_only_what_no_manifest_names(log: ChangeLog) -> None:
     assert stray.file != kept.file
 
 
-def test_what_lies_before_a_cursor_is_counted_in_bytes(log: ChangeLog) -> None:
-    sizes = []
-    for trigger in range(3):
-        sizes.append(part(log, first=10 * trigger).bytes)
-        log.commit(trigger, [part(log, first=10 * trigger)])
-    assert log.bytes_after(-1) == sum(sizes)
-    assert log.bytes_after(1) == sizes[2]
-    assert log.bytes_after(2) == 0
-
-
 def test_whoever_waits_is_told_of_a_commit(log: ChangeLog) -> None:
-    assert not log.wait(-1, timeout_s=0.0)
-    told: list[bool] = []
-    waiter = threading.Thread(target=lambda: told.append(log.wait(-1, timeout_s=30)))
+    log.wait(-1, timeout_s=0.0)
+    waiter = threading.Thread(target=lambda: log.wait(-1, timeout_s=300))
     waiter.start()
     log.commit(0, [])
     waiter.join(30)
-    assert told == [True]
-    assert log.wait(-1, timeout_s=0.0)
+    assert not waiter.is_alive()
+    log.wait(-1, timeout_s=300)  # it is there already
 
 
 def written(folder: Path, *values: int) -> ChangePart:
