@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from penstock.client.topic import PartitionStats
 from penstock.model.plain import plain, plain_map
 from penstock.model.topic import TopicConfig
 
@@ -44,22 +45,8 @@ class HeapsAnswer(CallAnswer, frozen=True, kw_only=True):
     next: Next = None
 
 
-class PartitionStatsAnswer(CallAnswer, frozen=True, kw_only=True):
-    partition: int
-    epoch: int = 0
-    sequence_first: int = 0
-    sequence_last: int = 0
-    sequence_committed: int = 0
-    ready: int = 0
-    delayed: int = 0
-    leased: int = 0
-    dead: int = 0
-    bytes: int = 0
-    segments: int = 0
-    snapshot_sequence: int | None = None
-    snapshot_bytes: int | None = None
-    snapshot_age_ms: int | None = None
-    coordinator: str | None = None
+class PartitionStatsAnswer(PartitionStats, frozen=True, kw_only=True):
+    coordinator: str | None = None  # type: ignore[assignment]
 
 
 class HeapStats(CallAnswer, frozen=True, kw_only=True):

@@ -93,28 +93,19 @@ def _attribute(name: str) -> Any:
 
 
 ATTRIBUTES: Final = [name for name in TopicConfig.__struct_fields__ if name not in ("name", "id")]
-MakeHeapCall = msgspec.defstruct(
-    "MakeHeapCall",
-    [
-        ("topic", Topic),
-        *((name, _attribute(name), UNSET) for name in ATTRIBUTES),
-        ("exists_ok", bool, False),
-    ],
-    bases=(CallArguments,),
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-)
-UpdateHeapConfigCall = msgspec.defstruct(
-    "UpdateHeapConfigCall",
-    [
-        ("topic", Topic),
-        *((name, _attribute(name), UNSET) for name in ATTRIBUTES if name not in FIXED),
-    ],
-    bases=(CallArguments,),
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
+
+
+def _heap_call(name: str, attributes: list[str], *others: tuple[Any, ...]) -> Any:
+    """Arguments that name a topic, attributes of it that may be left out, and others."""
+    fields = [("topic", Topic), *((a, _attribute(a), UNSET) for a in attributes), *others]
+    return msgspec.defstruct(
+        name, fields, bases=(CallArguments,), frozen=True, kw_only=True, forbid_unknown_fields=True
+    )
+
+
+MakeHeapCall = _heap_call("MakeHeapCall", ATTRIBUTES, ("exists_ok", bool, False))
+UpdateHeapConfigCall = _heap_call(
+    "UpdateHeapConfigCall", [name for name in ATTRIBUTES if name not in FIXED]
 )
 
 

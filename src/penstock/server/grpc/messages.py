@@ -79,42 +79,31 @@ def _is_map(field: FieldDescriptor) -> bool:
 def items_of(batch: DeliveredBatch) -> list[pb.PopItem]:
     """The messages that a delivery has as columns."""
     delivery, columns = batch.delivery, batch.columns
-    count = delivery.count
-    sequences = columns.fixed("message").tolist()
-    times = columns.fixed("time_ms").tolist()
-    empty = [b""] * count
-    keys, headers, payloads = (
-        empty if (cell := columns.binary(name)) is None else list(cell)
-        for name in ("key", "headers", "payload")
-    )
-    items = []
-    for i, (sequence, time_ms, priority, attempts) in enumerate(
-        zip(
-            sequences,
-            times,
-            columns.fixed("priority").tolist(),
-            columns.fixed("attempts").tolist(),
-            strict=True,
+    numbers = [
+        columns.fixed(name).tolist() for name in ("message", "time_ms", "priority", "attempts")
+    ]
+    cells = [
+        columns.binary(name) or [b""] * delivery.count for name in ("key", "headers", "payload")
+    ]
+    return [
+        pb.PopItem(
+            message_id=str(MessageId(time_ms, delivery.topic, delivery.partition, sequence)),
+            partition=delivery.partition,
+            sequence=sequence,
+            priority=priority,
+            attempts=attempts,
+            time_ms=time_ms,
+            key=key,
+            headers=text_headers(headers_of(headers)) if headers else None,
+            payload=payload,
+            lease_token=str(delivery.token(row)),
+            deadline_ms=delivery.deadline_ms,
+            visibility_ms=delivery.visibility_ms,
         )
-    ):
-        message_id = str(MessageId(time_ms, delivery.topic, delivery.partition, sequence))
-        items.append(
-            pb.PopItem(
-                message_id=message_id,
-                partition=delivery.partition,
-                sequence=sequence,
-                priority=priority,
-                attempts=attempts,
-                time_ms=time_ms,
-                key=keys[i],
-                headers=text_headers(headers_of(headers[i])) if headers[i] else None,
-                payload=payloads[i],
-                lease_token=str(delivery.token(i)),
-                deadline_ms=delivery.deadline_ms,
-                visibility_ms=delivery.visibility_ms,
-            )
+        for row, (sequence, time_ms, priority, attempts, key, headers, payload) in enumerate(
+            zip(*numbers, *cells, strict=True)
         )
-    return items
+    ]
 
 
 async def enqueue(link: GatewayLink, request: pb.EnqueueRequest, _: Any) -> pb.EnqueueResponse:

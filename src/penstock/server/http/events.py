@@ -23,7 +23,7 @@ from penstock.node.door.budget import Account
 from penstock.server import arguments as ask
 from penstock.server.answers import json_headers
 from penstock.server.arguments import request_of
-from penstock.server.http.routes import query_pairs
+from penstock.server.http.routes import query_fields
 from penstock.server.subscriptions import CallerSubscriptions, Positions, counted, pieces
 
 PATH: Final = ("/v1/deltas/", "/events")
@@ -47,17 +47,12 @@ def topic_of(raw_path: bytes) -> str | None:
 
 
 def parse(topic: str, query: bytes, last_id: str | None) -> ask.SubscribeCall:
-    fields: dict[str, Any] = {"topic": topic}
-    for name, value in query_pairs(query):
-        if name == "routes":
-            fields.setdefault(name, []).append(value)
-        elif name in fields:
-            raise InvalidArgument(f"{name} is given twice", field=name)
-        else:
-            fields[name] = value
+    fields = query_fields(query, "routes")
+    if "topic" in fields:
+        raise InvalidArgument("topic is given twice", field="topic")
     if last_id:
         fields["positions"] = last_id
-    return request_of(fields, ask.SubscribeCall, text=True)
+    return request_of({"topic": topic, **fields}, ask.SubscribeCall, text=True)
 
 
 async def stream(

@@ -80,7 +80,7 @@ class HttpRoute:
         return self._merged(fields, parameters, query_fields(query))
 
     def _merged(
-        self, fields: dict[str, Any], parameters: dict[str, str], query: dict[str, str]
+        self, fields: dict[str, Any], parameters: dict[str, str], query: dict[str, Any]
     ) -> msgspec.Struct:
         for name in parameters.keys() & fields.keys():
             raise InvalidArgument(f"{name} stands in the path", field=name)
@@ -131,18 +131,10 @@ class RouteTable:
         return Match(route, {route.parameters[0]: unquote(last)})
 
 
-def query_fields(query: bytes) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for name, value in query_pairs(query):
-        if name in fields:
-            raise InvalidArgument(f"{name} is given twice", field=name)
-        fields[name] = value
-    return fields
-
-
-def query_pairs(query: bytes) -> list[tuple[str, str]]:
+def query_fields(query: bytes, *lists: str) -> dict[str, Any]:
+    """The arguments in a query, of which those in `lists` may be given more than once."""
     try:
-        return parse_qsl(
+        pairs = parse_qsl(
             query.decode("ascii"),
             keep_blank_values=True,
             strict_parsing=bool(query),
@@ -151,6 +143,15 @@ def query_pairs(query: bytes) -> list[tuple[str, str]]:
         )
     except ValueError as error:
         raise InvalidArgument(f"malformed query: {error}", field="query") from error
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in lists:
+            fields.setdefault(name, []).append(value)
+        elif name in fields:
+            raise InvalidArgument(f"{name} is given twice", field=name)
+        else:
+            fields[name] = value
+    return fields
 
 
 def routes() -> RouteTable:
