@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -96,31 +94,15 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(cli: Invocation, config: Config) -> None:
-    import msgspec
-
     from penstock.node.observe.logs import configure
     from penstock.server.serve import serve as serve_node
 
+    def on_ready(ports: dict[str, int]) -> None:
+        if config.ready_fd is None:  # else somebody else waits for the addresses
+            announce(addresses_of(config, ports), as_json=cli.json)
+
     configure(config.log_level)
-    if config.ready_fd is not None:  # somebody else waits for the addresses
-        await serve_node(config)
-        return
-    reader, writer = os.pipe()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(reader, _announce, cli, config, reader)
-    try:
-        await serve_node(msgspec.structs.replace(config, ready_fd=writer))
-    finally:
-        loop.remove_reader(reader)
-        os.close(reader)
-
-
-def _announce(cli: Invocation, config: Config, reader: int) -> None:
-    text = os.read(reader, 4096)
-    asyncio.get_running_loop().remove_reader(reader)
-    if text:
-        ports: dict[str, int] = json.loads(text)
-        announce(addresses_of(config, ports), as_json=cli.json)
+    await serve_node(config, on_ready)
 
 
 def addresses_of(config: Config, ports: dict[str, int]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> None:
     """Run until SIGTERM or SIGINT; raises `StorageFailed` if the disk gave up. SIGHUP, which others
-    use to have files read again, changes nothing."""
+    use to have files read again, changes nothing. `on_ready` is told the ports."""
     settle_memory()
     log.info("open files", limit=raise_open_files_max())
     stop = asyncio.Event()
@@ -59,6 +59,7 @@ async def serve(config: Config) -> None:
                 await _unless_stopped(joining, engine=engine, stop=stop)
             if not stop.is_set():
                 _announce(config, ports)
+                on_ready(ports)
             await _until_stopped(engine, stop)
             log.info("stopping")
             if config.cluster.enabled:

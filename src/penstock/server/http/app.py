@@ -380,23 +380,16 @@ class HttpExchange:
             pass
 
     async def respond(
-        self, status: int, content_type: bytes, content: bytes, *extra: tuple[bytes, bytes]
+        self,
+        status: int,
+        content_type: bytes,
+        content: bytes,
+        *extra: tuple[bytes, bytes],
+        close: bool = False,
     ) -> None:
-        extra += self._shared
-        if not extra:
-            head = _HEAD % (content_type, len(content), self.request_id)
-            if self.scope[WHOLE](status, head, content):
-                self.caller.on_sent(len(content))
-                return
-        headers = [
-            (b"content-type", content_type),
-            (b"content-length", b"%d" % len(content)),
-            (b"x-request-id", self.request_id),
-            *_STATIC,
-            *extra,
-        ]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": content})
+        head = _HEAD % (content_type, len(content), self.request_id)
+        head += b"".join([b"%b: %b\r\n" % header for header in (*extra, *self._shared)])
+        await self.scope[WHOLE](status, head, content, close=close)
         self.caller.on_sent(len(content))
 
     async def begin_events(self) -> Callable[[bytes], Awaitable[None]]:
@@ -425,9 +418,8 @@ class HttpExchange:
             extra.append((b"retry-after", b"%d" % retry_after_s(error)))
         if isinstance(error, Unauthenticated):
             extra.append((b"www-authenticate", b"Bearer"))
-        if not await self._drained():
-            extra.append((b"connection", b"close"))
-        await self.respond(status, JSON, msgspec.json.encode(fields, enc_hook=str), *extra)
+        content = msgspec.json.encode(fields, enc_hook=str)
+        await self.respond(status, JSON, content, *extra, close=not await self._drained())
 
 
 def too_large(limit: int) -> InvalidArgument:

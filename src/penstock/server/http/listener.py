@@ -39,27 +39,32 @@ PIECE_BYTES: Final = 1024  # parsed at once, unless more of it is known to be a 
 REST_BYTES_MAX: Final = 1 << 20  # of requests that wait for the one before
 HEADERS_MAX: Final = 128  # of one request
 # What a request's scope has beside the keys of ASGI.
-WHOLE: Final = "penstock.send_whole"  # sends a whole response at once, if that is possible
+WHOLE: Final = "penstock.send_whole"  # sends a whole response at once
 CALLER: Final = "penstock.caller"  # the connection
 TARGET: Final = "penstock.target"  # of the request, where that is a whole URL
 
 
-def send_whole(cycle: RequestResponseCycle, status: int, headers: bytes, content: bytes) -> bool:
-    """Send a whole response in one write. False, and nothing sent, if it has to go the long way:
-    the general interface sends it in pieces and looks each header over, which costs as much as
-    all the rest of a small request."""
-    if cycle.flow.write_paused or cycle.scope["method"] == "HEAD" or cycle.response_started:
-        return False
+async def send_whole(
+    cycle: RequestResponseCycle, status: int, headers: bytes, content: bytes, *, close: bool
+) -> None:
+    """Send a whole response in one write. The general interface sends it in pieces and looks each
+    header over, which costs as much as all the rest of a small request."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
     if cycle.disconnected:
-        return True
+        return
+    if cycle.response_started:  # an answer without an end has failed: no other one can follow
+        cycle.transport.close()
+        return
     cycle.response_started = cycle.response_complete = True
+    cycle.keep_alive = cycle.keep_alive and not close
     end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
-    cycle.transport.write(b"".join((STATUS_LINE[status], headers, end, content)))
+    body = b"" if cycle.scope["method"] == "HEAD" else content
+    cycle.transport.write(b"".join((STATUS_LINE[status], headers, end, body)))
     cycle.message_event.set()
     if not cycle.keep_alive:
         cycle.transport.close()
     cycle.on_response()
-    return True
 
 
 class BoundedHttp(HttpToolsProtocol):
