@@ -19,7 +19,6 @@ from typing import Final
 
 import msgspec
 
-from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.cluster.store import LeasingStore, repeat, until_won
 from penstock.errors import AlreadyExists, FailedPrecondition
 
@@ -57,31 +56,28 @@ class Membership:
         self,
         store: LeasingStore,
         *,
-        lease_ttl_s: int = EtcdOptions().lease_ttl_s,
-        before_return: Callable[[], Awaitable[None]] | None = None,
+        lease_ttl_s: int,
+        before_return: Callable[[], Awaitable[None]],
+        on_change: Callable[[], None],
     ) -> None:
-        """`before_return` raises if this node must not register again."""
+        """`before_return` raises if this node must not register again. `on_change` is called
+        whenever `alive` or `ages` has changed."""
         self.alive: dict[str, NodeInfo] = {}
         self.ages: dict[str, int] = {}
         self._store = store
         self._ttl_s = lease_ttl_s
-        self._before_return = before_return
+        self._before_return, self._on_change = before_return, on_change
         self._info: NodeInfo | None = None
         self._lease = 0
         self._left = asyncio.Event()
         self._missing = asyncio.Event()  # our entry was seen to be gone
         self._registering = asyncio.Lock()  # nobody registers again while we leave
         self._reading = asyncio.Lock()  # an older answer must not replace a newer one
-        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def joined(self) -> bool:
         """Whether this node has registered."""
         return self._info is not None
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call it whenever `alive` or `ages` has changed."""
-        self._callbacks.append(callback)
 
     async def join(self, info: NodeInfo) -> None:
         """Register, and read who else is there.
@@ -152,8 +148,7 @@ class Membership:
         async with self._registering:
             if self._left.is_set() or self._info is None:
                 return
-            if self._before_return is not None:
-                await self._before_return()
+            await self._before_return()
             log.warning("node %s was taken for dead; it registers again", node)
             await self._register(self._info)
         await self._read()
@@ -195,5 +190,4 @@ class Membership:
         if self._info is not None and self._info.id not in alive and not self._left.is_set():
             self._missing.set()
         if changed:
-            for callback in self._callbacks:
-                callback()
+            self._on_change()

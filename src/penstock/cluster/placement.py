@@ -19,6 +19,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.takeover import Policy as Policy
@@ -35,7 +37,7 @@ class Candidate(NamedTuple):
     draining: bool = False  # keeps what it has until it is moved, and gets nothing
 
 
-class Move(NamedTuple):
+class Move(msgspec.Struct, frozen=True):
     """What a partition's `target` should become. The same nodes in another order move nothing:
     only the preferred coordinator changes."""
 

@@ -107,7 +107,7 @@ class Engine:
     pops: set[asyncio.Event] = field(default_factory=set)  # under way: each looks again when set
     spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
     background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
-    _nodes: Cluster | None = field(init=False, default=None)  # None: this one is alone
+    _joined: ClusterAdministration | None = field(init=False, default=None)  # None: it is alone
     open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
     budget: Budget = field(init=False)  # of what callers make the node hold
     doorway: Doorway = field(init=False)  # who may be connected
@@ -180,19 +180,24 @@ class Engine:
     @property
     def administration(self) -> ClusterAdministration | LocalTopics:
         """By which topics are created, changed and deleted."""
-        return self.nodes.administration if self.config.cluster.enabled else self.alone
+        return self.alone if self._joined is None else self._joined
+
+    @property
+    def replica_sets(self) -> ClusterAdministration:
+        """By which the replicas of a cluster are moved; raises if this node is alone."""
+        if self._joined is None:
+            raise FailedPrecondition("this node is alone: it is in no cluster")
+        return self._joined
 
     @property
     def nodes(self) -> Cluster:
         """The cluster that this node is in; raises if it is alone."""
-        if self._nodes is None:
-            raise FailedPrecondition("this node is alone: it is in no cluster")
-        return self._nodes
+        return self.replica_sets.cluster
 
-    def join(self, nodes: Cluster, around: Surroundings) -> None:
+    def join(self, administration: ClusterAdministration, around: Surroundings) -> None:
         """Route requests by what the cluster knows from now on, and have hosts reach its nodes."""
-        self._nodes = self.cluster = nodes
-        self.around = around
+        self._joined, self.around = administration, around
+        self.cluster = administration.cluster
 
     def info(self, *, port: int) -> NodeInfo:
         """What others are told of this node, which listens on `port`."""

@@ -19,7 +19,7 @@ from penstock.cluster.embedded import FILE, EmbeddedStore, write_image
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.etcd_peers import EtcdOptions
 from penstock.cluster.keys import KeyRing
-from penstock.cluster.records import Records
+from penstock.cluster.records import HeldRecord, Records
 from penstock.cluster.reserve import Reserve
 from penstock.cluster.store import LeasingStore, repeat
 from penstock.config import ClusterOptions, Config
@@ -41,7 +41,6 @@ from penstock.node.calls.table import Caller, dispatch_call
 from penstock.node.clock import Clock, SystemClock
 from penstock.node.cluster.administration import ClusterAdministration
 from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
-from penstock.node.cluster.control import HeldRecord
 from penstock.node.cluster.disk import DataDisk
 from penstock.node.cluster.moves import Mover, Returner
 from penstock.node.cluster.peers import Connect
@@ -255,7 +254,7 @@ def _read_identity(path: Path) -> NodeIdentity:
 
 
 class EngineLocal:
-    """`cluster.ThisNode` over an engine."""
+    """`control.Local` over an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -368,8 +367,7 @@ async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect
         barred=lambda: cluster.clocks.barred or cluster.leaving,
         cut_off=lambda: cluster.cut_off,
     )
-    cluster.administration = ClusterAdministration(cluster)
-    engine.join(cluster, around)
+    engine.join(ClusterAdministration(cluster), around)
 
 
 async def join_cluster(engine: Engine, *, port: int) -> None:
@@ -383,7 +381,7 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     await until_available(lambda: cluster.disk.claim(accept_rollback=accepted))
     await cluster.start(engine.info(port=port))
     for name, work in (
-        ("administration", cluster.administration.run),
+        ("administration", engine.replica_sets.run),
         ("moves", Mover(cluster).run),
         ("returning", Returner(cluster, engine.hosts).run),
     ):

@@ -12,10 +12,10 @@ import pytest_asyncio
 from tests.integration.cluster.asking import Asking, asking
 
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
+from penstock.cluster.records import record_key
 from penstock.errors import PenstockError
 from penstock.log import PartitionLog
 from penstock.model.ids import LeaseToken
-from penstock.node.cluster.control import record_key
 from penstock.replication.assignment import PartitionRecord, decode_record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -21,7 +21,9 @@ from penstock.cluster.etcd import EtcdStore
 from penstock.cluster.membership import Membership, NodeInfo
 
 async def main():
-    members = Membership(EtcdStore([sys.argv[1]], prefix=sys.argv[2]), lease_ttl_s=2)
+    async def allowed(): pass
+    store = EtcdStore([sys.argv[1]], prefix=sys.argv[2])
+    members = Membership(store, lease_ttl_s=2, before_return=allowed, on_change=lambda: None)
     await members.join(NodeInfo(id="other", uuid="u", host="h", native_port=1))
     print("joined", flush=True)
     await members.run()
@@ -34,14 +36,27 @@ def info(id: str, **fields: object) -> NodeInfo:
     return NodeInfo(**{"id": id, "uuid": f"uuid-{id}", "host": "h", "native_port": 1} | fields)
 
 
-def member(store: EtcdStore) -> Membership:
-    return Membership(store, lease_ttl_s=TTL_S)
+class News:
+    """Tells who waits for it that something has changed."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.event.set()
+
+
+async def _allowed() -> None:
+    return
+
+
+def member(store: EtcdStore, *, lease_ttl_s: int = TTL_S) -> Membership:
+    return Membership(store, lease_ttl_s=lease_ttl_s, before_return=_allowed, on_change=News())
 
 
 async def until(members: Membership, condition: Callable[[], bool]) -> None:
     """Wait for changes until it is so."""
-    news = asyncio.Event()
-    members.on_change(news.set)
+    news = members._on_change.event
     async with asyncio.timeout(60):
         while not condition():
             news.clear()
@@ -51,7 +66,7 @@ async def until(members: Membership, condition: Callable[[], bool]) -> None:
 @pytest.fixture
 async def here(open_etcd: OpenEtcd, spawn: Spawn) -> Membership:
     """One that is not lost, however busy the machine is."""
-    members = Membership(open_etcd(), lease_ttl_s=30)
+    members = member(open_etcd(), lease_ttl_s=30)
     await members.join(info("here"))
     spawn(members.run())
     return members

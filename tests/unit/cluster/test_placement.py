@@ -33,8 +33,8 @@ def records_of(placed: Iterable[tuple[str, ...]]) -> Records:
 def after(records: Mapping[Place, PartitionRecord], moves: Iterable[Move]) -> Records:
     """What is there once the moves are done."""
     done = dict(records)
-    for topic, partition, target in moves:
-        done[topic, partition] = PartitionRecord(voters=target)
+    for move in moves:
+        done[move.topic, move.partition] = PartitionRecord(voters=move.target)
     return done
 
 

@@ -7,7 +7,7 @@ from tests.unit.cluster.lines import OpenEtcd
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.placement import Move
-from penstock.cluster.records import MOVES_MAX, PLAN, Plans, RecordChange, Records
+from penstock.cluster.records import MOVES_MAX, PLAN, HeldRecord, Plans, Records
 from penstock.cluster.store import VALUE_BYTES_MAX, MetadataStore
 from penstock.errors import Corruption, FailedPrecondition, NotFound, RevisionConflict
 from penstock.replication.assignment import PartitionRecord
@@ -22,71 +22,79 @@ async def records(either_store: MetadataStore) -> Records:
     return records
 
 
+async def take(
+    records: Records, node: str, *, above: int = 0, place: tuple[int, int] = (1, 0)
+) -> HeldRecord:
+    return await records.take_epoch(place, await records.get(place), node=node, above=above)
+
+
 async def test_whoever_takes_an_epoch_knows_its_replica_set(records: Records) -> None:
-    taken = await records.take_epoch(1, 0, "b")
-    assert taken == msgspec.structs.replace(THREE, epoch=1, coordinator="b")
-    assert await records.get(1, 0) == taken
-    assert (await records.take_epoch(1, 0, "c")).epoch == 2
+    taken = await take(records, "b")
+    assert taken.record == msgspec.structs.replace(THREE, epoch=1, coordinator="b")
+    assert await records.get((1, 0)) == taken
+    assert (await take(records, "c")).record.epoch == 2
 
 
 async def test_takers_on_different_nodes_never_get_the_same_epoch(open_etcd: OpenEtcd) -> None:
     first, second = Records(open_etcd()), Records(open_etcd())
     await first.ensure({(1, 0): THREE})
-    takers = (r.take_epoch(1, 0, n) for r, n in ((first, "a"), (second, "b")) for _ in range(10))
+    takers = (take(r, n) for r, n in ((first, "a"), (second, "b")) for _ in range(10))
     results = await asyncio.gather(*takers, return_exceptions=True)
-    epochs = [result.epoch for result in results if isinstance(result, PartitionRecord)]
+    epochs = [result.record.epoch for result in results if isinstance(result, HeldRecord)]
     assert sorted(epochs) == list(range(1, len(epochs) + 1))
-    assert all(isinstance(r, PartitionRecord | RevisionConflict) for r in results)
+    assert all(isinstance(r, HeldRecord | RevisionConflict) for r in results)
 
 
 async def test_an_epoch_is_above_all_that_was_promised(records: Records) -> None:
-    assert (await records.take_epoch(1, 0, "a", above=41)).epoch == 42
+    assert (await take(records, "a", above=41)).record.epoch == 42
 
 
 async def test_only_voters_take_epochs(records: Records) -> None:
     with pytest.raises(FailedPrecondition):
-        await records.take_epoch(1, 0, "x")
+        await take(records, "x")
     with pytest.raises(NotFound):
-        await records.take_epoch(1, 1, "a")
+        await take(records, "a", place=(1, 1))
 
 
 async def test_the_holder_changes_the_set(records: Records) -> None:
-    taken = await records.take_epoch(1, 0, "a")
-    wider = msgspec.structs.replace(taken, joint=("a", "b", "d"))
-    assert await records.change(1, 0, wider, taken) == wider
-    assert await records.get(1, 0) == wider
+    taken = await take(records, "a")
+    wider = msgspec.structs.replace(taken.record, joint=("a", "b", "d"))
+    changed = await records.change((1, 0), wider, taken.revision)
+    assert changed.record == wider
+    assert await records.get((1, 0)) == changed
 
 
 async def test_a_change_loses_against_a_newer_epoch(records: Records) -> None:
-    taken = await records.take_epoch(1, 0, "a")
-    newer = await records.take_epoch(1, 0, "b")
+    taken = await take(records, "a")
+    newer = await take(records, "b")
+    wider = msgspec.structs.replace(taken.record, learners=("d",))
     with pytest.raises(RevisionConflict) as lost:
-        await records.change(1, 0, msgspec.structs.replace(taken, learners=("d",)), taken)
-    assert lost.value.details["epoch"] == 2
-    assert await records.get(1, 0) == newer
-    with pytest.raises(ValueError, match="epoch"):
-        await records.change(1, 0, taken, newer)
+        await records.change((1, 0), wider, taken.revision)
+    assert lost.value.details["revision"] == newer.revision
+    assert await records.get((1, 0)) == newer
 
 
 async def test_racing_changes_do_not_overwrite_each_other(records: Records) -> None:
     wishes = [msgspec.structs.replace(THREE, learners=(node,)) for node in "def"]
-    changes = (records.change(1, 0, wish, THREE) for wish in wishes)
+    held = await records.get((1, 0))
+    changes = (records.change((1, 0), wish, held.revision) for wish in wishes)
     results = await asyncio.gather(*changes, return_exceptions=True)
     assert sum(isinstance(result, RevisionConflict) for result in results) == 2
-    assert await records.get(1, 0) in results
+    assert await records.get((1, 0)) in results
 
 
 async def test_a_target_leaves_the_rest_alone(records: Records) -> None:
-    taken = await records.take_epoch(1, 0, "a")
-    record = await records.set_target(1, 0, ["a", "b", "d"])
-    assert record == msgspec.structs.replace(taken, target=("a", "b", "d"))
+    taken = await take(records, "a")
+    await records.set_target((1, 0), ("a", "b", "d"))
+    record = (await records.get((1, 0))).record
+    assert record == msgspec.structs.replace(taken.record, target=("a", "b", "d"))
 
 
 async def test_what_is_there_is_not_made_again(records: Records) -> None:
-    taken = await records.take_epoch(1, 0, "a")
+    taken = await take(records, "a")
     other = PartitionRecord(voters=("x",))
-    held = await records.ensure({(1, 0): other, (1, 1): other, (12, 0): other})
-    assert held == {(1, 0): taken, (1, 1): other, (12, 0): other}
+    await records.ensure({(1, 0): other, (1, 1): other, (12, 0): other})
+    assert await records.list() == {(1, 0): taken.record, (1, 1): other, (12, 0): other}
     assert list(await records.list()) == [(1, 0), (1, 1), (12, 0)]
     assert list(await records.list(1)) == [(1, 0), (1, 1)]
 
@@ -101,18 +109,10 @@ async def test_epochs_of_before_are_carried_on(either_store: MetadataStore) -> N
     records = Records(either_store)
     await either_store.put("epochs/7/0", b"3")
     alone = PartitionRecord(voters=("me",))
-    held = await records.ensure({(7, 0): alone, (7, 1): alone})
-    assert [record.epoch for record in held.values()] == [3, 0]
-    assert (await records.take_epoch(7, 0, "me")).epoch == 4
+    await records.ensure({(7, 0): alone, (7, 1): alone})
+    assert [record.epoch for record in (await records.list()).values()] == [3, 0]
+    assert (await take(records, "me", place=(7, 0))).record.epoch == 4
     assert await either_store.range("epochs/") == []
-
-
-async def test_a_watch_tells_what_is_there_and_what_changes(records: Records) -> None:
-    async with asyncio.timeout(60), records.watch(known=[(1, 0), (5, 5)]) as changes:
-        assert await anext(changes) == RecordChange(5, 5, None)
-        assert await anext(changes) == RecordChange(1, 0, THREE)
-        taken = await records.take_epoch(1, 0, "c")
-        assert await anext(changes) == RecordChange(1, 0, taken)
 
 
 async def test_a_deleted_topic_takes_its_records_along(either_store: MetadataStore) -> None:
@@ -138,14 +138,14 @@ async def test_many_epochs_at_once_cost_few_writes(
     records = Records(EmbeddedStore(tmp_path))
     places = {(1, n): PartitionRecord(voters=("me",)) for n in range(200)}
     await records.ensure(places)
-    await asyncio.gather(*(records.take_epoch(*place, "me") for place in places))
+    await asyncio.gather(*(take(records, "me", place=place) for place in places))
     assert len(writes) <= 6
 
 
 async def test_a_record_that_cannot_be_read_is_named(either_store: MetadataStore) -> None:
     await either_store.put("partitions/1/0", b'{"voters":[]}')
     with pytest.raises(Corruption, match="partitions/1/0"):
-        await Records(either_store).get(1, 0)
+        await Records(either_store).get((1, 0))
 
 
 async def test_records_of_a_deleted_topic_are_forgotten(records: Records) -> None:

@@ -119,18 +119,18 @@ async def cluster_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
 
 @method(RebalanceArguments)
 async def cluster_rebalance(engine: Engine, _: Caller, a: RebalanceArguments) -> Result:
-    return await engine.nodes.administration.rebalance(dry_run=a.dry_run)
+    return await engine.replica_sets.rebalance(dry_run=a.dry_run)
 
 
 @method(DrainArguments, subject="node")
 async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> Result:
-    return await engine.nodes.administration.drain(a.node, dry_run=a.dry_run)
+    return await engine.replica_sets.drain(a.node, dry_run=a.dry_run)
 
 
 @method(Arguments)
 async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> Result:
     """What waits of the last plan."""
-    return {"moves": await engine.nodes.administration.waiting()}
+    return {"moves": await engine.replica_sets.waiting()}
 
 
 @method(RemoveReplicaArguments)
@@ -138,7 +138,7 @@ async def cluster_remove_replica(engine: Engine, _: Caller, a: RemoveReplicaArgu
     topic = engine.topic(a.topic)
     topic.partition(a.partition)
     key = (topic.config.id, a.partition)
-    return {"voters": await engine.nodes.administration.remove_replica(key, a.node)}
+    return {"voters": await engine.replica_sets.remove_replica(key, a.node)}
 
 
 # --- between nodes ---

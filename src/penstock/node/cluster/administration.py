@@ -43,12 +43,12 @@ log = get_logger(__name__)
 
 class ClusterAdministration:
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
 
     # --- topics ---
 
     async def create_topic(self, fields: Mapping[str, Any], *, exists_ok: bool) -> TopicConfig:
-        cluster = self._cluster
+        cluster = self.cluster
         wanted = topic_config({**fields, "id": 0})
         try:
             await cluster.catalog.get(wanted.name)
@@ -68,10 +68,10 @@ class ClusterAdministration:
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
         """Change attributes; `partitions` may grow."""
-        catalog = self._cluster.catalog
+        catalog = self.cluster.catalog
         changes = dict(changes)
         partitions = changes.pop("partitions", None)
-        nodes = self._cluster.candidates()
+        nodes = self.cluster.candidates()
         if partitions is not None:
             nodes = await self._grow(name, partitions)
         config = await catalog.update(name, changes) if changes else await catalog.get(name)
@@ -80,12 +80,12 @@ class ClusterAdministration:
         await self._until(
             lambda told: _serves(told, config) if partitions else _knows(told, config),
             config,
-            within_s=self._cluster.options.serve_s if partitions else KNOWN_S_MAX,
+            within_s=self.cluster.options.serve_s if partitions else KNOWN_S_MAX,
         )
         return config
 
     async def delete_topic(self, name: str) -> None:
-        config = await self._cluster.catalog.delete(name)
+        config = await self.cluster.catalog.delete(name)
         await self._until(
             lambda told: not any(each["known"] for each in told), config, within_s=KNOWN_S_MAX
         )
@@ -94,20 +94,20 @@ class ClusterAdministration:
         """The nodes that so many new partitions may be placed on: a full one is given nothing.
         Raises what one of them lacks if they do not fit. Who does not answer is taken to have
         room: it is told of its replicas when it is back."""
-        told = await self._cluster.ask_all("replica_room", within_s=CALL_S_MAX)
+        told = await self.cluster.ask_all("replica_room", within_s=CALL_S_MAX)
         rooms = {
             node: Fitting(**{name: answer[name] for name in Fitting._fields})
             for node, answer in told.items()
         }
-        await self._cluster.catalog.skip_ids(
+        await self.cluster.catalog.skip_ids(
             max((answer.get("topic_id_highest", 0) for answer in told.values()), default=0)
         )
         full = [node for node, room in rooms.items() if room.refusal(1, of=node) is not None]
-        nodes = self._cluster.candidates()
+        nodes = self.cluster.candidates()
         usable = [node for node in nodes if not node.draining and node.id not in full]
         if len(usable) >= replicas:
             nodes = [node._replace(draining=node.draining or node.id in full) for node in nodes]
-        records = await self._cluster.records.list()
+        records = await self.cluster.records.list()
         placed = self._placed(partitions, replicas, nodes, records.values())
         for node, count in Counter(node for voters in placed for node in voters).items():
             refusal = rooms[node].refusal(count, of=node) if node in rooms else None
@@ -124,7 +124,7 @@ class ClusterAdministration:
     ) -> list[tuple[str, ...]]:
         return place(
             partitions, replicas=replicas, nodes=nodes, existing=existing,
-            policy=self._cluster.policy,
+            policy=self.cluster.policy,
         )  # fmt: skip
 
     async def ensure_records(
@@ -132,13 +132,13 @@ class ClusterAdministration:
     ) -> None:
         """Place the partitions that have no record yet. Each of their replicas is named by an id
         that it takes when its disk is found to be empty: nothing was ever written to it."""
-        records = await self._cluster.records.list()
+        records = await self.cluster.records.list()
         missing = [p for p in range(config.partitions) if (config.id, p) not in records]
         if not missing:
             return
-        nodes = self._cluster.candidates() if nodes is None else nodes
+        nodes = self.cluster.candidates() if nodes is None else nodes
         voters = self._placed(len(missing), config.replication_factor, nodes, records.values())
-        await self._cluster.records.ensure(
+        await self.cluster.records.ensure(
             {
                 (config.id, partition): PartitionRecord(
                     voters=nodes, uuids={node: str(uuid.uuid4()) for node in nodes}
@@ -149,7 +149,7 @@ class ClusterAdministration:
 
     async def _grow(self, name: str, partitions: Any) -> list[Candidate]:
         """Record more partitions; returns the nodes that they may be placed on."""
-        held = await self._cluster.catalog.get(name)
+        held = await self.cluster.catalog.get(name)
         if held.kind is TopicKind.DELTA:
             raise InvalidArgument("a delta topic's partitions are fixed", field="partitions")
         if type(partitions) is not int or partitions < held.partitions:
@@ -157,15 +157,15 @@ class ClusterAdministration:
                 f"partitions can only grow from {held.partitions}", field="partitions"
             )
         nodes = await self._with_room(partitions - held.partitions, held.replication_factor)
-        await self._cluster.catalog.grow(name, partitions)
+        await self.cluster.catalog.grow(name, partitions)
         return nodes
 
     def _replicas(self) -> int:
-        usable = sum(not node.draining for node in self._cluster.candidates())
+        usable = sum(not node.draining for node in self.cluster.candidates())
         return REPLICAS if usable >= REPLICAS else 1
 
     def _check_replicas(self, replicas: int) -> None:
-        usable = sum(not node.draining for node in self._cluster.candidates())
+        usable = sum(not node.draining for node in self.cluster.candidates())
         if replicas > usable:
             raise FailedPrecondition(
                 f"replication_factor {replicas} needs as many nodes, {usable} are there",
@@ -183,7 +183,7 @@ class ClusterAdministration:
         """Ask every node that is connected until what they say will do."""
         deadline = time.monotonic() + within_s
         while True:
-            told = await self._cluster.ask_all(
+            told = await self.cluster.ask_all(
                 "replica_topic", topic=config.id, name=config.name, within_s=CALL_S_MAX
             )
             if done(list(told.values())):
@@ -198,27 +198,27 @@ class ClusterAdministration:
     # --- replica sets ---
 
     async def rebalance(self, *, dry_run: bool) -> dict[str, Any]:
-        records = await self._cluster.records.list()
-        moves = plan_rebalance(records, self._cluster.candidates(), policy=self._cluster.policy)
+        records = await self.cluster.records.list()
+        moves = plan_rebalance(records, self.cluster.candidates(), policy=self.cluster.policy)
         return await self._begin(moves, records, dry_run=dry_run)
 
     async def drain(self, node: str, *, dry_run: bool) -> dict[str, Any]:
         """Move everything away from a node, which is given nothing more."""
-        records = await self._cluster.records.list()
-        known = self._cluster.alive.keys() | {n for r in records.values() for n in r.members}
+        records = await self.cluster.records.list()
+        known = self.cluster.alive.keys() | {n for r in records.values() for n in r.members}
         if node not in known:
             raise NotFound(f"no node {node}", node=node)
-        moves = plan_drain(node, records, self._cluster.candidates(), policy=self._cluster.policy)
-        if not dry_run and node in self._cluster.alive:
-            await self._cluster.ask(node, "replica_drain", draining=True)
+        moves = plan_drain(node, records, self.cluster.candidates(), policy=self.cluster.policy)
+        if not dry_run and node in self.cluster.alive:
+            await self.cluster.ask(node, "replica_drain", draining=True)
         return await self._begin(moves, records, dry_run=dry_run)
 
     async def remove_replica(self, key: Key, node: str) -> list[str]:
         """Take a replica out of its partition's set without a replacement."""
-        records = self._cluster.records
+        records = self.cluster.records
 
         async def swap() -> list[str]:
-            held = await records.get(*key)
+            held, revision = await records.get(key)
             if node not in held.members:
                 raise NotFound(f"{node} holds no replica of this partition", node=node)
             wanted = tuple(n for n in held.target or held.joint or held.voters if n != node)
@@ -227,7 +227,7 @@ class ClusterAdministration:
             learners = tuple(n for n in held.learners if n != node)
             target = () if wanted == held.voters and not held.joint else wanted
             changed = msgspec.structs.replace(held, learners=learners, target=target)
-            await records.change(*key, changed, held)
+            await records.change(key, changed, revision)
             return list(wanted)
 
         return await until_won(swap)
@@ -236,7 +236,7 @@ class ClusterAdministration:
         """Moves of a plan that have not begun."""
         return [
             {"topic": self._name(move), "partition": move.partition, "to": list(move.target)}
-            for move in await self._cluster.plans.waiting()
+            for move in await self.cluster.plans.waiting()
         ]
 
     async def _begin(
@@ -245,7 +245,7 @@ class ClusterAdministration:
         """A later plan takes the place of an earlier one; what has begun goes on."""
         planned = moves[:MOVES_MAX]
         if not dry_run:  # also without moves: what waits may lead to where it should not any more
-            await self._cluster.plans.replace(planned)
+            await self.cluster.plans.replace(planned)
         told = [
             {
                 "topic": self._name(move),
@@ -258,7 +258,7 @@ class ClusterAdministration:
         return {"moves": told, "left": len(moves) - len(planned)}
 
     def _name(self, move: Move) -> str:
-        topics = self._cluster.control.topics
+        topics = self.cluster.control.topics
         return topics[move.topic].name if move.topic in topics else str(move.topic)
 
     # --- looking after ---
@@ -267,7 +267,7 @@ class ClusterAdministration:
         """The oldest node completes what another has left half done."""
         while True:
             await asyncio.sleep(REPAIR_S)
-            if not self._cluster.is_oldest:
+            if not self.cluster.is_oldest:
                 continue
             try:
                 await self._complete()
@@ -276,15 +276,15 @@ class ClusterAdministration:
 
     async def _complete(self) -> None:
         """Records of topics that lack some, and no records of topics that are gone."""
-        control = self._cluster.control
+        control = self.cluster.control
         for config in list(control.topics.values()):
             if any((config.id, p) not in control.records for p in range(config.partitions)):
                 await self.ensure_records(config)
         orphans = {key[0] for key in control.records} - control.topics.keys()
         if orphans:
-            existing = {config.id for config in await self._cluster.catalog.list()}
+            existing = {config.id for config in await self.cluster.catalog.list()}
             for topic in orphans - existing:
-                await self._cluster.records.forget(topic)
+                await self.cluster.records.forget(topic)
 
 
 def _knows(told: Sequence[dict[str, Any]], config: TopicConfig) -> bool:

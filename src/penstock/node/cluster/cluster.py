@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -37,23 +37,6 @@ RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
 log = get_logger(__name__)
 
 
-if TYPE_CHECKING:
-    from penstock.node.cluster.administration import ClusterAdministration
-
-
-class ThisNode(Local, Protocol):
-    """The node that is a member of the cluster."""
-
-    def topic_id_highest(self) -> int:
-        """Of the folders here."""
-
-    def on_cut_off(self) -> None:
-        """Called again and again while this node is cut off."""
-
-    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """An administrative call to this node."""
-
-
 class Cluster:
     """`start` once this node listens, `leave` before it stops listening."""
 
@@ -66,9 +49,9 @@ class Cluster:
         options: ClusterOptions,
         replication: ReplicationOptions,
         connect: Connect,
+        local: Local,
         disk: DataDisk,
         clock: Clock,
-        local: ThisNode,
         spawn: Callable[..., object],
         spawn_vital: Callable[..., object],
         on_fatal: Callable[[BaseException], None],
@@ -76,10 +59,11 @@ class Cluster:
         self.node, self.options = info.id, options
         self.catalog, self.records = catalog, Records(store)
         self.plans, self.store = Plans(store), store
-        self.disk, self._on_fatal = disk, on_fatal
+        self.disk, self._on_fatal, self._local = disk, on_fatal, local
         self.members = Membership(
-            store, lease_ttl_s=options.lease_s, before_return=self._renew_disk
-        )
+            store, lease_ttl_s=options.lease_s, before_return=self._renew_disk,
+            on_change=self._on_members,
+        )  # fmt: skip
         self.peers = Peers(info.id, connect=connect, spawn=spawn)
         self.clocks = Clocks(info.id, tolerance_ms=options.clock_offset_s * 1000)
         self._watch = ClockWatch(
@@ -91,8 +75,7 @@ class Cluster:
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
         self.cut_off = False  # neither the metadata store nor a majority of the members is reached
-        self._info, self._local, self._spawn_vital = info, local, spawn_vital
-        self.administration: ClusterAdministration
+        self._info, self._spawn_vital = info, spawn_vital
         self._membership: asyncio.Task[Any] | None = None
         reader = SeedReader(self.peers, bytes_per_s=replication.seed_bytes_per_s)
         self.seeds = SeedServer(local.hosts)
@@ -100,14 +83,9 @@ class Cluster:
             self.node, peers=self.peers, hosts=local.hosts, fetch_seed=reader.fetch
         )
         self.control = ClusterControl(
-            self.node,
-            store=self.store,
-            catalog=self.catalog,
-            local=local,
-            ages=lambda: self.members.ages,
-            deleted=self.deleted,
-            spawn=spawn,
-        )
+            self.node, store=store, records=self.records, catalog=catalog, local=local,
+            ages=lambda: self.members.ages, deleted=self.deleted, spawn=spawn,
+        )  # fmt: skip
 
     # --- the view that requests are routed by ---
 
@@ -196,7 +174,6 @@ class Cluster:
     async def start(self, info: NodeInfo) -> None:
         """Join, and take part from now on. Raises `AlreadyExists` if another node has our name."""
         self._info = info
-        self.members.on_change(self._on_members)
         self.peers.listen(self)
         await until_available(lambda: self.members.join(info))
         self._on_members()

@@ -12,31 +12,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, NamedTuple, Protocol
-
-import msgspec
+from typing import Any, Final, Protocol
 
 from penstock.cluster.catalog import Catalog, TopicNews
+from penstock.cluster.records import (
+    PARTITIONS,
+    HeldRecord,
+    Records,
+    held_record,
+    place_of,
+    record_key,
+)
 from penstock.cluster.store import MetadataStore, follow, repeat
-from penstock.errors import Backpressure, PenstockError, RevisionConflict
+from penstock.errors import Backpressure, NotFound, PenstockError, RevisionConflict
 from penstock.model.topic import TopicConfig
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import Key
-from penstock.replication.assignment import PartitionRecord, decode_record, encode_record
+from penstock.replication.assignment import PartitionRecord
 
-PARTITIONS: Final = "partitions/"
 TICK_S: Final = 0.1
 RETRY_S: Final = 0.5  # between attempts to watch, or to follow a topic
 OPENING_MAX: Final = 8  # replicas that are opened at the same time
 log = get_logger(__name__)
-
-
-class HeldRecord(NamedTuple):
-    """A partition's record as it is known here."""
-
-    record: PartitionRecord
-    revision: int
 
 
 class Local(Protocol):
@@ -69,6 +67,19 @@ class Local(Protocol):
         """Close the host and remove its folder: others hold the partition."""
         ...
 
+    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Make an administrative call to this node itself."""
+        ...
+
+    def topic_id_highest(self) -> int:
+        """Of the folders here."""
+        ...
+
+    def on_cut_off(self) -> None:
+        """Neither the metadata store nor a majority of the members is reached. Said again and
+        again while it is so."""
+        ...
+
 
 class ClusterControl:
     """`ports.Control`, and the picture that it is made from."""
@@ -78,6 +89,7 @@ class ClusterControl:
         node: str,
         *,
         store: MetadataStore,
+        records: Records,
         catalog: Catalog,
         local: Local,
         ages: Callable[[], Mapping[str, int]],
@@ -88,7 +100,7 @@ class ClusterControl:
         self.topics: dict[int, TopicConfig] = {}
         self.records: dict[Key, HeldRecord] = {}
         self.quiet: set[Key] = set()  # partitions that this node does not try to coordinate
-        self._store, self._catalog = store, catalog
+        self._store, self._records, self._catalog = store, records, catalog
         self._local, self._ages, self._spawn = local, ages, spawn
         self._deleted = deleted  # whether a topic that is not there was deleted, by its id
         self._unfollowed: dict[int, TopicConfig] = {}  # in trouble here; tried again and again
@@ -124,41 +136,32 @@ class ClusterControl:
         if known is None or key in self.quiet:
             return
         try:
-            entry = await self._store.get(record_key(key))
-            if entry is None:
-                return
-            held = decode_record(entry.value)
-            if held.epoch != known.record.epoch or not held.is_voter(self.node):
+            held = await self._records.get(key)
+            if held.record.epoch != known.record.epoch or not held.record.is_voter(self.node):
                 return  # somebody was faster, or we are replaced; the watch tells the host
-            # a store that was restored from a copy may have forgotten epochs that it gave out
-            epoch = max(held.epoch, self._local.promised(key)) + 1
-            record = msgspec.structs.replace(held, epoch=epoch, coordinator=self.node)
-            revision = await self._store.put(
-                entry.key, encode_record(record), expected_revision=entry.revision
-            )
-        except RevisionConflict:
+            promised = self._local.promised(key)
+            taken = await self._records.take_epoch(key, held, node=self.node, above=promised)
+        except (RevisionConflict, NotFound):
             return
         except PenstockError as error:
             log.warning("no epoch was taken", topic=key[0], partition=key[1], error=error.message)
             return
-        log.info("epoch taken", topic=key[0], partition=key[1], epoch=record.epoch)
-        self._learn(key, HeldRecord(record, revision))
+        log.info("epoch taken", topic=key[0], partition=key[1], epoch=taken.record.epoch)
+        self._learn(key, taken)
         host = self._local.hosts.get(key)
         if host is not None:
-            host.on_epoch_taken(record, revision)
+            host.on_epoch_taken(*taken)
 
     async def _change_record(self, key: Key, record: PartitionRecord, revision: int) -> None:
         host = self._local.hosts.get(key)
         try:
-            swapped = await self._store.put(
-                record_key(key), encode_record(record), expected_revision=revision
-            )
+            changed = await self._records.change(key, record, revision)
         except PenstockError as error:
             log.info("record not changed", topic=key[0], partition=key[1], error=error.message)
             if host is not None:
                 host.on_change_lost()
             return
-        self.on_record(key, HeldRecord(record, swapped))
+        self.on_record(key, changed)
 
     async def _renew(self, key: Key, uuid: str, epoch: int) -> None:
         try:
@@ -173,16 +176,10 @@ class ClusterControl:
 
     async def _disowned(self, key: Key, uuid: str, epoch: int) -> bool:
         """Have the record count on this disk no more, before anything of it is dropped."""
-        entry = await self._store.get(record_key(key))
-        if entry is None:
-            return False
-        record = decode_record(entry.value)
-        without = record.disowned(self.node, uuid=uuid, epoch=epoch)
-        if without is not None and without is not record:
-            revision = await self._store.put(
-                entry.key, encode_record(without), expected_revision=entry.revision
-            )
-            self.on_record(key, HeldRecord(without, revision))
+        held = await self._records.get(key)
+        without = held.record.disowned(self.node, uuid=uuid, epoch=epoch)
+        if without is not None and without is not held.record:
+            self.on_record(key, await self._records.change(key, without, held.revision))
         return without is not None
 
     async def _retire(self, key: Key) -> None:
@@ -200,14 +197,13 @@ class ClusterControl:
         it came back to us, and we may hold the only copy: the store itself is asked."""
         while True:
             try:
-                entry = await self._store.get(record_key(key))
+                self.on_record(key, await self._records.get(key))
+            except NotFound:
+                return True  # its topic is deleted, and takes the files along
             except PenstockError as error:
                 log.warning("a replica stays", partition=key[1], error=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if entry is None:
-                return True  # its topic is deleted, and takes the files along
-            self.on_record(key, HeldRecord(decode_record(entry.value), entry.revision))
             return self.node in self.records[key].record.members
 
     # --- the picture ---
@@ -368,11 +364,8 @@ class ClusterControl:
             self.records.pop(key)
 
     async def _follow_records(self) -> None:
-        entries = await self._store.range(PARTITIONS)
-        for entry in entries:
-            self.on_record(
-                place_of(entry.key), HeldRecord(decode_record(entry.value), entry.revision)
-            )
+        for entry in await self._store.range(PARTITIONS):
+            self.on_record(place_of(entry.key), held_record(entry))
         self._read["records"].set()
         known = [record_key(key) for key in self.records]
         async with follow(self._store, PARTITIONS, known=known) as changes:
@@ -382,7 +375,7 @@ class ClusterControl:
                     if key[0] not in self.topics:  # else it goes with its topic
                         self.records.pop(key, None)
                 else:
-                    self.on_record(key, HeldRecord(decode_record(change.value), change.revision))
+                    self.on_record(key, held_record(change))
 
     async def _tick(self) -> None:
         while True:
@@ -390,12 +383,3 @@ class ClusterControl:
             for key, host in list(self._local.hosts.items()):
                 if key not in self.quiet:
                     host.on_tick()
-
-
-def record_key(key: Key) -> str:
-    return f"{PARTITIONS}{key[0]}/{key[1]}"
-
-
-def place_of(text: str) -> Key:
-    _, topic, partition = text.split("/")
-    return int(topic), int(partition)

@@ -61,7 +61,7 @@ class Mover:
     async def _begin(self, move: Move) -> None:
         place = {"topic": move.topic, "partition": move.partition}
         try:
-            await self._cluster.records.set_target(move.topic, move.partition, move.target)
+            await self._cluster.records.set_target((move.topic, move.partition), move.target)
             log.info("a move begins", **place, target=move.target)
         except NotFound:
             log.info("not moved: the partition is gone", **place)

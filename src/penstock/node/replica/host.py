@@ -218,10 +218,6 @@ class Host:
         first = await asyncio.to_thread(self.log.first_as_written)
         self.replica.log.first = max(self.replica.log.first, first)
 
-    async def serving(self) -> None:
-        """Wait until this node serves the partition; raises if that cannot be."""
-        await self.tenure.serving()
-
     async def resign(self) -> None:
         """Give up the epoch, after what is under way: another takes over at once."""
         if self.partition is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
@@ -28,28 +27,28 @@ class LocalControl:
     ) -> None:
         self._node, self._records, self._hosts = node, records, hosts
         self._spawn = spawn
-        self._revisions = itertools.count(1)  # nobody else has any: they need only grow
 
     async def enter(self, hosts: Iterable[Host]) -> None:
         """Give each of these partitions its next epoch, and wait until they are served."""
         alone = {host.key: self._alone(host) for host in hosts}
-        held = await self._records.ensure(alone)
+        await self._records.ensure(alone)
         await asyncio.gather(
-            *(self._take(key, record, alone[key]) for key, record in held.items()),
-            *(self._hosts[key].serving() for key in held),
+            *(self._take(key, record) for key, record in alone.items()),
+            *(self._hosts[key].tenure.serving() for key in alone),
         )
 
     def _alone(self, host: Host) -> PartitionRecord:
         return PartitionRecord(voters=(self._node,), uuids={self._node: host.replica.uuid})
 
-    async def _take(self, key: Key, held: PartitionRecord, alone: PartitionRecord) -> None:
-        if held.voters != alone.voters or held.uuids != alone.uuids:
+    async def _take(self, key: Key, alone: PartitionRecord) -> None:
+        held = await self._records.get(key)
+        if held.record.voters != alone.voters or held.record.uuids != alone.uuids:
             # A folder that was renamed or restored: whatever is in it, there is nothing else.
-            own = msgspec.structs.replace(alone, epoch=held.epoch)
-            await self._records.change(*key, own, held)
+            own = msgspec.structs.replace(alone, epoch=held.record.epoch)
+            held = await self._records.change(key, own, held.revision)
         promised = self._hosts[key].replica.promised
-        record = await self._records.take_epoch(*key, self._node, above=promised)
-        self._hosts[key].on_epoch_taken(record, next(self._revisions))
+        taken = await self._records.take_epoch(key, held, node=self._node, above=promised)
+        self._hosts[key].on_epoch_taken(*taken)
 
     def take_epoch(self, key: Key) -> None:
         self._spawn(self.enter([self._hosts[key]]))

@@ -9,14 +9,14 @@ from tests.unit.node.replica.fakes import FakeHost, Spawning
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.records import Records
+from penstock.cluster.records import HeldRecord, Records, record_key
 from penstock.cluster.store import Versioned
 from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.model.topic import TopicConfig
 from penstock.node.cluster import control
-from penstock.node.cluster.control import ClusterControl, HeldRecord
+from penstock.node.cluster.control import ClusterControl
 from penstock.node.replica.ports import Key
-from penstock.replication.assignment import PartitionRecord, encode_record
+from penstock.replication.assignment import PartitionRecord
 
 OURS = PartitionRecord(voters=("a", "b", "c"))
 THEIRS = PartitionRecord(voters=("b", "c"))
@@ -91,7 +91,7 @@ class Scene:
         self.catalog, self.records = Catalog(self.store), Records(self.store)
         self.local, self.spawn = FakeLocal(), Spawning()
         self.control = ClusterControl(
-            "a", store=self.store, catalog=self.catalog, local=self.local,
+            "a", store=self.store, records=self.records, catalog=self.catalog, local=self.local,
             ages=lambda: {"a": 1}, deleted=self._was_deleted, spawn=self.spawn,
         )  # fmt: skip
         self.lost = False  # the store has not what it once had
@@ -114,12 +114,8 @@ class Scene:
 
     async def moved(self, record: PartitionRecord) -> None:
         """The record is another one now, and the control has heard of it."""
-        entry = await self.store.get(control.record_key(KEY))
-        assert entry is not None
-        revision = await self.store.put(
-            entry.key, encode_record(record), expected_revision=entry.revision
-        )
-        self.control.on_record(KEY, HeldRecord(record, revision))
+        held = await self.records.get(KEY)
+        self.control.on_record(KEY, await self.records.change(KEY, record, held.revision))
 
     def told(self, kind: str) -> list[tuple[object, ...]]:
         return [each for each in self.local.hosts[KEY].told if each[0] == kind]
@@ -143,7 +139,8 @@ async def test_a_replica_is_opened_when_the_record_comes_to_name_this_node(scene
     await scene.start(THEIRS)
     learning = msgspec.structs.replace(THEIRS, learners=("a",))
     changed = scene.control.changed(KEY)
-    await asyncio.gather(changed, scene.records.change(*KEY, learning, THEIRS))
+    _, revision = await scene.records.get(KEY)
+    await asyncio.gather(changed, scene.records.change(KEY, learning, revision))
     await scene.spawn.done()
     assert list(scene.local.hosts) == [KEY]
 
@@ -163,7 +160,7 @@ async def test_an_epoch_that_is_won_is_told(scene: Scene) -> None:
     scene.control.take_epoch(KEY)
     await scene.spawn.done()
     assert [epoch for _, epoch, _ in scene.told("taken")] == [1]
-    record = await scene.records.get(*KEY)
+    record = (await scene.records.get(KEY)).record
     assert (record.epoch, record.coordinator) == (1, "a")
     assert scene.control.coordinator(KEY) == "a"
 
@@ -173,18 +170,18 @@ async def test_an_epoch_is_above_what_was_promised(scene: Scene) -> None:
     scene.local.promise = 41
     scene.control.take_epoch(KEY)
     await scene.spawn.done()
-    assert (await scene.records.get(*KEY)).epoch == 42
+    assert (await scene.records.get(KEY)).record.epoch == 42
 
 
 async def test_who_has_not_heard_of_the_last_epoch_takes_none(scene: Scene) -> None:
     await scene.start(OURS)
     known = scene.control.records[KEY]
-    await scene.records.take_epoch(*KEY, "b")
+    await scene.records.take_epoch(KEY, await scene.records.get(KEY), node="b")
     scene.control.records[KEY] = known  # the news is still on its way
     scene.control.take_epoch(KEY)
     await scene.spawn.done()
     assert scene.told("taken") == []
-    assert (await scene.records.get(*KEY)).coordinator == "b"
+    assert (await scene.records.get(KEY)).record.coordinator == "b"
 
 
 async def test_a_node_that_resigned_takes_nothing_back(scene: Scene) -> None:
@@ -192,7 +189,7 @@ async def test_a_node_that_resigned_takes_nothing_back(scene: Scene) -> None:
     scene.control.quiet.add(KEY)
     scene.control.take_epoch(KEY)
     await scene.spawn.done()
-    assert (await scene.records.get(*KEY)).epoch == 0
+    assert (await scene.records.get(KEY)).record.epoch == 0
 
 
 @pytest.mark.parametrize("answer", [Unavailable("away"), FailedPrecondition("refused")])
@@ -212,10 +209,10 @@ async def test_a_record_is_changed_only_if_it_is_the_one_known(scene: Scene) -> 
     revision = scene.control.records[KEY].revision
     scene.control.change_record(KEY, msgspec.structs.replace(OURS, target=("b",)), revision)
     await scene.spawn.done()
-    assert (await scene.records.get(*KEY)).target == ("b",)
+    assert (await scene.records.get(KEY)).record.target == ("b",)
     scene.control.change_record(KEY, OURS, revision)
     await scene.spawn.done()
-    assert (await scene.records.get(*KEY)).target == ("b",)
+    assert (await scene.records.get(KEY)).record.target == ("b",)
     assert scene.told("change lost") == [("change lost",)]
 
 
@@ -262,7 +259,7 @@ async def test_a_replica_stays_until_the_store_can_be_asked(
 async def test_the_files_of_a_deleted_topic_are_left_to_its_deletion(scene: Scene) -> None:
     await scene.start(OURS)
     scene.control.records[KEY] = HeldRecord(THEIRS, scene.control.records[KEY].revision + 1)
-    await scene.store.delete(control.record_key(KEY))
+    await scene.store.delete(record_key(KEY))
     scene.control.retire(KEY)
     await scene.spawn.done()
     assert scene.local.dropped == []
@@ -306,7 +303,7 @@ async def renew(scene: Scene, record: PartitionRecord) -> PartitionRecord:
     scene.control.renew(KEY, uuid="u1", epoch=4)
     scene.control.renew(KEY, uuid="u1", epoch=4)
     await scene.spawn.done()
-    return await scene.records.get(*KEY)
+    return (await scene.records.get(KEY)).record
 
 
 async def test_a_disk_that_is_given_up_is_counted_on_no_more(scene: Scene) -> None:

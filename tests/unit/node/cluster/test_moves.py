@@ -33,9 +33,9 @@ async def begun(cluster: Any) -> list[int]:
 
 
 async def arrive(cluster: Any, partition: int) -> None:
-    held = await cluster.records.get(1, partition)
+    held, revision = await cluster.records.get((1, partition))
     there = msgspec.structs.replace(held, voters=held.target, target=())
-    await cluster.records.change(1, partition, there, held)
+    await cluster.records.change((1, partition), there, revision)
 
 
 async def test_so_many_move_at_a_time_whoever_looks(cluster: Any) -> None:
@@ -55,9 +55,9 @@ async def test_so_many_move_at_a_time_whoever_looks(cluster: Any) -> None:
 
 
 async def test_a_partition_that_changes_for_another_reason_takes_a_place(cluster: Any) -> None:
-    held = await cluster.records.get(1, 4)
+    held, revision = await cluster.records.get((1, 4))
     joint = msgspec.structs.replace(held, joint=THERE)
-    await cluster.records.change(1, 4, joint, held)
+    await cluster.records.change((1, 4), joint, revision)
     await Mover(cast(Any, cluster)).look(0.0)
     assert await begun(cluster) == [0]
 
