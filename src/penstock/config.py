@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from penstock.cluster.etcd_peers import EtcdOptions
+from penstock.cluster.etcd import EtcdOptions
 from penstock.errors import InvalidArgument
 from penstock.log.flush import LogOptions
 from penstock.model.ids import PARTITIONS_MAX

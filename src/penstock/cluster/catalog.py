@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from penstock.cluster.store import MetadataChange, MetadataStore, follow, until_won
-from penstock.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    NotFound,
-    RevisionConflict,
-)
+from penstock.errors import AlreadyExists, FailedPrecondition, NotFound, RevisionConflict
 from penstock.model.ids import TOPICS_MAX
 from penstock.model.topic import FIXED, TopicConfig, topic_config
 
@@ -37,17 +31,11 @@ Ranges = list[tuple[int, int]]  # the first and the last id of each
 _decoder: Final = msgspec.json.Decoder(TopicConfig)
 
 
-class TopicNews(Enum):
-    CREATED = "created"
-    UPDATED = "updated"
-    DELETED = "deleted"
-
-
 class TopicChange(NamedTuple):
     """What a watch of the topics reports; of a deleted topic, what it was."""
 
-    news: TopicNews
     config: TopicConfig
+    deleted: bool = False
 
 
 class Catalog:
@@ -98,25 +86,24 @@ class Catalog:
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> TopicConfig:
         """Apply `changes`; two updates of different attributes at once both last."""
-
-        async def swap() -> TopicConfig:
-            held, revision = await self._read(name)
-            config = held.updated(dict(changes))
-            value = msgspec.json.encode(config)
-            await self._store.put(TOPICS + name, value, expected_revision=revision)
-            return config
-
-        return await until_won(swap)
+        return await self._change(name, lambda held: held.updated(dict(changes)))
 
     async def grow(self, name: str, partitions: int) -> TopicConfig:
         """Give the topic more partitions; fewer than it has change nothing."""
 
+        def grown(held: TopicConfig) -> TopicConfig:
+            count = max(held.partitions, partitions)
+            return msgspec.structs.replace(held, partitions=count).validate()
+
+        return await self._change(name, grown)
+
+    async def _change(self, name: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
         async def swap() -> TopicConfig:
             held, revision = await self._read(name)
-            grown = msgspec.structs.replace(held, partitions=max(held.partitions, partitions))
-            value = msgspec.json.encode(grown.validate())
+            config = change(held)
+            value = msgspec.json.encode(config)
             await self._store.put(TOPICS + name, value, expected_revision=revision)
-            return grown
+            return config
 
         return await until_won(swap)
 
@@ -223,12 +210,8 @@ async def _topic_changes(
         before = held.pop(name, None)
         config = None if change.value is None else _decoder.decode(change.value)
         if before is not None and (config is None or config.id != before.id):
-            yield TopicChange(TopicNews.DELETED, before)
-            before = None
-        if config is None:
-            continue
-        held[name] = config
-        if before is None:
-            yield TopicChange(TopicNews.CREATED, config)
-        elif before != config:
-            yield TopicChange(TopicNews.UPDATED, config)
+            yield TopicChange(before, deleted=True)
+        if config is not None:
+            held[name] = config
+            if before != config:
+                yield TopicChange(config)

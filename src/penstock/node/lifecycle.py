@@ -16,8 +16,7 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import FILE, EmbeddedStore, write_image
-from penstock.cluster.etcd import EtcdStore, cluster_prefix
-from penstock.cluster.etcd_peers import EtcdOptions
+from penstock.cluster.etcd import EtcdOptions, EtcdStore, cluster_prefix
 from penstock.cluster.keys import KeyRing
 from penstock.cluster.records import HeldRecord, Records
 from penstock.cluster.reserve import Reserve

@@ -4,8 +4,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from penstock.cluster.etcd import EtcdStore
-from penstock.cluster.etcd_peers import EtcdOptions
+from penstock.cluster.etcd import EtcdOptions, EtcdStore
 from penstock.testing.program import free_ports
 
 QUICK = EtcdOptions(connect_s=1.0, request_s=3.0, lease_ttl_s=2)

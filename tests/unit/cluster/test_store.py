@@ -8,7 +8,7 @@ import pytest
 from tests.unit.cluster.lines import Line, OpenEtcd
 
 from penstock.cluster import store as repeating
-from penstock.cluster.catalog import Catalog, TopicChange, TopicNews
+from penstock.cluster.catalog import Catalog, TopicChange
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.etcd import EtcdStore
 from penstock.cluster.keys import KeyRing
@@ -49,13 +49,13 @@ async def test_topics_made_elsewhere_are_heard_of(either_store: MetadataStore) -
     catalog = Catalog(either_store)
     old = await catalog.create({"name": "old"})
     async with asyncio.timeout(60), catalog.watch() as changes:
-        assert await anext(changes) == (TopicNews.CREATED, old)
+        assert await anext(changes) == (old, False)
         new = await catalog.create({"name": "new"})
-        assert await anext(changes) == (TopicNews.CREATED, new)
+        assert await anext(changes) == (new, False)
         paused = await catalog.update("new", {"paused": True})
-        assert await anext(changes) == (TopicNews.UPDATED, paused)
+        assert await anext(changes) == (paused, False)
         await catalog.delete("new")
-        assert await anext(changes) == TopicChange(TopicNews.DELETED, paused)
+        assert await anext(changes) == TopicChange(paused, deleted=True)
 
 
 async def test_a_watch_begins_with_how_topics_differ(either_store: MetadataStore) -> None:
@@ -69,10 +69,10 @@ async def test_a_watch_begins_with_how_topics_differ(either_store: MetadataStore
     async with asyncio.timeout(60), catalog.watch(known) as changes:
         seen = [await anext(changes) for _ in range(4)]
         assert seen == [
-            (TopicNews.DELETED, known[0]),
-            (TopicNews.DELETED, known[1]),
-            (TopicNews.CREATED, remade),
-            (TopicNews.UPDATED, updated),
+            (known[0], True),
+            (known[1], True),
+            (remade, False),
+            (updated, False),
         ]
 
 

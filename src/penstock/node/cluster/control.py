@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
-from penstock.cluster.catalog import Catalog, TopicNews
+from penstock.cluster.catalog import Catalog
 from penstock.cluster.records import (
     PARTITIONS,
     HeldRecord,
@@ -109,7 +109,7 @@ class ClusterControl:
         self._opening: set[Key] = set()
         self._retiring: set[Key] = set()  # their files are being removed, or set aside
         self._openings = asyncio.Semaphore(OPENING_MAX)
-        self._waiters: dict[Key, list[asyncio.Future[None]]] = {}
+        self._news: dict[Key, asyncio.Event] = {}  # for those who wait for another record
         self._read = {"topics": asyncio.Event(), "records": asyncio.Event()}
 
     # --- what hosts ask for ---
@@ -126,10 +126,9 @@ class ClusterControl:
             self._spawn(self._renew(key, uuid, epoch), name=f"renew-{key[0]}-{key[1]}")
 
     def retire(self, key: Key) -> None:
-        if key in self._retiring:
-            return  # it has heard of two records that do not name it
-        self._retiring.add(key)
-        self._spawn(self._retire(key), name=f"retire-{key[0]}-{key[1]}")
+        if key not in self._retiring:  # it may have heard of two records that do not name it
+            self._retiring.add(key)
+            self._spawn(self._retire(key), name=f"retire-{key[0]}-{key[1]}")
 
     async def _take_epoch(self, key: Key) -> None:
         known = self.records.get(key)
@@ -214,23 +213,12 @@ class ClusterControl:
 
     async def changed(self, key: Key) -> None:
         """Returns when there is another version of the partition's record."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(key, []).append(waiter)
-        try:
-            await waiter
-        finally:
-            rest = [w for w in self._waiters.get(key, ()) if w is not waiter]
-            if rest:
-                self._waiters[key] = rest
-            else:
-                self._waiters.pop(key, None)
+        await self._news.setdefault(key, asyncio.Event()).wait()
 
-    def wake(self, keys: Mapping[Key, HeldRecord] | None = None) -> None:
+    def wake(self) -> None:
         """Whoever waits for a change looks again."""
-        for key in list(self._waiters) if keys is None else keys:
-            for waiter in self._waiters.get(key, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+        for key in list(self._news):
+            self._news.pop(key).set()
 
     def on_record(self, key: Key, held: HeldRecord) -> None:
         """A version of a record, from wherever it is known."""
@@ -238,7 +226,7 @@ class ClusterControl:
             return
         host = self._local.hosts.get(key)
         if host is not None:
-            host.on_record(held.record, held.revision)
+            host.on_record(*held)
         else:
             self._open_if_ours(key)
 
@@ -251,7 +239,8 @@ class ClusterControl:
         if known is not None and held.revision <= known.revision:
             return False
         self.records[key] = held
-        self.wake({key: held})
+        if key in self._news:
+            self._news.pop(key).set()
         return True
 
     def _open_if_ours(self, key: Key) -> None:
@@ -277,21 +266,19 @@ class ClusterControl:
             await self._local.drop_replica(key)
             return
         host.on_members(self._ages())
-        host.on_record(held.record, held.revision)
+        host.on_record(*held)
 
     # --- running ---
 
     async def run(self) -> None:
-        works = {
-            "topics": self._follow_topics,
-            "records": self._follow_records,
-            "topics in trouble": self._follow_again,
-        }
         async with asyncio.TaskGroup() as tasks:
-            for name, work in works.items():
-                repeating = repeat(
-                    work, trouble=f"{name} are not followed for now", pause_s=RETRY_S
-                )
+            for name, work in (
+                ("topics", self._follow_topics),
+                ("records", self._follow_records),
+                ("topics in trouble", self._follow_again),
+            ):
+                trouble = f"{name} are not followed for now"
+                repeating = repeat(work, trouble=trouble, pause_s=RETRY_S)
                 tasks.create_task(repeating, name=f"{name}-follow")
             tasks.create_task(self._tick(), name="replicas-tick")
 
@@ -305,21 +292,15 @@ class ClusterControl:
         listed = {config.id for config in await self._catalog.list()}
         async with self._catalog.watch(known) as changes:
             self._read_if_all(listed)
-            async for news, config in changes:
-                await self._on_topic(news, config)
+            async for config, deleted in changes:
+                async with self._following:
+                    await (self._on_deleted(config) if deleted else self._follow(config))
                 listed.discard(config.id)
                 self._read_if_all(listed)
 
     def _read_if_all(self, listed: set[int]) -> None:
         if not listed - self.topics.keys() - self._unfollowed.keys():
             self._read["topics"].set()
-
-    async def _on_topic(self, news: TopicNews, config: TopicConfig) -> None:
-        async with self._following:
-            if news is TopicNews.DELETED:
-                await self._on_deleted(config)
-            else:
-                await self._follow(config)
 
     async def _follow(self, config: TopicConfig) -> None:
         try:
