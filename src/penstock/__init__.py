@@ -57,8 +57,7 @@ if TYPE_CHECKING:
         WorldMoved,
         WrongEpoch,
     )
-    from penstock.model.delta import Delta
-    from penstock.model.delta_format import Op, PriorityClass, Source
+    from penstock.model.delta import Delta, Op, PriorityClass, Source
     from penstock.model.topic import Compression, Mode, TopicConfig, TopicKind
     from penstock.sinks.index import Index
 
@@ -89,13 +88,13 @@ _HOMES = {
     "MessageBatch": "penstock.client.queue.leases",
     "MessageConsumer": "penstock.client.queue.consumer",
     "Mode": "penstock.model.topic",
-    "Op": "penstock.model.delta_format",
+    "Op": "penstock.model.delta",
     "Options": "penstock.client.options",
     "PartitionStats": "penstock.client.topic",
-    "PriorityClass": "penstock.model.delta_format",
+    "PriorityClass": "penstock.model.delta",
     "Released": "penstock.client.delta.subscription",
     "ReleasedBatch": "penstock.client.delta.subscription",
-    "Source": "penstock.model.delta_format",
+    "Source": "penstock.model.delta",
     "Topic": "penstock.client.topic",
     "TopicConfig": "penstock.model.topic",
     "TopicKind": "penstock.model.topic",

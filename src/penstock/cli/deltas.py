@@ -125,7 +125,7 @@ async def _write(deltas: Deltas, changes: list[dict[str, Any]]) -> list[Delta]:
 
 def _change_of(row: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Deltas.change` for a row."""
-    from penstock.model.delta_format import Op, PriorityClass
+    from penstock.model.delta import Op, PriorityClass
 
     known = {"vector_id", "op", "values", "indices", "metadata", "namespace", "priority"}
     if unknown := row.keys() - known:
@@ -203,7 +203,7 @@ async def tail(
 ) -> Answer | None:
     """Print deltas in causal order as they are released, one per line."""
     from penstock.client.options import milliseconds
-    from penstock.model.delta_format import Op
+    from penstock.model.delta import Op
 
     wanted = None if op is None else _member(Op, op, "op")
     left = count

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Binary, Buffer, Columns
-from penstock.model.delta import decode
-from penstock.model.delta_format import CLOCK, HAS_INDICES, HEADER, VERSION, check, refuse
+from penstock.model.delta import CLOCK, HAS_INDICES, HEADER, VERSION, check, decode, refuse
 
 Rows = NDArray[np.int64]
 PAIR: Final = ("<u8", (2,))  # 16 bytes as two numbers: equality is cheap, zeros are kept

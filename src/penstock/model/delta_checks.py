@@ -1,27 +1,19 @@
-"""Whether a topic accepts deltas: many at once by their columns, and one at a time.
+"""Whether a topic accepts deltas, many at once by their columns.
 
-`check` of `penstock.model.delta_format` is the authority; what is here only says yes sooner.
-`validate` asks the columns of a whole batch. `PlainDeltas` looks at one payload: most deltas have
-one clock entry, names in ASCII, no metadata and few values, and for these it asks all that `check`
-asks, in a few microseconds. Its no means nothing but that `check` has to say. It lays out such a
-delta as quickly, and leaves every other one to `encode`.
+`check` of `penstock.model.delta` is the authority; what is here only says yes sooner.
 """
 
 from __future__ import annotations
 
-import struct
-from functools import cache, lru_cache
-from operator import lt
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta import Delta
-from penstock.model.delta_batch import DeltaBatch, Rows, explain, halves, sixteens
-from penstock.model.delta_format import (
+from penstock.model.delta import (
     AHEAD_MS_MAX,
     CLOCK_ORIGINS_MAX,
     COUNTER_MAX,
@@ -30,17 +22,16 @@ from penstock.model.delta_format import (
     HAS_PARENT,
     LOGICAL_BITS,
     NAMESPACE_BYTES_MAX,
-    NO_ID,
-    ORIGIN_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     TIME_MAX,
     VECTOR_ID_BYTES_MAX,
-    VERSION,
     Op,
     PriorityClass,
     Source,
     check_origin,
+    value_counts,
 )
+from penstock.model.delta_batch import DeltaBatch, Rows, explain, halves, sixteens
 from penstock.model.plain import METADATA_VALUES_MAX, fault_of
 
 SMALL: Final = 4  # rows up to which checking one by one is quicker than setting columns up
@@ -85,21 +76,10 @@ _ANY: Final = -1
 
 
 @lru_cache
-def _value_counts(dimensions: int) -> dict[tuple[Op, bool], tuple[int, int]]:
-    """Least and most values by op and whether it has indices; a pair that is missing cannot be."""
-    whole, some = (dimensions, dimensions), (1, dimensions)
-    return {
-        (Op.CREATE, False): whole, (Op.DENSE, False): whole, (Op.SPARSE, True): some,
-        (Op.SCALE, False): (1, 1), (Op.OFFSET, False): whole, (Op.OFFSET, True): some,
-        (Op.DELETE, False): (0, 0), (Op.METADATA, False): (0, 0),
-    }  # fmt: skip
-
-
-@lru_cache
 def shapes(dimensions: int) -> tuple[Rows, Rows]:
-    """`_value_counts` as columns, by op and `_INDEXED`; an impossible pair has most < 0."""
+    """`value_counts` as columns, by op and `_INDEXED`; an impossible pair has most < 0."""
     least, most = np.ones(16, np.int64), np.full(16, _ANY, np.int64)
-    for (op, indexed), counts in _value_counts(dimensions).items():
+    for (op, indexed), counts in value_counts(dimensions).items():
         key = op | _INDEXED * indexed
         least[key], most[key] = counts
     return least, most
@@ -175,7 +155,7 @@ def _clocks_fit(batch: DeltaBatch) -> bool:
         return False
     if not 1 <= int(counters.min()) <= int(counters.max()) <= COUNTER_MAX:
         return False
-    return all(map(origin_fits, set(sixteens(origins))))
+    return all(map(_origin_fits, set(sixteens(origins))))
 
 
 def _repeats(offsets: Rows, origins: NDArray[np.uint64]) -> bool:
@@ -188,7 +168,7 @@ def _repeats(offsets: Rows, origins: NDArray[np.uint64]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def origin_fits(origin: bytes) -> bool:
+def _origin_fits(origin: bytes) -> bool:
     try:
         check_origin(origin, "origin")
     except InvalidArgument:
@@ -209,167 +189,3 @@ def _metadata_fits(batch: DeltaBatch) -> bool:
     rows = np.flatnonzero(batch.fixed["metadata_bytes"])
     found = batch.metadata_of(rows) if len(rows) else ()
     return all(fault_of(data, values_max=METADATA_VALUES_MAX) is None for data in found)
-
-
-# --- one delta ---
-
-WIDE: Final = 32  # values above which an array is quicker than numbers
-_FIXED: Final = struct.Struct("<BBBBHBB16s16s16sq16sHHI16sQ")  # the header and its own clock entry
-_CLASSES, _SOURCES = len(PriorityClass), len(Source)
-
-
-class PlainDeltas:
-    """The quick look at deltas for topics of so many `dimensions`."""
-
-    __slots__ = ("_dimensions", "_shapes")
-
-    def __init__(self, dimensions: int) -> None:
-        self._dimensions = dimensions
-        counts = _value_counts(dimensions)
-        # A delta of the metadata alone has some, and is never plain.
-        self._shapes = {shape: counts[shape] for shape in counts if shape[0] != Op.METADATA}
-
-    def sure(self, payload: bytes, *, now_ms: int) -> bool:
-        """Whether a payload is a plain delta that `check` would surely accept."""
-        if len(payload) < _FIXED.size:
-            return False
-        (
-            version, op, priority, source, n, clocks, flags, id_, parent, origin, time, vector,
-            namespace_bytes, vector_id_bytes, metadata_bytes, own, counter,
-        ) = _FIXED.unpack_from(payload)  # fmt: skip
-        indexed = bool(flags & HAS_INDICES)
-        least, most = self._shapes.get((op, indexed), (1, 0))
-        names_at = _FIXED.size + n * (6 if indexed else 4)
-        return (
-            version == VERSION
-            and least <= n <= most
-            and priority < _CLASSES
-            and source < _SOURCES
-            and clocks == 1
-            and metadata_bytes == 0
-            and flags & ~HAS_INDICES == (0 if parent == NO_ID else HAS_PARENT)
-            and id_ not in (NO_ID, parent)
-            and own == origin
-            and 1 <= counter <= COUNTER_MAX
-            and 1 <= time <= TIME_MAX
-            and time >> LOGICAL_BITS <= now_ms + AHEAD_MS_MAX
-            and 1 <= namespace_bytes <= NAMESPACE_BYTES_MAX
-            and 1 <= vector_id_bytes <= VECTOR_ID_BYTES_MAX
-            and len(payload) == names_at + namespace_bytes + vector_id_bytes
-            and origin_fits(origin)
-            and _plain_names_fit(payload[names_at:], namespace_bytes, vector)
-            and self._numbers_fit(payload, n, indexed=indexed)
-        )
-
-    def encode(self, delta: Delta) -> bytes | None:
-        """The payload of a delta that is plain and surely valid; None: `delta.encode` has to say.
-
-        What it gives is what that gives.
-        """
-        if delta.metadata is not None or len(delta.clock) != 1:
-            return None
-        indices, values = _few(delta.indices, "iu"), _few(delta.values, "iuf")
-        id_, parent, time = delta.delta_id, delta.parent, delta.time
-        counter = delta.clock.get(delta.origin)
-        if indices is None or values is None or counter is None:
-            return None
-        indexed, n = delta.indices is not None, len(values)
-        least, most = self._shapes.get((delta.op, indexed), (1, 0))
-        names = _plain_names(delta)
-        if (
-            names is None
-            or not least <= n <= most
-            or (indexed and not (len(indices) == n and self._rise(indices)))
-            or not (0 <= delta.priority < _CLASSES and 0 <= delta.source < _SOURCES)
-            or not (type(time) is type(counter) is int)
-            or not (1 <= time <= TIME_MAX and 1 <= counter <= COUNTER_MAX)
-            or not (_is_id(id_) and (parent is None or (_is_id(parent) and parent != id_)))
-        ):
-            return None
-        namespace, vector_id, origin = names
-        flags = HAS_INDICES * indexed | HAS_PARENT * (parent is not None)
-        digest = xxhash.xxh3_128_digest(namespace + b"\0" + vector_id)
-        try:
-            head = _FIXED.pack(
-                VERSION, delta.op, delta.priority, delta.source, n, 1, flags, id_, parent or NO_ID,
-                origin, time, digest, len(namespace), len(vector_id), 0, origin, counter,
-            )  # fmt: skip
-            numbers = _numbers(n, indexed).pack(*indices, *values)
-        except (struct.error, OverflowError):
-            return None
-        total = sum(values)
-        return head + numbers + namespace + vector_id if total - total == 0 else None
-
-    def _rise(self, indices: list[int]) -> bool:
-        within = not indices or (indices[0] >= 0 and indices[-1] < self._dimensions)
-        return within and all(map(lt, indices, indices[1:]))
-
-    def _numbers_fit(self, payload: bytes, n: int, *, indexed: bool) -> bool:
-        """Indices rise and stay below the dimensions, values are finite."""
-        if n > WIDE:
-            return self._many_fit(payload, n, indexed=indexed)
-        numbers = _numbers(n, indexed).unpack_from(payload, _FIXED.size)
-        if indexed:
-            indices, numbers = numbers[:n], numbers[n:]
-            if indices[-1] >= self._dimensions or not all(map(lt, indices, indices[1:])):
-                return False
-        total = sum(numbers)
-        return bool(total - total == 0)  # one that is not finite leaves a trace in the sum
-
-    def _many_fit(self, payload: bytes, n: int, *, indexed: bool) -> bool:
-        at = _FIXED.size
-        if indexed:
-            indices = np.frombuffer(payload, "<u2", n, at)
-            at += 2 * n
-            if indices[-1] >= self._dimensions or not (indices[1:] > indices[:-1]).all():
-                return False
-        return bool(np.isfinite(np.frombuffer(payload, "<f4", n, at)).all())
-
-
-def _few(numbers: Any, kinds: str) -> list[Any] | None:
-    """A few numbers as a list; None: they are many, or of another kind."""
-    if numbers is None:
-        return []
-    plain = isinstance(numbers, np.ndarray) and numbers.ndim == 1 and len(numbers) <= WIDE
-    return numbers.tolist() if plain and numbers.dtype.kind in kinds else None
-
-
-def _is_id(id_: object) -> bool:
-    return type(id_) is bytes and len(id_) == len(NO_ID) and id_ != NO_ID
-
-
-def _plain_names(delta: Delta) -> tuple[bytes, bytes, bytes] | None:
-    """The namespace, the vector_id and the padded origin, if they are plain text."""
-    namespace, vector_id, origin = delta.namespace, delta.vector_id, delta.origin
-    try:
-        text = f"{namespace}\0{vector_id}\0{origin}".encode("ascii")
-    except UnicodeEncodeError:
-        return None
-    parts = text.split(b"\0")
-    if len(parts) != 3 or not all(parts):
-        return None
-    fits = (
-        len(parts[0]) <= NAMESPACE_BYTES_MAX
-        and len(parts[1]) <= VECTOR_ID_BYTES_MAX
-        and len(parts[2]) <= ORIGIN_BYTES_MAX
-        and type(namespace) is type(vector_id) is type(origin) is str
-    )
-    return (parts[0], parts[1], parts[2].ljust(ORIGIN_BYTES_MAX, b"\0")) if fits else None
-
-
-def _plain_names_fit(names: bytes, namespace_bytes: int, vector: bytes) -> bool:
-    """Whether the names are ASCII without zeros, and the vector's hash is that of the names."""
-    if not names.isascii() or 0 in names:
-        return False
-    hashed = names[:namespace_bytes] + b"\0" + names[namespace_bytes:]
-    return xxhash.xxh3_128_digest(hashed) == vector
-
-
-@cache  # at most as many as there may be numbers, twice
-def _numbers(n: int, indexed: bool) -> struct.Struct:
-    return struct.Struct(f"<{n}H{n}f" if indexed else f"<{n}f")
-
-
-@cache
-def plain_deltas(dimensions: int) -> PlainDeltas:
-    return PlainDeltas(dimensions)

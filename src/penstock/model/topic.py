@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.model.delta import DIMENSIONS_MAX
 from penstock.model.entries import RETRIES_MAX
 from penstock.model.ids import PARTITIONS_MAX
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta_format import NAMESPACE_BYTES_MAX, VECTOR_ID_BYTES_MAX
+from penstock.model.delta import NAMESPACE_BYTES_MAX, VECTOR_ID_BYTES_MAX
 from penstock.model.entries import (
     BATCH_ENTRIES_MAX,
     DELAY_MS_MAX,

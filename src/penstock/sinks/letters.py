@@ -27,8 +27,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from penstock.errors import NotFound, SinkRejected, Unsupported
-from penstock.model.delta import Delta, Op, PriorityClass, Source, encode
-from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.model.delta import DIMENSIONS_MAX, Delta, Op, PriorityClass, Source, encode
 from penstock.model.entries import HEADERS_BYTES_MAX
 from penstock.model.plain import fault_of, headers_of
 from penstock.model.topic import BOUNDS

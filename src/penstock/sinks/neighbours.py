@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
-from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.model.delta import DIMENSIONS_MAX
 
 Metric = Literal["cosine", "l2", "dot"]
 METRICS: Final = get_args(Metric)

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, SinkRejected, Unsupported
-from penstock.model.delta_format import Op
+from penstock.model.delta import Op
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
 from penstock.sinks.protocol import Feed, Items, TopicWriter, Work
 

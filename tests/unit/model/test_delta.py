@@ -14,6 +14,7 @@ from penstock.model.delta import (
     Op,
     PriorityClass,
     Source,
+    check,
     decode,
     encode,
     hybrid_time,
@@ -21,7 +22,6 @@ from penstock.model.delta import (
 )
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import validate
-from penstock.model.delta_format import check
 from verification.malformed_maps import MALFORMED_MAPS
 
 DIMENSIONS = 8

@@ -12,10 +12,9 @@ from penstock.client.delta.writer import HybridClock, VectorHeads
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.columns import Binary
-from penstock.model.delta import Delta, Op, decode, encode, hybrid_time
+from penstock.model.delta import Delta, Op, check, decode, encode, hybrid_time
 from penstock.model.delta_batch import DeltaBatch, deltas_of
 from penstock.model.delta_checks import sound_rows, validate
-from penstock.model.delta_format import check
 
 DIMENSIONS = 8
 NOW_MS = 1_800_000_000_000

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary
-from penstock.model.delta_batch import FIXED
-from penstock.model.delta_format import (
+from penstock.model.delta import (
     HAS_INDICES,
     HAS_METADATA,
     HAS_PARENT,
@@ -29,6 +28,7 @@ from penstock.model.delta_format import (
     PriorityClass,
     Source,
 )
+from penstock.model.delta_batch import FIXED
 
 Ids = NDArray[np.uint8]  # (n, 16)
 

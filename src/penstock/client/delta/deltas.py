@@ -39,7 +39,6 @@ from penstock.client.queue.producer import Producer
 from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass, Source, encode, vector_hash
-from penstock.model.delta_checks import plain_deltas
 from penstock.model.entries import BATCH_ENTRIES_MAX
 from penstock.model.partitioning import partitions_of_digests
 from penstock.model.topic import TopicKind
@@ -219,9 +218,7 @@ class Deltas:
         that was under way before it for the same vector.
         """
         await self.opened()
-        payload = plain_deltas(self.dimensions).encode(delta)
-        if payload is None:
-            payload = encode(delta, dimensions=self.dimensions)
+        payload = encode(delta, dimensions=self.dimensions)
         if delta.origin != self.origin:
             return await self._write(payload, headers, timeout)
         vector = vector_hash(delta.namespace, delta.vector_id)

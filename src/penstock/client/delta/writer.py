@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.client.delta.columns import Causes, Ids, Names
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.model.delta_format import LOGICAL_BITS, NO_ID, ORIGIN_BYTES_MAX
+from penstock.model.delta import LOGICAL_BITS, NO_ID, ORIGIN_BYTES_MAX
 
 SLOTS_MIN: Final = 64
 

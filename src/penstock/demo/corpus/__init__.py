@@ -25,8 +25,7 @@ from penstock.demo.corpus.history import History, HistoryOptions, write
 from penstock.demo.corpus.payloads import Encoder, names_of
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary
-from penstock.model.delta import Op
-from penstock.model.delta_format import DIMENSIONS_MAX
+from penstock.model.delta import DIMENSIONS_MAX, Op
 
 SPARSE_ONLY: Final[Mapping[Op, float]] = {Op.SPARSE: 1.0}
 # A vector begins with CREATE wherever CREATE is among the operations; its weight is for others.

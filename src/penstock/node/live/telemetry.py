@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.model.delta_format import NO_ID
+from penstock.model.delta import NO_ID
 from penstock.node.observe.logs import get_logger
 from penstock.node.observe.metrics import Metrics
 from penstock.propagation.fold.propagator import FeedOutcome

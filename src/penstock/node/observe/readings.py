@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.model.delta_format import PriorityClass
+from penstock.model.delta import PriorityClass
 
 BREAKER: Final = {"closed": 0, "half_open": 1, "open": 2}
 

@@ -19,16 +19,16 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary
-from penstock.model.delta import Op
-from penstock.model.delta_batch import FIXED, DeltaBatch, gather, halves
-from penstock.model.delta_format import (
+from penstock.model.delta import (
     CLOCK,
     HAS_INDICES,
     HAS_METADATA,
     HAS_PARENT,
     HEADER,
     PAYLOAD_BYTES_MAX,
+    Op,
 )
+from penstock.model.delta_batch import FIXED, DeltaBatch, gather, halves
 from penstock.propagation.fold.releases import Merged, ReleasedRows
 from penstock.propagation.fold.table import Numbers
 

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
-from penstock.model.delta import Op, PriorityClass
+from penstock.model.delta import HAS_INDICES, Op, PriorityClass
 from penstock.model.delta_batch import DeltaBatch
-from penstock.model.delta_format import HAS_INDICES
 from penstock.propagation.fold.ledger import Ledger
 from penstock.propagation.fold.order import ReleasedDeltas
 from penstock.propagation.fold.registers import (

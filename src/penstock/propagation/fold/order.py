@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
+from penstock.model.delta import HAS_PARENT
 from penstock.model.delta_batch import DeltaBatch, halves, sixteens
-from penstock.model.delta_format import HAS_PARENT
 from penstock.propagation.fold.ledger import PENDING, Ledger
 from penstock.propagation.fold.table import Numbers, Words, beginnings, places_within, stable_order
 from penstock.propagation.fold.waitlist import Verdicts, WaitingDelta, Waitlist

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import FailedPrecondition, InvalidArgument
+from penstock.model.delta import DIMENSIONS_MAX, NO_ID
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
-from penstock.model.delta_format import DIMENSIONS_MAX, NO_ID
 from penstock.propagation.fold.ledger import SWEEP_MIN, Ledger
 from penstock.propagation.fold.merge import Merge, VectorStates
 from penstock.propagation.fold.order import (

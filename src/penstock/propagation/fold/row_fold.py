@@ -24,9 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.model.columns import Buffer
-from penstock.model.delta_batch import DeltaBatch
-from penstock.model.delta_checks import shapes
-from penstock.model.delta_format import (
+from penstock.model.delta import (
     CLOCK,
     HAS_INDICES,
     HAS_PARENT,
@@ -35,6 +33,8 @@ from penstock.model.delta_format import (
     Op,
     PriorityClass,
 )
+from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_checks import shapes
 from penstock.propagation.fold.ledger import PENDING, Ledger
 from penstock.propagation.fold.merge import Merge
 from penstock.propagation.fold.registers import ALIVE, DEAD, VectorOperation

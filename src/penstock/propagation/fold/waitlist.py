@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from penstock.model.delta import NO_ID
 from penstock.model.delta_batch import DeltaBatch
-from penstock.model.delta_format import NO_ID
 from penstock.propagation.fold.ledger import PENDING, VOID, Ledger
 from penstock.propagation.fold.table import Numbers, Words
 

@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.errors import Corruption
-from penstock.model.delta_format import NO_ID
+from penstock.model.delta import NO_ID
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument
 from penstock.model.batch import Batch
 from penstock.model.columns import Binary, Columns
+from penstock.model.delta import HAS_INDICES, Op
+from penstock.model.delta import Source as DeltaOrigin
 from penstock.model.delta_batch import DeltaBatch
-from penstock.model.delta_format import HAS_INDICES, Op
-from penstock.model.delta_format import Source as DeltaOrigin
 from penstock.model.plain import headers_of
 from penstock.sinks import arrays
 from penstock.spark.source.ranges import Ranges, ReadRange

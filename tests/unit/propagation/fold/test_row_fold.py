@@ -24,10 +24,9 @@ from tests.unit.propagation.world import (
 )
 
 from penstock.demo.corpus import ALL_OPS, CorpusOptions, generate
-from penstock.model.delta import Op, encode
+from penstock.model.delta import Op, encode, head_of
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
-from penstock.model.delta_format import head_of
 from penstock.propagation.fold import registers
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.row_fold import DeltaRow
