@@ -148,7 +148,7 @@ async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> Non
     topic = node.engine.topic(await delta_topic(node))
     await node.engine.hub(topic).subscribe(
         0, OpenSubscription("vectors", 0, start="sequence", at=1),
-        send=lambda changes, _: got.append(changes.count), fail=failed.append,
+        send=lambda changes, *_: got.append(changes.count), fail=failed.append,
     )  # fmt: skip
     assert topic.live is not None
     feed, queue = topic.live.partitions[0], queue_of(node, "vectors")
