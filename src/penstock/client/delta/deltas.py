@@ -174,7 +174,7 @@ class Deltas:
         await self.opened()
         namespace = how.get("namespace", self.namespace)
         vector = vector_hash(namespace, vector_id)
-        if "clock" not in how or "parent" not in how:
+        if vector not in self.heads and not ("clock" in how and "parent" in how):
             await self.folds.look_up([vector])
         head = self.heads.get(vector)
         delta = Delta(

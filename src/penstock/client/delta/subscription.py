@@ -1,27 +1,40 @@
-"""Deltas of a topic in causal order, as a node releases them: as objects, or as columns."""
+"""Deltas of a topic in causal order, as nodes release them: as objects, or as columns.
+
+Each partition has a subscription at the node that coordinates it; what arrives waits in one queue,
+whose length the credit of these subscriptions bounds. A frame says up to which position everything
+has now been sent (it is *settled*); urgent deltas may have come before it. After a failure the next
+subscription begins behind the settled position, and what came early is not taken twice.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, Literal, Self, TypedDict
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.delta.arrivals import Arrivals, Arrived
+from penstock.client.network.connection import Connection
+from penstock.client.network.link import passing
+from penstock.client.network.streams import ChangeStream, SubscriptionStart
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary, Columns
+from penstock.model.delivery import CHANGES
 from penstock.model.delta import Delta, Op, decode, vector_hash
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.plain import headers_of
-from penstock.wire.messages import OpenSubscription
+from penstock.wire.messages import Changes, OpenSubscription
 
 Start = int | Mapping[int, int] | Literal["now"]
 CREDIT_ENTRIES: Final = 10_000
 CREDIT_BYTES: Final = 8 << 20
+VECTOR: Final = slice(64, 80)  # of a delta: the hash of its vector
 _NUMBERS: Final = ("sequence", "position", "ordinal", "time_ms")  # the columns of `Released`
 
 
@@ -106,35 +119,132 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         return [row for row in found if namespaces[row] == self.namespace.encode()]
 
 
+class SubscriptionProgress:
+    """How far a partition's subscription has come, over all the streams that it has had."""
+
+    def __init__(self, request: OpenSubscription) -> None:
+        self.request = request
+        self.began: int | None = None  # the position behind which the first stream started
+        self._settled: int | None = None  # everything up to here has arrived; None: not even begun
+        # What arrived beyond the settled position: from sequence to position.
+        self._ahead: dict[int, int] = {}
+        # The sequences among them that the open stream may send a second time.
+        self._again: frozenset[int] = frozenset()
+        # Where changes are coalesced, the parts of one that came may come by themselves: by vector,
+        # the (position, sequence) of the last that arrived beyond the settled position. Those of a
+        # vector come in order, so up to this one nothing is new.
+        self._last: dict[bytes, tuple[int, int]] = {}
+        self._last_again: dict[bytes, tuple[int, int]] = {}  # the same as of earlier streams
+        self._stream: ChangeStream | None = None  # the one that is open, or was last
+        self._handled = 0  # the reader is done with everything up to here
+        self._topic_id = request.topic_id  # of the topic that positions are places in
+
+    def next_request(self) -> OpenSubscription:
+        """The request that goes on from here."""
+        self._again, self._last_again = frozenset(self._ahead), dict(self._last)
+        if self._settled is None:
+            return self.request
+        return msgspec.structs.replace(
+            self.request, start="sequence", at=self._settled + 1, topic_id=self._topic_id
+        )
+
+    def on_opened(self, stream: ChangeStream, answer: SubscriptionStart) -> None:
+        self._settle(answer["position"])
+        self._topic_id = answer.get("topic", 0)
+        if self.began is None:
+            self.began = answer["position"]
+        self._stream = stream
+        if self._handled:
+            stream.acknowledge(self._handled)  # The stream before may not have told the node.
+
+    def acknowledge(self, position: int) -> None:
+        """The reader is done with everything up to there."""
+        self._handled = max(self._handled, position)
+        if self._stream is not None:
+            self._stream.acknowledge(self._handled)
+
+    def on_changes(self, changes: Changes, columns: Columns | None) -> list[int] | None:
+        """Take note of a frame; the rows in it that are new, None: all of them."""
+        fresh = None
+        if columns is not None:
+            positions = columns.fixed("position").tolist()
+            ahead = max(positions) > changes.position
+            sequences = columns.fixed("sequence").tolist() if ahead or self._again else []
+            if self._again:
+                fresh = self._fresh(columns, sequences, positions)
+            if ahead:
+                self._ahead.update(zip(sequences, positions, strict=True))
+                if self.request.coalesce_ms:
+                    self._note_last(columns, fresh, list(zip(positions, sequences, strict=True)))
+        self._settle(changes.position)
+        return fresh
+
+    def _fresh(self, columns: Columns, sequences: list[int], positions: list[int]) -> list[int]:
+        """The rows of a frame that did not come before."""
+        rows = [row for row, at in enumerate(sequences) if at not in self._again]
+        if not self.request.coalesce_ms:
+            return rows
+        places = zip(_vectors(columns), positions, sequences, strict=True)
+        parts = {row for row, place in enumerate(places) if self._came_in_another(*place)}
+        return [row for row in rows if row not in parts]
+
+    def _came_in_another(self, vector: bytes, position: int, sequence: int) -> bool:
+        """Whether the last that came of its vector stands for this one, or is it."""
+        last = self._last_again.get(vector)
+        if last is None:
+            return False
+        if position > last[0] or (position, sequence) == last:
+            del self._last_again[vector]
+        return position <= last[0]
+
+    def _note_last(
+        self, columns: Columns, fresh: list[int] | None, places: list[tuple[int, int]]
+    ) -> None:
+        vectors = _vectors(columns)
+        for row in range(len(places)) if fresh is None else fresh:
+            self._last[vectors[row]] = places[row]
+
+    def _settle(self, position: int) -> None:
+        if self._settled is None or position > self._settled:
+            self._settled = position
+        if self._ahead:
+            self._ahead = {s: p for s, p in self._ahead.items() if p > self._settled}
+            self._again &= self._ahead.keys()
+            if not self._again:
+                self._last_again = {}
+            self._last = {v: last for v, last in self._last.items() if last[0] > self._settled}
+
+
+def _vectors(columns: Columns) -> list[bytes]:
+    payloads = columns.binary("payload")
+    return [] if payloads is None else [payload[VECTOR] for payload in payloads]
+
+
+class Arrived(msgspec.Struct, frozen=True, gc=False):
+    """A frame of changes that waits for the reader."""
+
+    place: SubscriptionProgress
+    stream: ChangeStream
+    changes: Changes
+    columns: Columns | None  # None: the frame tells a position and nothing else
+    rows: list[int] | None  # those that are new; None: all
+
+
 class ReleasedBatch:
     """Deltas of one partition in columns; objects are made of those rows that are asked for."""
 
     def __init__(self, arrived: Arrived, columns: Columns, rows: list[int] | None) -> None:
         self._arrived, self._columns = arrived, columns
+        changes = arrived.changes
+        self.partition = changes.partition
+        self.position = changes.position  # Nothing that was asked for is missing up to here.
+        self.sequence_committed = changes.sequence_committed  # the partition's last, when sent
+        self.folded = changes.folded  # deltas that coalescing has merged into these
         self._rows: Sequence[int] = range(columns.count) if rows is None else rows
         self._whole = rows is None
         payloads = columns.binary("payload")
         assert payloads is not None
         self._payloads, self._headers = payloads, columns.binary("headers")
-
-    @property
-    def partition(self) -> int:
-        return self._arrived.changes.partition
-
-    @property
-    def position(self) -> int:
-        """Nothing that was asked for is missing up to here."""
-        return self._arrived.changes.position
-
-    @property
-    def sequence_committed(self) -> int:
-        """The partition's last, when this was sent."""
-        return self._arrived.changes.sequence_committed
-
-    @property
-    def folded(self) -> int:
-        """Deltas that coalescing has merged into these."""
-        return self._arrived.changes.folded
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -232,14 +342,28 @@ class DeltaSubscription:
         *,
         topic_id: int = 0,
     ) -> None:
-        self._arrivals, self._wanted = Arrivals(topic, requests), wanted
+        self._topic, self._wanted = topic, wanted
         self.topic_id = topic_id  # of the topic whose positions it gives
+        self._arrived: deque[Arrived] = deque()
         self._taken: Arrived | None = None  # what the reader has at the moment
+        self._waiter: asyncio.Future[None] | None = None
+        self._failed: BaseException | None = None
+        # A generator may be left by another task than entered it: no task group, but each ends.
+        self._places = [SubscriptionProgress(request) for request in requests]
+        self._followers = [asyncio.create_task(self._follow(place)) for place in self._places]
+        for follower in self._followers:
+            follower.add_done_callback(self._on_done)
 
     async def began(self, besides: Container[int] = ()) -> dict[int, int]:
         """By partition, `besides` some, the position behind which it started; once all of them are
         open."""
-        return await self._arrivals.began(besides)
+        while True:
+            found = {place.request.partition: place.began for place in self._places}
+            asked = {partition: at for partition, at in found.items() if partition not in besides}
+            known = {partition: at for partition, at in asked.items() if at is not None}
+            if len(known) == len(asked):
+                return known
+            await self._news()
 
     def __aiter__(self) -> Self:
         return self
@@ -249,13 +373,76 @@ class DeltaSubscription:
             if self._taken is not None:
                 self._taken.place.acknowledge(self._taken.changes.position)
                 self._taken = None
-            self._taken = await self._arrivals.next()
+            self._taken = await self.next()
             batch = _batch(self._taken, self._wanted)
             if batch is not None:
                 return batch
 
+    async def next(self) -> Arrived:
+        """What arrived first. The reader has it, so its credit goes back."""
+        while not self._arrived:
+            await self._news()
+        found = self._arrived.popleft()
+        found.stream.took(found.changes.count, len(found.columns.body) if found.columns else 0)
+        return found
+
+    async def _news(self) -> None:
+        """Wait for something to happen; raises what ended a partition's subscription for good."""
+        if self._failed is not None:
+            raise self._failed
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
     async def close(self) -> None:
-        await self._arrivals.close()
+        for follower in self._followers:
+            follower.cancel()
+        await asyncio.gather(*self._followers, return_exceptions=True)
+        self._arrived.clear()
+
+    # --- one partition ---
+
+    async def _follow(self, place: SubscriptionProgress) -> None:
+        link = self._topic.link
+        at = (self._topic.name, place.request.partition)
+        while True:
+            stream = await link.request(partial(self._open, place), at=at)
+            try:
+                error = await asyncio.shield(stream.ended)
+            finally:
+                await stream.close()
+            if error is not None and not passing(error):
+                raise error
+            # The stream was opened, so the link has not waited. A node that ends each one at once
+            # must not be asked without a pause.
+            await asyncio.sleep(link.options.retry_wait_s)
+
+    async def _open(self, place: SubscriptionProgress, connection: Connection) -> ChangeStream:
+        stream, answer = await connection.subscribe(
+            place.next_request(), partial(self._on_changes, place)
+        )
+        place.on_opened(stream, answer)
+        self._wake()
+        return stream
+
+    def _on_changes(
+        self, place: SubscriptionProgress, stream: ChangeStream, changes: Changes, body: memoryview
+    ) -> None:
+        columns = CHANGES.decode(body, changes.count) if changes.count else None
+        rows = place.on_changes(changes, columns)
+        self._arrived.append(Arrived(place, stream, changes, columns, rows))
+        self._wake()
+
+    def _on_done(self, follower: asyncio.Task[None]) -> None:
+        if not follower.cancelled() and self._failed is None:
+            self._failed = follower.exception()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _batch(arrived: Arrived, wanted: Filter) -> ReleasedBatch | None:

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from penstock.client.client import Client
-from penstock.client.delta.arrivals import Arrivals, SubscriptionProgress
-from penstock.client.delta.subscription import DeltaSubscription, Filter
+from penstock.client.delta.subscription import DeltaSubscription, Filter, SubscriptionProgress
 from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import open_connection
 from penstock.client.network.link import ConnectionSource
@@ -88,60 +87,66 @@ async def topic(broker: Any, session_type: type[Any], peer: Peer) -> AsyncIterat
 async def test_what_is_lost_with_a_connection_comes_over_the_next(
     topic: Topic[bytes], peer: Peer
 ) -> None:
-    arrivals = Arrivals(topic, [REQUEST])
+    following = DeltaSubscription(topic, [REQUEST], Filter())
     node, number, request = await peer.opened.get()
     assert request == REQUEST
     # an urgent delta, position 7, comes before those at 5 and 6
     node.send(FrameType.BATCH, number, Changes(0, 2, 4, 9), body((4, 4), (3, 7)))
-    assert (await arrivals.next()).rows is None
+    assert (await following.next()).rows is None
     node.transport.abort()
     node, number, request = await peer.opened.get()
     assert (request.start, request.at, request.cursor) == ("sequence", 5, "c")
     node.send(FrameType.BATCH, number, Changes(0, 3, 7, 9), body((5, 5), (6, 6), (3, 7)))
-    assert (await arrivals.next()).rows == [0, 1]
-    await arrivals.close()
+    assert (await following.next()).rows == [0, 1]
+    await following.close()
 
 
 async def test_where_it_began_stays(topic: Topic[bytes], peer: Peer) -> None:
-    arrivals = Arrivals(topic, [REQUEST, msgspec.structs.replace(REQUEST, partition=1)])
-    assert await arrivals.began() == {0: 0, 1: 0}
+    following = DeltaSubscription(
+        topic, [REQUEST, msgspec.structs.replace(REQUEST, partition=1)], Filter()
+    )
+    assert await following.began() == {0: 0, 1: 0}
     for _ in range(2):
         node, number, request = await peer.opened.get()
         node.send(FrameType.BATCH, number, Changes(request.partition, 1, 4, 9), body((4, 4)))
-        await arrivals.next()
-    assert await arrivals.began() == {0: 0, 1: 0}
-    await arrivals.close()
+        await following.next()
+    assert await following.began() == {0: 0, 1: 0}
+    await following.close()
 
 
 async def test_parts_of_a_coalesced_change_do_not_come_after_it(
     topic: Topic[bytes], peer: Peer
 ) -> None:
-    arrivals = Arrivals(topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)])
+    following = DeltaSubscription(
+        topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)], Filter()
+    )
     node, number, _ = await peer.opened.get()
     # sequence 7 stands for 5 and 6 too, which are of the same vector
     node.send(FrameType.BATCH, number, Changes(0, 1, 4, 9, 2), body((7, 7)))
-    await arrivals.next()
+    await following.next()
     node.transport.abort()
     node, number, _ = await peer.opened.get()
     node.send(FrameType.BATCH, number, Changes(0, 4, 8, 9), body((5, 5), (6, 6), (7, 7), (8, 8)))
-    assert (await arrivals.next()).rows == [3]
-    await arrivals.close()
+    assert (await following.next()).rows == [3]
+    await following.close()
 
 
 async def test_parts_of_a_coalesced_change_may_share_its_position(
     topic: Topic[bytes], peer: Peer
 ) -> None:
-    arrivals = Arrivals(topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)])
+    following = DeltaSubscription(
+        topic, [msgspec.structs.replace(REQUEST, coalesce_ms=5)], Filter()
+    )
     node, number, _ = await peer.opened.get()
     # sequence 5 had waited for 6, and stands for it too
     node.send(FrameType.BATCH, number, Changes(0, 1, 3, 9, 1), body((5, 6)))
-    await arrivals.next()
+    await following.next()
     node.transport.abort()
     node, number, _ = await peer.opened.get()
     again = body((6, 6), (5, 6), (4, 6), (7, 7))
     node.send(FrameType.BATCH, number, Changes(0, 4, 7, 9), again)
-    assert (await arrivals.next()).rows == [2, 3]
-    await arrivals.close()
+    assert (await following.next()).rows == [2, 3]
+    await following.close()
 
 
 async def test_a_batch_with_coalesced_changes_is_handled_as_a_whole(
@@ -161,52 +166,52 @@ async def test_a_batch_with_coalesced_changes_is_handled_as_a_whole(
 
 
 async def test_credit_comes_back_in_quarters(topic: Topic[bytes], peer: Peer) -> None:
-    arrivals = Arrivals(topic, [REQUEST])
+    following = DeltaSubscription(topic, [REQUEST], Filter())
     node, number, _ = await peer.opened.get()
     for at in (1, 2, 3):
         node.send(FrameType.BATCH, number, Changes(0, 1, at, 9), body((at, at)))
-        await arrivals.next()
+        await following.next()
     grant = await peer.grants.get()
     assert (grant.entries, grant.bytes) == (2, 2 * len(body((1, 1))))
     assert peer.grants.empty()
-    await arrivals.close()
+    await following.close()
 
 
 async def test_what_is_handled_is_told(topic: Topic[bytes], peer: Peer) -> None:
-    arrivals = Arrivals(topic, [REQUEST])
+    following = DeltaSubscription(topic, [REQUEST], Filter())
     node, number, _ = await peer.opened.get()
     node.send(FrameType.BATCH, number, Changes(0, 0, 6, 9))
-    arrived = await arrivals.next()
+    arrived = await following.next()
     assert arrived.columns is None
     arrived.place.acknowledge(6)
     assert (await peer.grants.get()).position == 6
     arrived.place.acknowledge(8)
-    await arrivals.close()  # does not wait for more
+    await following.close()  # does not wait for more
     assert (await peer.grants.get()).position == 8
 
 
 async def test_an_error_that_stays_is_raised(topic: Topic[bytes], peer: Peer) -> None:
-    arrivals = Arrivals(topic, [REQUEST])
+    following = DeltaSubscription(topic, [REQUEST], Filter())
     node, number, _ = await peer.opened.get()
     gone = InvalidArgument("no such route", field="routes")
     node.send(FrameType.UNSUBSCRIBE, number, gone.to_wire())
     with pytest.raises(InvalidArgument, match="no such route"):
-        await arrivals.next()
-    await arrivals.close()
+        await following.next()
+    await following.close()
 
 
 async def test_what_a_lost_connection_was_not_told_the_next_one_is(
     topic: Topic[bytes], peer: Peer
 ) -> None:
-    arrivals = Arrivals(topic, [REQUEST])
+    following = DeltaSubscription(topic, [REQUEST], Filter())
     node, number, _ = await peer.opened.get()
     node.send(FrameType.BATCH, number, Changes(0, 1, 4, 9), body((4, 4)))
-    arrived = await arrivals.next()
+    arrived = await following.next()
     node.transport.abort()
     await peer.opened.get()
     arrived.place.acknowledge(4)
     assert (await peer.grants.get()).position == 4
-    await arrivals.close()
+    await following.close()
 
 
 async def test_a_place_that_never_began_begins_again() -> None:
