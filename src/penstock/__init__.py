@@ -63,15 +63,7 @@ if TYPE_CHECKING:
 
 DATA_FOLDER = "penstock-data"
 
-_ERRORS = (
-    "AlreadyExists", "Backpressure", "BatchAborted", "CallerError", "Corruption", "DiskFull",
-    "FailedPrecondition", "Fatal", "InvalidArgument", "LeaseLost", "LimitExceeded", "NotFound",
-    "PenstockError", "QuorumUnavailable", "RetryableError", "SequenceConflict", "SinkRejected",
-    "StaleProducer", "StorageFailed", "Unauthenticated", "Unavailable", "Unsupported", "WorldMoved",
-    "WrongEpoch",
-)  # fmt: skip
-
-# Where each public name lives; imported when it is first asked for.
+# Where each public name lives; imported when it is first asked for. The others are errors.
 _HOMES = {
     "BatchConsumer": "penstock.client.queue.consumer",
     "Client": "penstock.client.client",
@@ -100,7 +92,6 @@ _HOMES = {
     "TopicKind": "penstock.model.topic",
     "TopicStats": "penstock.client.topic",
     "Vector": "penstock.client.delta.fold",
-    **dict.fromkeys(_ERRORS, "penstock.errors"),
 }
 
 __all__ = [
@@ -208,10 +199,9 @@ def open_index(path: str | os.PathLike[str]) -> Index:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(_HOMES.get(name, "penstock.errors")), name)
     globals()[name] = value
     return value
 

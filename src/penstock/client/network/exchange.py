@@ -35,6 +35,7 @@ class Receiver(Protocol):
 
     def on_answer(self, payload: memoryview) -> None:
         """An answer to the opening that nobody waits for: most have no use for it."""
+        return
 
     def on_batch(self, payload: memoryview) -> None: ...
 

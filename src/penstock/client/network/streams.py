@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from penstock.client.network.exchange import Exchange
+from penstock.client.network.exchange import Exchange, Receiver
 from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.model.batch import Batch, decode_all
 from penstock.model.columns import Columns
@@ -49,7 +49,7 @@ class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     columns: Columns
 
 
-class Stream(ABC, Generic[Item]):
+class Stream(Receiver, ABC, Generic[Item]):
     """One open stream, read once. It ends by `close`, by the server, or with an error."""
 
     def __init__(self, exchange: Exchange, number: int) -> None:
@@ -57,22 +57,13 @@ class Stream(ABC, Generic[Item]):
         self.number = number
         self._arrived: deque[Any] = deque()  # as `_decode` made them
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
+        self.ended = False
         self._error: PenstockError | None = None
-
-    @property
-    def arrived(self) -> int:
-        """Items that wait for the reader."""
-        return len(self._arrived)
 
     @property
     def awaited(self) -> bool:
         """Somebody waits for the next item right now, and must be the one who gets it."""
         return self._waiter is not None
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def __aiter__(self) -> Stream[Item]:
         return self
@@ -81,7 +72,7 @@ class Stream(ABC, Generic[Item]):
         while not self._arrived:
             if self._error is not None:
                 raise self._error
-            if self._ended:
+            if self.ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -92,13 +83,11 @@ class Stream(ABC, Generic[Item]):
 
     def take_nowait(self) -> Item | None:
         """An item that is already here, or None."""
-        if not self._arrived:
-            return None
-        return self._take(self._arrived.popleft())
+        return self._take(self._arrived.popleft()) if self._arrived else None
 
     async def close(self) -> list[Item]:
         """End the stream; returns the items that nobody took, also those on their way here."""
-        if not self._ended:
+        if not self.ended:
             await self._exchange.unsubscribe(self.number)
             self.on_end(None)
         untaken = [self._take(item) for item in self._arrived]
@@ -107,16 +96,13 @@ class Stream(ABC, Generic[Item]):
 
     # --- called by the connection ---
 
-    def on_answer(self, payload: memoryview) -> None:
-        """Whoever opened the stream waits for it, or has given up."""
-
     def on_batch(self, payload: memoryview) -> None:
         self._arrived.append(self._decode(payload))
         self._wake()
 
     def on_end(self, error: PenstockError | None) -> None:
-        if not self._ended:
-            self._ended, self._error = True, error
+        if not self.ended:
+            self.ended, self._error = True, error
             self._wake()
 
     def _wake(self) -> None:
@@ -139,7 +125,7 @@ class LeaseStream(Stream[DeliveredBatch]):
         """Let `messages` more be out at once. An ended lease returns its credit by itself."""
         if messages <= 0:
             raise ValueError(f"a grant of {messages} messages is not a grant")
-        if not self._ended:
+        if not self.ended:
             self._exchange.send(FrameType.ACK, self.number, pack(Grant(messages)))
 
     def _decode(self, payload: memoryview) -> DeliveredBatch:
@@ -150,43 +136,33 @@ class LeaseStream(Stream[DeliveredBatch]):
         return arrived
 
 
-class Slice(msgspec.Struct, frozen=True, gc=False):
-    """Committed batches `[first, last]`, still encoded."""
-
-    head: LogSlice
-    data: memoryview
-
-    def batches(self) -> list[Batch]:
-        """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
-        found, expected = decode_all(self.data), self.head.first
-        for batch in found:
-            if batch.first != expected:
-                raise Corruption(f"a log slice jumps from {expected} to {batch.first}")
-            expected = batch.last + 1
-        if expected != self.head.last + 1:
-            raise Corruption(f"a log slice ends at {expected - 1}, not {self.head.last}")
-        return found
-
-
 class LogStream(Stream[list[Batch]]):
     """The committed batches of one partition, in order and without a gap."""
 
     sequence_committed = 0  # as of the last slice taken
     topic = 0  # the id of the topic that has the log
 
-    def _decode(self, payload: memoryview) -> Slice:
-        return Slice(*unpack(payload, LogSlice))
+    def _decode(self, payload: memoryview) -> tuple[LogSlice, memoryview]:
+        return unpack(payload, LogSlice)
 
-    def _take(self, arrived: Slice) -> list[Batch]:
-        head, batches = arrived.head, arrived.batches()
+    def _take(self, arrived: tuple[LogSlice, memoryview]) -> list[Batch]:
+        """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
+        head, data = arrived
+        found, expected = decode_all(data), head.first
+        for batch in found:
+            if batch.first != expected:
+                raise Corruption(f"a log slice jumps from {expected} to {batch.first}")
+            expected = batch.last + 1
+        if expected != head.last + 1:
+            raise Corruption(f"a log slice ends at {expected - 1}, not {head.last}")
         self.sequence_committed = head.sequence_committed
-        if not self._ended:
-            grant = Grant(head.last - head.first + 1, len(arrived.data))
+        if not self.ended:
+            grant = Grant(head.last - head.first + 1, len(data))
             self._exchange.send(FrameType.ACK, self.number, pack(grant))
-        return batches
+        return found
 
 
-class ChangeStream:
+class ChangeStream(Receiver):
     """One open subscription. Credit goes back when a quarter of it has gathered."""
 
     def __init__(
@@ -241,9 +217,6 @@ class ChangeStream:
             self.on_end(None)
 
     # --- called by the connection ---
-
-    def on_answer(self, payload: memoryview) -> None:
-        """Whoever opened the subscription waits for it, or has given up."""
 
     def on_batch(self, payload: memoryview) -> None:
         self._arrived(self, *unpack(payload, Changes))

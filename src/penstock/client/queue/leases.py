@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +54,45 @@ class LeaseState(IntEnum):
 _WAITING, _OUT, _SETTLED, _ = (bytes((state,)) for state in LeaseState)
 
 
-class MessageBatch(Generic[T]):
+class Returnable(ABC):
+    """What is leased, and may be given back as long as it is held."""
+
+    __slots__ = ()
+
+    async def nack(self, *, delay: Duration | None = None, reason: str = "") -> None:
+        """Try again later: after `delay`, or after the topic's backoff."""
+        await self._give_back(delay_ms=optional_ms(delay, field="delay"), reason=reason)
+
+    async def reject(self, reason: str = "") -> None:
+        """Never again: to the dead letters at once."""
+        await self._give_back(reject=True, reason=reason)
+
+    async def give_back(self) -> None:
+        """Not used: someone else may have it now, and no attempt is counted."""
+        await self._give_back(counted=False, delay_ms=0)
+
+    @abstractmethod
+    async def ack(self) -> None: ...
+
+    @abstractmethod
+    async def _give_back(self, **how: Unpack[HowReturned]) -> None: ...
+
+    async def _settle(self, error: BaseException | None, topic: str) -> None:
+        """Settle it by how its handler ended. While an error is on its way up it must not be
+        replaced by a second one."""
+        if error is None:
+            await self.ack()
+            return
+        try:
+            if isinstance(error, Exception):
+                await self.nack(reason=f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX])
+            else:
+                await self.give_back()
+        except PenstockError as failed:
+            log.warning("a message of %s was not given back: %s", topic, failed)
+
+
+class MessageBatch(Returnable, Generic[T]):
     """Messages of one partition, leased together. As a context manager it acknowledges them all
     on exit, or gives them back on an error; rows that were settled one by one are left out."""
 
@@ -65,8 +104,14 @@ class MessageBatch(Generic[T]):
         released: Callable[[MessageBatch[Any], int], None] | None = None,
         entered: Callable[[MessageBatch[Any]], None] | None = None,
     ) -> None:
-        self._origin = origin
+        self.origin = origin
         self._delivery, self._columns = delivered.delivery, delivered.columns
+        self.topic = self._delivery.topic  # its id
+        self.partition = self._delivery.partition
+        self.visibility_ms = self._delivery.visibility_ms
+        # When the leases end unless they are extended, by the coordinator's wall clock.
+        self.deadline_ms = self._delivery.deadline_ms
+        self.token = self._delivery.token  # of the lease in a row
         self._states = bytearray(self._delivery.count)
         self._released = released  # told how many of the leases that were out have ended
         self._rows: dict[str, list[Any]] | None = None
@@ -78,24 +123,6 @@ class MessageBatch(Generic[T]):
         return self._delivery.count
 
     @property
-    def topic(self) -> int:
-        """The id of the topic that the messages are of."""
-        return self._delivery.topic
-
-    @property
-    def partition(self) -> int:
-        return self._delivery.partition
-
-    @property
-    def visibility_ms(self) -> int:
-        return self._delivery.visibility_ms
-
-    @property
-    def deadline_ms(self) -> int:
-        """When the leases end unless they are extended, by the coordinator's wall clock."""
-        return self._delivery.deadline_ms
-
-    @property
     def payloads(self) -> list[bytes]:
         """Every payload, without making messages of them."""
         column = self._columns.binary("payload")
@@ -103,7 +130,7 @@ class MessageBatch(Generic[T]):
 
     @property
     def values(self) -> list[T]:
-        decode = self._origin.content.decode
+        decode = self.origin.content.decode
         return [decode(payload) for payload in self.payloads]
 
     @overload
@@ -146,27 +173,16 @@ class MessageBatch(Generic[T]):
         """Acknowledge every message still held; raises `LeaseLost` if some were not any more."""
         rows = self.take()
         if len(rows):
-            lost = await self._origin.settler.ack_range(self.token(0), self._tokens(rows))
+            tokens = (rows + self._delivery.token_first).astype(np.uint64)
+            lost = await self.origin.settler.ack_range(self.token(0), tokens)
             self._raise_lost(lost)
-
-    async def nack(self, *, delay: Duration | None = None, reason: str = "") -> None:
-        """Give every message still held back for a retry, after `delay` or the topic's backoff."""
-        await self._give_back(delay_ms=optional_ms(delay, field="delay"), reason=reason)
-
-    async def reject(self, reason: str = "") -> None:
-        """Move every message still held to the dead letters."""
-        await self._give_back(reject=True, reason=reason)
-
-    async def give_back(self) -> None:
-        """Return what was not used: no attempt is counted."""
-        await self._give_back(counted=False, delay_ms=0)
 
     async def _give_back(self, **how: Unpack[HowReturned]) -> None:
         _mend_reason(how)
         rows = self.take()
         if len(rows):
             tokens = [self.token(row) for row in rows.tolist()]
-            self._raise_lost(await self._origin.settler.give_back(tokens, **how))
+            self._raise_lost(await self.origin.settler.give_back(tokens, **how))
 
     def _raise_lost(self, lost: list[int]) -> None:
         if lost:
@@ -181,22 +197,12 @@ class MessageBatch(Generic[T]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await _settle(self, error, self._origin.name)
+        await self._settle(error, self.origin.name)
 
     # --- rows and their leases ---
 
-    @property
-    def origin(self) -> TopicHandle[Any]:
-        return self._origin
-
-    def token(self, row: int) -> LeaseToken:
-        return self._delivery.token(row)
-
     def state(self, row: int) -> LeaseState:
         return LeaseState(self._states[row])
-
-    def is_held(self, row: int) -> bool:
-        return self._states[row] <= LeaseState.OUT
 
     def held_rows(self) -> NDArray[np.int64]:
         if self.held == len(self):
@@ -248,11 +254,8 @@ class MessageBatch(Generic[T]):
         if not self.held and self.kept is not None:
             self.kept(self)
 
-    def _tokens(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return (rows + self._delivery.token_first).astype(np.uint64)
 
-
-class LeasedMessage(Message[T]):
+class LeasedMessage(Message[T], Returnable):
     """A message that is ours until its lease ends. Use it as a context manager: leaving
     acknowledges it, an error gives it back for a retry, cancellation gives it back unused."""
 
@@ -276,7 +279,7 @@ class LeasedMessage(Message[T]):
     @property
     def held(self) -> bool:
         """False once it was settled, or its lease is known to be lost."""
-        return self._batch.is_held(self._row)
+        return self._batch.state(self._row) <= LeaseState.OUT
 
     def hand_out(self) -> None:
         self._batch.hand_out(self._row)
@@ -289,18 +292,6 @@ class LeasedMessage(Message[T]):
     async def ack(self) -> None:
         """Done with it. Raises `LeaseLost` if the lease had ended; it may be delivered again."""
         await self._batch.origin.settler.ack(self.take())
-
-    async def nack(self, *, delay: Duration | None = None, reason: str = "") -> None:
-        """Try again later: after `delay`, or after the topic's backoff."""
-        await self._give_back(delay_ms=optional_ms(delay, field="delay"), reason=reason)
-
-    async def reject(self, reason: str = "") -> None:
-        """Never again: to the dead letters at once."""
-        await self._give_back(reject=True, reason=reason)
-
-    async def give_back(self) -> None:
-        """Not used: someone else may have it now, and no attempt is counted."""
-        await self._give_back(counted=False, delay_ms=0)
 
     async def extend(self, duration: Duration) -> None:
         """Let the lease run for `duration` from now."""
@@ -323,7 +314,7 @@ class LeasedMessage(Message[T]):
     async def finish(self, error: BaseException | None) -> None:
         """The handler ended, with `error` or without; settle accordingly unless it did."""
         if self._batch.state(self._row) is not LeaseState.SETTLED:
-            await _settle(self, error, self._batch.origin.name)
+            await self._settle(error, self._batch.origin.name)
 
     def trace(self) -> AbstractContextManager[Any]:
         """A span for handling it, if the application traces."""
@@ -357,10 +348,6 @@ class LeasedMessage(Message[T]):
             self._span.__exit__(kind, error, traceback)
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
-
-
 def _mend_reason(how: HowReturned) -> None:
     """Make the reason one that can be sent, while the lease is still held. Text of the system may
     hold bytes that are no Unicode, as in the name of a file; they must not keep a message from
@@ -369,23 +356,6 @@ def _mend_reason(how: HowReturned) -> None:
     if not isinstance(reason, str):
         raise InvalidArgument(f"reason must be text, not {type(reason).__name__}", field="reason")
     how["reason"] = reason.encode(errors="backslashreplace").decode()
-
-
-async def _settle(
-    leased: MessageBatch[Any] | LeasedMessage[Any], error: BaseException | None, topic: str
-) -> None:
-    """Settle what a handler had, by how it ended. While an error is on its way up it must not be
-    replaced by a second one."""
-    if error is None:
-        await leased.ack()
-        return
-    try:
-        if isinstance(error, Exception):
-            await leased.nack(reason=_describe(error))
-        else:
-            await leased.give_back()
-    except PenstockError as failed:
-        log.warning("a message of %s was not given back: %s", topic, failed)
 
 
 class Keeper:
