@@ -168,25 +168,20 @@ def connect(
     PENSTOCK_API_KEY.
     """
     from penstock.client.client import Client
-    from penstock.client.network.endpoints import Address, Remote
+    from penstock.client.network.endpoints import Remote
     from penstock.client.options import Options
 
     key = api_key if api_key is not None else os.environ.get("PENSTOCK_API_KEY") or None
     where: str | Sequence[str] = os.environ.get("PENSTOCK_URL") or DATA_FOLDER
     if url is not None:
         where = os.fspath(url) if isinstance(url, str | os.PathLike) else url
-    if isinstance(where, str) and not Address.looks_like(where):
+    chosen = options or Options()
+    if isinstance(where, str) and "://" not in where:
         from penstock.server.embedded import EmbeddedNode, config_of
 
-        return Client(EmbeddedNode(config_of(where), api_key=key), options or Options())
-    chosen = options or Options()
-    remote = Remote(
-        where,
-        api_key=key,
-        tls=tls,
-        client=f"penstock-python/{__version__}",
-        codecs=chosen.codecs,
-    )
+        return Client(EmbeddedNode(config_of(where), api_key=key), chosen)
+    client = f"penstock-python/{__version__}"
+    remote = Remote(where, api_key=key, tls=tls, client=client, codecs=chosen.codecs)
     return Client(remote, chosen)
 
 

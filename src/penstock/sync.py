@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -40,6 +41,13 @@ class Twin(Generic[A]):
     def __init__(self, bridge: ThreadBridge, original: A) -> None:
         self._bridge, self._original = bridge, original
 
+    def __getattr__(self, name: str) -> Any:
+        """What needs no waiting (a message's id, a batch's columns, …) is read directly."""
+        found = getattr(self._original, name)
+        if iscoroutinefunction(found):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return found
+
 
 def blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
@@ -56,20 +64,13 @@ def blocking(
 class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
     """`with message:` acknowledges it at the end, or gives it back on an error."""
 
+    value: T
     _span: AbstractContextManager[Any]
     ack = blocking(leases.LeasedMessage.ack)
     nack = blocking(leases.LeasedMessage.nack)
     reject = blocking(leases.LeasedMessage.reject)
     extend = blocking(leases.LeasedMessage.extend)
     give_back = blocking(leases.LeasedMessage.give_back)
-
-    @property
-    def value(self) -> T:
-        return self._original.value
-
-    def __getattr__(self, name: str) -> Any:
-        """What needs no waiting (id, key, headers, payload, priority, …) is read directly."""
-        return getattr(self._original, name)
 
     def __enter__(self) -> Self:
         self._bridge.do(self._original.begin)
@@ -93,18 +94,12 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
 
 
 class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
+    payloads: list[bytes]
+    values: list[T]
     ack = blocking(leases.MessageBatch.ack)
     nack = blocking(leases.MessageBatch.nack)
     reject = blocking(leases.MessageBatch.reject)
     give_back = blocking(leases.MessageBatch.give_back)
-
-    @property
-    def payloads(self) -> list[bytes]:
-        return self._original.payloads
-
-    @property
-    def values(self) -> list[T]:
-        return self._original.values
 
     def __len__(self) -> int:
         return len(self._original)
@@ -171,6 +166,8 @@ class LogReader(Twin[log_reader.LogReader[T]], Generic[T]):
 
 
 class Topic(Twin[topic.Topic[T]], Generic[T]):
+    name: str
+    config: TopicConfig
     open = blocking(topic.Topic.opened)
     put = blocking(topic.Topic.put)
     put_many = blocking(topic.Topic.put_many)
@@ -182,14 +179,6 @@ class Topic(Twin[topic.Topic[T]], Generic[T]):
     move_to_dlq = blocking(topic.Topic.move_to_dlq)
     purge = blocking(topic.Topic.purge)
     delete = blocking(topic.Topic.delete)
-
-    @property
-    def name(self) -> str:
-        return self._original.name
-
-    @property
-    def config(self) -> TopicConfig:
-        return self._original.config
 
     @property
     def dlq(self) -> DeadLetters[T]:
@@ -227,14 +216,13 @@ class ReleasedBatch(Twin[subscription.ReleasedBatch]):
     def __iter__(self) -> Iterator[subscription.Released]:
         return iter(self._original)
 
-    def __getattr__(self, name: str) -> Any:
-        """The columns are read directly."""
-        return getattr(self._original, name)
-
 
 class Deltas(Twin[deltas.Deltas]):
     """The vectors of a delta topic."""
 
+    name: str
+    origin: str
+    dimensions: int
     create = blocking(deltas.Deltas.create)
     replace = blocking(deltas.Deltas.replace)
     set = blocking(deltas.Deltas.set)
@@ -248,18 +236,6 @@ class Deltas(Twin[deltas.Deltas]):
     put_columns = blocking(deltas.Deltas.put_columns)
     get = blocking(deltas.Deltas.get)
     history = blocking(deltas.Deltas.history)
-
-    @property
-    def name(self) -> str:
-        return self._original.name
-
-    @property
-    def origin(self) -> str:
-        return self._original.origin
-
-    @property
-    def dimensions(self) -> int:
-        return self._original.dimensions
 
     def subscribe(self, **kwargs: Any) -> Iterator[subscription.Released]:
         """Deltas in causal order; it goes on for ever, so leave the loop when it is enough."""

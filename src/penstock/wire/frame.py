@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -23,6 +24,7 @@ from penstock.errors import Corruption, InvalidArgument
 
 MAGIC: Final = 0xD3
 VERSION: Final = 1
+VERSIONS: Final = (VERSION,)  # of the protocol, that this software speaks
 HEADER: Final = struct.Struct(">BBBBQI")
 TRAILER: Final = struct.Struct(">I")
 OVERHEAD: Final = HEADER.size + TRAILER.size
@@ -54,6 +56,7 @@ class FrameFlag:
 
 
 _TYPES: Final = tuple(FrameType)
+_SHOWN: Final = 8  # offered versions that a refusal repeats
 CLASS_SHIFT: Final = 4  # bits 4–5 of the flags: the priority class of the most urgent delta within
 
 
@@ -85,6 +88,20 @@ def encode(type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> 
         )
     header = HEADER.pack(MAGIC, VERSION, type, flags, sequence, length)
     return [header, *payload, TRAILER.pack(crc)]
+
+
+def choose_version(offered: Sequence[int], spoken: Sequence[int] = VERSIONS) -> int:
+    """The highest version that both ends speak. The frames of the greeting itself are version 1,
+    whatever is offered in them; so ends of different ages understand at least why they do not."""
+    common = set(offered).intersection(spoken)
+    if not common:
+        shown = ", ".join(map(str, offered[:_SHOWN])) or "none"
+        raise InvalidArgument(
+            f"versions {', '.join(map(str, spoken))} are spoken here, not {shown}",
+            field="versions",
+            versions=list(spoken),
+        )
+    return max(common)
 
 
 class FrameDecoder:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from penstock.bench.live.load import TOPIC, LiveBench, live_bench, until
 from penstock.bench.stages import Run, Values
 from penstock.client.network.connection import Connection
-from penstock.client.network.endpoints import connect
+from penstock.client.network.endpoints import Address, dial
 from penstock.errors import Unavailable
 from penstock.testing.process import ServerProcess
 from penstock.wire.messages import OpenSubscription
@@ -97,7 +97,7 @@ async def _run(run: Run, count: int, stall: Stall) -> FanOut:
         ]
         connections = []
         for counter in counters:
-            connection = await connect(bench.server.url, Deaf)
+            connection = await dial(Address.parse(bench.server.url), Deaf)
             stack.push_async_callback(connection.close)
             await counter.subscribe(connection)
             connections.append(connection)

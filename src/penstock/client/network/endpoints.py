@@ -65,11 +65,6 @@ class Address(NamedTuple):
             raise InvalidArgument("penstock:// and penstocks:// do not mix", field="url")
         return list(found)
 
-    @staticmethod
-    def looks_like(text: str) -> bool:
-        """True for a url, False for what can only be a folder's path."""
-        return "://" in text
-
     def context(self, tls: Tls) -> ssl.SSLContext | None:
         """The TLS context for this address; None for a plain one."""
         if not self.secure:
@@ -131,12 +126,13 @@ async def _serving(connection: Connection) -> None:
         raise
 
 
-async def connect(url: str, make: Callable[[], C], *, tls: Tls = None) -> C:
-    """`open_connection` for any kind of connection, to one address."""
-    return await dial(Address.parse(url), make, tls=tls, timeout=GREETING_TIMEOUT_S)
-
-
-async def dial(address: Address, make: Callable[[], C], *, tls: Tls, timeout: float) -> C:
+async def dial(
+    address: Address,
+    make: Callable[[], C],
+    *,
+    tls: Tls = None,
+    timeout: float = GREETING_TIMEOUT_S,
+) -> C:
     """Connect and be greeted, each within `timeout`. A refused connection is told by the error's
     `refused`: nobody listens there."""
     loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, cast
 import msgspec
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.endpoints import Address, Tls, connect
+from penstock.client.network.endpoints import Address, Tls, dial
 from penstock.client.network.exchange import Receiver
 from penstock.errors import PenstockError
 from penstock.model.batch import Batch, decode_all
@@ -111,9 +111,8 @@ async def connect_peer(
     host: str, port: int, *, cluster_key: str | None = None, tls: Tls = None, node: str
 ) -> PeerConnection:
     """Connect to the node at this address, in the name of `node`."""
-    address = Address(host, port, tls is not None)
-    return await connect(
-        str(address),
+    return await dial(
+        Address(host, port, tls is not None),
         lambda: PeerConnection(
             cluster_key=cluster_key, client=f"penstock-node/{node}", heartbeat_s=HEARTBEAT_S
         ),

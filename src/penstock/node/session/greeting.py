@@ -9,9 +9,9 @@ from penstock.errors import Corruption, InvalidArgument, Unauthenticated
 from penstock.model.version import __version__
 from penstock.node.calls.table import CLUSTER_KEY_ID
 from penstock.node.engine import Engine
-from penstock.wire.frame import Frame, FrameFlag, FrameType
+from penstock.wire.compression import choose_codec
+from penstock.wire.frame import Frame, FrameFlag, FrameType, choose_version
 from penstock.wire.messages import Hello, Welcome, unpack
-from penstock.wire.negotiation import choose_codec, choose_version
 
 
 class Greeting(NamedTuple):

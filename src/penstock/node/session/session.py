@@ -46,7 +46,7 @@ from penstock.node.session.stream_table import StreamTable
 from penstock.node.session.tokens import Act, Tokens
 from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
-from penstock.wire.compression import compressed, expanded, raw_length
+from penstock.wire.compression import CODECS, compressed, expanded, raw_length
 from penstock.wire.frame import Frame, FrameFlag, FrameType
 from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
@@ -65,7 +65,6 @@ from penstock.wire.messages import (
     pack,
     unpack,
 )
-from penstock.wire.negotiation import CODECS
 from penstock.wire.outbox import Outbox, WireTransport
 from penstock.wire.supply import OpenSupply
 
