@@ -97,6 +97,7 @@ class Engine:
     connections: set[Any] = field(default_factory=set)
     fatal: asyncio.Event = field(default_factory=asyncio.Event)
     fatal_error: BaseException | None = None
+    refusal: Unavailable | None = None  # what every request is answered with; None: it is served
     unopened: Unopened = field(default_factory=Unopened)
     room: Room = field(init=False)
     damages: dict[Key, str] = field(default_factory=dict)  # what was found, for status and health
@@ -198,6 +199,7 @@ class Engine:
         """Route requests by what the cluster knows from now on, and have hosts reach its nodes."""
         self._joined, self.around = administration, around
         self.cluster = administration.cluster
+        self.refusal = Unavailable("the node is starting", elsewhere=True)
 
     def info(self, *, port: int) -> NodeInfo:
         """What others are told of this node, which listens on `port`."""
@@ -376,6 +378,7 @@ class Engine:
     def on_fatal(self, error: BaseException) -> None:
         if self.fatal_error is None:
             self.fatal_error = error
+            self.refusal = self.refusal or Unavailable(f"storage failed: {error}")
             log.critical("cannot go on, stopping", error=str(error), exc_info=error)
             self.fatal.set()
             for connection in list(self.connections):
@@ -395,6 +398,7 @@ class Engine:
         """Begin nothing new. Pops that wait are answered with what they have leased, or that they
         have leased nothing and may be made elsewhere."""
         self.stopping = True
+        self.refusal = Unavailable("the node is stopping", elsewhere=True)
         for pop in self.pops:
             pop.set()
 
@@ -441,14 +445,6 @@ class Engine:
         for topic in self.topics.values():
             if not topic.reached():
                 topic.end_pops(_cut_off())
-
-    def check_serving(self) -> None:
-        if self.stopping:
-            raise Unavailable("the node is stopping", elsewhere=True)
-        if not self.cluster.ready:
-            raise Unavailable("the node is starting", elsewhere=True)
-        if self.fatal_error is not None:
-            raise Unavailable(f"storage failed: {self.fatal_error}")
 
 
 def _not_open(trouble: Trouble) -> PenstockError:

@@ -379,6 +379,8 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     accepted = engine.config.cluster.accept_rollback
     await until_available(lambda: cluster.disk.claim(accept_rollback=accepted))
     await cluster.start(engine.info(port=port))
+    if not engine.stopping and engine.fatal_error is None:
+        engine.refusal = None
     for name, work in (
         ("administration", engine.replica_sets.run),
         ("moves", Mover(cluster).run),

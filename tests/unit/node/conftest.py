@@ -26,7 +26,7 @@ class View:
         self.node, self._cluster = node, cluster
         self.peers: dict[str, PeerConnection] = {}
         self.cut_off = False
-        self.ready = self.available = True
+        self.available = True
 
     def coordinator(self, key: Key) -> str:
         return self._cluster.coordinators.get(key, "")

@@ -72,10 +72,6 @@ class ClusterView(Protocol):
         does not serve itself is better off with another node."""
 
     @property
-    def ready(self) -> bool:
-        """Topics and records were read: requests may come."""
-
-    @property
     def available(self) -> bool:
         """The metadata store answered when it was asked last."""
 
@@ -93,7 +89,7 @@ class AlwaysHere:
     """A node that runs alone: whatever there is, is here."""
 
     cut_off = False
-    ready = available = True
+    available = True
 
     def __init__(self, node: str = "") -> None:
         self.node = node

@@ -223,8 +223,10 @@ class Session(asyncio.Protocol):
             self._greet(frame)
             return
         number = frame.sequence
+        if self._engine.refusal is not None:
+            self._answer_error(number, self._engine.refusal)
+            return
         try:
-            self._engine.check_serving()
             handler = self._HANDLERS.get(frame.type)
             if handler is None:
                 raise InvalidArgument(f"a client does not send {frame.type.name}", field="type")

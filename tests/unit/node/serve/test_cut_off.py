@@ -157,13 +157,13 @@ async def test_that_another_node_serves_nothing_now_is_not_said_of_this_one(
     cluster: Cluster,
 ) -> None:
     await cluster.topic("jobs", "b")
-    cluster["b"].engine.stopping = True
+    cluster["b"].engine.refusal = Unavailable("the node is stopping", elsewhere=True)
     sent = asyncio.ensure_future(cluster["a"].put("jobs", b"x"))
     while not (cluster.waiters or sent.done()):
         await asyncio.sleep(0.001)
     cluster.give("jobs", 0, "c")
     assert await sent
-    cluster["b"].engine.stopping = False
+    cluster["b"].engine.refusal = None
 
 
 async def test_other_nodes_are_told_of_what_is_here(alone: Cluster) -> None:
