@@ -141,13 +141,11 @@ class Engine:
             waiting=lambda: self.unopened.partitions,
         )
         self.alone = LocalTopics(self)
-        self.local = LocalControl(
-            self.identity.node, self.records, self.hosts, spawn=self.spawn_for_host
-        )
+        self.local = LocalControl(self.identity.node, self.records, self.hosts, spawn=self.spawn)
         self.around = Surroundings(
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
-            spawn=self.spawn_for_host, on_damage=self.on_damage,
+            spawn=self.spawn, on_damage=self.on_damage,
             on_mended=self.on_mended, on_fatal=self.on_fatal,
             reserve_bytes=self.config.log.reserve_bytes,
         )  # fmt: skip
@@ -328,21 +326,14 @@ class Engine:
 
     # --- running ---
 
-    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run `work` beside everything else; what it raises is logged, and ends only itself."""
-        self._start(work, name)
-
-    def spawn_vital(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run `work` that the node is of no use without: if it fails, the node stops, and others
-        take over. One that went on without its ticks would hold partitions and not serve them."""
-        self._start(work, name, vital=True)
-
-    def spawn_for_host(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._start(work, "host")
-
-    def _start(
-        self, work: Coroutine[Any, Any, None], name: str, *, vital: bool = False
+    def spawn(
+        self, work: Coroutine[Any, Any, None], *, name: str = "host", vital: bool = False
     ) -> asyncio.Task[None]:
+        """Run `work` beside everything else; what it raises is logged, and ends only itself.
+
+        `vital`: the node is of no use without it. If it fails, the node stops, and others take
+        over: one that went on without its ticks would hold partitions and not serve them."""
+
         async def guarded() -> None:
             try:
                 await work

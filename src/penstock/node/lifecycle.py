@@ -351,7 +351,6 @@ async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect
         clock=engine.clock,
         local=EngineLocal(engine),
         spawn=engine.spawn,
-        spawn_vital=engine.spawn_vital,
         on_fatal=engine.on_fatal,
     )
     around = dataclasses.replace(

@@ -50,7 +50,7 @@ async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> N
     async with running_engine(
         config, connect=connect_to_peers(config), open_writer=open_writer
     ) as engine:
-        engine.spawn_vital(give_memory_back(), name="memory")
+        engine.spawn(give_memory_back(), name="memory", vital=True)
         tls = server_context(config.tls) if config.tls_enabled else None
         async with AsyncExitStack() as stack:
             ports = await _listen(engine, config, tls=tls, stack=stack)

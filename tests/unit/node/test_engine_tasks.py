@@ -20,8 +20,7 @@ async def work() -> None:
     "spawn",
     [
         lambda engine: engine.spawn(work(), name="work"),
-        lambda engine: engine.spawn_vital(work(), name="work"),
-        lambda engine: engine.spawn_for_host(work()),
+        lambda engine: engine.spawn(work(), name="work", vital=True),
     ],
 )
 async def test_work_that_never_began_leaves_no_coroutine_behind(

@@ -53,7 +53,6 @@ class Cluster:
         disk: DataDisk,
         clock: Clock,
         spawn: Callable[..., object],
-        spawn_vital: Callable[..., object],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         self.node, self.options = info.id, options
@@ -75,7 +74,7 @@ class Cluster:
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
         self.cut_off = False  # neither the metadata store nor a majority of the members is reached
-        self._info, self._spawn_vital = info, spawn_vital
+        self._info, self._spawn = info, spawn
         self._membership: asyncio.Task[Any] | None = None
         reader = SeedReader(self.peers, bytes_per_s=replication.seed_bytes_per_s)
         self.seeds = SeedServer(local.hosts)
@@ -177,15 +176,15 @@ class Cluster:
         self.peers.listen(self)
         await until_available(lambda: self.members.join(info))
         self._on_members()
-        self._spawn_vital(self._stay(), name="members")
-        self._spawn_vital(self.control.run(), name="control")
+        self._spawn(self._stay(), name="members", vital=True)
+        self._spawn(self.control.run(), name="control", vital=True)
         probing = repeat(self._probe, trouble="the metadata cannot be read", pause_s=PROBE_S)
-        self._spawn_vital(probing, name="metadata-probe")
-        self._spawn_vital(self._look_around(), name="reach")
+        self._spawn(probing, name="metadata-probe", vital=True)
+        self._spawn(self._look_around(), name="reach", vital=True)
         watching = repeat(self._watch.run, trouble="clocks are not compared", pause_s=LOOK_S)
-        self._spawn_vital(watching, name="clocks")
+        self._spawn(watching, name="clocks", vital=True)
         renewing = repeat(self._keep_disk, trouble="the disk is not renewed", pause_s=PROBE_S)
-        self._spawn_vital(renewing, name="disk")
+        self._spawn(renewing, name="disk", vital=True)
         await self.control.ready()
         self.ready = True
         log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))

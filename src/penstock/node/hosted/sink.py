@@ -89,7 +89,7 @@ class HostedSink:
         options: HostedOptions,
         pipeline: Callable[[int], str],
         box: LetterBox,
-        spawn: Callable[..., None],
+        spawn: Callable[..., object],
     ) -> None:
         self.hub, self.sink, self.routes, self.options = hub, sink, routes, options
         self._spawn, self._loop = spawn, asyncio.get_running_loop()

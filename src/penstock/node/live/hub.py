@@ -50,7 +50,7 @@ _numbers: Final = itertools.count(1)
 # A frame's control part and body, and the most urgent class in it; None: it has no rows.
 Send = Callable[[Changes, Buffer, int | None], None]
 Fail = Callable[[PenstockError], None]
-Spawn = Callable[..., None]
+Spawn = Callable[..., object]
 Row = dict[str, Any]
 LISTS: Final = ("partitions", "subscriptions", "sinks")  # of a topic, in `live_status`
 

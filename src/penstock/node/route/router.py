@@ -31,7 +31,7 @@ class RoutedTopic(Protocol):
 
 class Router:
     def __init__(
-        self, view: Callable[[], ClusterView], *, spawn: Callable[..., None], consumers: bytes
+        self, view: Callable[[], ClusterView], *, spawn: Callable[..., object], consumers: bytes
     ) -> None:
         self._view, self._spawn = view, spawn
         self.consumers = consumers  # what the names of all consumers of this node begin with

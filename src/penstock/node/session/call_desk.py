@@ -17,7 +17,6 @@ from penstock.node.calls import (  # noqa: F401 - they register their methods
     log,
     messages,
     status,
-    transactions,
 )
 from penstock.node.calls.table import Caller, dispatch_call
 from penstock.node.door.budget import READ_BYTES, Held

@@ -8,12 +8,13 @@ sign of life.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import ssl
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,8 @@ from penstock.model.batch import Codec
 from penstock.model.columns import Buffer
 from penstock.model.entries import DELAY_MS_MAX
 from penstock.model.topic import TopicKind
-from penstock.node.calls.table import Caller
+from penstock.model.version import __version__
+from penstock.node.calls.table import CLUSTER_KEY_ID, Caller
 from penstock.node.door.budget import Budget
 from penstock.node.door.doorway import address_of
 from penstock.node.door.flow import Flow, Inbox
@@ -41,18 +43,18 @@ from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.intake import enqueue, enqueue_of_delta
 from penstock.node.serve.topic import Topic
 from penstock.node.session.call_desk import CallDesk
-from penstock.node.session.greeting import read_greeting
 from penstock.node.session.stream_table import StreamTable
 from penstock.node.session.tokens import Act, Tokens
 from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
-from penstock.wire.compression import CODECS, compressed, expanded, raw_length
-from penstock.wire.frame import Frame, FrameFlag, FrameType
+from penstock.wire.compression import CODECS, choose_codec, compressed, expanded, raw_length
+from penstock.wire.frame import Frame, FrameFlag, FrameType, choose_version
 from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
     Call,
     Enqueue,
     Extend,
+    Hello,
     OpenFollow,
     OpenLease,
     OpenLog,
@@ -62,6 +64,7 @@ from penstock.wire.messages import (
     Settle,
     SlowDown,
     Tell,
+    Welcome,
     pack,
     unpack,
 )
@@ -241,7 +244,7 @@ class Session(asyncio.Protocol):
 
     def _greet(self, frame: Frame) -> None:
         try:
-            greeting = read_greeting(self._engine, frame)
+            greeting = _read_greeting(self._engine, frame)
             if self.address:
                 self._engine.doorway.admit(self)
         except PenstockError as error:
@@ -484,3 +487,55 @@ async def listen(
 
 def port_of(server: asyncio.Server) -> int:
     return int(server.sockets[0].getsockname()[1])
+
+
+# --- the first frame of a connection: what is spoken on it, and in whose name ---
+
+
+class _Greeting(NamedTuple):
+    welcome: Welcome
+    key_id: str | None
+    peer: bool  # another node of the cluster, as far as we can tell
+
+
+def _read_greeting(engine: Engine, frame: Frame) -> _Greeting:
+    """What a connection's first frame agrees on; raises what it is refused with."""
+    if frame.type is not FrameType.HEARTBEAT:
+        engine.metrics.auth_failures.add()
+        raise Unauthenticated("the first frame must be a greeting")
+    if frame.flags & FrameFlag.COMPRESSED:
+        raise InvalidArgument("a greeting is not compressed", field="flags")
+    try:
+        hello, _ = unpack(frame.payload, Hello)
+    except Corruption as error:
+        raise InvalidArgument(error.message, field="payload") from error
+    version, codec = choose_version(hello.versions), choose_codec(hello.codecs)
+    try:
+        key_id, peer = _authenticated(engine, hello)
+    except Unauthenticated:
+        engine.metrics.auth_failures.add()
+        raise
+    limits, name = engine.config.limits, engine.config.cluster_name
+    heartbeat_ms = int(limits.idle_s * 1000 / 3)
+    welcome = Welcome(
+        version, __version__, engine.identity.node, heartbeat_ms, limits.frame_bytes_max, name,
+        codec,
+    )  # fmt: skip
+    return _Greeting(welcome, key_id, peer)
+
+
+def _authenticated(engine: Engine, hello: Hello) -> tuple[str | None, bool]:
+    """The caller's key, and whether it counts as a node. Nodes show the cluster's key in a field of
+    its own; as an API key it is as good as any wrong one. In a cluster that has no key everybody
+    who connects may be a node, which only one on loopback can be."""
+    config = engine.config
+    cluster_key = config.cluster.key
+    if hello.cluster_key is not None:
+        shown = hello.cluster_key.encode()
+        if not cluster_key or not hmac.compare_digest(shown, cluster_key.encode()):
+            raise Unauthenticated("this is not the cluster's key")
+        return CLUSTER_KEY_ID, True
+    key_id = None
+    if hello.api_key is not None or config.keys_required:
+        key_id = engine.keys.verify(hello.api_key)
+    return key_id, config.cluster.enabled and not cluster_key and not config.keys_required
