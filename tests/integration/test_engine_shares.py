@@ -10,7 +10,7 @@ import pytest
 from tests.integration.harness import Node
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.config import ClusterOptions, Config
 from penstock.errors import InvalidArgument, Unauthenticated
 from penstock.node.session.session import Session

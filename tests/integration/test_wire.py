@@ -16,7 +16,7 @@ from tests.integration.harness import START_MS, Node, body
 from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.config import Config
 from penstock.errors import Backpressure, InvalidArgument
 from penstock.model.batch import Codec, compress

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.config import Config
 from penstock.node.clock import Clock
 from penstock.node.engine import Engine

@@ -19,7 +19,7 @@ import pytest
 from penstock.client.client import Client
 from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import open_connection
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.client.options import Options
 from penstock.errors import NotFound, PenstockError
 from penstock.model.batch import SCHEMAS, Kind, seal

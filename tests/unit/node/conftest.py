@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.integration.harness import Caller, Node
 
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.client.network.peer import PeerConnection
 from penstock.config import ClusterOptions, Config
 from penstock.errors import QuorumUnavailable

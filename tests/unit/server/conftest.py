@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.memory import memory_pair
+from penstock.client.network.exchange import memory_pair
 from penstock.config import Config
 from penstock.errors import NotFound, PenstockError, Unauthenticated
 from penstock.model.batch import SCHEMAS, Kind

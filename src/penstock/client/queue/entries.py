@@ -44,7 +44,7 @@ class Content(NamedTuple, Generic[T]):
 def content_of(of: Any) -> Content[Any]:
     """How values of type `of` become payloads, and back."""
     if of is bytes:
-        return Content(_bytes, _same)
+        return Content(_bytes, bytes)
     if of is str:
         return Content(_text, _untext)
     if hasattr(of, "model_validate_json") and hasattr(of, "model_dump_json"):
@@ -62,10 +62,6 @@ def _bytes(value: Any) -> bytes:
         " when you open it",
         field="value",
     )
-
-
-def _same(payload: bytes) -> bytes:
-    return payload
 
 
 def _text(value: Any) -> bytes:

@@ -10,8 +10,8 @@ from tests.integration.harness import tokens_of
 from tests.unit.node.conftest import Cluster
 
 from penstock.client.network.connection import Connection
+from penstock.client.network.exchange import memory_pair
 from penstock.client.network.link import Link
-from penstock.client.network.memory import memory_pair
 from penstock.client.options import Options
 from penstock.client.queue.settler import Settler
 from penstock.model.ids import LeaseToken

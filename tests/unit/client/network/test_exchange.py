@@ -1,6 +1,6 @@
 import asyncio
 
-from penstock.client.network.memory import HIGH_WATER, MemoryTransport, memory_pair
+from penstock.client.network.exchange import HIGH_WATER, MemoryTransport, memory_pair
 
 
 class End(asyncio.Protocol):
