@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -71,19 +70,16 @@ class Handle:
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         """Write all of the buffers one after the other; returns the offset behind them."""
-        rest = iter(buffers)
-        while chunk := list(islice(rest, IOV_MAX)):
-            offset = self._write_chunk(chunk, offset)
+        for at in range(0, len(buffers), IOV_MAX):
+            chunk = buffers[at : at + IOV_MAX]
+            total = sum(map(len, chunk))
+            done = os.pwritev(self.fd, chunk, offset)
+            if done < total:  # a signal or a nearly full disk: go on, the next call says which
+                joined = memoryview(b"".join(chunk))
+                while done < total:
+                    done += os.pwrite(self.fd, joined[done:], offset + done)
+            offset += total
         return offset
-
-    def _write_chunk(self, chunk: list[Buffer], offset: int) -> int:
-        total = sum(map(len, chunk))
-        done = os.pwritev(self.fd, chunk, offset)
-        if done < total:  # a signal or a nearly full disk: go on, the next call says which
-            joined = memoryview(b"".join(chunk))
-            while done < total:
-                done += os.pwrite(self.fd, joined[done:], offset + done)
-        return offset + total
 
 
 @contextmanager

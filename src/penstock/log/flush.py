@@ -9,30 +9,34 @@ writer provides and raises them, the loop consumes, and either sees at worst an 
 promise.
 
 What is staged is taken as one flush, which the writer thread writes and syncs. Until then the
-batches stay in memory, for a sender that need not wait for the disk.
+batches stay in the cache, for a sender that need not wait for the disk.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from threading import Lock
+from typing import Final, NamedTuple
 
 from penstock.errors import DiskFull
+from penstock.log import crash
 from penstock.log.crash import crash_armed, crash_point
 from penstock.log.files import FULL, TOO_MANY, Handle, sync_folder
 from penstock.log.floor import Floor
 from penstock.log.layout import FOOTER_SIZE, HEADER_SIZE, MARK_SIZE, Mark, SegmentHeader, padded
 from penstock.log.segment import OpenedSegment, Segment, seal, segment_path
 from penstock.log.walk import BatchIndex
+from penstock.model import batch as batches
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
 _PADDING: Final = tuple(bytes(n) for n in range(8))
+_OVERHEAD: Final = 512  # bytes that the objects round a body take
 
 
 @dataclass(frozen=True)
@@ -72,23 +76,11 @@ class FlushPiece:
         self.buffers: list[Buffer] = [b""]  # the first is the flush mark, which the writer makes
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(NamedTuple):
     """Batches that are written and made durable together."""
 
     pieces: list[FlushPiece]
-
-    @property
-    def first(self) -> int:
-        return self.pieces[0].first
-
-    @property
-    def last(self) -> int:
-        return self.pieces[-1].last
-
-    @property
-    def bytes(self) -> int:
-        return sum(piece.size for piece in self.pieces)
+    bytes: int
 
 
 class Stager:
@@ -99,14 +91,14 @@ class Stager:
         self.segment: Segment | None = None
         self.spare: Spare | None = None
         self._spares_made = 0
-        self._pieces: list[FlushPiece] = []
+        self.pieces: list[FlushPiece] = []  # what is staged and not taken yet
 
     def restart(self, newest: Segment | None) -> None:
         """Go on behind `newest`; what was staged and not taken is dropped."""
-        for piece in self._pieces:
+        for piece in self.pieces:
             if piece.spare is not None:
                 piece.spare.unlink()
-        self._pieces = []
+        self.pieces = []
         self.segment = newest if newest is not None and not newest.sealed else None
 
     def room(self, *, enqueue: bool) -> int:
@@ -125,18 +117,31 @@ class Stager:
         `header` makes that of such a segment. Raises `DiskFull`, with nothing changed, when there
         is no room for it.
         """
-        size = padded(batch.size)
+        length = batches.HEADER_SIZE + len(batch.body)
+        size = (length + 7) & ~7
         begun: Segment | None = None
-        segment, piece = self.segment, self._pieces[-1] if self._pieces else None
+        segment, piece = self.segment, self.pieces[-1] if self.pieces else None
         mark = MARK_SIZE if piece is None else 0
         if segment is None or segment.end + mark + size + FOOTER_SIZE > segment.allocated:
             piece = self._roll(size, header())
             segment = begun = piece.segment
         elif piece is None:
             piece = FlushPiece(segment, batch.first, None)
-            self._pieces.append(piece)
+            self.pieces.append(piece)
             segment.end += MARK_SIZE
-        self._put(batch, size, piece)
+        assert segment.opened is not None
+        index = segment.opened.index
+        # A reader on another thread looks into `firsts`: the offset must be there before.
+        index.offsets.append(segment.end)
+        index.firsts.append(batch.first)
+        piece.buffers += (batch.header, batch.body, _PADDING[size - length])
+        segment.end += size
+        segment.batches += 1
+        segment.last, segment.chain, segment.epoch = batch.last, batch.chain, batch.epoch
+        segment.time_ms = batch.time_ms
+        piece.last = batch.last
+        piece.size += size
+        piece.batches += 1
         return begun
 
     def _roll(self, size: int, header: SegmentHeader) -> FlushPiece:
@@ -150,32 +155,8 @@ class Stager:
         piece = FlushPiece(segment, header.first, spare.path)
         segment.end += MARK_SIZE
         self.segment = segment
-        self._pieces.append(piece)
+        self.pieces.append(piece)
         return piece
-
-    @staticmethod
-    def _put(batch: Batch, size: int, piece: FlushPiece) -> None:
-        segment, buffers = piece.segment, piece.buffers
-        assert segment.opened is not None
-        segment.opened.index.add(batch.first, segment.end)
-        buffers.append(batch.header)
-        buffers.append(batch.body)
-        if size != batch.size:
-            buffers.append(_PADDING[size - batch.size])
-        segment.end += size
-        segment.batches += 1
-        segment.last, segment.chain, segment.epoch = batch.last, batch.chain, batch.epoch
-        segment.time_ms = batch.time_ms
-        piece.last = batch.last
-        piece.size += size
-        piece.batches += 1
-
-    def take(self) -> Flush | None:
-        if not self._pieces:
-            return None
-        flush = Flush(self._pieces)
-        self._pieces = []
-        return flush
 
     def grow(self, size: int, *, enqueue: bool = True) -> None:
         """Make `room(enqueue)` at least `size`, by the writer thread; raises `DiskFull`. What is no
@@ -240,45 +221,43 @@ def _allocate(handle: Handle, *, have: int, wanted: int, least: int) -> int:
     raise DiskFull("the disk is full", bytes=least - have)
 
 
-class StagedBatches:
-    """The batches that are staged and not durable yet, in order of sequence.
+class BatchCache:
+    """Recently written and read batches, least recently used first out; keyed by first sequence.
 
-    Nothing else is in here, so it needs no bound of its own: staging has one. The loop adds and
-    looks; whoever made batches durable lets them go, perhaps on the writer thread. Every step is
-    one operation on the deque, which needs no lock.
+    What is not durable yet stays, whatever the bound: staging has one of its own. The event loop
+    and reader threads ask it alike, hence the lock, which is only held for dictionary steps.
     """
 
-    __slots__ = ("_batches", "add")
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.durable = 0  # a batch that begins behind this is staged only
+        self._lock = Lock()
+        self._batches: OrderedDict[int, Batch] = OrderedDict()
 
-    def __init__(self) -> None:
-        self._batches: deque[Batch] = deque()
-        self.add = self._batches.append
+    def get(self, first: int) -> Batch | None:
+        with self._lock:
+            batch = self._batches.get(first)
+            if batch is not None:
+                self._batches.move_to_end(first)
+            return batch
 
-    def __len__(self) -> int:
-        return len(self._batches)
+    def put(self, batch: Batch) -> None:
+        with self._lock:
+            old = self._batches.pop(batch.first, None)
+            if old is not None:
+                self.bytes -= len(old.body) + _OVERHEAD
+            self._batches[batch.first] = batch
+            self.bytes += len(batch.body) + _OVERHEAD
+            while self.bytes > self.bytes_max and next(iter(self._batches)) <= self.durable:
+                _, out = self._batches.popitem(last=False)
+                self.bytes -= len(out.body) + _OVERHEAD
 
-    def forget(self, through: int) -> None:
-        """Let go of what is durable: everything up to `through`."""
-        batches = self._batches
-        while batches and batches[0].first <= through:  # a batch becomes durable as a whole
-            batches.popleft()
-
-    def clear(self) -> None:
-        self._batches.clear()
-
-    def slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
-        """Batches from the one that covers `from_sequence`; none if that one is not here."""
-        found: list[Batch] = []
-        for batch in list(self._batches):  # a copy: the writer thread may let go meanwhile
-            if batch.last < from_sequence:
-                continue
-            if not found and batch.first > from_sequence:
-                break
-            bytes_max -= batch.size
-            if batch.last > through or (found and bytes_max < 0):
-                break
-            found.append(batch)
-        return found
+    def forget(self, first: int, last: int) -> None:
+        """Drop every batch that begins in `[first, last]`."""
+        with self._lock:
+            for key in [key for key in self._batches if first <= key <= last]:
+                self.bytes -= len(self._batches.pop(key).body) + _OVERHEAD
 
 
 class FlushWriter:
@@ -294,7 +273,7 @@ class FlushWriter:
         self.tail: Segment | None = None
         self.durable = 0
         self.committed = 0  # as far as this node knows; it may be ahead of what is durable here
-        self._floor_due = 0.0
+        self.floor_due_at = 0.0
 
     def restart(self, newest: Segment | None) -> None:
         """Go on behind `newest`, the end of what is durable."""
@@ -306,34 +285,19 @@ class FlushWriter:
     def write(self, piece: FlushPiece) -> Segment | None:
         """Make one piece durable; returns the segment that it sealed, if it began a new one."""
         before = self.tail
-        self._mark(piece)
         if piece.spare is not None:
             self._roll(piece)
         else:
-            self._sync(piece, piece.buffers, piece.offset)
+            self._put(piece, piece.offset)
+            self._sync(piece)
         self.durable = piece.last
         return before if before is not self.tail else None
 
     def begin(self, piece: FlushPiece) -> int:
         """Write a piece that begins no segment, without the sync; returns what is to be synced."""
-        self._mark(piece)
-        self._put(piece, piece.buffers, piece.offset)
+        self._put(piece, piece.offset)
         assert piece.segment.opened is not None
         return piece.segment.opened.handle.fd
-
-    def finish(self, piece: FlushPiece) -> None:
-        """The piece that was begun is synced."""
-        crash_point("log.sync.after")
-        self.durable = piece.last
-
-    @property
-    def floor_due(self) -> bool:
-        return time.monotonic() >= self._floor_due
-
-    def _mark(self, piece: FlushPiece) -> None:
-        mark = Mark(piece.size, self.durable, piece.first, piece.batches)
-        header = piece.segment.header
-        piece.buffers[0] = mark.encode(Mark.place(header.topic, header.partition, piece.offset))
 
     def raise_floor(self) -> None:
         """Persist what must never be missing: durable here, and committed.
@@ -341,14 +305,15 @@ class FlushWriter:
         What is durable here alone may still have to be cut off, for another coordinator's sake.
         """
         self.floor.raise_to(sequence=min(self.durable, self.committed))
-        self._floor_due = time.monotonic() + self.floor_s
+        self.floor_due_at = time.monotonic() + self.floor_s
 
     def _roll(self, piece: FlushPiece) -> None:
         assert piece.spare is not None
         segment = piece.segment
         if self.tail is not None:
             seal(self.tail)
-        self._sync(piece, [segment.header.encode(), *piece.buffers], 0)
+        self._put(piece, 0, segment.header.encode())
+        self._sync(piece)
         crash_point("log.roll.synced")
         piece.spare.rename(segment.path)
         crash_point("log.roll.renamed")
@@ -358,22 +323,27 @@ class FlushWriter:
         self.floor.raise_to(sequence=acknowledged, first=1, tail=segment.first)
         crash_point("log.roll.after")
 
-    def _sync(self, piece: FlushPiece, buffers: list[Buffer], offset: int) -> None:
-        self._put(piece, buffers, offset)
+    def _put(self, piece: FlushPiece, offset: int, header: bytes = b"") -> None:
+        """Write a piece behind its flush mark, and behind the header if it begins a segment."""
+        segment = piece.segment
+        assert segment.opened is not None
+        handle = segment.opened.handle
+        mark = Mark(piece.size, self.durable, piece.first, piece.batches)
+        piece.buffers[0] = header + mark.encode(segment.header, piece.offset)
+        if crash.armed:
+            crash_point("log.write.before")
+            if crash_armed("log.write.torn"):
+                _write_half(handle, piece.buffers, offset)
+            crash_point("log.write.torn")
+        handle.write(piece.buffers, offset)
+        if crash.armed:
+            crash_point("log.write.after")
+
+    @staticmethod
+    def _sync(piece: FlushPiece) -> None:
         assert piece.segment.opened is not None
         os.fdatasync(piece.segment.opened.handle.fd)
         crash_point("log.sync.after")
-
-    @staticmethod
-    def _put(piece: FlushPiece, buffers: list[Buffer], offset: int) -> None:
-        assert piece.segment.opened is not None
-        handle = piece.segment.opened.handle
-        crash_point("log.write.before")
-        if crash_armed("log.write.torn"):
-            _write_half(handle, buffers, offset)
-        crash_point("log.write.torn")
-        handle.write(buffers, offset)
-        crash_point("log.write.after")
 
 
 def _write_half(handle: Handle, buffers: list[Buffer], offset: int) -> None:

@@ -116,21 +116,19 @@ class Mark(NamedTuple):
     first: int  # the group's first sequence
     batches: int
 
-    def encode(self, place: int) -> bytes:
+    def encode(self, header: SegmentHeader, offset: int) -> bytes:
         record = _MARK.pack(MARK_MAGIC, *self)
+        place = crc32c(_PLACE.pack(header.topic, header.partition, offset))
         return record + _CRC.pack(crc32c(record, place))
 
     @staticmethod
-    def decode(data: Buffer, at: int, place: int) -> Mark:
+    def decode(data: Buffer, at: int, *, header: SegmentHeader, offset: int) -> Mark:
         magic, *fields = _MARK.unpack_from(data, at)
         (crc,) = _CRC.unpack_from(data, at + _MARK.size)
+        place = crc32c(_PLACE.pack(header.topic, header.partition, offset))
         if magic != MARK_MAGIC or crc != crc32c(data[at : at + _MARK.size], place):
             raise Corruption("CRC mismatch in a flush mark")
         return Mark(*fields)
-
-    @staticmethod
-    def place(topic: int, partition: int, offset: int) -> int:
-        return crc32c(_PLACE.pack(topic, partition, offset))
 
 
 class FloorFlag(IntFlag):

@@ -40,13 +40,14 @@ from penstock.errors import (
     StorageFailed,
     Unavailable,
 )
+from penstock.log import crash
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
 from penstock.log.files import make_folder, storage_errors, sync_folder
 from penstock.log.floor import begin_anew, cut_after
-from penstock.log.flush import Flush, FlushWriter, LogOptions, StagedBatches, Stager
+from penstock.log.flush import BatchCache, Flush, FlushWriter, LogOptions, Stager
 from penstock.log.layout import FloorFlag, SegmentHeader
-from penstock.log.reader import BatchCache, Reader, Watch
+from penstock.log.reader import Reader, Watch
 from penstock.log.recovery import Recovery
 from penstock.log.segment import Segment, SegmentInfo, SegmentTable, save_index, sidecar
 from penstock.log.snapshots import SnapshotFiles, StoredSnapshot
@@ -78,12 +79,13 @@ class PartitionLog:
         self._closed = False
         self._table = SegmentTable(index_bytes=options.index_bytes)
         self._cache = BatchCache(options.cache_bytes)
-        self._pending = StagedBatches()
         self._reader = Reader(self._table, self._cache)
         self.watch = Watch()  # tells the owner of damage that any read meets
         self._stager = Stager(folder, options)
         self._writer = FlushWriter(found.floor, floor_s=options.floor_s)
         self._failure = ""  # why nothing may be acknowledged any more
+        half = min(options.allocate_bytes, options.segment_bytes) // 2
+        self._ahead_bytes = half - options.reserve_bytes  # room that is kept for enqueues
         self._ahead_due = 0.0  # a full disk is not asked for space again before this time
         self._restart(found.segments)
 
@@ -113,7 +115,7 @@ class PartitionLog:
         self._table.restart(segments, empty_at=slot.empty_at)
         self._stager.restart(newest)
         self._writer.restart(newest)
-        self._pending.clear()
+        self._cache.durable = self._writer.durable
         self._cache.forget(self._writer.durable + 1, 1 << 64)
         # The log is being received from another replica; begin again if that was cut short.
         self.seeding = bool(slot.flags & FloorFlag.SEEDING)
@@ -138,7 +140,7 @@ class PartitionLog:
     @property
     def floor_due(self) -> bool:
         """Whether `persist_floor` was not called for a while."""
-        return self._writer.floor_due
+        return time.monotonic() >= self._writer.floor_due_at
 
     @property
     def bytes_total(self) -> int:
@@ -156,7 +158,8 @@ class PartitionLog:
         A batch that was `received` from another node is checked against the hash chain first. It
         may be a compacted one only while the log is seeding.
         """
-        self._check_health()
+        if self._failure:
+            raise self._refusal()
         if batch.first != self.sequence_last + 1 or batch.epoch_previous != self.epoch_last:
             raise ValueError(
                 f"batch {batch.first} after epoch {batch.epoch_previous} does not follow"
@@ -170,7 +173,6 @@ class PartitionLog:
         if begun is not None:
             self._table.append(begun)
         self._cache.put(batch)
-        self._pending.add(batch)
         self.sequence_last, self.epoch_last = batch.last, batch.epoch
         self.chain_last, self.time_ms_last = batch.chain, batch.time_ms
 
@@ -183,7 +185,8 @@ class PartitionLog:
 
     def take(self) -> Flush | None:
         """What is staged and not handed out yet. Write every flush, in the order taken."""
-        return self._stager.take()
+        pieces, self._stager.pieces = self._stager.pieces, []
+        return Flush(pieces, sum([piece.size for piece in pieces])) if pieces else None
 
     def first_of(self, sequence: int) -> int | None:
         """Where the batch that covers `sequence` begins; None when the disk is needed to tell."""
@@ -216,7 +219,7 @@ class PartitionLog:
         """A batch that was committed without this disk. It is in memory until it is durable."""
         if not self._writer.durable < sequence <= self._writer.committed:
             return None
-        found = self._pending.slice(sequence, through=self.sequence_last, bytes_max=0)
+        found = self._reader.cached(sequence, through=self.sequence_last, bytes_max=0)
         return found[0] if found else None  # a batch that is not here has just become durable
 
     def read_slice(
@@ -228,8 +231,8 @@ class PartitionLog:
         At least one if there is any, whatever its size; it may stop short of both bounds, so go on
         from where it ended. Empty at the end of the log, which with `staged` is `sequence_last`.
         """
-        if staged and from_sequence > self.sequence_durable:
-            found = self._pending.slice(from_sequence, through=through, bytes_max=bytes_max)
+        if staged and self.sequence_durable < from_sequence <= self.sequence_last:
+            found = self._reader.cached(from_sequence, through=through, bytes_max=bytes_max)
             if found:
                 return found  # if nothing is here, it has just become durable, or never was
         through = min(through, self.sequence_durable)
@@ -247,7 +250,8 @@ class PartitionLog:
         It returns None if the writer thread has to `write` the flush, because the flush is large or
         begins a segment, or because more space has to be set aside.
         """
-        self._check_health()
+        if self._failure:
+            raise self._refusal()
         piece = flush.pieces[0]
         if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
             return None
@@ -262,8 +266,9 @@ class PartitionLog:
         """The sync of a flush that was begun has ended; returns the last durable sequence."""
         if error is not None:
             self._fail(error)
-        self._writer.finish(flush.pieces[0])
-        self._pending.forget(self._writer.durable)
+        if crash.armed:
+            crash_point("log.sync.after")
+        self._writer.durable = self._cache.durable = flush.pieces[0].last
         return self._writer.durable
 
     # --- the writer thread ---
@@ -279,8 +284,8 @@ class PartitionLog:
                 sealed = self._writer.write(piece)
                 if sealed is not None:
                     self._table.touch(sealed)
-            self._pending.forget(self._writer.durable)
-            if self._writer.floor_due:  # the floor may lag: it only sharpens the search for rot
+            self._cache.durable = self._writer.durable
+            if self.floor_due:  # the floor may lag: it only sharpens the search for rot
                 self._writer.raise_floor()
             self._grow_ahead()
         except OSError as error:
@@ -549,11 +554,6 @@ class PartitionLog:
             self._ahead_due = time.monotonic() + FULL_RETRY_S
             _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
 
-    @property
-    def _ahead_bytes(self) -> int:
-        half = min(self.options.allocate_bytes, self.options.segment_bytes) // 2
-        return half - self.options.reserve_bytes
-
     def _is_grown_ahead(self) -> bool:
         """Whether enough space is set aside, or a full disk said lately that there is none."""
         if self._stager.room(enqueue=True) >= self._ahead_bytes:
@@ -580,9 +580,12 @@ class PartitionLog:
             raise ValueError(f"batch {batch.first} is compacted, and this log is not seeding")
         verify_chain(batch, self.chain_last)
 
+    def _refusal(self) -> StorageFailed:
+        return StorageFailed(f"an earlier write failed: {self._failure}")
+
     def _check_health(self) -> None:
         if self._failure:
-            raise StorageFailed(f"an earlier write failed: {self._failure}")
+            raise self._refusal()
 
     @contextmanager
     def _final(self) -> Iterator[None]:

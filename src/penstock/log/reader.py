@@ -7,14 +7,13 @@ the disk. Whoever comes upon damage while reading raises it, and the log's owner
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from threading import Lock
 from types import TracebackType
 from typing import Final, TypeVar
 
 from penstock.errors import Corruption
 from penstock.log.files import Handle
+from penstock.log.flush import BatchCache
 from penstock.log.layout import padded
 from penstock.log.segment import OpenedSegment, Segment, SegmentTable, verify_ends, verify_sealed
 from penstock.log.walk import SegmentFile, Walk, damaged
@@ -22,47 +21,8 @@ from penstock.model import batch as batches
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
-_OVERHEAD: Final = 512  # bytes that the objects round a body take
 T = TypeVar("T")
 SCRUB_STEP_BYTES: Final = 1 << 20
-
-
-class BatchCache:
-    """Recently written and read batches, least recently used first out; keyed by first sequence.
-
-    The event loop and reader threads ask it alike, hence the lock, which is only held for
-    dictionary steps.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
-        self.bytes = 0
-        self._lock = Lock()
-        self._batches: OrderedDict[int, Batch] = OrderedDict()
-
-    def get(self, first: int) -> Batch | None:
-        with self._lock:
-            batch = self._batches.get(first)
-            if batch is not None:
-                self._batches.move_to_end(first)
-            return batch
-
-    def put(self, batch: Batch) -> None:
-        with self._lock:
-            old = self._batches.pop(batch.first, None)
-            if old is not None:
-                self.bytes -= len(old.body) + _OVERHEAD
-            self._batches[batch.first] = batch
-            self.bytes += len(batch.body) + _OVERHEAD
-            while self.bytes > self.bytes_max and self._batches:
-                _, out = self._batches.popitem(last=False)
-                self.bytes -= len(out.body) + _OVERHEAD
-
-    def forget(self, first: int, last: int) -> None:
-        """Drop every batch that begins in `[first, last]`."""
-        with self._lock:
-            for key in [key for key in self._batches if first <= key <= last]:
-                self.bytes -= len(self._batches.pop(key).body) + _OVERHEAD
 
 
 def _nobody(_: Corruption) -> None:
@@ -146,7 +106,7 @@ class Reader:
             return None
         through = min(through, segment.last)
         position = opened.index.find(sequence)
-        found = self._cached(segment, opened, position, through=through, bytes_max=bytes_max)
+        found = self.cached(sequence, through=through, bytes_max=bytes_max)
         if found:
             return found
         until = _until(segment, opened, position, through=through, bytes_max=bytes_max)
@@ -253,16 +213,12 @@ class Reader:
                         return head.last + 1
         return self._table.first
 
-    def _cached(
-        self,
-        segment: Segment,
-        opened: OpenedSegment,
-        position: int,
-        *,
-        through: int,
-        bytes_max: int,
-    ) -> list[Batch]:
-        """Batches in memory from `position` on, as far as there is no gap."""
+    def cached(self, sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
+        """Batches in memory from the one that covers `sequence`, as far as there is no gap."""
+        segment, opened = self._table.locate(sequence, nowait=True)
+        if opened is None:
+            return []
+        position = opened.index.find(sequence)
         found: list[Batch] = []
         firsts = opened.index.firsts
         while position < len(firsts) and firsts[position] <= through:

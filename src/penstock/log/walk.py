@@ -223,9 +223,7 @@ class Walk:
 
     def _mark(self, data: bytes, at: int) -> None:
         try:
-            mark = Mark.decode(
-                data, at, Mark.place(self.header.topic, self.header.partition, self.offset)
-            )
+            mark = Mark.decode(data, at, header=self.header, offset=self.offset)
         except Corruption as error:
             self._fail(error.message)
         if mark.first != self.sequence + 1 or mark.durable > self.sequence or self.header.compacted:
@@ -300,8 +298,8 @@ def _valid_records(walk: Walk, *, from_offset: int) -> Iterator[tuple[int, Mark 
 
 def _record_at(walk: Walk, offset: int, *, mark: bool) -> Mark | Batch:
     if mark:
-        place = Mark.place(walk.header.topic, walk.header.partition, offset)
-        return Mark.decode(walk.handle.read(MARK_SIZE, offset), 0, place)
+        data = walk.handle.read(MARK_SIZE, offset)
+        return Mark.decode(data, 0, header=walk.header, offset=offset)
     head, length = batches.decode_header(walk.handle.read(batches.HEADER_SIZE, offset))
     if head.topic != walk.header.topic or head.partition != walk.header.partition:
         raise Corruption("another partition's batch, as payload")
@@ -333,8 +331,7 @@ def clear_tail(walk: Walk, used: int) -> None:
     crash_point("log.recover.zeroed")
     if repaired is not None:
         at, mark = repaired
-        place = Mark.place(walk.header.topic, walk.header.partition, at)
-        walk.handle.write([mark.encode(place)], at)
+        walk.handle.write([mark.encode(walk.header, at)], at)
     os.fdatasync(walk.handle.fd)
 
 

@@ -27,7 +27,7 @@ def test_they_are_read_while_they_are_being_written(pen):
     assert staged(pen.log, 1) == [(1, 1)]
     pen.log.write(flush)
     assert staged(pen.log, 1) == [(1, 1)]
-    assert len(pen.log._pending) == 0
+    assert pen.log._cache.durable == 1
 
 
 def test_a_slice_of_staged_batches_respects_its_bounds(pen):
@@ -56,13 +56,13 @@ def test_a_begun_flush_is_let_go_when_it_is_finished(pen):
     import os
 
     pen.put(b"first")
-    pen.log._writer._floor_due = float("inf")
+    pen.log._writer.floor_due_at = float("inf")
     pen.stage([b"second"])
     flush = pen.log.take()
     os.fdatasync(pen.log.begin(flush))
-    assert len(pen.log._pending) == 1
+    assert pen.log._cache.durable == 1
     pen.log.finish(flush, None)
-    assert len(pen.log._pending) == 0 and staged(pen.log, 2) == [(2, 2)]
+    assert pen.log._cache.durable == 2 and staged(pen.log, 2) == [(2, 2)]
 
 
 def test_what_others_have_committed_is_read_before_the_disk_has_it(pen):

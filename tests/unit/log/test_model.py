@@ -99,7 +99,7 @@ class LogAgainstList(RuleBasedStateMachine):
         piece = self.log.take().pieces[0]
         if piece.spare is None:
             mark = Mark(piece.size, self.log.sequence_durable, piece.first, piece.batches)
-            piece.buffers[0] = mark.encode(Mark.place(1, 0, piece.offset))
+            piece.buffers[0] = mark.encode(piece.segment.header, piece.offset)
             whole = b"".join(piece.buffers)
             with piece.segment.path.open("r+b") as file:
                 file.seek(piece.offset)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Corruption, NotFound, Unavailable
-from penstock.log.reader import BatchCache
+from penstock.log.flush import BatchCache
 
 
 def test_the_least_recently_used_goes_first(pen):
     batches = [pen.put(b"x" * 1000) for _ in range(4)]
     cache = BatchCache(3 * (len(batches[0].body) + 512))
+    cache.durable = 4
     for batch in batches[:3]:
         cache.put(batch)
     cache.get(1)
@@ -28,8 +29,19 @@ def test_bytes_are_counted_out_again(pen):
 
 def test_a_batch_over_the_bound_is_not_kept(pen):
     cache = BatchCache(100)
+    cache.durable = 1
     cache.put(pen.put(b"x" * 1000))
     assert cache.bytes == 0
+
+
+def test_a_batch_over_the_bound_is_kept_until_it_is_durable(pen):
+    cache = BatchCache(100)
+    batches = [pen.put(b"x" * 1000) for _ in range(2)]
+    cache.put(batches[0])
+    assert cache.get(1) is batches[0]
+    cache.durable = 1
+    cache.put(batches[1])
+    assert cache.get(1) is None and cache.get(2) is batches[1]
 
 
 READS = {

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import Corruption
 from penstock.log import LogOptions
-from penstock.log.layout import MARK_SIZE, Mark
+from penstock.log.layout import MARK_SIZE, Mark, SegmentHeader
 
 NO_FLOOR = LogOptions(segment_bytes=1 << 16, allocate_bytes=1 << 12, reserve_bytes=0, floor_s=1e9)
 
@@ -132,7 +132,8 @@ def test_a_mark_inside_a_payload_proves_nothing(open_log, pen_on, folder):
     pen = pen_on(open_log(NO_FLOOR))
     pen.put(b"durable")
     start = pen.log.segments()[-1].bytes
-    forged = b"".join(Mark(64, 99, 2, 1).encode(Mark.place(7, 3, at)) for at in range(0, 800, 8))
+    header = SegmentHeader(7, 3, 1, 0, 0)
+    forged = b"".join(Mark(64, 99, 2, 1).encode(header, at) for at in range(0, 800, 8))
     pen.put(forged)
     flip(only_segment(folder), start)  # the group's own mark: its length is unknown now
     assert open_log(NO_FLOOR).sequence_durable == 1

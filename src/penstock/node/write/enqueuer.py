@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.errors import PenstockError, SequenceConflict
-from penstock.log.crash import crash_point
+from penstock.log import crash
 from penstock.model.batch import Codec, Kind, compress
 from penstock.model.entries import ENQ
 from penstock.model.topic import Compression
@@ -141,7 +141,8 @@ class Enqueuer:
             codec=Codec(codec),
             raw_length=raw_length,
         )
-        crash_point("node.enqueue.staged")
+        if crash.armed:
+            crash.crash_point("node.enqueue.staged")
         if journal.live is not None:
             journal.live.on_enqueued(group)
 
