@@ -15,141 +15,88 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.model.version import __version__
+from penstock.errors import AlreadyExists as AlreadyExists
+from penstock.errors import Backpressure as Backpressure
+from penstock.errors import BatchAborted as BatchAborted
+from penstock.errors import CallerError as CallerError
+from penstock.errors import Corruption as Corruption
+from penstock.errors import DiskFull as DiskFull
+from penstock.errors import FailedPrecondition as FailedPrecondition
+from penstock.errors import Fatal as Fatal
+from penstock.errors import InvalidArgument as InvalidArgument
+from penstock.errors import LeaseLost as LeaseLost
+from penstock.errors import LimitExceeded as LimitExceeded
+from penstock.errors import NotFound as NotFound
+from penstock.errors import PenstockError as PenstockError
+from penstock.errors import QuorumUnavailable as QuorumUnavailable
+from penstock.errors import RetryableError as RetryableError
+from penstock.errors import SequenceConflict as SequenceConflict
+from penstock.errors import SinkRejected as SinkRejected
+from penstock.errors import StaleProducer as StaleProducer
+from penstock.errors import StorageFailed as StorageFailed
+from penstock.errors import Unauthenticated as Unauthenticated
+from penstock.errors import Unavailable as Unavailable
+from penstock.errors import Unsupported as Unsupported
+from penstock.errors import WorldMoved as WorldMoved
+from penstock.errors import WrongEpoch as WrongEpoch
+from penstock.model.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from penstock.client.client import Client
-    from penstock.client.delta.deltas import Deltas
-    from penstock.client.delta.fold import Vector
-    from penstock.client.delta.subscription import Released, ReleasedBatch
-    from penstock.client.network.connection import Connection
-    from penstock.client.network.endpoints import Tls
-    from penstock.client.options import Options
-    from penstock.client.queue.consumer import BatchConsumer, MessageConsumer
-    from penstock.client.queue.entries import Item
-    from penstock.client.queue.leases import LeasedMessage, MessageBatch
-    from penstock.client.queue.log_reader import LogReader
-    from penstock.client.queue.messages import DeadLetters, DeadMessage, Message
-    from penstock.client.topic import PartitionStats, Topic, TopicStats
-    from penstock.errors import (
-        AlreadyExists,
-        Backpressure,
-        BatchAborted,
-        CallerError,
-        Corruption,
-        DiskFull,
-        FailedPrecondition,
-        Fatal,
-        InvalidArgument,
-        LeaseLost,
-        LimitExceeded,
-        NotFound,
-        PenstockError,
-        QuorumUnavailable,
-        RetryableError,
-        SequenceConflict,
-        SinkRejected,
-        StaleProducer,
-        StorageFailed,
-        Unauthenticated,
-        Unavailable,
-        Unsupported,
-        WorldMoved,
-        WrongEpoch,
-    )
-    from penstock.model.delta import Delta, Op, PriorityClass, Source
-    from penstock.model.topic import Compression, Mode, TopicConfig, TopicKind
-    from penstock.sinks.index import Index
+    from penstock.client.client import Client as Client
+    from penstock.client.delta.deltas import Deltas as Deltas
+    from penstock.client.delta.fold import Vector as Vector
+    from penstock.client.delta.subscription import Released as Released
+    from penstock.client.delta.subscription import ReleasedBatch as ReleasedBatch
+    from penstock.client.network.connection import Connection as Connection
+    from penstock.client.network.endpoints import Tls as Tls
+    from penstock.client.options import Options as Options
+    from penstock.client.queue.consumer import BatchConsumer as BatchConsumer
+    from penstock.client.queue.consumer import MessageConsumer as MessageConsumer
+    from penstock.client.queue.entries import Item as Item
+    from penstock.client.queue.leases import LeasedMessage as LeasedMessage
+    from penstock.client.queue.leases import MessageBatch as MessageBatch
+    from penstock.client.queue.log_reader import LogReader as LogReader
+    from penstock.client.queue.messages import DeadLetters as DeadLetters
+    from penstock.client.queue.messages import DeadMessage as DeadMessage
+    from penstock.client.queue.messages import Message as Message
+    from penstock.client.topic import PartitionStats as PartitionStats
+    from penstock.client.topic import Topic as Topic
+    from penstock.client.topic import TopicStats as TopicStats
+    from penstock.model.delta import Delta as Delta
+    from penstock.model.delta import Op as Op
+    from penstock.model.delta import PriorityClass as PriorityClass
+    from penstock.model.delta import Source as Source
+    from penstock.model.topic import Compression as Compression
+    from penstock.model.topic import Mode as Mode
+    from penstock.model.topic import TopicConfig as TopicConfig
+    from penstock.model.topic import TopicKind as TopicKind
+    from penstock.sinks.index import Index as Index
 
 DATA_FOLDER = "penstock-data"
 
-# Where each public name lives; imported when it is first asked for. The others are errors.
-_HOMES = {
-    "BatchConsumer": "penstock.client.queue.consumer",
-    "Client": "penstock.client.client",
-    "Compression": "penstock.model.topic",
-    "Connection": "penstock.client.network.connection",
-    "DeadLetters": "penstock.client.queue.messages",
-    "DeadMessage": "penstock.client.queue.messages",
-    "Delta": "penstock.model.delta",
-    "Deltas": "penstock.client.delta.deltas",
-    "Item": "penstock.client.queue.entries",
-    "LeasedMessage": "penstock.client.queue.leases",
-    "LogReader": "penstock.client.queue.log_reader",
-    "Message": "penstock.client.queue.messages",
-    "MessageBatch": "penstock.client.queue.leases",
-    "MessageConsumer": "penstock.client.queue.consumer",
-    "Mode": "penstock.model.topic",
-    "Op": "penstock.model.delta",
-    "Options": "penstock.client.options",
-    "PartitionStats": "penstock.client.topic",
-    "PriorityClass": "penstock.model.delta",
-    "Released": "penstock.client.delta.subscription",
-    "ReleasedBatch": "penstock.client.delta.subscription",
-    "Source": "penstock.model.delta",
-    "Topic": "penstock.client.topic",
-    "TopicConfig": "penstock.model.topic",
-    "TopicKind": "penstock.model.topic",
-    "TopicStats": "penstock.client.topic",
-    "Vector": "penstock.client.delta.fold",
+# Where public names live that are imported when they are first asked for.
+_LAZY = {
+    "penstock.client.client": "Client",
+    "penstock.client.delta.deltas": "Deltas",
+    "penstock.client.delta.fold": "Vector",
+    "penstock.client.delta.subscription": "Released ReleasedBatch",
+    "penstock.client.network.connection": "Connection",
+    "penstock.client.options": "Options",
+    "penstock.client.queue.consumer": "BatchConsumer MessageConsumer",
+    "penstock.client.queue.entries": "Item",
+    "penstock.client.queue.leases": "LeasedMessage MessageBatch",
+    "penstock.client.queue.log_reader": "LogReader",
+    "penstock.client.queue.messages": "DeadLetters DeadMessage Message",
+    "penstock.client.topic": "PartitionStats Topic TopicStats",
+    "penstock.model.delta": "Delta Op PriorityClass Source",
+    "penstock.model.topic": "Compression Mode TopicConfig TopicKind",
 }
-
-__all__ = [
-    "AlreadyExists",
-    "Backpressure",
-    "BatchAborted",
-    "BatchConsumer",
-    "CallerError",
-    "Client",
-    "Compression",
-    "Connection",
-    "Corruption",
-    "DeadLetters",
-    "DeadMessage",
-    "Delta",
-    "Deltas",
-    "DiskFull",
-    "FailedPrecondition",
-    "Fatal",
-    "InvalidArgument",
-    "Item",
-    "LeaseLost",
-    "LeasedMessage",
-    "LimitExceeded",
-    "LogReader",
-    "Message",
-    "MessageBatch",
-    "MessageConsumer",
-    "Mode",
-    "NotFound",
-    "Op",
-    "Options",
-    "PartitionStats",
-    "PenstockError",
-    "PriorityClass",
-    "QuorumUnavailable",
-    "Released",
-    "ReleasedBatch",
-    "RetryableError",
-    "SequenceConflict",
-    "SinkRejected",
-    "Source",
-    "StaleProducer",
-    "StorageFailed",
-    "Topic",
-    "TopicConfig",
-    "TopicKind",
-    "TopicStats",
-    "Unauthenticated",
-    "Unavailable",
-    "Unsupported",
-    "Vector",
-    "WorldMoved",
-    "WrongEpoch",
-    "__version__",
-    "connect",
-    "open_index",
+_HOMES = {name: module for module, names in _LAZY.items() for name in names.split()}
+_ERRORS = [
+    name for name, kind in vars().items() if getattr(kind, "__module__", "") == "penstock.errors"
 ]
+
+__all__ = sorted([*_HOMES, *_ERRORS, "__version__", "connect", "open_index"])
 
 
 def connect(
@@ -194,9 +141,9 @@ def open_index(path: str | os.PathLike[str]) -> Index:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "penstock.errors")), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
