@@ -6,10 +6,14 @@ import asyncio
 import math
 import ssl
 from collections.abc import Callable
+from typing import Final
 
 from penstock.errors import Backpressure, Unavailable
 from penstock.node.door.doorway import Doorway
 from penstock.node.door.tls_link import TlsLink
+
+REQUESTS_MAX: Final = 4096  # calls in progress at one listener
+HEAD_S: Final = 10.0  # until a request's headers are there
 
 
 async def listen(

@@ -14,7 +14,6 @@ from penstock.node.door.doorway import Doorway
 from penstock.server.grpc.listener import GrpcServer
 from penstock.server.http.app import HttpApp
 from penstock.server.http.listener import HttpServer
-from penstock.server.options import GatewayOptions
 from penstock.server.pool import Connect, Pool
 from penstock.server.subscriptions import CallerSubscriptions
 
@@ -28,27 +27,24 @@ class Gateway:
     def __init__(
         self,
         connect: Connect,
-        config: Config | GatewayOptions,
+        config: Config,
         *,
         metrics_text: Callable[[], bytes] | None = None,
         budget: Budget | None = None,
         doorway: Doorway | None = None,
     ) -> None:
-        options = config if isinstance(config, GatewayOptions) else GatewayOptions.of(config)
-        self.budget = budget or Budget(options.limits.held_bytes_max)
-        doorway = doorway or Doorway(Limits(connections_max=options.limits.connections_max))
-        self._pool = Pool(connect, keys_max=options.keys_max, config_s=options.config_s)
+        self.budget = budget or Budget(config.limits.held_bytes_max)
+        doorway = doorway or Doorway(Limits(connections_max=config.limits.connections_max))
+        self._pool = Pool(connect)
         subscriptions = CallerSubscriptions(self._pool)
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
-        if options.http_port is not None:
-            self._app = HttpApp(
-                self._pool, subscriptions, options=options, metrics_text=metrics_text
-            )
-            self._http = HttpServer(self._app, options, budget=self.budget, doorway=doorway)
-        if options.grpc_port is not None:
+        if "http" in config.ports:
+            self._app = HttpApp(self._pool, subscriptions, config=config, metrics_text=metrics_text)
+            self._http = HttpServer(self._app, config, budget=self.budget, doorway=doorway)
+        if "grpc" in config.ports:
             self._grpc = GrpcServer(
-                self._pool, subscriptions, options=options, budget=self.budget, doorway=doorway
+                self._pool, subscriptions, config=config, budget=self.budget, doorway=doorway
             )
 
     @property

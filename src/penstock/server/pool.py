@@ -32,7 +32,9 @@ from penstock.wire.limits import TEXT_LENGTH_MAX
 from penstock.wire.messages import Enqueued
 
 Connect = Callable[[str | None], Awaitable[Connection]]
+KEYS_MAX: Final = 256  # connections kept, one per API key
 CONFIGS_MAX: Final = 1024
+CONFIG_S: Final = 2.0  # for which a topic's configuration is believed
 FRAME_SLACK: Final = 64 << 10  # for offsets, numbers and the control message of a frame
 
 
@@ -47,18 +49,17 @@ class BatchWritten(NamedTuple):
 class GatewayLink:
     """A connection and what the gateway keeps beside it."""
 
-    def __init__(self, connection: Connection, *, config_s: float) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
         # What one native enqueue may hold, with room for its offsets and numbers.
         self.body_bytes_max = connection.welcome.payload_bytes_max - FRAME_SLACK
         self.desk = Desk(connection, bytes_max=min(self.body_bytes_max, FLIGHT_BYTES_MAX))
         self.users = 0  # requests that hold it; a link in use is not evicted
-        self._config_s = config_s
         self._configs: dict[str, tuple[TopicConfig, float]] = {}
         self._loop = asyncio.get_running_loop()
 
     async def config(self, topic: str) -> TopicConfig:
-        """The topic's configuration, at most `config_s` old; raises `NotFound`."""
+        """The topic's configuration, at most `CONFIG_S` old; raises `NotFound`."""
         found = self._configs.get(topic)
         if found is not None and self._loop.time() < found[1]:
             return found[0]
@@ -66,7 +67,7 @@ class GatewayLink:
         config = msgspec.convert(fields, TopicConfig)
         if len(self._configs) >= CONFIGS_MAX:
             self._configs.clear()
-        self._configs[topic] = (config, self._loop.time() + self._config_s)
+        self._configs[topic] = (config, self._loop.time() + CONFIG_S)
         return config
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
@@ -126,10 +127,9 @@ class GatewayLink:
 class Pool:
     """Links by key, least recently used first. Invariant: never more than `keys_max`."""
 
-    def __init__(self, connect: Connect, *, keys_max: int, config_s: float) -> None:
+    def __init__(self, connect: Connect, *, keys_max: int = KEYS_MAX) -> None:
         self._connect = connect
         self._keys_max = keys_max
-        self._config_s = config_s
         self._links: OrderedDict[bytes, GatewayLink] = OrderedDict()
         self._opening: dict[bytes, asyncio.Lock] = {}
         self._closed = False
@@ -179,7 +179,7 @@ class Pool:
         if len(self._links) >= self._keys_max and not idle:
             await connection.close()
             raise LimitExceeded(f"{self._keys_max} API keys are in use", limit=self._keys_max)
-        link = GatewayLink(connection, config_s=self._config_s)
+        link = GatewayLink(connection)
         self._links[place] = link
         if len(self._links) > self._keys_max:
             await self._links.pop(idle[0]).connection.close()

@@ -18,7 +18,6 @@ from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.delivery import DELIVERY
 from penstock.model.topic import TopicConfig
 from penstock.server.gateway import Gateway
-from penstock.server.options import GatewayOptions
 from penstock.server.pool import GatewayLink
 from penstock.wire import frame
 from penstock.wire.frame import FrameDecoder, FrameType
@@ -186,19 +185,18 @@ def node() -> ScriptedNode:
 
 @pytest.fixture
 async def link(node: ScriptedNode) -> AsyncIterator[GatewayLink]:
-    link = GatewayLink(await node.connect(), config_s=2.0)
+    link = GatewayLink(await node.connect())
     yield link
     await link.connection.close()
 
 
 @pytest.fixture
-def options(tmp_path: Any) -> GatewayOptions:
-    config = Config(data=tmp_path, native_port=-1, grpc_port=0, http_port=0, drain_s=0.5)
-    return GatewayOptions.of(config)
+def options(tmp_path: Any) -> Config:
+    return Config(data=tmp_path, native_port=-1, grpc_port=0, http_port=0, drain_s=0.5)
 
 
 @pytest.fixture
-async def gateway(node: ScriptedNode, options: GatewayOptions) -> AsyncIterator[Gateway]:
+async def gateway(node: ScriptedNode, options: Config) -> AsyncIterator[Gateway]:
     gateway = Gateway(node.connect, options, metrics_text=lambda: b"penstock_up 1\n")
     await gateway.start()
     yield gateway

@@ -9,7 +9,7 @@ from penstock.server.pool import GatewayLink, Pool
 
 
 def pool(node: Any, keys_max: int = 2) -> Pool:
-    return Pool(node.connect, keys_max=keys_max, config_s=2.0)
+    return Pool(node.connect, keys_max=keys_max)
 
 
 async def test_requests_of_one_key_share_a_connection(node: Any) -> None:

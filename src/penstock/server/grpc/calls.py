@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from penstock.config import Limits
 from penstock.errors import (
     STATUS_TABLE,
     Backpressure,
@@ -27,9 +28,9 @@ from penstock.errors import (
 )
 from penstock.node.door.budget import SHARE, Party
 from penstock.node.observe.logs import get_logger, new_request_id, request_id
+from penstock.server import callers
 from penstock.server.callers import retry_after_s
 from penstock.server.grpc.front import FrontConnection, GrpcFront
-from penstock.server.options import GatewayOptions
 from penstock.server.pool import GatewayLink, Pool
 
 M = TypeVar("M", bound=Message)
@@ -55,8 +56,8 @@ class Calls:
     many there are, there are places for the next one.
     """
 
-    def __init__(self, pool: Pool, front: GrpcFront, *, options: GatewayOptions) -> None:
-        self._pool, self._options, self._front = pool, options, front
+    def __init__(self, pool: Pool, front: GrpcFront, *, limits: Limits) -> None:
+        self._pool, self._limits, self._front = pool, limits, front
         self._by_party: dict[Party, int] = {}
         self._total = 0
 
@@ -80,7 +81,7 @@ class Calls:
     @contextmanager
     def _place(self, connection: FrontConnection) -> Iterator[None]:
         """One of the places for calls in progress; raises `LimitExceeded` if none is free."""
-        party, places = connection.account.party, self._options.requests_max
+        party, places = connection.account.party, callers.REQUESTS_MAX
         mine = self._by_party.get(party, 0)
         if mine >= SHARE * (places - self._total):
             raise LimitExceeded("too many calls are in progress", limit=places)
@@ -99,7 +100,7 @@ class Calls:
     async def message(self, requests: Bytes, type: type[M], *, connection: FrontConnection) -> M:
         """The next message of a call that has to have one. The front looks after those that are on
         their way; here it is about those that never begin."""
-        loop, within_s = asyncio.get_running_loop(), self._options.limits.frame_s
+        loop, within_s = asyncio.get_running_loop(), self._limits.frame_s
         looking: asyncio.TimerHandle
 
         def look() -> None:

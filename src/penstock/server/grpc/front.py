@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 from typing import Final, cast
 
+from penstock.config import Config
 from penstock.node.door.budget import Budget, Held
 from penstock.node.door.doorway import Doorway, address_of
+from penstock.server import callers
 from penstock.server.callers import key_id_of, listen
 from penstock.server.grpc.frames import AnswerFrames, RequestFrames
-from penstock.server.options import GatewayOptions
 
 FRAMES_PER_TURN: Final = 256  # of one connection, then the others have theirs
 ANY: Final = 1 << 40  # more frames than one piece of bytes can hold
@@ -88,7 +89,7 @@ class FrontConnection(asyncio.Protocol):
         self.address = address_of(transport)
         self._front.connections.add(self)
         self._front.doorway.enter(self)
-        self._greeting = self._loop.call_later(self._front.options.head_s, self._check_greeted)
+        self._greeting = self._loop.call_later(callers.HEAD_S, self._check_greeted)
         self._front.open_back(self)
 
     def joined(self, back: Back, name: str) -> None:
@@ -229,7 +230,7 @@ class FrontConnection(asyncio.Protocol):
         return now - min(since) if since else 0.0
 
     def overdue(self) -> str | None:
-        now, limits = time.monotonic(), self._front.options.limits
+        now, limits = time.monotonic(), self._front.config.limits
         for message in self._requests.unfinished.values():
             wanted_s = limits.frame_s + message.came / limits.bytes_per_s_min
             if now - message.since > wanted_s or now - message.moved > limits.frame_s:
@@ -284,8 +285,8 @@ class Back(asyncio.Protocol):
 class GrpcFront:
     """Listens from `start` to `stop`. `path` is where the library has to listen."""
 
-    def __init__(self, options: GatewayOptions, *, budget: Budget, doorway: Doorway) -> None:
-        self.options, self.budget, self.doorway = options, budget, doorway
+    def __init__(self, config: Config, *, budget: Budget, doorway: Doorway) -> None:
+        self.config, self.budget, self.doorway = config, budget, doorway
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-grpc-")  # nobody else's
         self.path = Path(self._folder.name) / "socket"
         self._prefix = f"penstock-{secrets.token_hex(8)}"
@@ -297,10 +298,9 @@ class GrpcFront:
         self.port = 0
 
     async def start(self, tls: ssl.SSLContext | None) -> None:
-        options = self.options
         self._server, self.port = await listen(
             lambda: FrontConnection(self),
-            host=options.host, port=options.grpc_port, doorway=self.doorway, tls=tls,
+            host=self.config.host, port=self.config.grpc_port, doorway=self.doorway, tls=tls,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from penstock.config import Config, Limits, TlsOptions
 from penstock.errors import Unavailable
 from penstock.node.door.budget import READ_BYTES, Account, Budget, Held
 from penstock.node.door.doorway import Doorway
@@ -34,7 +35,6 @@ from penstock.server.grpc.health import HealthService
 from penstock.server.grpc.messages import enqueue, enqueue_batch, fields_of, message_of
 from penstock.server.grpc.streams import PopStream, subscribe
 from penstock.server.operations import OPERATIONS, READS, READS_MAX, Result
-from penstock.server.options import GatewayOptions
 from penstock.server.pool import GatewayLink, Pool
 from penstock.server.subscriptions import CallerSubscriptions
 
@@ -57,11 +57,11 @@ class GrpcServer:
         pool: Pool,
         subscriptions: CallerSubscriptions,
         *,
-        options: GatewayOptions,
+        config: Config,
         budget: Budget,
         doorway: Doorway,
     ) -> None:
-        self._pool, self._subscriptions, self._options = pool, subscriptions, options
+        self._pool, self._subscriptions, self._config = pool, subscriptions, config
         self._budget, self._doorway = budget, doorway
         self._reads = asyncio.Semaphore(READS_MAX)
         self._server: grpc.aio.Server | None = None
@@ -69,13 +69,13 @@ class GrpcServer:
         self.port = 0
 
     async def start(self) -> None:
-        options = self._options
-        front = GrpcFront(options, budget=self._budget, doorway=self._doorway)
-        self._front, self._calls = front, Calls(self._pool, front, options=options)
+        config = self._config
+        front = GrpcFront(config, budget=self._budget, doorway=self._doorway)
+        self._front, self._calls = front, Calls(self._pool, front, limits=config.limits)
         self._health = HealthService(self._calls, SERVICE.full_name)
         for name in LIBRARY_LOGGERS:
             logging.getLogger(name).addFilter(is_no_callers_mistake)
-        server = grpc.aio.server(options=library_options(options))
+        server = grpc.aio.server(options=library_options(config.limits))
         server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(
@@ -91,7 +91,7 @@ class GrpcServer:
             raise Unavailable(f"cannot listen on {front.path}: {error}") from error
         await server.start()
         self._server = server
-        await front.start(tls_of(options))
+        await front.start(tls_of(config.tls))
         self.port = front.port
 
     async def stop(self) -> None:
@@ -99,7 +99,7 @@ class GrpcServer:
             self._front.close()
         if self._server is not None:
             self._health.stop()
-            await self._server.stop(self._options.drain_s)
+            await self._server.stop(self._config.drain_s)
             self._server = None
         if self._front is not None:
             self._front.stop()
@@ -214,9 +214,8 @@ def is_no_callers_mistake(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Invalid encoding")
 
 
-def library_options(options: GatewayOptions) -> list[tuple[str, int]]:
+def library_options(limits: Limits) -> list[tuple[str, int]]:
     """What the library is told. It counts nothing that all connections do together."""
-    limits = options.limits
     return [
         ("grpc.max_receive_message_length", limits.frame_bytes_max),
         ("grpc.max_send_message_length", -1),
@@ -238,9 +237,9 @@ def library_options(options: GatewayOptions) -> list[tuple[str, int]]:
     ]
 
 
-def tls_of(options: GatewayOptions) -> ssl.SSLContext | None:
-    if options.tls.cert is None:
+def tls_of(options: TlsOptions) -> ssl.SSLContext | None:
+    if options.cert is None:
         return None
-    context = server_context(options.tls)
+    context = server_context(options)
     context.set_alpn_protocols(["h2"])
     return context

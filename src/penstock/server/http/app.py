@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from penstock.config import Config, host_port
 from penstock.errors import (
     STATUS_TABLE,
     Backpressure,
@@ -28,13 +29,13 @@ from penstock.errors import (
 from penstock.node.door.budget import READ_BYTES, Held
 from penstock.node.door.hosts import HostNames
 from penstock.node.observe.logs import get_logger, request_id
+from penstock.server import callers
 from penstock.server.callers import retry_after_s
 from penstock.server.http import events as sse
 from penstock.server.http.listener import CALLER, TARGET, WHOLE, BoundedHttp
 from penstock.server.http.openapi import document
 from penstock.server.http.routes import HttpRoute, Match, routes
 from penstock.server.operations import READS, READS_MAX
-from penstock.server.options import GatewayOptions
 from penstock.server.pool import GatewayLink, Pool
 from penstock.server.subscriptions import CallerSubscriptions
 
@@ -78,14 +79,18 @@ class HttpApp:
         pool: Pool,
         subscriptions: CallerSubscriptions,
         *,
-        options: GatewayOptions,
+        config: Config,
         metrics_text: Callable[[], bytes] | None,
     ) -> None:
         self._pool, self._subscriptions = pool, subscriptions
-        self._options = options
+        self._body_bytes_max = config.limits.frame_bytes_max
         self._metrics_text = metrics_text
-        self._origins = frozenset(origin.encode() for origin in options.cors_origins)
-        self._hosts = HostNames(options.host, names=options.hosts)
+        self._origins = frozenset(origin.encode() for origin in config.http.cors_origins)
+        names = config.http.hosts
+        if config.cluster.advertise:  # what the other nodes reach this one at, callers may use too
+            host, _ = host_port(config.cluster.advertise, field="cluster.advertise", port=0)
+            names = (*names, host)
+        self._hosts = HostNames(config.host, names=names)
         self._routes = routes()
         self._document = msgspec.json.encode(document(self._routes.all))
         self._ids = count(1)
@@ -102,12 +107,9 @@ class HttpApp:
             exchange.request_id = f"{self._id_prefix}-{next(self._ids):x}".encode()
         # The id is set for this request alone, which has a task, and so a context, of its own.
         request_id.set(exchange.request_id.decode())
-        if self._active >= self._options.requests_max:
-            busy = LimitExceeded(
-                f"{self._options.requests_max} requests are in progress",
-                limit=self._options.requests_max,
-            )
-            await exchange.refuse(busy)
+        most = callers.REQUESTS_MAX
+        if self._active >= most:
+            await exchange.refuse(LimitExceeded(f"{most} requests are in progress", limit=most))
             return
         self._active += 1
         try:
@@ -202,7 +204,7 @@ class HttpApp:
     async def _body(self, route: HttpRoute, exchange: HttpExchange) -> bytes | bytearray:
         if not route.in_body:
             return await exchange.body(0)
-        return await exchange.body(route.body_bytes_max or self._options.limits.frame_bytes_max)
+        return await exchange.body(route.body_bytes_max or self._body_bytes_max)
 
     async def _stream(self, topic: str, exchange: HttpExchange) -> None:
         """Send events until the caller goes away or the gateway stops."""

@@ -26,13 +26,14 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from penstock.config import Config, Limits
 from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
 from penstock.node.door.budget import Budget, Held
 from penstock.node.door.doorway import Doorway, address_of
 from penstock.node.door.outlet import Unread
 from penstock.node.door.tls import server_context
+from penstock.server import callers
 from penstock.server.callers import key_id_of, listen
-from penstock.server.options import GatewayOptions
 
 SWEEP_S: Final = 1.0
 PIECE_BYTES: Final = 1024  # parsed at once, unless more of it is known to be a body
@@ -77,14 +78,14 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(
         self,
         *arguments: Any,
-        options: GatewayOptions,
+        limits: Limits,
         budget: Budget,
         doorway: Doorway,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
         self.access_log = False
-        self._head_s, self._limits = options.head_s, options.limits
+        self._limits = limits
         self._budget, self._doorway = budget, doorway
         self._in_head = True
         self._head_bytes = 0
@@ -105,7 +106,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._answered = self.loop.time()
-        self.deadline = self._answered + self._head_s
+        self.deadline = self._answered + callers.HEAD_S
         self.address = address_of(transport)
         self._doorway.enter(self)
         if len(self.connections) > self._limits.connections_max:
@@ -186,7 +187,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._body_since = self.loop.time()
             self.deadline = self._body_since + self._limits.frame_s
         elif self._in_head:
-            self.deadline = self.loop.time() + self._head_s
+            self.deadline = self.loop.time() + callers.HEAD_S
         if rest and not self.transport.is_closing():
             self._parse(rest)
         if not self._rest and not self.transport.is_closing():
@@ -196,7 +197,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         self._begun += 1
-        self.deadline = self.loop.time() + self._head_s
+        self.deadline = self.loop.time() + callers.HEAD_S
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -323,10 +324,10 @@ class HttpServer:
     """Listens from `start` to `stop`; `port` is known in between."""
 
     def __init__(
-        self, app: Callable[..., Any], options: GatewayOptions, *, budget: Budget, doorway: Doorway
+        self, app: Callable[..., Any], config: Config, *, budget: Budget, doorway: Doorway
     ) -> None:
-        self._options, self._budget, self._doorway = options, budget, doorway
-        self._config = uvicorn.Config(
+        self._config, self._budget, self._doorway = config, budget, doorway
+        self._uvicorn = uvicorn.Config(
             app,
             http=BoundedHttp,
             ws="none",
@@ -343,12 +344,12 @@ class HttpServer:
         self.port = 0
 
     async def start(self) -> None:
-        self._config.load()
-        tls = server_context(self._options.tls) if self._options.tls.cert else None
-        options = self._options
+        self._uvicorn.load()
+        config = self._config
+        tls = server_context(config.tls) if config.tls_enabled else None
         self._server, self.port = await listen(
             self._protocol,
-            host=options.host, port=options.http_port, doorway=self._doorway, tls=tls,
+            host=config.host, port=config.http_port, doorway=self._doorway, tls=tls,
         )  # fmt: skip
         self._sweep()
 
@@ -360,7 +361,7 @@ class HttpServer:
         for connection in list(self._state.connections):
             connection.shutdown()
         try:
-            async with asyncio.timeout(self._options.drain_s):
+            async with asyncio.timeout(self._config.drain_s):
                 while self._state.tasks:
                     await asyncio.wait(list(self._state.tasks))
         except TimeoutError:
@@ -374,8 +375,8 @@ class HttpServer:
 
     def _protocol(self) -> BoundedHttp:
         return BoundedHttp(
-            self._config, self._state, {},
-            options=self._options, budget=self._budget, doorway=self._doorway,
+            self._uvicorn, self._state, {},
+            limits=self._config.limits, budget=self._budget, doorway=self._doorway,
         )  # fmt: skip
 
     def _sweep(self) -> None:
@@ -385,6 +386,6 @@ class HttpServer:
         for connection in list(self._state.connections):
             if isinstance(connection, BoundedHttp) and connection.deadline < now:
                 connection.transport.close()
-        limits = self._options.limits
-        shortest = min(self._options.head_s, limits.frame_s, limits.idle_s)
+        limits = self._config.limits
+        shortest = min(callers.HEAD_S, limits.frame_s, limits.idle_s)
         self._sweeping = loop.call_later(min(SWEEP_S, shortest / 2), self._sweep)

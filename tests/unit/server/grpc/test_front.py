@@ -4,18 +4,21 @@ import asyncio
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 
+from penstock.config import Config
+from penstock.server import callers
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.gateway import Gateway
-from penstock.server.options import GatewayOptions
 from verification.fuzz.gateway_corpus import PREFACE, frame, grpc_headers, literal
 
 
-async def test_half_a_preface_is_not_waited_for(node: Any, options: GatewayOptions) -> None:
-    gateway = Gateway(node.connect, msgspec.structs.replace(options, head_s=0.1))
+async def test_half_a_preface_is_not_waited_for(
+    node: Any, options: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "HEAD_S", 0.1)
+    gateway = Gateway(node.connect, options)
     await gateway.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.ports["grpc"])

@@ -7,9 +7,9 @@ import httpx
 import msgspec
 import pytest
 
+from penstock.config import Config, HttpOptions
 from penstock.errors import DiskFull, LeaseLost, NotFound, SequenceConflict, Unavailable
 from penstock.server.gateway import Gateway
-from penstock.server.options import GatewayOptions
 
 MESSAGE = {
     "message_id": "01JM0000000000000000000000",
@@ -216,9 +216,9 @@ SITE = "https://app.example.com"
 
 
 @pytest.fixture
-async def shared(node: Any, options: GatewayOptions) -> AsyncIterator[httpx.AsyncClient]:
+async def shared(node: Any, options: Config) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway that lets pages of one other site in."""
-    options = msgspec.structs.replace(options, cors_origins=(SITE,))
+    options = msgspec.structs.replace(options, http=HttpOptions(cors_origins=(SITE,)))
     gateway = Gateway(node.connect, options)
     await gateway.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.ports['http']}") as client:

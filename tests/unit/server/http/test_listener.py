@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.config import Config
 from penstock.errors import Unavailable
+from penstock.server import callers
 from penstock.server.gateway import Gateway
-from penstock.server.options import GatewayOptions
 
 
 async def exchange(port: int, *chunks: bytes, pause: float = 0.0) -> bytes:
@@ -70,20 +71,26 @@ async def test_what_is_not_http_gets_an_error(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("changes", "request_bytes", "answer"),
     [
-        ({"head_s": 0.05}, b"GET /healthz HTTP/1.1\r\nhost", b""),
+        ({"HEAD_S": 0.05}, b"GET /healthz HTTP/1.1\r\nhost", b""),
         ({"frame_s": 0.05}, HEAD + b"content-length: 9\r\n\r\n{", b""),
         ({"idle_s": 0.05}, HEALTH, b"HTTP/1.1 200"),
-        ({"requests_max": 0, "grpc_port": None}, HEALTH, b"HTTP/1.1 429"),
+        ({"REQUESTS_MAX": 0}, HEALTH, b"HTTP/1.1 429"),
         ({"connections_max": 0}, HEALTH, b"HTTP/1.1 429"),
     ],
 )
 async def test_slow_and_many_callers_are_bounded(
-    node: Any, options: GatewayOptions, changes: Any, request_bytes: bytes, answer: bytes
+    node: Any,
+    options: Config,
+    changes: Any,
+    request_bytes: bytes,
+    answer: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = {name: value for name, value in changes.items() if hasattr(options, name)}
-    others = {name: value for name, value in changes.items() if name not in own}
-    limits = msgspec.structs.replace(options.limits, **{"idle_s": 0.2, **others})
-    gateway = Gateway(node.connect, msgspec.structs.replace(options, limits=limits, **own))
+    changes = dict(changes)
+    for name in changes.keys() & {"HEAD_S", "REQUESTS_MAX"}:
+        monkeypatch.setattr(callers, name, changes.pop(name))
+    limits = msgspec.structs.replace(options.limits, **{"idle_s": 0.2, **changes})
+    gateway = Gateway(node.connect, msgspec.structs.replace(options, limits=limits))
     await gateway.start()
     try:
         found = await exchange(gateway.ports["http"], request_bytes)
@@ -101,7 +108,7 @@ async def test_pipelined_requests_are_not_taken_for_headers(gateway: Gateway, no
 
 
 async def test_a_taken_port_is_told_and_nothing_listens(
-    gateway: Gateway, node: Any, options: GatewayOptions
+    gateway: Gateway, node: Any, options: Config
 ) -> None:
     taken = msgspec.structs.replace(options, http_port=gateway.ports["http"])
     with pytest.raises(Unavailable):
@@ -109,7 +116,7 @@ async def test_a_taken_port_is_told_and_nothing_listens(
 
 
 async def test_stopping_lets_a_call_finish(
-    node: Any, options: GatewayOptions, eventually: Callable[..., Any]
+    node: Any, options: Config, eventually: Callable[..., Any]
 ) -> None:
     gateway = Gateway(node.connect, options)
     await gateway.start()
