@@ -61,7 +61,6 @@ class Pipeline:
         self._session, self._metrics = session, metrics
         self._open = ExitStack()
         self._wanted = threading.Event()  # somebody asked for a stop
-        self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._watcher: threading.Thread | None = None
         self._drain_s = settings.drain_s
@@ -106,9 +105,8 @@ class Pipeline:
     def wait(self) -> dict[str, Any]:
         """Wait for the end, whoever asks for it; the last status."""
         assert self._watcher is not None, "a pipeline that was not started has no end"
-        while not self._ended.wait(1.0):
-            pass  # a wait without an end would not let signals through
-        self._watcher.join()
+        while self._watcher.is_alive():
+            self._watcher.join(1.0)  # a wait without an end would not let signals through
         if self._failure is not None:
             raise self._failure
         return self.status()
@@ -218,7 +216,6 @@ class Pipeline:
             self._open.close()
         except BaseException as error:  # noqa: BLE001  as above; the first failure is the cause
             self._failure = self._failure or error
-        self._ended.set()
 
     def _stop_delivery(self) -> None:
         began = time.monotonic()

@@ -61,14 +61,20 @@ _FOLDED: Final = (
     ("released_deltas", "Deltas released in causal order.", "released"),
     ("quarantined_deltas", "Deltas that could not be placed.", "quarantined"),
 )
-# Metric, help, and where it is in what the pipeline says of its source, if it says it.
+# Where it is in what the status says of the change log, metric, help.
+_CHANGES: Final = (
+    ("last", "trigger", "Last committed trigger."),
+    ("triggers", "changes_triggers", "Triggers kept for sinks that lag."),
+    ("bytes", "changes_bytes", "Size of their change files."),
+)
+# The same for the source, which does not say all of it at all times.
 _SOURCE: Final = (
-    ("source_rows_per_trigger", "Rows that a trigger may take at present.", "rows_per_trigger"),
-    ("source_trigger_seconds", "Duration of the last trigger.", "seconds"),
-    ("source_lag_sequences", "Sequences in the log that are not yet folded.", "lag"),
-    ("source_paused", "1 while too much is undelivered to read on.", "paused"),
-    ("source_waiting", "1 while the query is down and waits to be started.", "waiting"),
-    ("source_restarts", "Times the query was started again.", "restarts"),
+    ("rows_per_trigger", "source_rows_per_trigger", "Rows that a trigger may take at present."),
+    ("seconds", "source_trigger_seconds", "Duration of the last trigger."),
+    ("lag", "source_lag_sequences", "Sequences in the log that are not yet folded."),
+    ("paused", "source_paused", "1 while too much is undelivered to read on."),
+    ("waiting", "source_waiting", "1 while the query is down and waits to be started."),
+    ("restarts", "source_restarts", "Times the query was started again."),
 )
 
 
@@ -114,8 +120,10 @@ class PipelineMetrics(Collector):
         name = status["pipeline"]
         build = {"version": __version__, "pipeline": name}
         yield InfoMetricFamily(f"{PREFIX}build", "What is running.", value=build)
-        yield from _pipeline(status, name)
-        yield from _source(status["source"], name)
+        for key, metric, help in _CHANGES:
+            yield _gauge(metric, help, pipeline=name, value=status["changes"][key])
+        for key, metric, help in _SOURCE:
+            yield _gauge(metric, help, pipeline=name, value=status["source"].get(key))
         yield from _partitions(status, name)
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for metric, help, value in rows:
@@ -126,25 +134,12 @@ class PipelineMetrics(Collector):
         yield _visible(self._freshness(), name)
 
 
-def _pipeline(status: Status, name: str) -> Iterator[Metric]:
-    changes = status["changes"]
-    for metric, help, value in (
-        ("trigger", "Last committed trigger.", changes["last"]),
-        ("changes_triggers", "Triggers kept for sinks that lag.", changes["triggers"]),
-        ("changes_bytes", "Size of their change files.", changes["bytes"]),
-    ):
-        gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline"])
-        if value is not None:
-            gauge.add_metric([name], value)
-        yield gauge
-
-
-def _source(source: Status, name: str) -> Iterator[Metric]:
-    for metric, help, key in _SOURCE:
-        gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline"])
-        if isinstance(source.get(key), int | float):
-            gauge.add_metric([name], float(source[key]))
-        yield gauge
+def _gauge(metric: str, help: str, *, pipeline: str, value: Any) -> Metric:
+    """A gauge of the whole pipeline; without a sample if there is nothing to tell."""
+    gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["pipeline"])
+    if isinstance(value, int | float):
+        gauge.add_metric([pipeline], float(value))
+    return gauge
 
 
 def _partitions(status: Status, name: str) -> Iterator[Metric]:

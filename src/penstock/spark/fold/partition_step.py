@@ -31,13 +31,14 @@ import pyarrow as pa
 
 from penstock.errors import Corruption
 from penstock.model.delta import NO_ID
+from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
 from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
-from penstock.spark.fold.log_deltas import Answer, find_forgotten, fold_deltas, read_deltas
+from penstock.spark.fold.log_deltas import find_forgotten, fold_deltas, read_deltas
 from penstock.spark.fold.state_folder import FoldSnapshots
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
@@ -109,24 +110,31 @@ class PartitionStep:
 
     def __init__(self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES) -> None:
         self._plan, self._range, self._cache = plan, part, cache
+        self._place: dict[str, Any] = {"topic": part.topic, "partition": part.partition}
         self._access = plan.node.access()
         self._snapshots = FoldSnapshots(plan.state / "snapshots")
 
     def run(self, head: FoldHead | None) -> tuple[FoldHead, ChangePart]:
         """The head after this range, and what came out; durable when it returns."""
-        topic, partition, first = self._range.topic, self._range.partition, self._range.first
+        first, last = self._range.first, self._range.last
         if head is None:
             head = FoldHead(start=first, sequence=first - 1)
         self._check_follows(head)
         state = self._state_of(head)
         found: set[bytes] = set()
-        answer, states = self._asking(state, found), Feed.STATES in self._plan.feed
-        feeds = read_deltas(self._access, topic, partition, first=first, last=self._range.last)
-        outcomes = list(fold_deltas(state, feeds, answer=answer, states=states))
+
+        def ask(_: Iterable[bytes]) -> set[bytes]:
+            held = find_forgotten(self._access, **self._place, state=state)
+            found.update(held)
+            return held
+
+        feeds = read_deltas(self._access, **self._place, first=first, last=last)
+        states = Feed.STATES in self._plan.feed
+        outcomes = list(fold_deltas(state, feeds, answer=ask, states=states))
         part = self._write(outcomes, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
-        self._cache.put(self._plan.pipeline, topic, partition, state)
+        self._cache.put(self._plan.pipeline, **self._place, state=state)
         return head, part
 
     def _check_follows(self, head: FoldHead) -> None:
@@ -141,14 +149,13 @@ class PartitionStep:
 
     def _state_of(self, head: FoldHead) -> Propagator:
         """The state at exactly the head's sequence."""
-        state = self._cache.take(self._plan.pipeline, self._range.topic, self._range.partition)
+        state = self._cache.take(self._plan.pipeline, **self._place)
         if state is None or not head.snapshot_sequence <= state.sequence <= head.sequence:
             state = self._restored(head)
         first = max(state.sequence + 1, head.start)
         if first <= head.sequence:
             known = frozenset(map(bytes.fromhex, head.found))
-            topic, partition = self._range.topic, self._range.partition
-            feeds = read_deltas(self._access, topic, partition, first=first, last=head.sequence)
+            feeds = read_deltas(self._access, **self._place, first=first, last=head.sequence)
             for _ in fold_deltas(state, feeds, answer=known.intersection, states=False):
                 pass  # its outcome was written when these ranges were first folded
         return state
@@ -163,32 +170,27 @@ class PartitionStep:
             )
         return state
 
-    def _asking(self, state: Propagator, found: set[bytes]) -> Answer:
-        """Answers from the log, which are noted in `found`."""
-
-        def ask(_: Iterable[bytes]) -> set[bytes]:
-            topic, partition = self._range.topic, self._range.partition
-            held = find_forgotten(self._access, topic, partition, state)
-            found.update(held)
-            return held
-
-        return ask
-
     # --- what is kept ---
 
     def _write(self, outcomes: list[FeedOutcome], *, quarantined: int) -> ChangePart:
-        topic, partition = self._range.topic, self._range.partition
-        data = self._plan.state / "changes" / "data"
-        writer = ChangeWriter(data, topic=topic, partition=partition)
-        write_outcomes(
-            writer,
-            outcomes,
-            topic=topic,
-            partition=partition,
-            feed=self._plan.feed,
-            quarantined=quarantined,
-        )
-        return writer.finish(first=self._range.first, last=self._range.last, counts=total(outcomes))
+        """Write what the plan's feed names, and the quarantine; so many of it came before."""
+        feed, place, counts = self._plan.feed, self._place, dict[str, int]()
+        writer = ChangeWriter(self._plan.state / "changes" / "data", **place)
+        if Feed.STATES in feed:
+            states = _newest([states_table(outcome.touched, **place) for outcome in outcomes])
+            lanes = states["lane"].to_numpy()
+            for lane in range(LANES):
+                mine = lanes == lane
+                table = states if mine.all() else states.filter(pa.array(mine))
+                writer.add("states", table, lane=lane)
+        if Feed.DELTAS in feed:
+            payloads = Feed.PAYLOADS in feed
+            tables = [released_table(outcome, **place, payloads=payloads) for outcome in outcomes]
+            writer.add("deltas", pa.concat_tables(tables))
+        writer.add("quarantine", _quarantine(outcomes, first=quarantined + 1, **place))
+        for outcome in outcomes:
+            add_counts(counts, outcome.counts)
+        return writer.finish(first=self._range.first, last=self._range.last, counts=counts)
 
     def _advanced(self, head: FoldHead, state: Propagator, part: ChangePart) -> FoldHead:
         """The head after the range, with a new snapshot if one is due."""
@@ -206,12 +208,7 @@ class PartitionStep:
         old = head.unsaved > 0 and newest - head.snapshot_ms >= SNAPSHOT_MS
         if not (due or old or len(head.found) > FOUND_MAX):
             return head
-        name, size = self._snapshots.write(
-            dump(state),
-            topic=self._range.topic,
-            partition=self._range.partition,
-            sequence=head.sequence,
-        )
+        name, size = self._snapshots.write(dump(state), **self._place, sequence=head.sequence)
         return msgspec.structs.replace(
             head,
             snapshot=name,
@@ -232,45 +229,6 @@ QUARANTINE: Final = pa.schema(
 )
 
 
-def write_outcomes(
-    writer: ChangeWriter,
-    outcomes: Sequence[FeedOutcome],
-    *,
-    topic: str,
-    partition: int,
-    feed: Feed,
-    quarantined: int,
-) -> None:
-    """Add what `feed` names, and the quarantine; `quarantined` of the partition came before."""
-    place: dict[str, Any] = {"topic": topic, "partition": partition}
-    if Feed.STATES in feed:
-        _write_states(writer, [states_table(outcome.touched, **place) for outcome in outcomes])
-    if Feed.DELTAS in feed:
-        payloads = Feed.PAYLOADS in feed
-        tables = [released_table(outcome, **place, payloads=payloads) for outcome in outcomes]
-        writer.add("deltas", pa.concat_tables(tables))
-    for outcome in outcomes:
-        quarantined += len(outcome.quarantined)
-    writer.add("quarantine", _quarantine(outcomes, last=quarantined, **place))
-
-
-def _write_states(writer: ChangeWriter, tables: Sequence[pa.Table]) -> None:
-    states = _newest(tables)
-    lanes = states["lane"].to_numpy()
-    for lane in range(LANES):
-        rows = np.flatnonzero(lanes == lane)
-        whole = len(rows) == len(lanes)
-        writer.add("states", states if whole else states.take(pa.array(rows)), lane=lane)
-
-
-def total(outcomes: Sequence[FeedOutcome]) -> dict[str, int]:
-    """The counts of all outcomes together."""
-    counts: dict[str, int] = {}
-    for outcome in outcomes:
-        add_counts(counts, outcome.counts)
-    return counts
-
-
 def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:
     """DELTAS rows of what an outcome released."""
     return deltas_table(
@@ -284,29 +242,21 @@ def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads
 
 
 def _quarantine(
-    outcomes: Sequence[FeedOutcome], *, last: int, topic: str, partition: int
+    outcomes: Sequence[FeedOutcome], *, first: int, topic: str, partition: int
 ) -> pa.Table:
-    tables = []
-    ordinal = last - sum(len(outcome.quarantined) for outcome in outcomes)
-    for outcome in outcomes:
-        batch = outcome.quarantined
-        count = len(batch)
-        numbers = np.arange(ordinal + 1, ordinal + count + 1, dtype=np.uint64)
-        ordinal += count
-        table = deltas_table(
-            batch,
-            positions=batch.sequences,
-            ordinals=numbers,
-            topic=topic,
-            partition=partition,
-            payloads=True,
-        )
-        reasons = pa.array(outcome.reasons, pa.utf8())
-        missing = [None if id_ == NO_ID else id_ for id_ in outcome.missing]
-        tables.append(
-            pa.table([*table.columns, reasons, pa.array(missing, pa.binary(16))], schema=QUARANTINE)
-        )
-    return pa.concat_tables(tables)
+    batch = DeltaBatch.concat([outcome.quarantined for outcome in outcomes])
+    table = deltas_table(
+        batch,
+        positions=batch.sequences,
+        ordinals=np.arange(first, first + len(batch), dtype=np.uint64),
+        topic=topic,
+        partition=partition,
+        payloads=True,
+    )
+    reasons = [reason for outcome in outcomes for reason in outcome.reasons]
+    missing = [id_ if id_ != NO_ID else None for outcome in outcomes for id_ in outcome.missing]
+    told = pa.array(reasons, pa.utf8()), pa.array(missing, pa.binary(16))
+    return pa.table([*table.columns, *told], schema=QUARANTINE)
 
 
 def _newest(tables: Sequence[pa.Table]) -> pa.Table:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,45 +90,32 @@ def check_schema(schema: StructType) -> None:
             )
 
 
-class MessageColumns:
-    """The rows of a record batch as a message has them; `first` of them went before."""
-
-    def __init__(
-        self, batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
-    ) -> None:
-        self._batch = batch
-        if "value" in batch.schema.names:
-            self.payloads = _bytes(batch.column("value"), field="value")
-        else:
-            self.payloads = _encoded(batch, config, producer=producer, first=first)
-        self.keys = None
-        if "key" in batch.schema.names and config.kind is TopicKind.QUEUE:
-            self.keys = _bytes(batch.column("key"), field="key", nulls=True)
-
-    @property
-    def priorities(self) -> NDArray[np.int64] | None:
-        if "priority" not in self._batch.schema.names:
-            return None
-        found = self._batch.column("priority")
-        return np.asarray(pc.fill_null(found.cast(pa.int64()), 0))
-
-    @property
-    def headers(self) -> pa.BinaryArray | None:
-        if "headers" not in self._batch.schema.names:
-            return None
-        rows = self._batch.column("headers").to_pylist()
-        return pa.array([_headers(tuple(row)) if row else None for row in rows], pa.binary())
+def items_of(batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int) -> Items:
+    """The rows of a record batch as messages, not numbered yet; `first` rows went before."""
+    given = dict(zip(batch.schema.names, batch.columns, strict=True))
+    value, key, priority = (given.get(name) for name in ("value", "key", "priority"))
+    if value is not None and value.null_count:
+        raise InvalidArgument("value is null in some row", field="value")
+    headers = None
+    if "headers" in given:
+        rows = given["headers"].to_pylist()
+        headers = pa.array([_headers(tuple(row)) if row else None for row in rows], pa.binary())
+    return Items(
+        sequences=np.zeros(batch.num_rows, np.int64),
+        payloads=_encoded(batch, config, producer=producer, first=first)
+        if value is None
+        else value.cast(pa.binary()),
+        priorities=None
+        if priority is None
+        else np.asarray(pc.fill_null(priority.cast(pa.int64()), 0)),
+        keys=None if key is None or config.kind is not TopicKind.QUEUE else key.cast(pa.binary()),
+        headers=headers,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _headers(pairs: tuple[tuple[str, str], ...]) -> bytes:
     return msgspec.msgpack.encode(dict(pairs))
-
-
-def _bytes(column: pa.Array, *, field: str, nulls: bool = False) -> pa.BinaryArray:
-    if column.null_count and not nulls:
-        raise InvalidArgument(f"{field} is null in some row", field=field)
-    return column.cast(pa.binary())
 
 
 def _encoded(
@@ -216,26 +204,19 @@ class TaskWriter:
 
     def _of(self, batch: pa.RecordBatch) -> Iterator[list[Part]]:
         first = self._base + self._sent.total()
-        columns = MessageColumns(batch, self._config, producer=self._producer, first=first)
-        targets = self._targets(columns)
-        items = Items(
-            sequences=self._number(targets),
-            payloads=columns.payloads,
-            priorities=columns.priorities,
-            keys=columns.keys,
-            headers=columns.headers,
-        )
+        items = items_of(batch, self._config, producer=self._producer, first=first)
+        targets = self._targets(items)
+        items = replace(items, sequences=self._number(targets))
         return requests(items, targets, producer=self._producer, epoch=EPOCH)
 
-    def _targets(self, columns: MessageColumns) -> NDArray[np.int64]:
+    def _targets(self, items: Items) -> NDArray[np.int64]:
         count = self._config.partitions
         if self._config.kind is TopicKind.DELTA:
-            return delta_targets(columns.payloads, count)
-        targets = np.full(len(columns.payloads), self._task % count, np.int64)
-        if columns.keys is not None and count > 1:
-            keyed = np.asarray(columns.keys.is_valid())
-            given = columns.keys.drop_null().to_pylist()
-            targets[keyed] = partitions_of(given, count)
+            return delta_targets(items.payloads, count)
+        targets = np.full(len(items), self._task % count, np.int64)
+        if items.keys is not None and count > 1:
+            keyed = np.asarray(items.keys.is_valid())
+            targets[keyed] = partitions_of(items.keys.drop_null().to_pylist(), count)
         return targets
 
     def _number(self, targets: NDArray[np.int64]) -> NDArray[np.int64]:

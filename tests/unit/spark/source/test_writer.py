@@ -10,20 +10,23 @@ import pytest
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Op, decode
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.spark.source.writer import MessageColumns
+from penstock.sinks.protocol import Items
+from penstock.spark.source.writer import items_of
 
 QUEUE = TopicConfig(name="jobs")
 VECTORS = TopicConfig(name="vectors", kind=TopicKind.DELTA, dimensions=2)
 ROW = {"namespace": "a", "vector_id": "v", "op": "dense", "origin": "me", "delta_time": 9}
 
 
-def columns(rows: list[dict[str, Any]], config: TopicConfig, first: int = 0) -> MessageColumns:
-    return MessageColumns(pa.RecordBatch.from_pylist(rows), config, producer="p", first=first)
+def columns(rows: list[dict[str, Any]], config: TopicConfig, first: int = 0) -> Items:
+    return items_of(pa.RecordBatch.from_pylist(rows), config, producer="p", first=first)
 
 
 def test_text_and_nulls() -> None:
     found = columns([{"value": "é", "key": None, "priority": None}], QUEUE)
     assert found.payloads.to_pylist() == ["é".encode()]
+    assert found.keys is not None
+    assert found.priorities is not None
     assert (found.keys.to_pylist(), found.priorities.tolist()) == ([None], [0])
     assert found.headers is None
 
