@@ -189,7 +189,8 @@ def test_a_running_pipeline_is_stopped_and_goes_on(
         with pytest.raises(Unavailable, match="in use by the pipeline of process"):
             Pipeline(settings, session=spark).start()
         put(node, corpus, 0, 1500)
-        assert pipeline.changes.wait(-1, timeout_s=240)
+        pipeline.changes.wait(-1, timeout_s=240)
+        assert pipeline.changes.last is not None
     rest = pipeline.status()
     assert rest["state"] == "stopped"
     assert all(sink["lag"]["rows"] == 0 for sink in rest["sinks"])

@@ -148,24 +148,22 @@ def _values(condition: Filter) -> tuple[Any, ...] | None:
     return None if None in found else found
 
 
+# What a comparison adds to its value for the least and for the greatest that it allows.
+_LEAST: Final = {GreaterThan: 1, GreaterThanOrEqual: 0, EqualTo: 0, EqualNullSafe: 0}
+_GREATEST: Final = {LessThan: -1, LessThanOrEqual: 0, EqualTo: 0, EqualNullSafe: 0}
+
+
 def _bounds(condition: Filter, *, time: bool) -> tuple[int, int] | None:
     """The inclusive bounds of a comparison; of a time in ms, rounded outwards."""
+    kind: Any = type(condition)
     value = getattr(condition, "value", None)
-    low, high = (_floor_ms(value), _floor_ms(value)) if time else (value, value)
-    if not isinstance(low, int) or not isinstance(high, int):
+    value = _floor_ms(value) if time else value
+    if not isinstance(value, int) or not (kind in _LEAST or kind in _GREATEST):
         return None
-    if isinstance(condition, EqualTo | EqualNullSafe):
-        return low, high
     step = 0 if time else 1
-    if isinstance(condition, GreaterThan):
-        return low + step, _END
-    if isinstance(condition, GreaterThanOrEqual):
-        return low, _END
-    if isinstance(condition, LessThan):
-        return -_END, high - step
-    if isinstance(condition, LessThanOrEqual):
-        return -_END, high
-    return None
+    low = value + step * _LEAST[kind] if kind in _LEAST else -_END
+    high = value + step * _GREATEST[kind] if kind in _GREATEST else _END
+    return low, high
 
 
 def _floor_ms(value: Any) -> int | None:
