@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from penstock.client.queue.entries import Item as Item
     from penstock.client.queue.leases import LeasedMessage as LeasedMessage
     from penstock.client.queue.leases import MessageBatch as MessageBatch
-    from penstock.client.queue.log_reader import LogReader as LogReader
+    from penstock.client.queue.messages import LogReader as LogReader
     from penstock.client.queue.messages import DeadLetters as DeadLetters
     from penstock.client.queue.messages import DeadMessage as DeadMessage
     from penstock.client.queue.messages import Message as Message
@@ -85,7 +85,7 @@ _LAZY = {
     "penstock.client.queue.consumer": "BatchConsumer MessageConsumer",
     "penstock.client.queue.entries": "Item",
     "penstock.client.queue.leases": "LeasedMessage MessageBatch",
-    "penstock.client.queue.log_reader": "LogReader",
+    "penstock.client.queue.messages": "LogReader",
     "penstock.client.queue.messages": "DeadLetters DeadMessage Message",
     "penstock.client.topic": "PartitionStats Topic TopicStats",
     "penstock.model.delta": "Delta Op PriorityClass Source",

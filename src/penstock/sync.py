@@ -25,7 +25,7 @@ from penstock.client.bridge import ThreadBridge
 from penstock.client.delta import deltas, subscription
 from penstock.client.network.endpoints import Tls
 from penstock.client.options import Options
-from penstock.client.queue import consumer, leases, log_reader, messages
+from penstock.client.queue import consumer, leases, messages
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 
@@ -157,7 +157,7 @@ class DeadLetters(Twin[messages.DeadLetters[T]], Generic[T]):
         return self._bridge.iterate(self._original.__aiter__())
 
 
-class LogReader(Twin[log_reader.LogReader[T]], Generic[T]):
+class LogReader(Twin[messages.LogReader[T]], Generic[T]):
     def __iter__(self) -> Iterator[Any]:
         return self._bridge.iterate(self._original.__aiter__())
 

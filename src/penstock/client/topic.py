@@ -27,8 +27,7 @@ from penstock.client.queue.entries import (
 )
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.leases import Keeper, LeasedMessage, MessageBatch, popped
-from penstock.client.queue.log_reader import LogReader
-from penstock.client.queue.messages import DeadLetters, Message, from_map
+from penstock.client.queue.messages import DeadLetters, LogReader, Message, from_map
 from penstock.client.queue.producer import Producer
 from penstock.errors import InvalidArgument
 from penstock.model.topic import TopicConfig

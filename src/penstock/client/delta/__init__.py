@@ -2,7 +2,6 @@
 
 `deltas` is the public object. A `writer` knows the last delta of each vector it changes,
 `columns` lay out many deltas at once, and a `fold` makes vectors of a partition's log through the
-kernels of `penstock.propagation`. A `subscription` is what nodes release, in causal order; its
-`arrivals` go on through failures without a gap. Everything is written and read through the
-topic's own handle.
+kernels of `penstock.propagation`. A `subscription` is what nodes release, in causal order and
+through failures without a gap. Everything is written and read through the topic's own handle.
 """

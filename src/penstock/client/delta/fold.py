@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.delta.writer import DeltaWriter, VectorHead
-from penstock.client.queue.log_reader import LogReader
+from penstock.client.queue.messages import LogReader
 from penstock.client.topic import Topic
 from penstock.model.delta_batch import DeltaBatch, deltas_of
 from penstock.model.partitioning import partitions_of_digests

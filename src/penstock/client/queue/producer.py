@@ -9,6 +9,13 @@ been written.
 A request names the topic's id. If another topic has its name by then, nothing is written, and what
 was gathered goes into that one as its configuration asks for.
 
+A client whose producer has a lasting name takes the place of earlier clients of that name. A
+partition refuses an earlier client once it has heard of the later one. So before its first put a
+client has its epoch written into every partition of the topic; it does so again when the topic has
+other partitions than then, and before partitions forget it, as they do with a producer that is
+silent for the topic's `dedup_ms`. A client with a name of its own has nobody to succeed, and pays
+nothing.
+
 At a cluster each request goes to the node that coordinates its partition, and what was gathered is
 parted by node. A request stays with its partition however often it is sent; puts that may go
 anywhere keep away from partitions that some request has trouble with. They stay with a partition
@@ -23,15 +30,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from random import randrange
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from penstock.client.network.fleet import Fleet
-from penstock.client.network.link import Link, Where
+from penstock.client.network.link import Fleet, Link, Where
 from penstock.client.queue.entries import Entry, EntryColumns, ProducerIdentity
-from penstock.client.queue.succession import Succession
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.entries import ENQ
@@ -39,6 +44,8 @@ from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Enqueue, Enqueued, Part, pack
+
+TELL_AGAIN: Final = 0.5  # the part of `dedup_ms` after which partitions are told again
 
 
 class KeyedPart(NamedTuple):
@@ -100,7 +107,10 @@ class Producer:
         self._sticky = 0
         self._stay_until = 0.0
         self._stayed = 0  # entries that went to the partition since it was chosen
-        self._succession = Succession(link, identity)
+        # What all partitions have been told of a lasting name: the topic's id, how many they are,
+        # and until when that is enough, by the loop's clock.
+        self._told = (0, 0, 0.0)
+        self._telling = asyncio.Lock()
 
     # --- one by one ---
 
@@ -111,15 +121,35 @@ class Producer:
             self.inflight_entries < self._options.inflight_entries_max
             and self.inflight_bytes < self._options.inflight_bytes_max
             and not self._link.closed
-            and (not self._identity.lasting or self._succession.known(self.config))
+            and (not self._identity.lasting or self._succeeded())
         )
+
+    def _succeeded(self) -> bool:
+        """Whether all partitions refuse earlier clients of the name, and will for a while."""
+        *topic, until = self._told
+        return topic == [self.config.id, self.config.partitions] and self._loop.time() < until
+
+    async def _succeed(self) -> None:
+        """Have all partitions refuse them; raises `StaleProducer` if there is a later client."""
+        async with self._telling:
+            if not self._identity.lasting or self._succeeded():
+                return
+            config, identity = self.config, self._identity
+            until = self._loop.time() + config.dedup_ms / 1000 * TELL_AGAIN
+            await self._link.call(
+                "producer_begin",
+                topic=config.name,
+                producer=identity.name,
+                epoch=identity.epoch,
+            )
+            self._told = (config.id, config.partitions, until)
 
     async def room(self, room_by: float | None = None) -> None:
         """Wait until another put is within the bounds; raises `Backpressure` at `room_by`. Before
         the first one, earlier clients of the same producer are shut out."""
         while True:
             self._link.raise_if_closed()
-            await self._succession.tell(self.config)
+            await self._succeed()
             if self.ready:
                 return
             self._answered.clear()
@@ -339,7 +369,7 @@ class Producer:
     async def _renew(self) -> None:
         found = await self._link.call("topic_get", topic=self.config.name)
         self.config = msgspec.convert(found, TopicConfig)
-        await self._succession.tell(self.config)
+        await self._succeed()
 
     async def _deliver_apart(self, group: EntryColumns, shipment: Shipment) -> None:
         """Entry by entry, in their order, each under the key that it had."""

@@ -22,7 +22,7 @@ from penstock.client.client import Client
 from penstock.client.network.endpoints import Remote
 from penstock.client.options import Options
 from penstock.client.queue.handle import TopicHandle
-from penstock.client.queue.log_reader import LogReader
+from penstock.client.queue.messages import LogReader
 from penstock.errors import FailedPrecondition, Unavailable
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig, TopicKind

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.client.client import Client
-from penstock.client.network import fleet
+from penstock.client.network import link
 from penstock.client.network.endpoints import open_connection
 from penstock.client.options import Options
 from penstock.errors import Backpressure, Unavailable, WrongEpoch
@@ -338,7 +338,7 @@ async def test_a_connection_goes_past_nodes_that_do_not_serve(peers: Peers) -> N
 async def test_partitions_that_a_topic_is_given_are_used_by_open_clients(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "ROUTES_S", 0.02)
+    monkeypatch.setattr(link, "ROUTES_S", 0.02)
     async with routed(peers) as (_, topic):
         key = next(k for i in range(1000) if partition_of(k := b"%d" % i, 9) > 5)
         assert MessageId.parse(await topic.put(b"x", key=key)).partition < 6
