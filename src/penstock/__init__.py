@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from penstock.client.queue.entries import Item as Item
     from penstock.client.queue.leases import LeasedMessage as LeasedMessage
     from penstock.client.queue.leases import MessageBatch as MessageBatch
-    from penstock.client.queue.messages import LogReader as LogReader
     from penstock.client.queue.messages import DeadLetters as DeadLetters
     from penstock.client.queue.messages import DeadMessage as DeadMessage
+    from penstock.client.queue.messages import LogReader as LogReader
     from penstock.client.queue.messages import Message as Message
     from penstock.client.topic import PartitionStats as PartitionStats
     from penstock.client.topic import Topic as Topic
@@ -85,8 +85,7 @@ _LAZY = {
     "penstock.client.queue.consumer": "BatchConsumer MessageConsumer",
     "penstock.client.queue.entries": "Item",
     "penstock.client.queue.leases": "LeasedMessage MessageBatch",
-    "penstock.client.queue.messages": "LogReader",
-    "penstock.client.queue.messages": "DeadLetters DeadMessage Message",
+    "penstock.client.queue.messages": "DeadLetters DeadMessage LogReader Message",
     "penstock.client.topic": "PartitionStats Topic TopicStats",
     "penstock.model.delta": "Delta Op PriorityClass Source",
     "penstock.model.topic": "Compression Mode TopicConfig TopicKind",
