@@ -53,10 +53,17 @@ class ClusterAdministration:
         try:
             await cluster.catalog.get(wanted.name)
         except NotFound:
-            fields = {"replication_factor": self._replicas(), **fields}
+            usable = sum(not node.draining for node in cluster.candidates())
+            fields = {"replication_factor": REPLICAS if usable >= REPLICAS else 1, **fields}
             wanted = topic_config({**fields, "id": 0})
-            self._check_replicas(wanted.replication_factor)
-            nodes = await self._with_room(wanted.partitions, wanted.replication_factor)
+            replicas = wanted.replication_factor
+            if replicas > usable:
+                raise FailedPrecondition(
+                    f"replication_factor {replicas} needs as many nodes, {usable} are there",
+                    field="replication_factor",
+                    limit=usable,
+                ) from None
+            nodes = await self._with_room(wanted.partitions, replicas)
         else:
             nodes = cluster.candidates()
         config = await cluster.catalog.create(fields, exists_ok=exists_ok)
@@ -159,19 +166,6 @@ class ClusterAdministration:
         nodes = await self._with_room(partitions - held.partitions, held.replication_factor)
         await self.cluster.catalog.grow(name, partitions)
         return nodes
-
-    def _replicas(self) -> int:
-        usable = sum(not node.draining for node in self.cluster.candidates())
-        return REPLICAS if usable >= REPLICAS else 1
-
-    def _check_replicas(self, replicas: int) -> None:
-        usable = sum(not node.draining for node in self.cluster.candidates())
-        if replicas > usable:
-            raise FailedPrecondition(
-                f"replication_factor {replicas} needs as many nodes, {usable} are there",
-                field="replication_factor",
-                limit=usable,
-            )
 
     async def _until(
         self,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from penstock.node.clock import Clock
 from penstock.node.cluster.control import ClusterControl, Local
 from penstock.node.cluster.copies import SeedReader, SeedServer
 from penstock.node.cluster.disk import DataDisk
-from penstock.node.cluster.peers import Connect, PeerLink, Peers
+from penstock.node.cluster.peers import Connect, Peers
 from penstock.node.cluster.transport import PeerTransport
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.clocks import Clocks, ClockWatch
@@ -34,6 +34,7 @@ PROBE_S: Final = 2.0  # between looks whether the metadata store answers
 LOOK_S: Final = 0.5  # between looks whether the others are reached
 ASK_S: Final = 2.0
 RESIGNING_MAX: Final = 16  # partitions that are handed over at the same time
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -63,7 +64,10 @@ class Cluster:
             store, lease_ttl_s=options.lease_s, before_return=self._renew_disk,
             on_change=self._on_members,
         )  # fmt: skip
-        self.peers = Peers(info.id, connect=connect, spawn=spawn)
+        self.peers = Peers(
+            info.id, connect=connect, spawn=spawn, on_connected=self._on_connected,
+            on_refused=lambda node: self.transport.on_refused(node),
+        )  # fmt: skip
         self.clocks = Clocks(info.id, tolerance_ms=options.clock_offset_s * 1000)
         self._watch = ClockWatch(
             self.clocks, clock, ask=self.ask, reached=self._reached, members=lambda: self.alive,
@@ -85,6 +89,7 @@ class Cluster:
             self.node, store=store, records=self.records, catalog=catalog, local=local,
             ages=lambda: self.members.ages, deleted=self.deleted, spawn=spawn,
         )  # fmt: skip
+        self.live, self.changed = self.peers.live, self.control.changed
 
     # --- the view that requests are routed by ---
 
@@ -93,18 +98,10 @@ class Cluster:
         node = self.control.coordinator(key)
         return node if node == self.node or self.live(node) is not None else ""
 
-    def live(self, node: str) -> PeerLink | None:
-        return self.peers.live(node)
-
-    async def changed(self, key: Key) -> None:
-        await self.control.changed(key)
-
-    def on_connected(self, node: str) -> None:
+    def _on_connected(self, node: str) -> None:
+        self.transport.on_connected(node)
         self.control.wake()  # who waits for a coordinator may find it reachable now
         self._watch.wake()
-
-    def on_refused(self, node: str) -> None:
-        return
 
     # --- asking other nodes ---
 
@@ -173,18 +170,18 @@ class Cluster:
     async def start(self, info: NodeInfo) -> None:
         """Join, and take part from now on. Raises `AlreadyExists` if another node has our name."""
         self._info = info
-        self.peers.listen(self)
         await until_available(lambda: self.members.join(info))
         self._on_members()
         self._spawn(self._stay(), name="members", vital=True)
         self._spawn(self.control.run(), name="control", vital=True)
-        probing = repeat(self._probe, trouble="the metadata cannot be read", pause_s=PROBE_S)
-        self._spawn(probing, name="metadata-probe", vital=True)
         self._spawn(self._look_around(), name="reach", vital=True)
-        watching = repeat(self._watch.run, trouble="clocks are not compared", pause_s=LOOK_S)
-        self._spawn(watching, name="clocks", vital=True)
-        renewing = repeat(self._keep_disk, trouble="the disk is not renewed", pause_s=PROBE_S)
-        self._spawn(renewing, name="disk", vital=True)
+        for name, work, trouble in (
+            ("metadata-probe", self._probe, "the metadata cannot be read"),
+            ("clocks", self._watch.run, "clocks are not compared"),
+            ("disk", self._keep_disk, "the disk is not renewed"),
+        ):
+            repeating = repeat(work, trouble=trouble, pause_s=PROBE_S)
+            self._spawn(repeating, name=name, vital=True)
         await self.control.ready()
         self.ready = True
         log.info("joined", cluster=self.options.name, node=self.node, nodes=sorted(self.alive))
@@ -241,20 +238,15 @@ class Cluster:
 
     async def _hand_over(self) -> None:
         """Give up what others can take over, and wait until they have."""
-        turns = asyncio.Semaphore(RESIGNING_MAX)
 
         async def hand_over(key: Key) -> None:
-            async with turns:
-                await self.resign(key)
-                while self.control.coordinator(key) == self.node and self._has_heir(key):
-                    with suppress(TimeoutError):  # an heir that goes away changes no record
-                        async with asyncio.timeout(LOOK_S):
-                            await self.control.changed(key)
+            await self.resign(key)
+            while self.control.coordinator(key) == self.node and self._has_heir(key):
+                with suppress(TimeoutError):  # an heir that goes away changes no record
+                    async with asyncio.timeout(LOOK_S):
+                        await self.control.changed(key)
 
-        async with asyncio.TaskGroup() as tasks:
-            for key in self._coordinated():
-                if self._has_heir(key):
-                    tasks.create_task(hand_over(key))
+        await _some_at_a_time(hand_over, filter(self._has_heir, self._coordinated()))
         left = len(self._coordinated())
         if left:
             log.info("partitions that nobody else can take over now stop", partitions=left)
@@ -281,16 +273,8 @@ class Cluster:
 
     async def _give_up_all(self) -> bool:
         """Give up what is coordinated here, to whoever takes it; whether nothing is left."""
-        turns = asyncio.Semaphore(RESIGNING_MAX)
-
-        async def give_up(host: Host) -> None:
-            async with turns:
-                await host.resign()
-
         hosts = [host for host in self._local.hosts.values() if host.coordinates]
-        async with asyncio.TaskGroup() as tasks:
-            for host in hosts:
-                tasks.create_task(give_up(host))
+        await _some_at_a_time(Host.resign, hosts)
         return not any(host.coordinates for host in hosts)
 
     def _reached(self) -> list[str]:
@@ -352,6 +336,18 @@ class Cluster:
             log.info("the metadata store is back")
         self.available = reached
         await asyncio.sleep(PROBE_S)
+
+
+async def _some_at_a_time(resign: Callable[[T], Awaitable[None]], given_up: Iterable[T]) -> None:
+    turns = asyncio.Semaphore(RESIGNING_MAX)
+
+    async def in_turn(each: T) -> None:
+        async with turns:
+            await resign(each)
+
+    async with asyncio.TaskGroup() as tasks:
+        for each in given_up:
+            tasks.create_task(in_turn(each))
 
 
 async def until_available(join: Callable[[], Awaitable[None]]) -> None:

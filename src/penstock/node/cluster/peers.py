@@ -65,28 +65,24 @@ Connect = Callable[[NodeInfo], Awaitable[PeerLink]]
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
-class Listener(Protocol):
-    """Who wants to know how connections fare."""
-
-    def on_connected(self, node: str) -> None: ...
-
-    def on_refused(self, node: str) -> None:
-        """Nobody listens at the node's address: it has ended."""
-        ...
-
-
 class Peers:
-    """Connections by node. A node that is no longer a member is given up once it is lost."""
+    """Connections by node. A node that is no longer a member is given up once it is lost.
+    `on_refused` hears of nodes at whose address nobody listens: they have ended."""
 
-    def __init__(self, node: str, *, connect: Connect, spawn: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        node: str,
+        *,
+        connect: Connect,
+        spawn: Callable[..., object],
+        on_connected: Callable[[str], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
         self._node, self._connect, self._spawn = node, connect, spawn
+        self._on_connected, self._on_refused = on_connected, on_refused
         self._members: Mapping[str, NodeInfo] = {}
         self._links: dict[str, _Link] = {}
-        self._listeners: list[Listener] = []
         self._closed = False
-
-    def listen(self, listener: Listener) -> None:
-        self._listeners.append(listener)
 
     def live(self, node: str) -> PeerLink | None:
         """The connection to a node, if there is one right now."""
@@ -165,27 +161,22 @@ class Peers:
         except PenstockError as error:
             log.debug("peer not reached", peer=node, error=error.message)
             if error.details.get("refused"):
-                self._refused(node)
+                self._on_refused(node)
             return False
         if connection.node != node:  # the address has been given to somebody else
             connection.abort()
-            self._refused(node)
+            self._on_refused(node)
             return False
         link.connection = connection
         log.info("peer connected", peer=node)
         try:
-            for listener in self._listeners:
-                listener.on_connected(node)
+            self._on_connected(node)
             await connection.wait_closed()
         finally:
             link.connection = None
             connection.abort()
         log.info("peer lost", peer=node)
         return True
-
-    def _refused(self, node: str) -> None:
-        for listener in self._listeners:
-            listener.on_refused(node)
 
 
 class _Link:

@@ -103,7 +103,6 @@ class PeerTransport:
         self._sendings: dict[tuple[str, Key], FollowOutput] = {}
         self._acked: dict[Key, tuple[Ack, float]] = {}  # what was said last, and when
         self._loop = asyncio.get_running_loop()
-        peers.listen(self)
 
     # --- what hosts ask for ---
 

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from tests.unit.node.replica.fakes import Dialling, Spawning, info
@@ -29,9 +30,16 @@ async def spawn() -> AsyncIterator[Spawning]:
     await spawning.close()
 
 
+def made(connect: Any, spawn: Spawning, heard: Heard) -> Peers:
+    return Peers(
+        "a", connect=connect, spawn=spawn, on_connected=heard.on_connected,
+        on_refused=heard.on_refused,
+    )  # fmt: skip
+
+
 async def connected(spawn: Spawning, *up: str) -> tuple[Peers, Dialling]:
     dial = Dialling(*up)
-    peers = Peers("a", connect=dial, spawn=spawn)
+    peers = made(dial, spawn, Heard())
     peers.on_members({node: info(node) for node in ("a", *up)})
     await dial.until(len(up))
     return peers, dial
@@ -81,8 +89,7 @@ async def test_a_lost_connection_is_opened_again(spawn: Spawning) -> None:
 
 async def test_a_refused_connection_is_told_and_tried_again(spawn: Spawning) -> None:
     dial, heard = Dialling(), Heard()
-    peers = Peers("a", connect=dial, spawn=spawn)
-    peers.listen(heard)
+    peers = made(dial, spawn, heard)
     peers.on_members({"b": info("b")})
     async with asyncio.timeout(60):
         await heard.refused.wait()
@@ -97,8 +104,7 @@ async def test_somebody_else_at_the_address_is_not_taken_for_the_node(spawn: Spa
     async def misdirected(_: object) -> object:
         return await dial(info("c"))
 
-    peers = Peers("a", connect=misdirected, spawn=spawn)  # type: ignore[arg-type]
-    peers.listen(heard)
+    peers = made(misdirected, spawn, heard)
     peers.on_members({"b": info("b")})
     async with asyncio.timeout(60):
         await heard.refused.wait()

@@ -26,7 +26,11 @@ class Net:
 
     def __init__(self, *up: str) -> None:
         self.dial, self.spawn = Dialling(*up), Spawning()
-        self.peers = Peers("a", connect=self.dial, spawn=self.spawn)
+        self.peers = Peers(
+            "a", connect=self.dial, spawn=self.spawn,
+            on_connected=lambda node: self.transport.on_connected(node),
+            on_refused=lambda node: self.transport.on_refused(node),
+        )  # fmt: skip
         self.host = FakeHost(KEY)
 
         async def fetch(*_: object) -> None:
