@@ -78,7 +78,7 @@ class HeapApplier:
         self._reading = False  # a thread reads, or builds the heap
         self._stale = False  # the heap holds entries that the log has lost
         self._held = False  # the log is being replaced: nobody reads
-        self._waiters: list[asyncio.Future[None]] = []
+        self._progress = asyncio.Event()  # for those who wait; another one after each step
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -101,7 +101,7 @@ class HeapApplier:
                 self._target = before
                 return False
             self._schedule()
-            await self._progress()
+            await self._progress.wait()
         return wanted()
 
     def _schedule(self) -> None:
@@ -110,22 +110,13 @@ class HeapApplier:
             self._scheduled = True
             self._loop.call_soon(self._apply_some)
 
-    async def _progress(self) -> None:
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.append(waiter)
-        await waiter
-
     def _apply_some(self) -> None:
         self._scheduled = False
         if self._reading or self._held or self.settled:
             self._tell()
             return
-        if self._stale:
-            self._reading = True
-            self._spawn(self._rebuild())
-            return
         try:
-            batches = self._read(SLICE_BYTES, nowait=True)
+            batches = None if self._stale else self._read(SLICE_BYTES, nowait=True)
         except Corruption:
             batches = None  # it is met again, where it is told
         if batches is None:
@@ -148,18 +139,27 @@ class HeapApplier:
             self.heap.apply(batch, batch.columns())
 
     async def _apply_cold(self) -> None:
-        """The page cache misses: read in a thread, then go on."""
+        """The page cache misses, or the heap is to be built anew: read in a thread, then go on."""
         try:
-            batches = await asyncio.to_thread(self._read, COLD_BYTES, nowait=False)
+            if self._stale:
+                await self._rebuild()
+            else:
+                batches = await asyncio.to_thread(self._read, COLD_BYTES, nowait=False)
+                self._apply([] if self._stale else batches or [])
         except Corruption as error:
-            self._break(error)
-            return
+            self._broken = True
+            self._on_unreadable(error)
         finally:
             self._reading = False
-        if not self._stale:
-            self._apply(batches or [])
         self._schedule()
         self._tell()
+
+    async def _rebuild(self) -> None:
+        replayed = await asyncio.to_thread(
+            replay, self._log, self.heap.config, through=self._target
+        )
+        self.heap, self._stale = replayed.heap, False
+        self._on_rebuilt(replayed)
 
     # --- when the log was cut ---
 
@@ -168,14 +168,14 @@ class HeapApplier:
         self._target = min(self._target, sequence)
         self._stale = self._stale or self.heap.sequence_applied > sequence
         while self._reading:
-            await self._progress()
+            await self._progress.wait()
         self._stale = self._stale or self.heap.sequence_applied > sequence
 
     async def drop(self) -> None:
         """The whole log is about to be replaced. Returns when nobody reads it."""
         self._target, self._stale = 0, True
         while self._reading:
-            await self._progress()
+            await self._progress.wait()
         self._stale, self._held, self._broken = True, True, False
 
     def resume(self, committed: int) -> None:
@@ -185,27 +185,6 @@ class HeapApplier:
         self._schedule()
         self._tell()
 
-    async def _rebuild(self) -> None:
-        log, config, through = self._log, self.heap.config, self._target
-        try:
-            replayed = await asyncio.to_thread(replay, log, config, through=through)
-            self.heap, self._stale = replayed.heap, False
-            self._on_rebuilt(replayed)
-        except Corruption as error:
-            self._break(error)
-            return
-        finally:
-            self._reading = False
-        self._schedule()
-        self._tell()
-
-    def _break(self, error: Corruption) -> None:
-        self._broken, self._reading = True, False
-        self._on_unreadable(error)
-        self._tell()
-
     def _tell(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        progress, self._progress = self._progress, asyncio.Event()
+        progress.set()
