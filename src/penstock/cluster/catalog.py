@@ -81,7 +81,6 @@ class Catalog:
         return config
 
     async def list(self) -> builtins.list[TopicConfig]:
-        """All topics, by name."""
         return [_decoder.decode(entry.value) for entry in await self._store.range(TOPICS)]
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> TopicConfig:

@@ -45,7 +45,6 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     revoked_ms: int | None = None
 
     def public(self) -> dict[str, Any]:
-        """What may be shown."""
         fields = msgspec.to_builtins(self)
         del fields["digest"]
         return dict(fields)
@@ -122,7 +121,6 @@ class KeyRing:
         return id
 
     def known(self, id: str) -> bool:
-        """Whether there is such a key, revoked or not."""
         return id in self._records
 
     def live(self, id: str) -> bool:

@@ -76,7 +76,6 @@ class Membership:
 
     @property
     def joined(self) -> bool:
-        """Whether this node has registered."""
         return self._info is not None
 
     async def join(self, info: NodeInfo) -> None:

@@ -146,7 +146,6 @@ class _Board:
         self.firsts[voters[0]] += 1
 
     def replace(self, voters: list[str], old: str, new: str) -> None:
-        """Put `new` in the place of `old`."""
         at = voters.index(old)
         voters[at] = new
         self.held[old] -= 1
@@ -156,7 +155,6 @@ class _Board:
             self.firsts[new] += 1
 
     def prefer(self, voters: list[str], node: str) -> None:
-        """Make it the first."""
         self.firsts[voters[0]] -= 1
         self.firsts[node] += 1
         voters.remove(node)

@@ -99,7 +99,6 @@ class Records:
         await until_won(swap)
 
     async def forget(self, topic: int) -> None:
-        """Remove the records of a topic that was deleted."""
         entries = await self._store.range(_prefix(topic))
         await asyncio.gather(*(self._store.delete(entry.key) for entry in entries))
 

@@ -98,7 +98,6 @@ class PartitionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def majority_of(count: int) -> int:
-    """How many of `count` are a majority."""
     return count // 2 + 1
 
 

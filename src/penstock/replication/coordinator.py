@@ -42,7 +42,7 @@ from penstock.replication.effects import (
     Warn,
 )
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Append, Follow
+from penstock.replication.messages import Ack, Follow
 from penstock.replication.options import ReplicationOptions
 from penstock.replication.sender import SendWindow, StreamSender, answer
 
@@ -240,18 +240,6 @@ class Coordinator:
         learns = not self.record.is_voter(node)
         return sender.window(self._log, through=self._log.last, learns=learns)
 
-    def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
-        sender = self.senders[node]
-        warnings = sender.on_sent(last, entries=entries, bytes=bytes, now=now)
-        return [Warn(node, what) for what in warnings]
-
-    def append(self, node: str, *, resigned: bool = False) -> Append:
-        """The head of the next slice to `node`."""
-        sender = self.senders[node]
-        return Append(
-            self.node, self.epoch, sender.stream, self.sequence_committed, resigned, sender.next - 1
-        )
-
     # --- time ---
 
     def on_tick(self, now: int) -> Effects:
@@ -265,7 +253,8 @@ class Coordinator:
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:
                 sender.sent_ms = now
-                effects.append(Send(node, self.append(node)))
+                append = sender.append(self.node, committed=self.sequence_committed)
+                effects.append(Send(node, append))
         return effects + self._listen(now) + self._next_change()
 
     def _listen(self, now: int) -> Effects:

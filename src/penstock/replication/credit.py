@@ -64,7 +64,6 @@ class Credit:
 
     @property
     def low(self) -> bool:
-        """Below a fifth of the window."""
         return self.entries * 5 < self.entries_window or self.bytes * 5 < self.bytes_window
 
     @property
@@ -83,7 +82,6 @@ class Credit:
         self.bytes_sent += bytes
 
     def covers(self, entries: int, bytes: int) -> bool:
-        """Whether that much was sent at all."""
         return entries <= self.entries_sent and bytes <= self.bytes_sent
 
     def on_received(self, entries: int, bytes: int) -> None:

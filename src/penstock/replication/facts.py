@@ -79,7 +79,6 @@ class LogFacts:
         self.last = last
 
     def truncate(self, sequence: int) -> None:
-        """Everything after `sequence` is gone."""
         self.last = min(self.last, sequence)
         self.durable = min(self.durable, sequence)
         while self._firsts and self._firsts[-1] > sequence:

@@ -39,6 +39,7 @@ from penstock.replication.effects import (
     Send,
     SteppedDown,
     TakeEpoch,
+    Warn,
 )
 from penstock.replication.facts import LogFacts
 from penstock.replication.follower import Follower, FollowerState
@@ -512,19 +513,21 @@ class Replica:
 
     def append_to(self, node: str) -> Append:
         """The head of the slice that goes to `node` next."""
-        if self.coordinator is not None:
-            return self.coordinator.append(node)
-        lent = self._lent_to(node)
-        assert lent is not None
-        return Append(self.node, lent.epoch, lent.stream, self.committed)
+        sender = self._sender_to(node)
+        assert sender is not None
+        return sender.append(self.node, committed=self.committed)
 
     def on_sent(self, node: str, last: int, *, entries: int, bytes: int, now: int) -> Effects:
+        sender = self._sender_to(node)
+        if sender is None:
+            return []
+        warnings = sender.on_sent(last, entries=entries, bytes=bytes, now=now)
+        return [Warn(node, what) for what in warnings if self.coordinator is not None]
+
+    def _sender_to(self, node: str) -> StreamSender | None:
         if self.coordinator is not None:
-            return self.coordinator.on_sent(node, last, entries=entries, bytes=bytes, now=now)
-        lent = self._lent_to(node)
-        if lent is not None:
-            lent.on_sent(last, entries=entries, bytes=bytes, now=now)
-        return []
+            return self.coordinator.senders.get(node)
+        return self._lent_to(node)
 
     def on_change_lost(self) -> None:
         """A `ChangeRecord` did not happen."""
@@ -537,8 +540,8 @@ class Replica:
         if self.coordinator is None:
             return []
         last_words: Effects = [
-            Send(node, self.coordinator.append(node, resigned=True))
-            for node in self.coordinator.senders
+            Send(node, sender.append(self.node, committed=self.committed, resigned=True))
+            for node, sender in self.coordinator.senders.items()
         ]
         self._resigned_ms = now
         return last_words + self._step_down()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.replication.credit import Credit
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Follow, Followed
+from penstock.replication.messages import Ack, Append, Follow, Followed
 from penstock.replication.options import ReplicationOptions
 from penstock.replication.rules import meet
 
@@ -67,6 +67,10 @@ class StreamSender:
             self.exhausted_ms = now
             warnings.append("credit_exhausted")
         return warnings
+
+    def append(self, node: str, *, committed: int, resigned: bool = False) -> Append:
+        """The head of the next slice, of `node`, who sends it."""
+        return Append(node, self.epoch, self.stream, committed, resigned, self.next - 1)
 
     def fits(self, ack: Ack) -> bool:
         """Whether that much was sent. Else it is of an opening that was lost, and of which a late

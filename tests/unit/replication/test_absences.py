@@ -49,7 +49,7 @@ def test_without_credit_and_then_without_a_stream_is_one_time() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
     ack(machine, 0)
-    machine.on_sent("b", LAST, entries=4, bytes=4, now=5)
+    machine.senders["b"].on_sent(LAST, entries=4, bytes=4, now=5)
     machine.on_tick(95)
     machine.on_follower_lost("b", 1)
     assert told(machine.on_tick(105)) == []
@@ -59,7 +59,7 @@ def test_without_credit_and_then_without_a_stream_is_one_time() -> None:
 def test_who_had_credit_is_away_since_it_was_heard() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
-    machine.on_sent("b", 2, entries=2, bytes=2, now=0)
+    machine.senders["b"].on_sent(2, entries=2, bytes=2, now=0)
     ack(machine, 2, now=20)
     machine.on_follower_lost("b", 1)
     assert of_b(machine) == MemberStatus("b", 2, LAST - 2, None, lagging=False)
@@ -82,7 +82,7 @@ def test_who_lagged_with_a_stream_lags_without_it() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
     ack(machine, 0)
-    machine.on_sent("b", LAST, entries=4, bytes=4, now=0)
+    machine.senders["b"].on_sent(LAST, entries=4, bytes=4, now=0)
     assert told(machine.on_tick(101)) == [("b", "lagging")]
     machine.on_follower_lost("b", 1)
     assert told(machine.on_tick(102)) == [] and of_b(machine).lagging
@@ -92,7 +92,7 @@ def test_who_comes_back_holds_what_it_held() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
     assert of_b(machine)[:3] == ("b", None, LAST)  # it has not said anything yet
-    machine.on_sent("b", 2, entries=2, bytes=2, now=0)
+    machine.senders["b"].on_sent(2, entries=2, bytes=2, now=0)
     ack(machine, 2)
     machine.on_follower_lost("b", 1)
     follow(machine, stream=2, has=3)
@@ -104,7 +104,7 @@ def test_who_comes_back_holds_what_it_held() -> None:
 def test_who_comes_back_without_what_it_held_holds_nothing() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
-    machine.on_sent("b", 3, entries=3, bytes=3, now=0)
+    machine.senders["b"].on_sent(3, entries=3, bytes=3, now=0)
     ack(machine, 3)
     machine.on_follower_lost("b", 1)
     follow(machine, stream=2)  # with an empty disk
@@ -114,7 +114,7 @@ def test_who_comes_back_without_what_it_held_holds_nothing() -> None:
 def test_who_starts_over_holds_nothing_any_more() -> None:
     machine = coordinator(record(2, "a", "ab"))
     follow(machine)
-    machine.on_sent("b", 3, entries=3, bytes=3, now=0)
+    machine.senders["b"].on_sent(3, entries=3, bytes=3, now=0)
     ack(machine, 3)
     machine._log.first = 3
     follow(machine, stream=2)  # with nothing left, of which a snapshot has to be copied

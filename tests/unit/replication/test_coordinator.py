@@ -39,7 +39,7 @@ def hold(machine: Coordinator, node: str, durable: int, *, uuid: str = "") -> Ef
     sender = machine.senders[node]
     more = machine._log.last + 1 - sender.next
     if more:
-        machine.on_sent(node, machine._log.last, entries=more, bytes=more, now=0)
+        sender.on_sent(machine._log.last, entries=more, bytes=more, now=0)
     done = sender.credit.entries_sent
     return machine.on_ack(Ack(node, uuid, 2, 1, done, done, durable, 2), 0)
 
@@ -99,7 +99,7 @@ def test_an_acknowledgement_of_another_stream_is_void() -> None:
     machine = coordinator()
     sync(machine)
     machine.on_follow(Follow("b", disk("b"), 2, 7, 0, [], 10, 1000), 0)
-    machine.on_sent("b", 1, entries=1, bytes=1, now=0)
+    machine.senders["b"].on_sent(1, entries=1, bytes=1, now=0)
     assert machine.on_ack(Ack("b", disk("b"), 2, 6, 1, 1, 1, 2), 0) == []
     assert machine.on_ack(Ack("b", disk("b"), 1, 7, 1, 1, 1, 2), 0) == []
 
@@ -210,7 +210,7 @@ def test_one_without_credit_is_no_reason_to_wait_but_a_majority_is() -> None:
     for node in "cb":
         assert machine.writable(90) is None
         machine._log.extend(epoch=2, last=machine._log.last + 10)
-        machine.on_sent(node, machine._log.last, entries=10, bytes=1, now=10)
+        machine.senders[node].on_sent(machine._log.last, entries=10, bytes=1, now=10)
     assert isinstance(machine.writable(90), Backpressure)
 
 
@@ -234,7 +234,7 @@ def test_a_learner_copies_what_it_found_and_follows_the_rest() -> None:
     machine._log.extend(epoch=2, last=2)
     found = machine.may_send("d")
     assert found is not None and (found.first, found.copying) == (1, True)
-    machine.on_sent("d", 1, entries=1, bytes=1, now=0)
+    machine.senders["d"].on_sent(1, entries=1, bytes=1, now=0)
     new = machine.may_send("d")
     assert new is not None and (new.first, new.copying) == (2, False)
 

@@ -74,7 +74,6 @@ class ClusterAdministration:
         return config
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
-        """Change attributes; `partitions` may grow."""
         catalog = self.cluster.catalog
         changes = dict(changes)
         partitions = changes.pop("partitions", None)
@@ -227,7 +226,6 @@ class ClusterAdministration:
         return await until_won(swap)
 
     async def waiting(self) -> list[dict[str, Any]]:
-        """Moves of a plan that have not begun."""
         return [
             {"topic": self._name(move), "partition": move.partition, "to": list(move.target)}
             for move in await self.cluster.plans.waiting()

@@ -154,7 +154,6 @@ class Cluster:
         return self.node == min(ages, key=lambda node: ages[node], default="")
 
     def candidates(self) -> list[Candidate]:
-        """Nodes that replicas may be placed on."""
         ages = self.members.ages
         return [
             Candidate(info.id, info.zone, ages.get(info.id, 0), info.draining)
@@ -252,7 +251,6 @@ class Cluster:
             log.info("partitions that nobody else can take over now stop", partitions=left)
 
     def _coordinated(self) -> list[Key]:
-        """The partitions whose record names us as coordinator."""
         records = self.control.records.items()
         return [key for key, held in records if held.record.coordinator == self.node]
 
@@ -278,7 +276,6 @@ class Cluster:
         return not any(host.coordinates for host in hosts)
 
     def _reached(self) -> list[str]:
-        """The other members that can be asked right now."""
         return [node for node in self.alive if self.live(node) is not None]
 
     async def deleted(self, topic: int) -> bool:
@@ -298,7 +295,6 @@ class Cluster:
             )
 
     async def _same(self) -> bool:
-        """Whether the store holds the metadata of our cluster."""
         entry = await self.store.get(CLUSTER_UUID)
         return entry is not None and entry.value.decode() == self.uuid
 
@@ -321,7 +317,6 @@ class Cluster:
         return 2 * (1 + len(self._reached())) > len(self.alive)
 
     async def _probe(self) -> None:
-        """Know whether the metadata store answers."""
         try:
             reached = await self._same()
             if reached:

@@ -216,12 +216,10 @@ class ClusterControl:
         await self._news.setdefault(key, asyncio.Event()).wait()
 
     def wake(self) -> None:
-        """Whoever waits for a change looks again."""
         for key in list(self._news):
             self._news.pop(key).set()
 
     def on_record(self, key: Key, held: HeldRecord) -> None:
-        """A version of a record, from wherever it is known."""
         if not self._learn(key, held):
             return
         host = self._local.hosts.get(key)
@@ -283,7 +281,6 @@ class ClusterControl:
             tasks.create_task(self._tick(), name="replicas-tick")
 
     async def ready(self) -> None:
-        """Until topics and records were read once."""
         for event in self._read.values():
             await event.wait()
 

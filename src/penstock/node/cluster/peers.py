@@ -85,14 +85,12 @@ class Peers:
         self._closed = False
 
     def live(self, node: str) -> PeerLink | None:
-        """The connection to a node, if there is one right now."""
         link = self._links.get(node)
         if link is None or link.connection is None or not link.connection.alive:
             return None
         return link.connection
 
     def knows(self, node: str) -> bool:
-        """Whether a connection to it is there or is being tried."""
         return node in self._links
 
     def tell(self, node: str, told: Told) -> None:

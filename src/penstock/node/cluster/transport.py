@@ -211,7 +211,6 @@ class PeerTransport:
         return sending
 
     def on_closed(self, sending: FollowOutput) -> None:
-        """The stream's other end, or its connection, is gone."""
         if self._sendings.get((sending.node, sending.key)) is sending:
             del self._sendings[sending.node, sending.key]
             host = self._hosts.get(sending.key)
@@ -219,7 +218,6 @@ class PeerTransport:
                 host.on_follower_lost(sending.node, sending.stream)
 
     def on_writable(self, sending: FollowOutput) -> None:
-        """There is room in the session's buffer again."""
         if sending.refused:
             sending.refused = False
             host = self._hosts.get(sending.key)

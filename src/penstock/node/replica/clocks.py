@@ -88,7 +88,6 @@ class Clocks:
             self._known[node] = difference
 
     def on_step(self, step_ms: float) -> None:
-        """Our clock was set."""
         self._known = {
             node: each._replace(ahead_ms=each.ahead_ms - step_ms)
             for node, each in self._known.items()

@@ -140,8 +140,9 @@ class HeapApplier:
 
     async def _apply_cold(self) -> None:
         """The page cache misses, or the heap is to be built anew: read in a thread, then go on."""
+        anew = self._stale
         try:
-            if self._stale:
+            if anew:
                 await self._rebuild()
             else:
                 batches = await asyncio.to_thread(self._read, COLD_BYTES, nowait=False)

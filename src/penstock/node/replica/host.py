@@ -102,7 +102,6 @@ class Host:
 
     @property
     def partition(self) -> Partition | None:
-        """What this node serves, while it does."""
         return self.tenure.partition
 
     @property
@@ -122,12 +121,6 @@ class Host:
     def coordinates(self) -> bool:
         """Whether this node holds the partition's epoch and has entered it, or is about to."""
         return self.replica.coordinator is not None
-
-    @property
-    def coordinator(self) -> str:
-        """The node that coordinates, as far as is known here."""
-        record = self.replica.record
-        return "" if record is None else record.coordinator
 
     # --- from the metadata store ---
 
@@ -174,7 +167,6 @@ class Host:
         self.sending.on_writable(node)
 
     async def seed_head(self) -> SeedHead:
-        """What a copy of this replica begins with."""
         return await asyncio.to_thread(self._seed_head, self.committed)
 
     def _seed_head(self, committed: int) -> SeedHead:

@@ -48,7 +48,6 @@ class Repair:
             self._report(error)
 
     def on_replaced(self) -> None:
-        """The log is another one now."""
         self.damage = ""
 
     def on_tick(self) -> None:
