@@ -115,20 +115,14 @@ class EtcdStore:
         """As every store; `lease` is one that `grant` gave: the key vanishes with it."""
         check_entry(key, value)
         request = self._rpc.PutRequest(key=self._full(key), value=value, lease=lease)
-        if expected_revision is None:
-            answer = await self._peers.call("kv", "Put", request)
-        else:
-            change = self._rpc.RequestOp(request_put=request)
-            answer = await self._swap(key, change, expected=expected_revision)
+        change = self._rpc.RequestOp(request_put=request)
+        answer = await self._change(key, change, expected=expected_revision)
         return int(answer.header.revision)
 
     async def delete(self, key: str, *, expected_revision: int | None = None) -> bool:
         request = self._rpc.DeleteRangeRequest(key=self._full(key))
-        if expected_revision is None:
-            answer = await self._peers.call("kv", "DeleteRange", request)
-            return bool(answer.deleted)
         change = self._rpc.RequestOp(request_delete_range=request)
-        answer = await self._swap(key, change, expected=expected_revision)
+        answer = await self._change(key, change, expected=expected_revision)
         return bool(answer.responses[0].response_delete_range.deleted)
 
     @asynccontextmanager
@@ -177,18 +171,17 @@ class EtcdStore:
             queue.end(Unavailable("the metadata store is closed"))
         await self._peers.close()
 
-    async def _swap(self, key: str, change: Any, *, expected: int) -> Any:
-        """Make the change if the entry has the expected revision; etcd says 0 of one that is not
-        there, as we do."""
+    async def _change(self, key: str, change: Any, *, expected: int | None) -> Any:
+        """Make the change if the entry has the expected revision, or whatever it has if none is;
+        etcd says 0 of one that is not there, as we do."""
         rpc, full = self._rpc, self._full(key)
-        held = rpc.Compare(
-            key=full,
-            target=rpc.Compare.MOD,
-            result=rpc.Compare.EQUAL,
-            mod_revision=expected,
-        )
+        held = [] if expected is None else [
+            rpc.Compare(
+                key=full, target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=expected
+            )
+        ]  # fmt: skip
         look = rpc.RequestOp(request_range=rpc.RangeRequest(key=full, keys_only=True))
-        request = rpc.TxnRequest(compare=[held], success=[change], failure=[look])
+        request = rpc.TxnRequest(compare=held, success=[change], failure=[look])
         answer = await self._peers.call("kv", "Txn", request)
         if not answer.succeeded:
             kvs = answer.responses[0].response_range.kvs

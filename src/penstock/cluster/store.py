@@ -54,7 +54,6 @@ class MetadataStore(Protocol):
 
     async def range(self, prefix: str) -> list[Versioned]:
         """All entries whose key starts with `prefix`, by key, as of one moment."""
-        ...
 
     async def put(self, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
         """Write, and return the change's revision.
@@ -62,18 +61,15 @@ class MetadataStore(Protocol):
         `expected_revision` is the entry's revision as the caller read it, 0 if there must be none,
         None to write whatever is there. Raises `RevisionConflict` if it is another.
         """
-        ...
 
     async def delete(self, key: str, *, expected_revision: int | None = None) -> bool:
         """Remove; False if there was nothing. Raises `RevisionConflict` as `put` does."""
-        ...
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[MetadataChange]]:
         """Changes from the moment the context is entered: enter first, then read the range.
 
         A watcher that falls `WATCH_CHANGES_MAX` behind gets `Unavailable`; it starts over.
         """
-        ...
 
     async def close(self) -> None: ...
 
@@ -87,15 +83,12 @@ class LeasingStore(MetadataStore, Protocol):
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease. It ends after `ttl_s` in which nobody called `keep_alive`."""
-        ...
 
     async def keep_alive(self, lease: int) -> bool:
         """Start the lease's time anew; False if it has ended, and its entries with it."""
-        ...
 
     async def revoke(self, lease: int) -> None:
         """End the lease now, and its entries with it; one that has ended is no error."""
-        ...
 
 
 def check_entry(key: str, value: bytes = b"") -> None:

@@ -128,14 +128,15 @@ class Follower:
         for batch in batches:
             self._receive(batch)
         if self.state is not FollowerState.STREAMING:
-            self._bound(now)
+            self.on_tick(now)
             return []
         effects = self._drain(now)
         if not batches:
             if append.sent > self._log.last and not self._buffer:
                 self.broken = True  # a slice got lost without the stream
             return [*effects, self._ack()]  # an answer to the sign of life
-        if self._returned()[0] - self._entries_acked >= self._ack_every:
+        ack_every = min(self._options.ack_entries, max(1, self._options.credit_entries // 2))
+        if self._returned()[0] - self._entries_acked >= ack_every:
             effects.append(self._ack())
         return effects
 
@@ -167,9 +168,6 @@ class Follower:
             if gone:
                 self.heard_ms = now - self._options.silence_ms - 1
 
-    def on_tick(self, now: int) -> None:
-        self._bound(now)
-
     def wants_another(self, now: int) -> bool:
         """Whether this stream is of no use and another may be opened: one for each heartbeat."""
         if self.resigned or not (self.broken or self.silent(now)):
@@ -180,10 +178,6 @@ class Follower:
         """Nothing has come of this stream for too long; before its answer, nothing else counts."""
         heard = self.opened_ms if self.state is FollowerState.OPENING else self.heard_ms
         return now - max(heard, self.opened_ms) > self._options.silence_ms
-
-    @property
-    def _ack_every(self) -> int:
-        return min(self._options.ack_entries, max(1, self._options.credit_entries // 2))
 
     @property
     def _vouched(self) -> int:
@@ -219,7 +213,11 @@ class Follower:
             batch = self._buffer.pop(self._log.last + 1, None)
             if batch is None:
                 break
-            if self._fit(batch) is not Fit.NEXT:
+            fit = rules.fit(
+                batch.first, batch.last, epoch=batch.epoch, epoch_previous=batch.epoch_previous,
+                end=self._log.end, epoch_at=self._log.epoch_at,
+            )  # fmt: skip
+            if fit is not Fit.NEXT:
                 self.broken = True
                 break
             self._log.extend(epoch=batch.epoch, last=batch.last)
@@ -228,16 +226,10 @@ class Follower:
             self._unsynced.append((batch.last, *self._taken))
             taken.append(batch)
         effects: Effects = [Write(taken)] if taken else []
-        self._bound(now)
+        self.on_tick(now)
         return effects + self._advance(self._heard_commit)
 
-    def _fit(self, batch: Batch) -> Fit:
-        return rules.fit(
-            batch.first, batch.last, epoch=batch.epoch, epoch_previous=batch.epoch_previous,
-            end=self._log.end, epoch_at=self._log.epoch_at,
-        )  # fmt: skip
-
-    def _bound(self, now: int) -> None:
+    def on_tick(self, now: int) -> None:
         """Give the stream up if too much waits in the buffer, or for too long."""
         if not self._buffer:
             self._buffered_ms = now

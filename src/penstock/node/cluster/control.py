@@ -45,40 +45,32 @@ class Local(Protocol):
 
     async def add_topic(self, config: TopicConfig) -> None:
         """The topic exists from now on; its replicas are opened one by one."""
-        ...
 
     async def change_topic(self, config: TopicConfig) -> None: ...
 
     async def drop_topic(self, config: TopicConfig) -> None:
         """The topic is deleted: end its streams, close its hosts, remove its folder."""
-        ...
 
     async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> Host: ...
 
     def promised(self, key: Key) -> int:
         """The highest epoch that the replica here has promised to follow."""
-        ...
 
     async def renew_replica(self, key: Key) -> None:
         """Close the host and set its folder aside: what is opened next is another replica."""
-        ...
 
     async def drop_replica(self, key: Key) -> None:
         """Close the host and remove its folder: others hold the partition."""
-        ...
 
     async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Make an administrative call to this node itself."""
-        ...
 
     def topic_id_highest(self) -> int:
         """Of the folders here."""
-        ...
 
     def on_cut_off(self) -> None:
         """Neither the metadata store nor a majority of the members is reached. Said again and
         again while it is so."""
-        ...
 
 
 class ClusterControl:

@@ -46,7 +46,6 @@ class PeerLink(PeerPort, Protocol):
     @property
     def node(self) -> str:
         """Who the other one says it is."""
-        ...
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]: ...
 

@@ -100,8 +100,6 @@ class LogSender:
                 return
             try:
                 batches = self._read(window, nowait=True)
-            except NotFound:
-                batches = []
             except Corruption as error:
                 self._give_up(node, stream, error)
                 return
@@ -113,17 +111,18 @@ class LogSender:
                 return
 
     def _read(self, window: SendWindow, *, nowait: bool) -> list[Batch] | None:
-        return self._log.read_slice(
-            window.first, through=window.through, bytes_max=min(window.bytes, SLICE_BYTES),
-            nowait=nowait, staged=True,
-        )  # fmt: skip
+        try:
+            return self._log.read_slice(
+                window.first, through=window.through, bytes_max=min(window.bytes, SLICE_BYTES),
+                nowait=nowait, staged=True,
+            )  # fmt: skip
+        except NotFound:  # dropped by retention meanwhile
+            return []
 
     async def _read_cold(self, node: str, stream: _Stream, window: SendWindow) -> None:
         """The page cache misses: read in a thread, then go on."""
         try:
             batches = await asyncio.to_thread(self._read, window, nowait=False)
-        except NotFound:  # dropped by retention meanwhile
-            batches = []
         except Corruption as error:
             if self.streams.get(node) is stream:
                 self._give_up(node, stream, error)
