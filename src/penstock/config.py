@@ -57,8 +57,6 @@ class TlsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpkeepOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How often the node looks after its data."""
-
     snapshot_s: float = 600.0
     snapshot_bytes: int = 256 << 20  # of log since the last snapshot, if that comes first
     retention_s: float = 60.0  # between looks for segments to drop or rewrite
@@ -132,13 +130,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """The listeners that are on."""
         ports = {"native": self.native_port, "grpc": self.grpc_port, "http": self.http_port}
         return {name: port for name, port in ports.items() if port is not None and port >= 0}
 
     @property
     def exposed(self) -> bool:
-        """Whether somebody outside this machine can connect."""
         return bool(self.ports) and not is_loopback(self.host)
 
     @property

@@ -44,7 +44,6 @@ def cell(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """A line for a person beside the result."""
     console(stderr=True).print(text, markup=False)
 
 

@@ -157,8 +157,6 @@ class DiskFull(Backpressure):
 
 
 class WorldMoved(PenstockError):
-    """The caller's knowledge is out of date."""
-
     status = "FAILED_PRECONDITION"
 
 

@@ -58,7 +58,6 @@ class CommandTree(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command or group `name`, from its module."""
     if name in COMMANDS:
         module, _ = COMMANDS[name]
         return get_group(import_module(f"penstock.cli.{module}").app).commands[name]

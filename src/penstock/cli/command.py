@@ -69,7 +69,6 @@ _BY_ERROR: tuple[tuple[type[PenstockError], Exit], ...] = (
 
 
 def exit_of(error: PenstockError) -> Exit:
-    """The exit code that tells a script what kind of error this was."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.INTERNAL)
 
 
@@ -190,7 +189,6 @@ class Invocation:
             return answer
 
     async def listed(self, method: str, field: str, /, **arguments: Any) -> dict[str, Any]:
-        """The answer to a call with the rows of all pages under `field`."""
         async with self.connection() as connection:
             return await listed(connection, method, field, **arguments)
 

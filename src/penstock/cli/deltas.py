@@ -124,7 +124,6 @@ async def _write(deltas: Deltas, changes: list[dict[str, Any]]) -> list[Delta]:
 
 
 def _change_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Deltas.change` for a row."""
     from penstock.model.delta import Op, PriorityClass
 
     known = {"vector_id", "op", "values", "indices", "metadata", "namespace", "priority"}
@@ -313,7 +312,6 @@ def document_of(delta: Delta) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """A list's first few numbers, for a table."""
     if not isinstance(value, list):
         return value
     numbers = ", ".join(f"{number:g}" for number in value[:SHOWN_MAX])

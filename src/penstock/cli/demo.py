@@ -80,7 +80,6 @@ def _end_by_signal() -> None:
 
 
 async def _stay(cli: Invocation, document: dict[str, Any], running: Running) -> None:
-    """Say what there is to use, and wait for Ctrl-C or SIGTERM."""
     if cli.json:
         print(to_json({**document, "addresses": running.addresses}), flush=True)
     else:

@@ -106,7 +106,6 @@ async def _serve(cli: Invocation, config: Config) -> None:
 
 
 def addresses_of(config: Config, ports: dict[str, int]) -> dict[str, str]:
-    """Where clients find the listeners that are on."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     schemes = {"native": "penstock", "grpc": "grpc", "http": "http"}
     suffix = "s" if config.tls_enabled else ""

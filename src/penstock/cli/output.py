@@ -17,7 +17,6 @@ Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 def preview(data: bytes, *, length_max: int = 60) -> str:
-    """A payload on one line of a table."""
     text, is_text = readable(data[: length_max * 4])
     if not is_text:
         text = f"{len(data)} bytes: {data[:16].hex(' ')}"
@@ -43,13 +42,11 @@ def table(*columns: str, rows: Iterable[Sequence[object]] = (), title: str | Non
 def listing(
     rows: Iterable[Mapping[str, Any]], columns: Columns, *, title: str | None = None
 ) -> Table:
-    """A table with a row for each map."""
     shown = [[c(row) if callable(c) else row.get(c) for c in columns.values()] for row in rows]
     return table(*columns, rows=shown, title=title)
 
 
 def when(time_ms: int | None) -> str:
-    """A point in time, in UTC."""
     if not time_ms:
         return "–"
     return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -65,7 +65,6 @@ async def stats(
 
 
 def rates_of(before: Stats, after: Stats, seconds: float) -> dict[str, dict[str, float]]:
-    """Messages per second of each topic between two looks."""
     known = {topic["name"]: topic for topic in before["topics"]}
     return {
         topic["name"]: {

@@ -29,8 +29,6 @@ FLIGHT_BYTES_MAX: Final = 8 << 20
 
 
 class Written(NamedTuple):
-    """Where one entry of a request went."""
-
     message_id: str
     duplicate: bool
 
@@ -55,7 +53,6 @@ class Coalescer:
         return not self._waiting and not self._flights
 
     def put(self, entry: Entry) -> asyncio.Future[Written]:
-        """The answer to `entry`, once it is durable."""
         future: asyncio.Future[Written] = self._loop.create_future()
         self._waiting.append((entry, future))
         self._schedule()

@@ -16,7 +16,6 @@ from penstock.server.sink_writer import open_writer
 
 
 async def connect_within(session: Session, api_key: str | None, *, client: str) -> Connection:
-    """A connection to a session of this process."""
     connection = Connection(api_key=api_key, client=client)
     memory_pair(connection, session)
     await connection.greeted()
@@ -81,7 +80,6 @@ def config_of(folder: Path | str) -> Config:
 async def open_embedded(
     path: Path | str, *, clock: Clock | None = None, config: Config | None = None
 ) -> EmbeddedNode:
-    """Start a node in `path`."""
     node = EmbeddedNode(config or config_of(path), clock=clock)
     await node.start()
     return node

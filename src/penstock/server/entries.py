@@ -84,7 +84,6 @@ class GatewayEntries(NamedTuple):
         )
 
     def body(self) -> bytes:
-        """The ENQ body."""
         count = len(self.payloads)
         return ENQ.encode(
             count,
@@ -163,7 +162,6 @@ def producer_run(producer_id: str, *, epoch: int, seq: int | None, count: int) -
 
 
 def joined_runs(runs: tuple[EntryRun, ...]) -> list[EntryRun]:
-    """The runs, of which those that continue each other are made one."""
     joined = [runs[0]]
     for run in runs[1:]:
         last = joined[-1]

@@ -49,7 +49,6 @@ class Gateway:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports of the listeners that are on, by `http` and `grpc`."""
         listeners = {"http": self._http, "grpc": self._grpc}
         return {name: listener.port for name, listener in listeners.items() if listener}
 

@@ -47,8 +47,6 @@ class BatchWritten(NamedTuple):
 
 
 class GatewayLink:
-    """A connection and what the gateway keeps beside it."""
-
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         # What one native enqueue may hold, with room for its offsets and numbers.
@@ -90,7 +88,6 @@ class GatewayLink:
     async def put_batch(
         self, topic: str, entries: GatewayEntries, *, atomic: bool, expected_sequence: int | None
     ) -> BatchWritten:
-        """Enqueue a batch by a request of its own."""
         config = await self.config(topic)
         entries.check(config)
         if entries.size > self.body_bytes_max:

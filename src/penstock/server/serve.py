@@ -76,7 +76,6 @@ def ignore_hangup(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def connect_to_peers(config: Config) -> Connect:
-    """How a node reaches the others of its cluster."""
     tls = client_context(config.tls) if config.tls_enabled else None
 
     async def connect(info: NodeInfo) -> PeerConnection:

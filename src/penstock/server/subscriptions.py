@@ -159,7 +159,6 @@ class Positions:
         return f"{self.topic}@{','.join(places)}"
 
     def after(self, batch: ReleasedBatch) -> str:
-        """The positions once this batch is sent, as text."""
         self.reached[batch.partition] = batch.position
         return str(self)
 

@@ -105,7 +105,6 @@ class ClusterProcesses:
         return "penstock://" + ",".join(self.endpoints())
 
     def endpoints(self) -> list[str]:
-        """`host:port` of every node, running or not."""
         return [f"127.0.0.1:{node.ports['native']}" for node in self.nodes.values()]
 
     def url_of(self, node: str) -> str:
@@ -135,7 +134,6 @@ class ClusterProcesses:
         return await self.nodes[node].stop()
 
     async def kill(self, node: str) -> None:
-        """`kill -9`."""
         await self.nodes[node].kill()
 
     async def restart(self, node: str) -> float:
@@ -143,14 +141,12 @@ class ClusterProcesses:
         return await self.start(node)
 
     def pause(self, node: str) -> None:
-        """SIGSTOP."""
         self.nodes[node].pause()
 
     def resume(self, node: str) -> None:
         self.nodes[node].resume()
 
     async def close(self) -> None:
-        """End everything, at once."""
         for node in self.nodes.values():
             await node.kill()
         await asyncio.to_thread(self.etcd.kill)
@@ -165,7 +161,6 @@ class ClusterProcesses:
     # --- asking ---
 
     async def call(self, node: str, method: str, /, **arguments: Any) -> dict[str, Any]:
-        """One administrative call to one node."""
         async with asyncio.timeout(CALL_S_MAX):
             connection = await open_connection(self.url_of(node))
             try:
@@ -174,7 +169,6 @@ class ClusterProcesses:
                 await connection.close()
 
     async def status_at(self, node: str) -> dict[str, Any]:
-        """`cluster_status` of a node, with all partitions."""
         return await all_pages(partial(self.call, node), "cluster_status", "partitions")
 
     async def status(self) -> dict[str, Any]:

@@ -85,14 +85,12 @@ class EtcdProcess(ProgramProcess):
 
 @contextmanager
 def etcd_process(folder: Path) -> Iterator[EtcdProcess]:
-    """A started server."""
     with etcd_group(folder, count=1) as (server,):
         yield server
 
 
 @contextmanager
 def etcd_group(folder: Path, *, count: int = 3) -> Iterator[list[EtcdProcess]]:
-    """Started servers that form one cluster."""
     names = [f"etcd{number}" for number in range(count)]
     servers = [EtcdProcess(folder / name, name=name) for name in names]
     members = {server.name: server.peer_url for server in servers}

@@ -108,7 +108,6 @@ class ServerProcess:
             await asyncio.sleep(POLL_S)
 
     def last_words(self) -> str:
-        """The end of what it has written."""
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-STDERR_LINES_SHOWN:])
 
@@ -157,7 +156,6 @@ class ServerProcess:
         return process.returncode
 
     def cpu_seconds(self) -> float:
-        """User and system time that the process has used so far."""
         text = Path(f"/proc/{self.pid}/stat").read_text()
         fields = text.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

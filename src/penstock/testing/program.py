@@ -42,7 +42,6 @@ class ProgramProcess:
         return self._process.pid
 
     def start(self, *, wait: bool = True) -> None:
-        """Start, and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{self.what}.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -68,7 +67,6 @@ class ProgramProcess:
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """`kill -9`."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
@@ -96,7 +94,6 @@ class ProgramProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
     found: list[int] = []
     for port in random.sample(PORTS, PORT_TRIES):
         with socket.socket() as probe:

@@ -140,7 +140,6 @@ def partition_of(status: Status, topic: str, partition: int) -> dict[str, Any]:
 
 
 def _answer(plan: dict[str, Any], *, nothing: str, watched: Watched | None = None) -> Answer:
-    """What is planned, or what has become of it."""
     moves, left = plan["moves"], plan["left"]
     done, overruled = (0, []) if watched is None else (watched.done, list(watched.overruled))
     document = {

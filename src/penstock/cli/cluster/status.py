@@ -28,12 +28,10 @@ Status = dict[str, Any]
 
 
 async def status_of(connection: Connection, topic: str | None = None) -> Status:
-    """The nodes, and the partitions of all topics or of one."""
     return of_topic(await listed(connection, "cluster_status", "partitions"), topic)
 
 
 def of_topic(status: Status, topic: str | None) -> Status:
-    """The status with the partitions of one topic alone."""
     if topic is None:
         return status
     found = [part for part in status["partitions"] if part["topic"] == topic]
@@ -47,7 +45,6 @@ def place_of(part: Mapping[str, Any]) -> str:
 
 
 def told_of(names: list[str], most: int = SHOWN) -> str:
-    """So many of the names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -31,7 +31,6 @@ NODE: Final[Columns] = {
 async def run(
     cli: Invocation, *, nodes: int, data: Path | None, zones: list[str], restart: bool
 ) -> None:
-    """Start everything, say where it is, look after it until SIGTERM or Ctrl-C, stop it all."""
     from penstock.testing.cluster import ClusterProcesses
     from penstock.testing.etcd import etcd_program
 
@@ -94,7 +93,6 @@ def _announce(cli: Invocation, cluster: ClusterProcesses, *, kept: bool) -> None
 
 
 def document_of(cluster: ClusterProcesses) -> dict[str, Any]:
-    """Everything that somebody needs to use it."""
     return {
         "cluster": cluster.name,
         "url": cluster.url,
@@ -142,7 +140,6 @@ def view_of(document: dict[str, Any], *, kept: bool) -> RenderableType:
 
 
 async def _look_after(cluster: ClusterProcesses, stop: asyncio.Event, *, restart: bool) -> None:
-    """Say it when a node ends, and start it again after a while."""
     gone: dict[str, float] = {}
     while not stop.is_set():
         for name, node in cluster.nodes.items():

@@ -81,7 +81,6 @@ def _card(node: dict[str, Any], *, most: int) -> Panel:
 
 
 def _state(node: dict[str, Any]) -> tuple[str, str]:
-    """A word for how a node is, and its style."""
     if not node["alive"]:
         return "DOWN", "bold red"
     if not node.get("reachable", True):

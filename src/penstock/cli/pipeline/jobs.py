@@ -247,7 +247,6 @@ def _node(cli: Invocation) -> Connecting:
 def _spark(
     job: str, settings: PipelineSettings | None = None, *, master: str | None = None
 ) -> Iterator[Any]:
-    """A session for one job."""
     from penstock.spark.session import spark_session
 
     if settings is None:

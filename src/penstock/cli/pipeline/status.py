@@ -56,7 +56,6 @@ async def status(
 
 
 def state_folder(config: Path) -> Path:
-    """The folder that a configuration names."""
     from penstock.spark.settings import PipelineSettings
 
     return PipelineSettings.load(config).state

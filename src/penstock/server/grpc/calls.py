@@ -137,8 +137,6 @@ async def parsed_all(requests: Bytes, type: type[M]) -> AsyncIterator[M]:
 
 
 def answered(run: Callable[[Bytes, Context], Awaitable[Any]]) -> Any:
-    """A handler that ends its call with the error that `run` raises."""
-
     async def answer(requests: Bytes, context: Context) -> Any:
         try:
             return await run(requests, context)

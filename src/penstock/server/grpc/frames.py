@@ -151,7 +151,6 @@ class RequestFrames(Frames):
                 self.drop(stream)
 
     def drop(self, stream: int) -> None:
-        """Forget a stream's message, which is whole now or will never be."""
         message = self.unfinished.pop(stream, None)
         if message is not None:
             self.held -= message.came

@@ -71,7 +71,6 @@ class FrontConnection(asyncio.Protocol):
 
     @property
     def receiving(self) -> bool:
-        """Whether a message is on its way."""
         return bool(self._requests.unfinished)
 
     def idle_s(self) -> float:
@@ -136,7 +135,6 @@ class FrontConnection(asyncio.Protocol):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Read some frames along, and hand them to the library."""
         self._turning = False
         if self._transport is None or self._back is None:
             return
@@ -165,7 +163,6 @@ class FrontConnection(asyncio.Protocol):
         return max(0, STRANGER_STREAMS - len(self._requests.open))
 
     def _go_on(self) -> None:
-        """Pass on, in the next turn of the loop, the bytes that had to wait."""
         if self._pending and not self._turning:
             self._turning = True
             self._loop.call_soon(self._pass_on)
@@ -318,7 +315,6 @@ class GrpcFront:
         self._folder.cleanup()
 
     def find(self, peer: str) -> FrontConnection | None:
-        """The connection that a call came by, as the library names it."""
         return self._named.get(peer)
 
     def open_back(self, connection: FrontConnection) -> None:

@@ -45,7 +45,6 @@ class HealthService:
         return grpc.method_handlers_generic_handler(NAME, {"Check": check, "Watch": watch})
 
     def stop(self) -> None:
-        """Say that nothing is served any more."""
         self._serving = False
         if not self._stopping.done():
             self._stopping.set_result(None)

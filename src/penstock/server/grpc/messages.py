@@ -28,7 +28,6 @@ M = TypeVar("M", bound=Message)
 
 
 def fields_of(message: Message) -> dict[str, Any]:
-    """The fields that are set, as builtins."""
     return {field.name: _builtin(field, value) for field, value in message.ListFields()}
 
 
@@ -42,7 +41,6 @@ def _builtin(field: FieldDescriptor, value: Any) -> Any:
 
 
 def message_of(type: type[M], values: Mapping[str, Any]) -> M:
-    """A message with those of `values` that it has fields for."""
     return type(**_known(_descriptor(type), values))
 
 
@@ -77,7 +75,6 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def items_of(batch: DeliveredBatch) -> list[pb.PopItem]:
-    """The messages that a delivery has as columns."""
     delivery, columns = batch.delivery, batch.columns
     numbers = [
         columns.fixed(name).tolist() for name in ("message", "time_ms", "priority", "attempts")

@@ -322,7 +322,6 @@ class HttpExchange:
         self._shared = (allowed, _EXPOSED, (b"vary", b"origin"))
 
     async def body(self, limit: int) -> bytes | bytearray:
-        """The whole body; more than `limit` bytes are refused before they are read."""
         if self._length > limit:
             raise too_large(limit)
         if self._length:
@@ -348,7 +347,6 @@ class HttpExchange:
         raise Disconnected
 
     async def hold(self, size: int, kind: Held) -> None:
-        """Count what the request makes the gateway hold; raises `Backpressure` without room."""
         await self.caller.account.acquire(size, kind)
 
     def check_room(self, size: int) -> None:
@@ -357,7 +355,6 @@ class HttpExchange:
         self.caller.account.check(size)
 
     def release(self) -> None:
-        """Give back what the request has made the gateway hold."""
         self.caller.account.hold(0, Held.BODIES)
         self.caller.account.hold(0, Held.READS)
 
@@ -412,7 +409,6 @@ class HttpExchange:
             await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: PenstockError) -> None:
-        """Answer with an error, in the form that all interfaces share."""
         _, status = STATUS_TABLE[error.status]
         fields = {**error.to_wire(), "request_id": self.request_id.decode()}
         extra: list[tuple[bytes, bytes]] = []

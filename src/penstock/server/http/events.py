@@ -37,7 +37,6 @@ _json: Final = msgspec.json.Encoder(enc_hook=str)
 
 
 def topic_of(raw_path: bytes) -> str | None:
-    """The topic whose events a path stands for."""
     path = raw_path.decode("ascii", "replace")
     head, tail = PATH
     inside = path[len(head) : -len(tail)]

@@ -308,7 +308,6 @@ class BoundedHttp(HttpToolsProtocol):
         return False
 
     def _refuse(self, error: PenstockError) -> None:
-        """Answer without the application and end the connection."""
         _, status = STATUS_TABLE[error.status]
         content = msgspec.json.encode(error.to_wire())
         head = (
@@ -380,7 +379,6 @@ class HttpServer:
         )  # fmt: skip
 
     def _sweep(self) -> None:
-        """Close the connections whose deadline has passed."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in list(self._state.connections):

@@ -109,7 +109,6 @@ def _operation(
 
 
 def _events(request: dict[str, Any]) -> dict[str, Any]:
-    """The description of the events, which are the one answer without an end."""
     found = [_parameter("path", "topic", request, required=True)]
     rest = [name for name in request["properties"] if name != "topic"]
     found += [_parameter("query", name, request, required=False) for name in rest]

@@ -55,8 +55,6 @@ ENQUEUES: Final = {
 
 
 class HttpRoute:
-    """One call over HTTP."""
-
     def __init__(self, name: str, operation: GatewayOperation) -> None:
         self.name, self.operation = name, operation
         self.method, _, self.path = operation.route.partition(" ")
@@ -95,7 +93,6 @@ class HttpRoute:
         return request_of(fields, self.operation.request)
 
     async def answer(self, link: GatewayLink, request: msgspec.Struct) -> bytes:
-        """Run the call, and give its result in JSON."""
         result = await self.operation.run(link, request)
         if self.name in ENQUEUES:
             return msgspec.json.encode(result)
@@ -113,8 +110,6 @@ class Match(NamedTuple):
 
 
 class RouteTable:
-    """All routes, found by method and path."""
-
     def __init__(self, routes: list[HttpRoute]) -> None:
         self.all = routes
         self._exact = {(r.method, r.path): Match(r, {}) for r in routes if not r.parameters}
