@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -84,49 +85,48 @@ def _operation(
     route: HttpRoute, schemas: dict[str, Any], ref_of: dict[Any, dict[str, Any]]
 ) -> dict[str, Any]:
     request = schemas[_public_name(route.operation.request.__name__)]
+    in_query = ["force", "confirm"] if route.destructive else []
+    if not route.in_body:
+        in_query = [name for name in request["properties"] if name not in route.parameters]
     described: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.operation.summary,
-        "parameters": [_parameter("path", n, request, required=True) for n in route.parameters],
+        "parameters": _parameters(request, route.parameters, in_query),
         "responses": {"200": _result(ref_of[route.operation.response]), **_failures()},
     }
-    if not route.in_body:
-        rest = [n for n in request["properties"] if n not in route.parameters]
-        needed = request.get("required", [])
-        described["parameters"] += [
-            _parameter("query", n, request, required=n in needed) for n in rest
-        ]
-        return described
-    if route.destructive:
-        described["parameters"] += [
-            _parameter("query", n, request, required=False) for n in ("force", "confirm")
-        ]
-    body: dict[str, Any] = ref_of[route.operation.request]
-    if route.parameters:
-        body = _without(request, route.parameters)
-    described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if route.in_body:
+        body: dict[str, Any] = ref_of[route.operation.request]
+        if route.parameters:
+            body = _without(request, route.parameters)
+        content = {"application/json": {"schema": body}}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
 def _events(request: dict[str, Any]) -> dict[str, Any]:
-    found = [_parameter("path", "topic", request, required=True)]
-    rest = [name for name in request["properties"] if name != "topic"]
-    found += [_parameter("query", name, request, required=False) for name in rest]
-    events = {"description": "An event for each delta.", "headers": {"X-Request-Id": _REQUEST_ID}}
-    events["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    in_query = [name for name in request["properties"] if name != "topic"]
+    content = {"text/event-stream": {"schema": {"type": "string"}}}
+    events = {**_result({}), "description": "An event for each delta.", "content": content}
     return {
         "operationId": "Subscribe",
         "summary": "Deltas as they are released",
-        "parameters": found,
+        "parameters": _parameters(request, ["topic"], in_query),
         "responses": {"200": events, **_failures()},
     }
 
 
-def _parameter(place: str, name: str, request: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    schema = dict(request["properties"][name])
-    found = {"name": name, "in": place, "required": required, "schema": schema}
-    if "description" in schema:
-        found["description"] = schema.pop("description")
+def _parameters(
+    request: dict[str, Any], in_path: list[str], in_query: list[str]
+) -> list[dict[str, Any]]:
+    found = []
+    for name in (*in_path, *in_query):
+        schema = dict(request["properties"][name])
+        place = "path" if name in in_path else "query"
+        required = name in request.get("required", [])
+        one = {"name": name, "in": place, "required": required, "schema": schema}
+        if "description" in schema:
+            one["description"] = schema.pop("description")
+        found.append(one)
     return found
 
 
@@ -144,9 +144,9 @@ def _result(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _failures() -> dict[str, Any]:
+def _failures(names: Iterable[str] = _ERRORS) -> dict[str, Any]:
     return {
-        str(STATUS_TABLE[name][1]): {"$ref": f"#/components/responses/{name}"} for name in _ERRORS
+        str(STATUS_TABLE[name][1]): {"$ref": f"#/components/responses/{name}"} for name in names
     }
 
 
@@ -163,10 +163,9 @@ def _plain_paths(health: dict[str, Any]) -> dict[str, Any]:
 
     def get(name: str, summary: str, content: dict[str, Any], **more: Any) -> dict[str, Any]:
         answers = {"200": {"description": "Done.", "content": content}}
-        refusals = {
-            str(STATUS_TABLE[status][1]): {"$ref": f"#/components/responses/{status}"}
-            for status in ("INVALID_ARGUMENT", "MISDIRECTED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
-        }
+        refusals = _failures(
+            ("INVALID_ARGUMENT", "MISDIRECTED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+        )
         found = {"operationId": name, "summary": summary, "responses": answers | refusals}
         return {"get": found | more}
 
