@@ -259,7 +259,7 @@ class Topic(Generic[T]):
             return await connection.call("pop", wait_ms=left_ms, **arguments)
 
         answer = await self.link.request(lease, repeatable=False)
-        return [popped(self.handle, fields, self._keep)[0] for fields in answer["messages"]]
+        return [popped(self.handle, fields, self._keep) for fields in answer["messages"]]
 
     def _keep(self, batch: MessageBatch[Any]) -> None:
         """A handler works on a popped message: keep its lease as long as it does."""

@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, Generic, NotRequired, TypedDict, TypeVar
 
 import msgspec
@@ -210,10 +211,8 @@ class ChangeStream(Receiver):
         if self._timer is not None:
             self._tell()
         if not self.ended.done():
-            try:
+            with suppress(Unavailable):  # There is nothing to close if the connection is gone.
                 await self._exchange.unsubscribe(self.number)
-            except Unavailable:
-                pass  # nothing to close on a connection that is gone
             self.on_end(None)
 
     # --- called by the connection ---

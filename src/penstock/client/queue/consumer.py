@@ -152,7 +152,9 @@ class Consumer(ABC, Generic[T, Out]):
             self._admit(delivered)
 
     def _admit(self, delivered: DeliveredBatch) -> None:
-        batch: MessageBatch[T] = MessageBatch(self._topic, delivered, released=self._released)
+        batch: MessageBatch[T] = MessageBatch(
+            self._topic, delivered.delivery, delivered.columns, released=self._released
+        )
         if self._keeper is not None:
             self._keeper.keep(batch)
         self._store(batch)

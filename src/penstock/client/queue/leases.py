@@ -13,26 +13,25 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client import spans
 from penstock.client.network.connection import HowReturned
 from penstock.client.network.link import Link
-from penstock.client.network.streams import DeliveredBatch
 from penstock.client.options import Duration, milliseconds, optional_ms
 from penstock.client.queue.handle import TopicHandle
-from penstock.client.queue.messages import Message
+from penstock.client.queue.messages import Message, cells_of, fields_of
 from penstock.client.queue.settler import Settler
 from penstock.errors import InvalidArgument, LeaseLost, PenstockError
-from penstock.model.delivery import DELIVERY
+from penstock.model.columns import Columns
 from penstock.model.ids import LeaseToken
 from penstock.wire.messages import Delivery
 
@@ -49,9 +48,6 @@ class LeaseState(IntEnum):
     OUT = 1
     SETTLED = 2
     LOST = 3
-
-
-_WAITING, _OUT, _SETTLED, _ = (bytes((state,)) for state in LeaseState)
 
 
 class Returnable(ABC):
@@ -99,25 +95,25 @@ class MessageBatch(Returnable, Generic[T]):
     def __init__(
         self,
         origin: TopicHandle[Any],
-        delivered: DeliveredBatch,
+        delivery: Delivery,
+        columns: Columns | None,  # None: of a message that came without
         *,
         released: Callable[[MessageBatch[Any], int], None] | None = None,
         entered: Callable[[MessageBatch[Any]], None] | None = None,
     ) -> None:
         self.origin = origin
-        self._delivery, self._columns = delivered.delivery, delivered.columns
-        self.topic = self._delivery.topic  # its id
-        self.partition = self._delivery.partition
-        self.visibility_ms = self._delivery.visibility_ms
+        self._delivery, self._columns = delivery, columns
+        self.topic, self.partition = delivery.topic, delivery.partition
+        self.visibility_ms = delivery.visibility_ms
         # When the leases end unless they are extended, by the coordinator's wall clock.
-        self.deadline_ms = self._delivery.deadline_ms
-        self.token = self._delivery.token  # of the lease in a row
-        self._states = bytearray(self._delivery.count)
+        self.deadline_ms = delivery.deadline_ms
+        self.token = delivery.token  # of the lease in a row
+        self._states = bytearray(delivery.count)  # the `LeaseState` of each row
+        self._all_states = np.frombuffer(self._states, np.uint8)
         self._released = released  # told how many of the leases that were out have ended
-        self._rows: dict[str, list[Any]] | None = None
         self.entered = entered  # told when a handler begins
         self.kept: Callable[[MessageBatch[Any]], None] | None = None  # told when none is held
-        self.held = self._delivery.count
+        self.held = delivery.count
 
     def __len__(self) -> int:
         return self._delivery.count
@@ -125,7 +121,7 @@ class MessageBatch(Returnable, Generic[T]):
     @property
     def payloads(self) -> list[bytes]:
         """Every payload, without making messages of them."""
-        column = self._columns.binary("payload")
+        column = None if self._columns is None else self._columns.binary("payload")
         return [b""] * len(self) if column is None else column.tolist()
 
     @property
@@ -138,34 +134,24 @@ class MessageBatch(Returnable, Generic[T]):
     @overload
     def __getitem__(self, index: slice) -> list[LeasedMessage[T]]: ...
     def __getitem__(self, index: int | slice) -> LeasedMessage[T] | list[LeasedMessage[T]]:
-        if isinstance(index, slice):
-            return [self._message(row) for row in range(*index.indices(len(self)))]
-        row = index + len(self) if index < 0 else index
-        if not 0 <= row < len(self):
-            raise IndexError(index)
-        return self._message(row)
+        rows = range(len(self))[index]
+        return self._message(rows) if isinstance(rows, int) else [*map(self._message, rows)]
 
     def __iter__(self) -> Iterator[LeasedMessage[T]]:
-        return (self._message(row) for row in range(len(self)))
+        return map(self._message, range(len(self)))
 
     def _message(self, row: int) -> LeasedMessage[T]:
-        rows = self._rows
-        if rows is None:
-            rows = self._rows = self._decode()
-        return LeasedMessage(self, row, {name: column[row] for name, column in rows.items()})
+        fields = {name: column[row] for name, column in self._rows.items()}
+        return LeasedMessage(
+            self, row, {"topic": self.topic, "partition": self.partition, **fields}
+        )
 
-    def _decode(self) -> dict[str, list[Any]]:
-        columns = self._columns
-        rows: dict[str, list[Any]] = {
-            "sequence": columns.fixed("message").tolist(),
-            "priority": columns.fixed("priority").tolist(),
-            "attempts": columns.fixed("attempts").tolist(),
-            "time_ms": columns.fixed("time_ms").tolist(),
-        }
-        for name in ("key", "headers", "payload"):
-            column = columns.binary(name)
-            rows[name] = [b""] * len(self) if column is None else column.tolist()
-        return rows
+    @cached_property
+    def _rows(self) -> dict[str, list[Any]]:
+        assert self._columns is not None
+        numbers = ("priority", "attempts", "time_ms")
+        rows = cells_of(self._columns, len(self), numbers)
+        return {"sequence": self._columns.fixed("message").tolist(), **rows}
 
     # --- settling ---
 
@@ -205,26 +191,20 @@ class MessageBatch(Returnable, Generic[T]):
         return LeaseState(self._states[row])
 
     def held_rows(self) -> NDArray[np.int64]:
-        if self.held == len(self):
-            return np.arange(len(self))
-        return np.flatnonzero(np.frombuffer(self._states, np.uint8) <= LeaseState.OUT)
+        return np.flatnonzero(self._all_states <= LeaseState.OUT)
 
     def hand_out(self, row: int | None = None) -> None:
         """A handler has the row now, or all of them."""
         if row is None:
-            self._states = self._states.replace(_WAITING, _OUT)
+            self._all_states[self._all_states == LeaseState.WAITING] = LeaseState.OUT
         elif self._states[row] == LeaseState.WAITING:
             self._states[row] = LeaseState.OUT
 
     def take(self) -> NDArray[np.int64]:
         """Mark every held row as settled; returns them."""
-        rows = self.held_rows()
-        if len(rows) < len(self):
-            self.mark(rows.tolist(), LeaseState.SETTLED)
-        else:
-            out = self._states.count(LeaseState.OUT)
-            self._states = bytearray(_SETTLED * len(self))
-            self._end(len(rows), out)
+        rows, out = self.held_rows(), self._states.count(LeaseState.OUT)
+        self._all_states[rows] = LeaseState.SETTLED
+        self._end(len(rows), out)
         return rows
 
     def take_row(self, row: int) -> None:
@@ -234,18 +214,15 @@ class MessageBatch(Returnable, Generic[T]):
             raise LeaseLost("the lease ran out before the message was settled")
         if state == LeaseState.SETTLED:
             raise LeaseLost("the message was settled already")
-        self.mark((row,), LeaseState.SETTLED)
+        self._states[row] = LeaseState.SETTLED
+        self._end(1, state)
 
-    def mark(self, rows: Sequence[int], state: LeaseState) -> None:
-        """End the leases of those `rows` that are held."""
-        states = self._states
-        ended = out = 0
-        for row in rows:
-            if states[row] <= LeaseState.OUT:
-                out += states[row]
-                ended += 1
-                states[row] = state
-        self._end(ended, out)
+    def lose(self, row: int) -> None:
+        """The lease of a row has run out, unless it was settled."""
+        state = self._states[row]
+        if state <= LeaseState.OUT:
+            self._states[row] = LeaseState.LOST
+            self._end(1, state)
 
     def _end(self, ended: int, out: int) -> None:
         self.held -= ended
@@ -262,8 +239,7 @@ class LeasedMessage(Message[T], Returnable):
     __slots__ = ("_batch", "_row", "_span")
 
     def __init__(self, batch: MessageBatch[T], row: int, fields: dict[str, Any]) -> None:
-        origin = batch.origin
-        super().__init__(origin.content, topic=batch.topic, partition=batch.partition, **fields)
+        super().__init__(batch.origin.content, **fields)
         self._batch, self._row = batch, row
         self._span: AbstractContextManager[Any] = nullcontext()  # around its handler
 
@@ -298,7 +274,7 @@ class LeasedMessage(Message[T], Returnable):
         extend_ms = milliseconds(duration, field="duration")
         token = self._batch.token(self._row)
         if await self._batch.origin.settler.extend([token], extend_ms):
-            self._batch.mark((self._row,), LeaseState.LOST)
+            self._batch.lose(self._row)
             raise LeaseLost("the lease ran out before it was extended")
 
     async def _give_back(self, **how: Unpack[HowReturned]) -> None:
@@ -452,33 +428,18 @@ class Keeper:
             return
         for position in lost:
             batch, row = held[position]
-            batch.mark((row,), LeaseState.LOST)
+            batch.lose(row)
 
 
 def popped(
     origin: TopicHandle[Any], fields: dict[str, Any], entered: Callable[[MessageBatch[Any]], None]
-) -> MessageBatch[Any]:
+) -> LeasedMessage[Any]:
     """A message out of a `pop` call; `entered` is called when a handler begins with it."""
     token = LeaseToken.parse(fields["lease_token"])
-    headers = fields.get("headers")
-    body = DELIVERY.encode(
-        1,
-        {
-            "message": [fields["sequence"]],
-            "time_ms": [fields["time_ms"]],
-            "priority": [fields.get("priority", 0)],
-            "attempts": [fields.get("attempts", 0)],
-            "key": [fields.get("key") or b""],
-            "headers": [msgspec.msgpack.encode(headers) if headers else b""],
-            "payload": [fields["payload"]],
-        },
-    )
     delivery = Delivery(
         token.partition, token.epoch, token.sequence, 1,
         fields.get("deadline_ms", 0), fields.get("visibility_ms", 30_000), token.topic,
     )  # fmt: skip
-    batch: MessageBatch[Any] = MessageBatch(
-        origin, DeliveredBatch(delivery, DELIVERY.decode(body, 1)), entered=entered
-    )
+    batch: MessageBatch[Any] = MessageBatch(origin, delivery, None, entered=entered)
     batch.hand_out()
-    return batch
+    return LeasedMessage(batch, 0, fields_of(fields))

@@ -6,7 +6,8 @@ so: a reader of the log holds them back until then and yields them where the dec
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from penstock.client.queue.entries import Content
 from penstock.client.queue.handle import TopicHandle
 from penstock.errors import LimitExceeded, Unavailable
 from penstock.model.batch import Batch, Kind
+from penstock.model.columns import Columns
 from penstock.model.ids import MessageId
 from penstock.model.plain import headers_of
 
@@ -87,7 +89,7 @@ class DeadMessage(Message[T]):
     __slots__ = ("dead_ms", "detail", "reason")
 
     def __init__(self, content: Content[T], fields: dict[str, Any]) -> None:
-        super().__init__(content, **_common(fields))
+        super().__init__(content, **fields_of(fields))
         self.reason: str = fields.get("reason", "")
         self.detail: str = fields.get("detail", "")
         self.dead_ms: int = fields.get("dead_ms", 0)
@@ -95,10 +97,11 @@ class DeadMessage(Message[T]):
 
 def from_map(content: Content[T], fields: dict[str, Any]) -> Message[T]:
     """A message out of a call's answer."""
-    return Message(content, **_common(fields))
+    return Message(content, **fields_of(fields))
 
 
-def _common(fields: dict[str, Any]) -> dict[str, Any]:
+def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a message is made of, out of a call's answer."""
     return {
         # Not the id that this client knows the topic by: another may have its name by now.
         "topic": MessageId.parse(fields["message_id"]).topic,
@@ -111,6 +114,15 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         "headers": fields.get("headers") or {},
         "payload": fields["payload"],
     }
+
+
+def cells_of(columns: Columns, count: int, numbers: Sequence[str]) -> dict[str, list[Any]]:
+    """What messages are made of, out of columns: some numbers, and the bytes of each."""
+    cells = {name: columns.fixed(name).tolist() for name in numbers}
+    for name in ("key", "headers", "payload"):
+        column = columns.binary(name)
+        cells[name] = [b""] * count if column is None else column.tolist()
+    return cells
 
 
 PAGE: Final = 100
@@ -223,7 +235,8 @@ class LogReader(Generic[T]):
             except Unavailable:
                 continue  # the next request waits for a connection, within the retry bound
             finally:
-                await _close(stream)
+                with suppress(Unavailable):  # There is nothing to close if the connection is gone.
+                    await stream.close()
 
     async def _open(self, connection: Connection) -> LogStream:
         entries, size = self._credit
@@ -257,7 +270,7 @@ class LogReader(Generic[T]):
         if batch.kind is Kind.ENQ:
             yield batch
         elif batch.kind is Kind.PREPARE:
-            transaction = _first(batch, "transaction")
+            [transaction] = batch.columns().binary("transaction") or (b"",)
             self._undecided.setdefault(transaction, []).append(batch)
             if sum(map(len, self._undecided.values())) > UNDECIDED_MAX:
                 raise LimitExceeded("too many atomic batches are undecided", limit=UNDECIDED_MAX)
@@ -273,35 +286,17 @@ class LogReader(Generic[T]):
 
     def _decode(self, batch: Batch) -> Iterator[Message[T]]:
         columns = batch.columns()
-        count = batch.entries
-        sequences: Any = range(batch.first, batch.first + count)
+        sequences: Any = range(batch.first, batch.first + batch.entries)
         if batch.compacted:
             sequences = columns.fixed("sequence").tolist()
-        priorities = columns.fixed("priority").tolist()
-        cells = [columns.binary(name) for name in ("key", "headers", "payload")]
-        keys, headers, payloads = ([b""] * count if c is None else list(c) for c in cells)
+        cells = cells_of(columns, batch.entries, ("priority",))
         for row, sequence in enumerate(sequences):
             yield Message(
                 self._topic.content,
                 topic=batch.topic,
                 partition=batch.partition,
                 sequence=sequence,
-                priority=priorities[row],
                 attempts=0,
                 time_ms=batch.time_ms,
-                key=keys[row],
-                headers=headers[row],
-                payload=payloads[row],
+                **{name: cell[row] for name, cell in cells.items()},
             )
-
-
-def _first(batch: Batch, name: str) -> bytes:
-    column = batch.columns().binary(name)
-    return b"" if column is None else column[0]
-
-
-async def _close(stream: LogStream) -> None:
-    try:
-        await stream.close()
-    except Unavailable:
-        pass  # nothing to close on a connection that is gone
