@@ -12,32 +12,29 @@ counts from the start.
 
 **Retries** follow an exponential backoff with full jitter, then a breaker. After the n-th failure
 in a row the pause is drawn evenly from 0 to `base · 2^(n-1)`, at most `cap`: sinks that failed
-together do not come back together. The breaker opens at the tenth, and from then on only one try in
-thirty seconds goes out, as a probe; the first success closes it. Both numbers are the options'
-defaults.
+together do not come back together. When the breaker is open, only one try now and then goes out, as
+a probe; the first success closes it.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.propagation.flow.breaker import FAILURES_MAX, OPEN_S, Breaker, BreakerState
+from penstock.errors import InvalidArgument
 
 WINDOW_S: Final = 60.0
 GROWTH: Final = 1.25
 # Inclusive upper ends in seconds; the last bucket goes to infinity.
 BOUNDS_S: Final[NDArray[np.float64]] = np.geomspace(0.001, 0.001 * GROWTH**92, 93)
-_ENDS_S: Final[list[float]] = BOUNDS_S.tolist()
 # Of these, Prometheus gets about every third: enough for its quantiles, few enough to store.
 EXPORTED: Final = tuple(range(0, len(BOUNDS_S), 3))
 
@@ -67,19 +64,6 @@ class Freshness:
             self._current = self._current + found
             self.seconds_sum += float(seconds.sum())
             self._greatest[0] = max(self._greatest[0], float(seconds.max()))
-
-    def record_few(self, seconds: Sequence[float], *, now: float) -> None:
-        """The same without arrays, which take longer to set up than a few rows to count."""
-        with self._lock:
-            self._turn(now)
-            counts, current = self.counts.copy(), self._current.copy()
-            for one in seconds:
-                at = bisect_left(_ENDS_S, max(one, 0.0))
-                counts[at] += 1
-                current[at] += 1
-                self.seconds_sum += max(one, 0.0)
-                self._greatest[0] = max(self._greatest[0], one)
-            self.counts, self._current = counts, current
 
     def recent(self, *, now: float) -> dict[str, float | int]:
         """Percentiles of the last minute or two, in seconds; empty if nothing was written."""
@@ -180,53 +164,70 @@ class SinkMeter:
 DOUBLINGS_MAX: Final = 30
 
 
+class BreakerState(Enum):
+    CLOSED = "closed"  # try
+    OPEN = "open"  # do not try
+    HALF_OPEN = "half_open"  # try once, and see
+
+
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long a sink that fails is waited for between two tries."""
 
     backoff_s_base: float = 0.1  # before the second try; doubles with each further one
     backoff_s_cap: float = 10.0
-    breaker_failures: int = FAILURES_MAX  # in a row; then the sink is left alone
-    breaker_open_s: float = OPEN_S  # before it is tried once more
+    breaker_failures: int = 10  # in a row; then the sink is left alone
+    breaker_open_s: float = 30.0  # before it is tried once more
 
 
 class Retry:
-    """One sink's patience. `now` is monotonic; one thread calls, any thread looks."""
+    """One sink's patience, and its breaker. `now` is monotonic; one thread calls, any looks.
+
+    CLOSED ── breaker_failures in a row ──► OPEN ── breaker_open_s later ──► HALF_OPEN
+       ▲                                      ▲                                  │
+       │                                      └──────────── a failure ───────────┤
+       └───────────────────────────────── a success ─────────────────────────────┘
+    """
 
     def __init__(self, options: Patience) -> None:
+        for field_, least in (("breaker_failures", 1), ("breaker_open_s", 0.001)):
+            if not getattr(options, field_) >= least:
+                raise InvalidArgument(f"{field_} must be positive", field=field_, limit=least)
         self._options = options
-        self._breaker = Breaker(
-            failures_max=options.breaker_failures, open_s=options.breaker_open_s
-        )
+        self._state = BreakerState.CLOSED
+        self._open_until = 0.0  # of the latest opening
         self._not_before = 0.0
         self.failures = 0  # in a row
 
     @property
-    def waiting(self) -> bool:
-        return self.failures > 0
-
-    @property
     def breaker_state(self) -> str:
-        state: str = self._breaker.state.value
+        state: str = self._state.value
         return state
 
     def delay_s(self, *, now: float) -> float:
         """How long to wait before the next try; 0: try."""
-        return max(self._not_before - now, self._breaker.wait_s(now), 0.0)
+        wait_s = self._not_before - now
+        if self._state is BreakerState.OPEN:
+            if now >= self._open_until:
+                self._state = BreakerState.HALF_OPEN
+            else:
+                wait_s = max(wait_s, self._open_until - now)
+        return max(wait_s, 0.0)
 
-    def succeeded(self, *, now: float) -> None:
-        self._breaker.succeeded()
-        self.failures = 0
-        self._not_before = 0.0
+    def succeeded(self) -> None:
+        self._state, self.failures, self._not_before = BreakerState.CLOSED, 0, 0.0
 
     def failed(self, *, now: float) -> bool:
         """Count a failure; True if it opened the breaker."""
-        was_open = self._breaker.state is BreakerState.OPEN
-        self._breaker.failed(now)
+        self.delay_s(now=now)  # a probe may have been due without anyone asking
         self.failures += 1
+        few = self._state is BreakerState.CLOSED and self.failures < self._options.breaker_failures
+        opens = self._state is not BreakerState.OPEN and not few
+        if opens:
+            self._state, self._open_until = BreakerState.OPEN, now + self._options.breaker_open_s
         doublings = min(self.failures - 1, DOUBLINGS_MAX)
         ceiling = min(self._options.backoff_s_base * 2**doublings, self._options.backoff_s_cap)
         self._not_before = now + random.uniform(0.0, ceiling)
-        return self._breaker.state is BreakerState.OPEN and not was_open
+        return opens
 
     def describe(self, *, now: float) -> dict[str, Any]:
         return {

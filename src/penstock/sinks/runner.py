@@ -76,7 +76,7 @@ class SinkRunner:
             return "stopped"
         if self.meter.busy_s(now=time.monotonic()) > self._hang_s:
             return "hanging"
-        if self.retry.waiting:
+        if self.retry.failures:
             return "waiting"
         if not self.opened:
             return "opening"
@@ -134,7 +134,7 @@ class SinkRunner:
 
     def succeeded(self) -> None:
         """The sink is well: the next failure is the first in a row."""
-        self.retry.succeeded(now=time.monotonic())
+        self.retry.succeeded()
 
     def call(self, call: Callable[[], T]) -> T:
         """A call into the sink, which may take any time."""

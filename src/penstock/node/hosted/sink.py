@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
 PROBE_S: Final = 5.0  # after which it is seen whether the cursor of one that is halted is gone
-FEW: Final = 32  # rows that are counted one by one
 JOIN_S: Final = 10.0  # for the write under way when the node stops
 STATES_BYTES: Final = 1 << 20  # copied in one step of the loop, or a single state
 COMPONENT_BYTES: Final = 4
@@ -282,16 +281,9 @@ class HostedSink:
 
     def _note_age(self, times_ms: NDArray[np.int64]) -> None:
         """Rows that the log took at these times are in the sink."""
-        now_ms, freshness = time.time_ns() // 1_000_000, self.thread.runner.meter.freshness
-        if len(times_ms) <= FEW:
-            few = [(now_ms - time_ms) / 1000 for time_ms in times_ms.tolist()]
-            freshness.record_few(few, now=time.monotonic())
-            oldest = max(few)
-        else:
-            ages = (now_ms - times_ms) / 1000
-            freshness.record(ages, now=time.monotonic())
-            oldest = float(ages.max())
-        self.hub.on_written(self.name, len(times_ms), max(0.0, oldest))
+        ages_s = (time.time_ns() // 1_000_000 - times_ms) / 1000
+        self.thread.runner.meter.freshness.record(ages_s, now=time.monotonic())
+        self.hub.on_written(self.name, len(times_ms), max(0.0, float(ages_s.max())))
 
     # --- how things are ---
 

@@ -2,6 +2,6 @@
 
 `ingest` is the queue in front of logs and `outbox` what waits for one subscriber; both are bounded
 and served by `lanes`, so that urgent changes overtake others, but never one of their own vector.
-`window` makes several changes of a vector one, `route` selects who gets what, `rate` says how fast,
-and `breaker` when to stop trying. Everything is told the time and decides by it alone.
+`window` makes several changes of a vector one, `route` selects who gets what, and `rate` says how
+fast. Everything is told the time and decides by it alone.
 """
