@@ -178,7 +178,6 @@ class Engine:
 
     @property
     def administration(self) -> ClusterAdministration | LocalTopics:
-        """By which topics are created, changed and deleted."""
         return self.alone if self._joined is None else self._joined
 
     @property
@@ -200,7 +199,6 @@ class Engine:
         self.refusal = Unavailable("the node is starting", elsewhere=True)
 
     def info(self, *, port: int) -> NodeInfo:
-        """What others are told of this node, which listens on `port`."""
         config, host = self.config, self.config.host
         if config.cluster.advertise:
             host, port = host_port(config.cluster.advertise, field="cluster.advertise", port=port)
@@ -216,7 +214,6 @@ class Engine:
         )
 
     async def drop_topic(self, topic: Topic) -> None:
-        """Forget a topic that was deleted, and remove its files."""
         name = topic.config.name
         del self.topics[name]
         self.unopened.forget_topic(topic.config.id)
@@ -240,7 +237,6 @@ class Engine:
         )  # fmt: skip
 
     def hub(self, topic: Topic) -> Hub:
-        """The live path of a delta topic, made when it is asked for."""
         found = self.hubs.get(topic.config.id)
         if found is None:
             if topic.config.kind is not TopicKind.DELTA:
@@ -308,7 +304,6 @@ class Engine:
             self.folder.clear_place(config.id, index, recorded=recorded)
 
     async def close_hosts(self, keys: Iterable[Key]) -> None:
-        """End what they do and let go of their files."""
         hosts = [self.hosts.pop(key) for key in list(keys)]
         await asyncio.gather(*(host.close() for host in hosts))
 
@@ -363,7 +358,6 @@ class Engine:
         log.critical("stored data is damaged", error=error.message, **error.details)
 
     def on_mended(self, key: Key) -> None:
-        """A partition's log was replaced."""
         self.damages.pop(key, None)
 
     def on_fatal(self, error: BaseException) -> None:

@@ -127,7 +127,6 @@ def _open_embedded(folder: DataFolder) -> EmbeddedStore:
 
 
 def cluster_store(options: ClusterOptions) -> EtcdStore:
-    """The metadata of a cluster, where its nodes have it."""
     return EtcdStore(
         options.etcd,
         prefix=cluster_prefix(options.name),
@@ -332,7 +331,6 @@ class EngineLocal:
 
 
 async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect | None) -> None:
-    """Give the engine a cluster that it has not joined yet."""
     if connect is None:
         raise FailedPrecondition("a node of a cluster is run by `penstock serve`")
     # Replicas get whatever records the nodes that coordinate them write.
@@ -417,7 +415,6 @@ def _write_identity(path: Path, identity: NodeIdentity) -> None:
 
 
 async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
-    """Remove files of topics that were deleted while this node was away."""
     held = {topic for topic, _, _ in engine.folder.partitions()}
     # Some of those that exist may not be followed yet, for trouble on this node.
     existing = {config.id for config in await cluster.catalog.list()}

@@ -30,8 +30,6 @@ log = get_logger(__name__)
 
 
 class LocalTopics:
-    """See the module. In a cluster `Administration` is in its place."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = asyncio.Lock()  # one topic is changed at a time
@@ -81,13 +79,11 @@ class LocalTopics:
     # --- opening ---
 
     async def open_all(self) -> None:
-        """What is recorded, when the node starts."""
         for config in await self._engine.catalog.list():
             async with self._lock:
                 await self._open_or_note(config)
 
     async def open_again(self, trouble: Trouble) -> None:
-        """Another attempt at a topic that could not be opened."""
         async with self._lock:
             if self._engine.unopened.topic(trouble.config.name) is trouble:
                 await self._open_or_note(trouble.config)
@@ -213,7 +209,6 @@ class Unopened:
             )  # fmt: skip
 
     def forget(self, topic: int, partition: int | None = None) -> None:
-        """It was opened, or is not wanted any more."""
         if self._troubles.pop((topic, partition), None) is not None:
             log.info("no longer unopened", topic_id=topic, partition=partition)
 

@@ -129,7 +129,6 @@ async def cluster_drain(engine: Engine, _: Caller, a: DrainArguments) -> Result:
 
 @method(Arguments)
 async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> Result:
-    """What waits of the last plan."""
     return {"moves": await engine.replica_sets.waiting()}
 
 
@@ -185,7 +184,6 @@ class ResignArguments(ReplicaArguments, frozen=True):
 
 @method(ReplicaTopicArguments)
 async def replica_topic(engine: Engine, _: Caller, a: ReplicaTopicArguments) -> Result:
-    """What this node knows of a topic, and which of its partitions it serves."""
     topic = engine.topics.get(a.name)
     if topic is None or topic.config.id != a.topic:
         return {"known": False, "config": None, "serving": []}
@@ -212,7 +210,6 @@ async def replica_status(engine: Engine, _: Caller, a: ReplicaStatusArguments) -
 
 @method(Arguments)
 async def replica_clock(engine: Engine, _: Caller, a: Arguments) -> Result:
-    """What this node's clock shows."""
     return {"time_ms": engine.clock.now_ms()}
 
 
@@ -272,7 +269,6 @@ def _records(engine: Engine) -> dict[Key, tuple[str, PartitionRecord]]:
 
 
 async def _told(engine: Engine, within: dict[str, Any]) -> dict[str, Result]:
-    """What the nodes that answer tell of themselves."""
     if engine.config.cluster.enabled:
         return await engine.nodes.ask_all("replica_status", **within)
     return {engine.identity.node: _status(engine, lambda key: True)}
@@ -372,7 +368,6 @@ def _status(engine: Engine, wanted: Callable[[Key], bool]) -> Result:
 
 
 def _coordinated(engine: Engine, wanted: Callable[[Key], bool]) -> list[dict[str, Any]]:
-    """What this node serves, by topic id."""
     return [
         {
             "topic": key[0],
@@ -392,7 +387,6 @@ def _coordinated(engine: Engine, wanted: Callable[[Key], bool]) -> list[dict[str
 
 
 def _itself(engine: Engine) -> dict[str, Any]:
-    """What this node alone knows of itself and of the others."""
     if not engine.config.cluster.enabled:
         return {"peers": [], "clock": UNTOLD, "rolled_back": False}
     cluster = engine.nodes

@@ -28,8 +28,6 @@ NO_ARGUMENTS: Final = Arguments()
 
 
 class Share(NamedTuple):
-    """What a call is about on one node."""
-
     engine: Engine
     topic: Topic
     partitions: list[Partition]  # all of them are served here
@@ -62,8 +60,6 @@ SHARES: Final[dict[str, Registered]] = {}
 def shared(
     arguments: type[Arguments] = Arguments, *, of_queues: bool = False
 ) -> Callable[[Run], Run]:
-    """Register a share under its function's name."""
-
     def register(run: Run) -> Run:
         SHARES[run.__name__] = Registered(run, arguments, of_queues)
         return run
@@ -159,7 +155,6 @@ async def ask_share(
     indices: Iterable[int] = (),
     arguments: Arguments = NO_ARGUMENTS,
 ) -> Result:
-    """The share of one node."""
     peer = topic.router.cluster.live(node)
     if peer is None:
         raise Unavailable(f"node {node} is not connected", sent=False)

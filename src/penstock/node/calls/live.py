@@ -154,7 +154,6 @@ def _local_rows(share: Share) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 @method(CursorListArguments)
 async def cursor_list(engine: Engine, _: Caller, a: CursorListArguments) -> Result:
-    """The durable cursors of a topic: of named subscribers, and of sinks."""
     topic = delta_topic(engine, a.topic)
     page = page_of(await engine.cursors.rows(topic.config.id, a.after))
     return {"cursors": page.rows, "next": page.next}

@@ -198,7 +198,6 @@ class _Pop:
         self.arrived.set()
 
     async def first(self, stopping: Callable[[], bool], wait_ms: int) -> None:
-        """Wait for something to come."""
         await _until(
             self.arrived, lambda: bool(self.messages or self.failed or stopping()), wait_ms
         )
@@ -236,7 +235,6 @@ class _Pop:
 
 
 def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:
-    """End the leases of messages that are not in the answer."""
     tokens: dict[int, list[int]] = {}
     for message in messages:
         token = LeaseToken.parse(message["lease_token"])
@@ -373,7 +371,6 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> Result:
 
 @shared(ListShare, of_queues=True)
 async def dlq_list_share(share: Share) -> Result:
-    """The first `limit` of these partitions."""
     a: ListShare = share.arguments
     limit = a.limit
     await share.all_committed()
@@ -479,7 +476,6 @@ async def dlq_delete_share(share: Share) -> Result:
 
 
 def _chosen(share: Share) -> list[tuple[Partition, list[int]]]:
-    """The chosen dead letters of these partitions; all, if none are named."""
     named = share.arguments.message_ids
     if named is None:
         found = share.partitions
@@ -503,7 +499,6 @@ def _chunks(share: Share, limit: int | None) -> Iterable[tuple[Partition, NDArra
 async def _move(
     share: Share, partition: Partition, kind: Kind, sequences: NDArray[np.uint64]
 ) -> int:
-    """Write the record for those that are still dead."""
     still = sequences[partition.heap.states(sequences) == MessageState.DEAD]
     if len(still):
         partition.journal.check_commits()

@@ -84,7 +84,6 @@ def topics_behind(topics: Mapping[str, Topic], after: str) -> tuple[list[Topic],
 
 
 def locate(topic: Topic, message_id: str) -> tuple[int, int]:
-    """Partition and sequence of a message."""
     place = MessageId.parse(message_id)
     if place.topic != topic.config.id or place.partition >= len(topic.partitions):
         raise NotFound(f"no message {message_id} in this topic", message_id=message_id)
@@ -118,7 +117,6 @@ def merged_lists(
 
 
 def _size_of(row: dict[str, Any]) -> int:
-    """About what a message takes in an answer."""
     headers = row["headers"]
     packed = len(msgspec.msgpack.encode(headers)) if headers else 0
     return ROW_BYTES + len(row["payload"]) + len(row["key"]) + packed + len(row.get("detail", ""))
@@ -159,7 +157,6 @@ class Allowance:
 
 
 def sizes_in(columns: Columns) -> list[int]:
-    """What each message takes in an answer."""
     sizes = np.full(columns.count, ROW_BYTES, np.int64)
     for name in ("key", "headers", "payload"):
         column = columns.binary(name)

@@ -183,7 +183,6 @@ async def _verified(engine: Engine) -> dict[str, Any]:
 
 @method(PageArguments)
 async def node_status(engine: Engine, _: Caller, a: PageArguments) -> Result:
-    """How the node is, with a page of what it cannot open."""
     unopened = page_of(engine.unopened.rows(a.after))
     return {
         "node": engine.identity.node,

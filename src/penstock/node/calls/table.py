@@ -78,7 +78,6 @@ def method(arguments: type[Arguments], *, subject: str = "topic") -> Callable[[A
 async def dispatch_call(
     engine: Engine, caller: Caller, name: str, arguments: dict[str, Any]
 ) -> Result:
-    """Check the arguments, make the call, and leave a trace of administrative ones."""
     found = METHODS.get(name)
     started = time.perf_counter()
     status = "OK"
@@ -174,7 +173,6 @@ async def topic_delete(engine: Engine, caller: Caller, a: DestructiveArguments) 
 
 
 def confirmed(engine: Engine, caller: Caller, method: str, a: DestructiveArguments) -> None:
-    """Raise unless the caller was given the token that it shows, for this call on this topic."""
     deed = Deed(method, a.topic, engine.config_of(a.topic).id)
     engine.confirmations.use(caller.name, a.confirm, deed, force=a.force)
 

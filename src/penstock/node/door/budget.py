@@ -42,8 +42,6 @@ SWEEP_S: Final = 0.5  # between two looks for holders that are overdue
 
 
 class Held(IntEnum):
-    """Why bytes are held."""
-
     REQUESTS = 0  # without an answer yet
     FRAMES = 1  # not whole yet
     ANSWERS = 2  # not read yet
@@ -83,7 +81,6 @@ class Account:
         party.accounts += 1
 
     def has_room(self, size: int, kind: Held | None = None) -> bool:
-        """Whether so much more may be held for this caller."""
         budget = self.budget
         total = budget.held + size
         if kind is Held.READS and budget.answers + size > budget.bytes_max // ANSWERS_PART:
@@ -146,7 +143,6 @@ class Account:
             self.budget.wake()
 
     def hold(self, size: int, kind: Held) -> None:
-        """So much of this kind is held now, whatever it was before."""
         change = size - self.by_kind[kind]
         if change > 0:
             self.take(change, kind)
@@ -212,7 +208,6 @@ class Budget:
         self._waking = False
 
     def account(self, holder: Holder | None = None, *, key_id: str | None = None) -> Account:
-        """An account for one connection, or for one call where connections are not seen."""
         made = Account(self, Party() if key_id is None else self.party(key_id), holder)
         self._accounts.add(made)
         return made

@@ -22,8 +22,6 @@ OPEN_PER_CALLER_MAX: Final = 100
 
 
 class Deed(NamedTuple):
-    """What a token is for."""
-
     method: str
     subject: str  # the topic's name, or the key's id
     topic: int = 0  # the topic's id

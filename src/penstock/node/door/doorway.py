@@ -129,7 +129,6 @@ class Doorway:
             self._expel(oldest, "stranger")
 
     def hold(self, guest: Guest, size: int) -> None:
-        """A stranger has sent so many bytes that are kept."""
         if guest not in self._strangers:
             return
         self._bytes_total += size - self._bytes.get(guest, 0)

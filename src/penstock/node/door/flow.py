@@ -205,7 +205,6 @@ class Rota:
         self._rests = 0  # that are left
 
     def schedule(self) -> None:
-        """Have a turn of the loop in which nothing is used yet."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)

@@ -130,7 +130,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         return False
 
     def _agree(self) -> bool:
-        """Whether the handshake is done now."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -165,7 +164,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         self._steer()
 
     def rest(self) -> None:
-        """Read nothing until `go_on`."""
         self._resting = True
         self._steer()
 
@@ -195,7 +193,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         self._flush()
 
     def _flush(self) -> None:
-        """Encrypt while TCP takes more."""
         try:
             while self._unsent and not self._full and self._tcp is not None:
                 self._tls.write(self._next_piece())
@@ -245,7 +242,6 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
     # --- the end ---
 
     def close(self) -> None:
-        """When all that was written is sent."""
         if self._closing:
             return
         if self._protocol is None:

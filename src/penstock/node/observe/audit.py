@@ -119,7 +119,6 @@ class AuditLog:
             )
 
     async def close(self) -> None:
-        """Write what waits, then close the file."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, self._drain)

@@ -49,8 +49,6 @@ Labels = tuple[str, ...]
 
 
 class _Instrument:
-    """A metric's name, its labels and its series."""
-
     __slots__ = ("_series", "_width", "help", "labels", "name")
 
     def __init__(self, name: str, help: str, labels: Sequence[str], *, width: int) -> None:
@@ -71,7 +69,6 @@ class _Instrument:
         return self._series.setdefault(labels, [0] * self._width)
 
     def forget(self, label: str, value: str) -> None:
-        """Drop the series of something that is no more."""
         if label in self.labels:
             at = self.labels.index(label)
             gone = [labels for labels in self._series if labels[at] == value]
@@ -114,7 +111,6 @@ class Histogram(_Instrument):
         super().__init__(name, help, labels, width=len(self._bounds) + 2)
 
     def observe(self, labels: Labels, value: float, count: int = 1) -> None:
-        """`count` observations of `value`."""
         series = self._series.get(labels) or self.begin(labels)
         series[bisect_left(self._bounds, value)] += count
         series[-1] += value * count
@@ -271,7 +267,6 @@ class Metrics(Collector):
             instrument.forget("topic", topic)
 
     def read_with(self, read: Callable[[], NodeReading]) -> None:
-        """Have `read` called at each scrape."""
         self._read = read
 
     def text(self) -> bytes:

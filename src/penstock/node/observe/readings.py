@@ -51,8 +51,6 @@ class FollowerReading(NamedTuple):
 
 
 class ReplicaReading(NamedTuple):
-    """A replica in whatever role."""
-
     topic: str
     partition: int
     role: str
@@ -194,7 +192,6 @@ _SINK_COUNTERS: Final = (
 
 
 def gauges(node: NodeReading) -> Iterator[Metric]:
-    """All that a scrape shows of what the node holds."""
     yield from _families(_NODE_GAUGES, (), [((), node)])
     yield _family(
         "penstock_held_bytes", "Bytes held for callers, by what they are.", ["what"],

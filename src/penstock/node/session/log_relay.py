@@ -59,7 +59,6 @@ class LogRelay:
 
     @property
     def blocked(self) -> bool:
-        """The connection's send buffer is full."""
         return self._blocked
 
     @blocked.setter
@@ -135,7 +134,6 @@ class _Window:
         self.arrived = self._returned = self._granted = 0  # in all, from the beginning
 
     def give_back(self, amount: int) -> None:
-        """The reader has handled so much more."""
         if not 0 <= amount <= self.arrived - self._returned:
             raise InvalidArgument("more credit returned than is out", field="entries")
         self._returned += amount

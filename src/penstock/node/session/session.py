@@ -141,7 +141,6 @@ class Session(asyncio.Protocol):
         self._refuse(InvalidArgument(f"protocol error: {error.message}", field="frame"))
 
     def _cut_off(self, reason: str) -> None:
-        """The connection holds what others need, or for too long."""
         if reason == "frame":
             self._refuse(LimitExceeded("a frame was not whole in time", retry_after_s=1.0))
         elif self._transport is not None:
@@ -177,7 +176,6 @@ class Session(asyncio.Protocol):
         self._send(FrameType.NACK, 0, pack(Unavailable(reason, leaving=True).to_wire()))
 
     def shut(self, reason: str) -> None:
-        """End the connection; the client may reconnect."""
         if self._transport is not None:
             self._send(FrameType.NACK, 0, pack(Unavailable(reason).to_wire()))
             self._close(self._transport)
@@ -192,14 +190,12 @@ class Session(asyncio.Protocol):
         return 0.0 if busy else time.monotonic() - self._flow.heard
 
     def expel(self) -> None:
-        """Make way for other connections."""
         if self._greeted:
             self.shut("too many connections")
         elif self._transport is not None:
             self._transport.abort()
 
     def revoke(self, key_id: str) -> None:
-        """The key is revoked: whoever holds it is out at once."""
         if self._key_id == key_id:
             self._refuse(Unauthenticated("the API key is revoked", key_id=key_id))
 
@@ -446,7 +442,6 @@ class Session(asyncio.Protocol):
         data: memoryview,
         act: Act,
     ) -> None:
-        """Split the tokens by partition and answer once with all the lost positions."""
         if control.forwarded:
             self._check_peer()
         tokens = Tokens(topic, control, data)

@@ -79,7 +79,6 @@ class LiveStream:
         self.open = True
 
     async def subscribe(self, hub: Hub, control: OpenSubscription) -> None:
-        """Have a topic's hub take the request; answer it."""
         if not self.open:
             return
         self._opening = asyncio.current_task()
@@ -108,7 +107,6 @@ class LiveStream:
 
     @property
     def opened(self) -> bool:
-        """Whether the request is answered."""
         return self._subscription is not None
 
     @property
@@ -161,7 +159,6 @@ class StreamTable:
         self.blocked = False  # the connection's send buffer is full
 
     def check_number(self, number: int) -> None:
-        """Raise unless one more stream may be opened under this number."""
         limit = self._engine.config.limits.streams_max
         if number in self._streams or number in self._follows or number in self._demands:
             raise InvalidArgument("the stream number is taken", field="sequence")
@@ -177,7 +174,6 @@ class StreamTable:
         self._streams[number] = (topic, stream)
 
     def block(self, blocked: bool) -> None:
-        """The connection's send buffer is full, or has room again."""
         self.blocked = blocked
         for topic, stream in self._streams.values():
             stream.blocked = blocked
@@ -190,7 +186,6 @@ class StreamTable:
                 self._engine.nodes.transport.on_writable(sending)
 
     def _pump_logs(self) -> None:
-        """There may be room for what logs have."""
         for _, stream in list(self._streams.values()):
             if isinstance(stream, ReaderStream):
                 stream.pump()
@@ -212,7 +207,6 @@ class StreamTable:
             self.close(number)
 
     def drop_topic(self, topic: Topic) -> None:
-        """The topic is deleted: end its streams."""
         for number, (owner, _) in [*self._streams.items(), *self._demands.items()]:
             if owner is topic:
                 self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
@@ -431,7 +425,6 @@ def _remove(topic: Topic, stream: Stream) -> None:
 
 
 def _check_subscription(control: OpenSubscription, topic: Topic) -> None:
-    """Raise unless a client may ask for this."""
     if topic.config.kind is not TopicKind.DELTA:
         raise FailedPrecondition(f"{control.topic} is no delta topic", topic=control.topic)
     topic.partition(control.partition)

@@ -50,7 +50,6 @@ class Tokens:
         return None
 
     def hand_out(self, act: Act, answer: Reply) -> None:
-        """Have each partition act on its own; answer once, with the positions that were lost."""
         if self._forwarded:
             self._hand_out_forwarded(act, forwarded(len(self._parts), answer))
             return
