@@ -24,7 +24,7 @@ from penstock.node.calls.pages import (
     merged_lists,
     messages_in,
     read_messages,
-    sizes_in,
+    size_of,
 )
 from penstock.node.calls.table import (
     Arguments,
@@ -130,7 +130,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> Result:
     try:
         unreadable = -1
         if wait_ms:
-            await popping.first(lambda: engine.stopping, wait_ms)
+            await popping.first(engine, wait_ms)
             await popping.whole()
             unreadable = popping.stream.unreadable
         # What became a dead letter has made way for others.
@@ -171,7 +171,6 @@ class _Pop:
     ) -> None:
         self._topic, self._limit = topic, limit
         self._allowance = Allowance(topic, limit)
-        self._sizes: list[int] = []
         self.messages: list[dict[str, Any]] = []
         self.failed: list[PenstockError] = []
         self.arrived = asyncio.Event()
@@ -183,24 +182,23 @@ class _Pop:
 
     def _receive(self, delivery: Delivery, body: Any) -> None:
         columns = DELIVERY.decode(body, delivery.count)
-        sizes = sizes_in(columns)
         for i, message in enumerate(messages_in(self._topic, delivery.partition, columns)):
             message["lease_token"] = str(delivery.token(i))
             message["deadline_ms"] = delivery.deadline_ms
             message["visibility_ms"] = delivery.visibility_ms
             self.messages.append(message)
-            self._allowance.take(sizes[i])
-        self._sizes += sizes
+            self._allowance.take(size_of(message))
         self.arrived.set()
 
     def _fail(self, error: PenstockError) -> None:
         self.failed.append(error)
         self.arrived.set()
 
-    async def first(self, stopping: Callable[[], bool], wait_ms: int) -> None:
-        await _until(
-            self.arrived, lambda: bool(self.messages or self.failed or stopping()), wait_ms
-        )
+    async def first(self, engine: Engine, wait_ms: int) -> None:
+        def reached() -> bool:
+            return bool(self.messages or self.failed or engine.stopping)
+
+        await _until(self.arrived, reached, wait_ms)
 
     async def whole(self) -> None:
         """Wait until all that was leased so far is here."""
@@ -224,14 +222,13 @@ class _Pop:
         """The best messages, as many as the answer may hold; the others are given back."""
         if self.failed and not self.messages:
             raise self.failed[0]
-        rows = list(zip(self.messages, self._sizes, strict=True))
+        rows = self.messages
         if len(self._topic.partitions) > 1:
-            key = _order(self._topic)
-            rows.sort(key=lambda row: key(row[0]))
+            rows.sort(key=_order(self._topic))
         allowance = Allowance(self._topic, self._limit)
-        kept = list(itertools.takewhile(lambda row: allowance.take(row[1]), rows))
-        give_back_unused(self._topic, [message for message, _ in rows[len(kept) :]])
-        return [message for message, _ in kept]
+        kept = list(itertools.takewhile(lambda row: allowance.take(size_of(row)), rows))
+        give_back_unused(self._topic, rows[len(kept) :])
+        return kept
 
 
 def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:

@@ -108,7 +108,7 @@ def merged_lists(
     allowance = Allowance(topic, limit)
     found: list[dict[str, Any]] = []
     for _, row, ends_there in rows:
-        if len(found) == limit or not allowance.take(_size_of(row)):
+        if len(found) == limit or not allowance.take(size_of(row)):
             return found, True
         found.append(row)
         if ends_there:
@@ -116,7 +116,8 @@ def merged_lists(
     return found, False
 
 
-def _size_of(row: dict[str, Any]) -> int:
+def size_of(row: dict[str, Any]) -> int:
+    """About what a message takes in an answer."""
     headers = row["headers"]
     packed = len(msgspec.msgpack.encode(headers)) if headers else 0
     return ROW_BYTES + len(row["payload"]) + len(row["key"]) + packed + len(row.get("detail", ""))
@@ -156,16 +157,6 @@ class Allowance:
         return True
 
 
-def sizes_in(columns: Columns) -> list[int]:
-    sizes = np.full(columns.count, ROW_BYTES, np.int64)
-    for name in ("key", "headers", "payload"):
-        column = columns.binary(name)
-        if column is not None:
-            sizes += np.diff(column.offsets)
-    found: list[int] = sizes.tolist()
-    return found
-
-
 async def read_messages(
     topic: Topic, places: list[tuple[Partition, int]], *, besides: int = 0
 ) -> list[dict[str, Any]]:
@@ -174,32 +165,28 @@ async def read_messages(
     allowance = Allowance(topic, len(places))
     found: list[dict[str, Any]] = []
     while (step := allowance.step()) > 0:
-        for row, size in await _read_step(topic, places[len(found) : len(found) + step]):
-            if not allowance.take(size + besides):
+        for row in await _read_step(topic, places[len(found) : len(found) + step]):
+            if not allowance.take(size_of(row) + besides):
                 return found
             found.append(row)
     return found
 
 
-async def _read_step(
-    topic: Topic, places: list[tuple[Partition, int]]
-) -> list[tuple[dict[str, Any], int]]:
-    """Messages in the order asked for, and their sizes."""
+async def _read_step(topic: Topic, places: list[tuple[Partition, int]]) -> list[dict[str, Any]]:
     by_partition: dict[Partition, list[int]] = {}
     for partition, sequence in places:
         by_partition.setdefault(partition, []).append(sequence)
-    found: dict[tuple[int, int], tuple[dict[str, Any], int]] = {}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
     for partition, sequences in by_partition.items():
         rows = await asyncio.to_thread(partition.reader.load, sequences)
         assert rows is not None
         attempts = partition.heap.attempts(np.array(sequences, np.uint64))
         columns = DELIVERY.decode(rows.encode(attempts), len(sequences))
         faults = rows.faults()
-        sizes = sizes_in(columns)
         for at, row in enumerate(messages_in(topic, partition.index, columns)):
             if at in faults:
                 row["headers"] = {UNREADABLE: faults[at]}
-            found[partition.index, row["sequence"]] = (row, sizes[at])
+            found[partition.index, row["sequence"]] = row
     return [found[partition.index, sequence] for partition, sequence in places]
 
 
