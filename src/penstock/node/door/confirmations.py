@@ -8,9 +8,8 @@ where all together are too many, the one that has most of them does.
 
 from __future__ import annotations
 
-import hmac
 import secrets
-from collections import OrderedDict
+from collections import Counter
 from typing import Final, NamedTuple
 
 from penstock.errors import FailedPrecondition
@@ -31,72 +30,47 @@ class Deed(NamedTuple):
 
 
 class _OpenToken(NamedTuple):
+    caller: str
     deed: Deed
     expires_ms: int
 
 
-_Tokens = OrderedDict[str, _OpenToken]  # oldest first, which is also the order in which they expire
-
-
 class Confirmations:
-    """Tokens that were given out: each is good for one call of one caller, for a minute.
-
-    Invariant: `_count` tokens are in `_open`, whose callers have one each at least."""
+    """Tokens that were given out: each is good for one call of one caller, for a minute."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._open: dict[str, _Tokens] = {}
-        self._count = 0
+        self._open: dict[str, _OpenToken] = {}  # oldest first, which is the order of their ends
 
     def give(self, caller: str, deed: Deed) -> tuple[str, int]:
         """A token for `caller`, and until when it is good."""
         now_ms = self._clock.now_ms()
-        self._expire(caller, now_ms)
-        if len(self._open.get(caller, ())) >= OPEN_PER_CALLER_MAX:
-            self._drop_oldest(caller)
-        if self._count >= OPEN_MAX:
-            self._make_room(now_ms)
-        token = secrets.token_urlsafe(12)
-        self._open.setdefault(caller, OrderedDict())[token] = _OpenToken(deed, now_ms + LIFE_MS)
-        self._count += 1
-        return token, now_ms + LIFE_MS
+        self._make_room(caller, now_ms)
+        token, expires_ms = secrets.token_urlsafe(12), now_ms + LIFE_MS
+        self._open[token] = _OpenToken(caller, deed, expires_ms)
+        return token, expires_ms
 
     def use(self, caller: str, token: str, deed: Deed, *, force: bool) -> None:
         """Raise unless `force` is said and `token` was given to this caller for exactly this."""
         if not force:
             raise FailedPrecondition(f"{deed.method} needs force=true", field="force")
-        found = self._take(caller, token)
-        if (
-            found is None
-            or found.expires_ms <= self._clock.now_ms()
-            or not hmac.compare_digest("\0".join(map(str, found.deed)), "\0".join(map(str, deed)))
-        ):
-            raise FailedPrecondition(
-                f"{deed} needs a confirmation token that this caller was given for it",
-                field="confirm",
-            )
+        found = self._open.get(token)
+        if found is not None and found.caller == caller:
+            del self._open[token]
+            if found.deed == deed and found.expires_ms > self._clock.now_ms():
+                return
+        raise FailedPrecondition(
+            f"{deed} needs a confirmation token that this caller was given for it", field="confirm"
+        )
 
-    def _take(self, caller: str, token: str) -> _OpenToken | None:
-        found = self._open.get(caller, OrderedDict()).pop(token, None)
-        if found is not None:
-            self._shrunk(caller)
-        return found
-
-    def _make_room(self, now_ms: int) -> None:
-        for caller in list(self._open):
-            self._expire(caller, now_ms)
-        if self._count >= OPEN_MAX:
-            self._drop_oldest(max(self._open, key=lambda caller: len(self._open[caller])))
-
-    def _expire(self, caller: str, now_ms: int) -> None:
-        while caller in self._open and next(iter(self._open[caller].values())).expires_ms <= now_ms:
+    def _make_room(self, caller: str, now_ms: int) -> None:
+        while self._open and next(iter(self._open.values())).expires_ms <= now_ms:
+            del self._open[next(iter(self._open))]
+        callers = [each.caller for each in self._open.values()]
+        if callers.count(caller) >= OPEN_PER_CALLER_MAX:
             self._drop_oldest(caller)
+        elif len(callers) >= OPEN_MAX:
+            self._drop_oldest(Counter(callers).most_common(1)[0][0])
 
     def _drop_oldest(self, caller: str) -> None:
-        self._open[caller].popitem(last=False)
-        self._shrunk(caller)
-
-    def _shrunk(self, caller: str) -> None:
-        self._count -= 1
-        if not self._open[caller]:
-            del self._open[caller]
+        del self._open[next(token for token, of in self._open.items() if of.caller == caller)]

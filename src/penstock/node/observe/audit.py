@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -32,16 +32,6 @@ ANONYMOUS: Final = "anonymous"
 OK: Final = "ok"
 WAITING_MAX: Final = 10_000  # lines in memory; past it administrative acts are refused
 RESERVE_BYTES: Final = 64 << 10
-
-
-class AuditLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    time: str  # UTC, ISO 8601
-    who: str
-    act: str
-    subject: str
-    outcome: str  # "ok", or the error's code
-    request_id: str = ""
-    details: dict[str, Any] = {}
 
 
 def _wall_ms() -> int:
@@ -79,33 +69,31 @@ class AuditLog:
         who: str | None = None,
         outcome: str = OK,
         request_id: str = "",
-        **details: Any,
     ) -> None:
         """Return when the line is durable."""
         if len(self._waiting) >= WAITING_MAX:
             raise Backpressure("the audit log is behind", retry_after_s=1.0)
         moment = datetime.fromtimestamp(self._now_ms() / 1000, UTC)
-        line = AuditLine(
-            time=moment.isoformat(timespec="milliseconds"),
-            who=who or ANONYMOUS,
-            act=act,
-            subject=subject,
-            outcome=outcome,
-            request_id=request_id,
-            details=details,
-        )
+        line = {
+            "time": moment.isoformat(timespec="milliseconds"),  # UTC
+            "who": who or ANONYMOUS,
+            "act": act,
+            "subject": subject,
+            "outcome": outcome,  # "ok", or the error's code
+        }
+        if request_id:
+            line["request_id"] = request_id
         self._waiting.append(msgspec.json.encode(line, enc_hook=str) + b"\n")
         await asyncio.get_running_loop().run_in_executor(self._thread, self._drain)
 
     @asynccontextmanager
     async def act(
         self, act: str, *, subject: str, who: str | None = None, request_id: str = ""
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Record what the block does, however it ends. Yields the line's details, to be filled."""
-        details: dict[str, Any] = {}
+    ) -> AsyncIterator[None]:
+        """Record what the block does, however it ends."""
         outcome = "cancelled"
         try:
-            yield details
+            yield
             outcome = OK
         except PenstockError as error:
             outcome = error.code
@@ -114,9 +102,7 @@ class AuditLog:
             outcome = PenstockError.code
             raise
         finally:
-            await self.record(
-                act, subject=subject, who=who, outcome=outcome, request_id=request_id, **details
-            )
+            await self.record(act, subject=subject, who=who, outcome=outcome, request_id=request_id)
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
