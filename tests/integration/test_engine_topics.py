@@ -138,7 +138,7 @@ async def paused(node: Node, topic: str) -> None:
 
 async def k(node: Node, topic: str) -> None:
     await node.update(topic, k=7)
-    assert node.engine.topic(topic).dispatch._spine.k == 7
+    assert node.engine.topic(topic).dispatch.spine.k == 7
 
 
 async def retention_ms(node: Node, topic: str) -> None:

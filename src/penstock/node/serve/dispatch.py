@@ -37,15 +37,14 @@ class Dispatch:
         self._topic, self._deliveries, self._clock = topic, deliveries, clock
         self.streams: dict[bytes, ConsumerStream] = {}
         self.rank_error_max = 0
-        self._spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
+        self.spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._picks = 0
         self._awaited: list[tuple[Flusher, int]] | None = None  # writes that a small lease awaits
         self.rounds = Rounds(topic, self, clock=clock, router=router)
 
     def reconfigure(self) -> None:
         config = self._topic.config
-        self._spine = Spine(config.k, config.partitions, stretch=STRETCH)
-        self.rounds.reconfigure()
+        self.spine = Spine(config.k, config.partitions, stretch=STRETCH)
 
     def add(self, stream: ConsumerStream) -> None:
         self.streams[stream.consumer] = stream
@@ -117,6 +116,9 @@ class Dispatch:
     def lease(
         self, stream: ConsumerStream, partition: Partition, messages: NDArray[np.uint64]
     ) -> int:
+        """Lease ready messages, if there is room for that; returns how many."""
+        if not partition.journal.has_room_to_lease(len(messages)):
+            return 0
         visibility_ms = stream.visibility_ms or self._topic.config.visibility_ms
         return self._deliveries.lease(stream, partition, messages, visibility_ms=visibility_ms)
 
@@ -154,9 +156,9 @@ class Dispatch:
             messages = local[0].select(wanted, now_ms)
             picked = [(local[0], messages)] if len(messages) else []
         else:
-            picked = [(local[at], m) for at, m in self._spine.pick(local, wanted, now_ms)]
+            picked = [(local[at], m) for at, m in self.spine.pick(local, wanted, now_ms)]
         self._picks += 1
         if picked and self._picks % RANK_SAMPLE == 0:
             by_place = [(local.index(p), m) for p, m in picked]
-            self.on_ranked(self._spine.rank_error(local, by_place, now_ms))
-        return [(p, m) for p, m in picked if p.journal.has_room_to_lease(len(m))]
+            self.on_ranked(self.spine.rank_error(local, by_place, now_ms))
+        return picked

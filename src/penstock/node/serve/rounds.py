@@ -17,25 +17,39 @@ replica, however few messages it is for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import PenstockError
-from penstock.heap import Spine
+from penstock.errors import Corruption, PenstockError
 from penstock.model.columns import Buffer
+from penstock.model.topic import TopicConfig
 from penstock.node.clock import Clock
 from penstock.node.observe.logs import get_logger
+from penstock.node.route.ports import PeerPort
 from penstock.node.route.router import Router
-from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.serve.supply import Listed, Supply
 from penstock.node.write.journal import COALESCE_ENTRIES
 from penstock.node.write.requests import unused
-from penstock.wire.messages import Delivery
-from penstock.wire.supply import Heads, LeaseAt, Order, Taken
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Delivery, pack, unpack
+from penstock.wire.supply import (
+    Ask,
+    Heads,
+    LeaseAt,
+    LeasesHeld,
+    Lent,
+    OpenSupply,
+    Order,
+    Ready,
+    SupplyHead,
+    Taken,
+    Told,
+)
 
 if TYPE_CHECKING:
     from penstock.node.serve.dispatch import Dispatch
@@ -55,15 +69,11 @@ log = get_logger(__name__)
 
 
 class _Round:
+    """Supplies are awaited for their lists, and in some rounds for the rank error of the pick."""
+
     def __init__(self, number: int, awaited: set[Supply], started: float) -> None:
         self.number, self.awaited, self.started = number, awaited, started
-
-
-class _Sample:
-    """A rank error that is being measured: `better` so far, and who has not answered yet."""
-
-    def __init__(self, better: int, awaited: set[Supply]) -> None:
-        self.better, self.awaited = better, awaited
+        self.better = 0  # messages that are better than the worst that was picked, so far
 
 
 class Rounds:
@@ -71,7 +81,6 @@ class Rounds:
         self._topic, self._dispatch, self._clock, self._router = topic, dispatch, clock, router
         self._loop = asyncio.get_running_loop()
         self.supplies: dict[str, Supply] = {}
-        self._spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._round: _Round | None = None
         self._number = 0
         self._began = 0.0  # the last round
@@ -80,16 +89,10 @@ class Rounds:
         self._fresh = False  # ask once, whatever we believe
         self._look = True  # for nodes that serve partitions
         self._width = 2  # times an even share that lists are asked for
-        self._samples: dict[int, _Sample] = {}
+        self._samples: dict[int, _Round] = {}  # rounds whose rank error is being measured
         self._unreached: dict[str, float] = {}  # nodes, and when they are tried again
-        self._timer: asyncio.TimerHandle | None = None
-        self._linger: asyncio.TimerHandle | None = None
-        self._looking: asyncio.TimerHandle | None = None
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._watching = False
-
-    def reconfigure(self) -> None:
-        config = self._topic.config
-        self._spine = Spine(config.k, config.partitions, stretch=STRETCH)
 
     def renew(self) -> None:
         """Somebody new wants messages, or wants to know for sure that there are none."""
@@ -101,9 +104,8 @@ class Rounds:
             supply.forget(consumer)
 
     def close(self) -> None:
-        for timer in (self._timer, self._linger, self._looking):
-            if timer is not None:
-                timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         for supply in list(self.supplies.values()):
             supply.close()
         self.supplies.clear()
@@ -126,7 +128,7 @@ class Rounds:
         if not (self._fresh or self._anything_ready()):
             return True
         if self._loop.time() < self._stalled_until:
-            self._wake_in(self._stalled_until - self._loop.time())
+            self._call_in(self._topic.wake, self._stalled_until - self._loop.time())
             return True
         if not self._may_begin(sum(rooms)):
             return False
@@ -146,7 +148,7 @@ class Rounds:
         wait_s = self._began + (LULL_S if self._sparse else PACE_S) - self._loop.time()
         if worth or wait_s <= 0 or self._fresh:
             return True
-        self._wake_in(wait_s)
+        self._call_in(self._topic.wake, wait_s)
         return False
 
     def _begin(self, wanted: int) -> None:
@@ -157,11 +159,11 @@ class Rounds:
         self._round = _Round(self._number, supplies, self._began)
         count = len(self._topic.partitions)
         wanted = min(wanted, LEASES_PER_ROUND)
-        share = max(self._spine.fan_out, STRETCH, -(-wanted // count))
+        share = max(self._dispatch.spine.fan_out, STRETCH, -(-wanted // count))
         for supply in supplies:
             supply.ask(self._number, min(wanted, share * self._width))
         if supplies:
-            self._wake_in(ANSWER_S)
+            self._call_in(self._topic.wake, ANSWER_S)
         else:
             self._topic.wake()
 
@@ -179,51 +181,72 @@ class Rounds:
     def _conclude(self, round: _Round) -> None:
         """All lists are here: pick by the spine, lease here, and order there."""
         self._round = None
-        now_ms = self._clock.now_ms()
-        owners: list[Partition | Supply] = []
-        sources: list[Partition | Listed] = []
-        for partition in self._topic.local:
-            owners.append(partition)
-            sources.append(partition)
-        for supply in self.supplies.values():
-            owners += [supply] * len(supply.lists)
-            sources += supply.lists
-        picking = _Picking(self._dispatch, owners, sources)
-        leased = self._topic.leased + sum(s.leased for s in self.supplies.values())
-        budget = min(LEASES_PER_ROUND, self._topic.config.inflight_max - leased)
-        short, found = False, 0
-        for stream, wanted in self._dispatch.shares(budget):
-            picked = self._spine.pick(sources, wanted, now_ms)
-            picking.take(stream, picked)
+        topic, dispatch, now_ms = self._topic, self._dispatch, self._clock.now_ms()
+        local = topic.local
+        lists = [listed for supply in self.supplies.values() for listed in supply.lists]
+        orders: dict[Supply, dict[ConsumerStream, Order]] = {}
+        leased = topic.leased + sum(s.leased for s in self.supplies.values())
+        budget = min(LEASES_PER_ROUND, topic.config.inflight_max - leased)
+        short, found, here = False, 0, 0
+        for stream, wanted in dispatch.shares(budget):
+            picked = dispatch.spine.pick([*local, *lists], wanted, now_ms)
+            for at, messages in picked:
+                if at < len(local):
+                    here += dispatch.lease(stream, local[at], messages)
+                else:
+                    self._order(orders, stream, lists[at - len(local)], len(messages))
             count = sum(len(messages) for _, messages in picked)
             found += count
             if count < wanted:
                 short = True
                 break
         self._sparse = short and found < COALESCE_ENTRIES
-        self._send_orders(round, picking, now_ms)
-        self._adapt(sources, short=short)
-
-    def _adapt(self, sources: list[Partition | Listed], *, short: bool) -> None:
-        """After a pick that ended early: longer lists, at once; after others: shorter ones."""
-        if short and any(isinstance(s, Listed) and s.cut for s in sources):
+        self._send_orders(round, orders, now_ms)
+        if not (orders or here) and self._anything_ready():
+            self._stall()
+        # After a pick that ended early: longer lists, at once; after others: shorter ones.
+        if short and any(listed.cut for listed in lists):
             self._width = min(2 * self._width, LIST_WIDTH_MAX)
             self._fresh = True
         else:
             self._width = max(2, self._width // 2)
 
-    def _send_orders(self, round: _Round, picking: _Picking, now_ms: int) -> None:
+    def _order(
+        self,
+        orders: dict[Supply, dict[ConsumerStream, Order]],
+        stream: ConsumerStream,
+        listed: Listed,
+        count: int,
+    ) -> None:
+        stream.on_away(count)
+        bound = listed.take(count)
+        mine = orders.setdefault(listed.supply, {})
+        order = mine.get(stream)
+        if order is None:
+            visibility_ms = stream.visibility_ms or self._topic.config.visibility_ms
+            order = mine[stream] = Order(
+                stream.consumer, visibility_ms, stream.batch_max, [], [], [], []
+            )
+        if listed.partition not in order.partitions:
+            order.partitions.append(listed.partition)
+            order.counts.append(0)
+            order.bounds.append(bound)
+            order.lasts.append(listed.last)
+        at = order.partitions.index(listed.partition)
+        order.counts[at] += count
+        order.bounds[at] = bound
+
+    def _send_orders(
+        self, round: _Round, orders: dict[Supply, dict[ConsumerStream, Order]], now_ms: int
+    ) -> None:
         worst = None
-        orders = picking.orders(self._topic.config.visibility_ms)
-        if orders and picking.worst is not None and round.number % RANK_SAMPLE == 1:
-            worst = picking.worst
-            better = sum(p.rank(worst, 0, now_ms) for p in self._topic.local)
-            asked = {supply for supply, _ in orders}
-            self._samples[round.number] = _Sample(better, asked)
-        for supply, mine in orders:
-            supply.lease(LeaseAt(round.number, mine, worst))
-        if not (orders or picking.leased) and self._anything_ready():
-            self._stall()
+        if orders and round.number % RANK_SAMPLE == 1:
+            worst = max(max(o.bounds) for mine in orders.values() for o in mine.values())
+            round.better = sum(p.rank(worst, 0, now_ms) for p in self._topic.local)
+            round.awaited = set(orders)
+            self._samples[round.number] = round
+        for supply, mine in orders.items():
+            supply.lease(LeaseAt(round.number, list(mine.values()), worst))
 
     def _stall(self) -> None:
         """Something is ready and cannot be leased now: too much is leased, or a disk is full."""
@@ -233,9 +256,9 @@ class Rounds:
 
     def _keep_open(self) -> None:
         """One supply to each other node that serves partitions of the topic."""
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
+        linger = self._timers.pop(self._close_unused, None)
+        if linger is not None:
+            linger.cancel()
         if not self._look:
             return
         self._look = False
@@ -254,12 +277,12 @@ class Rounds:
     def _open(self, node: str) -> None:
         now = self._loop.time()
         if self._unreached.get(node, 0.0) > now:
-            self._look_in(self._unreached[node] - now)
+            self._call_in(self._look_again, self._unreached[node] - now)
             return
         peer = self._router.cluster.live(node)
         if peer is None:
             self._unreached[node] = now + REOPEN_S
-            self._look_in(REOPEN_S)
+            self._call_in(self._look_again, REOPEN_S)
             return
         self._unreached.pop(node, None)
         self.supplies[node] = Supply(
@@ -267,7 +290,7 @@ class Rounds:
             peer,
             topic=self._topic.config,
             consumers=self._router.consumers,
-            customer=self,
+            rounds=self,
         )
         self._fresh = True
 
@@ -280,15 +303,14 @@ class Rounds:
         for number, sample in list(self._samples.items()):
             if supply in sample.awaited:
                 del self._samples[number]
-        self._look_in(REOPEN_S)
+        self._call_in(self._look_again, REOPEN_S)
 
     def _let_linger(self) -> None:
-        if self.supplies and self._linger is None:
-            self._linger = self._loop.call_later(LINGER_S, self._close_unused)
+        if self.supplies:
+            self._call_in(self._close_unused, LINGER_S)
         self._round = None
 
     def _close_unused(self) -> None:
-        self._linger = None
         if not self._dispatch.streams:
             supplies, self.supplies = self.supplies, {}
             for supply in supplies.values():
@@ -357,79 +379,174 @@ class Rounds:
         self._leave_out(supply)
         self._topic.wake()
 
-    def _look_in(self, seconds: float) -> None:
-        def look() -> None:
-            self._looking = None
-            self._look = True
-            self._topic.wake()
+    def _look_again(self) -> None:
+        self._look = True
+        self._topic.wake()
 
-        if self._looking is None:
-            self._looking = self._loop.call_later(seconds + 0.001, look)
-
-    def _wake_in(self, seconds: float) -> None:
+    def _call_in(self, action: Callable[[], None], seconds: float) -> None:
+        """Do something after so long, unless it is done before."""
         # uvloop turns less than half a millisecond into a call that has no time to compare with.
-        seconds = max(seconds, 0.001)
-        when = self._loop.time() + seconds
-        if self._timer is not None:
-            if not self._timer.cancelled() and self._loop.time() < self._timer.when() <= when:
+        now, seconds = self._loop.time(), max(seconds, 0.001)
+        timer = self._timers.get(action)
+        if timer is not None:
+            if not timer.cancelled() and now < timer.when() <= now + seconds:
                 return
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._topic.wake)
+            timer.cancel()
+        self._timers[action] = self._loop.call_later(seconds, action)
 
 
-class _Share(NamedTuple):
-    """What is wanted of one partition."""
+class Listed:
+    """A remote partition's best messages, as it told them: a source for the spine."""
 
-    size: int
-    bound: int
-    last: int
+    def __init__(self, supply: Supply, head: SupplyHead, keys: NDArray[np.int64]) -> None:
+        self.supply = supply
+        self.partition, self.cut, self.last = head.partition, head.more, head.last
+        self._keys = keys  # those that are not taken yet
+
+    def candidates(self, n: int, now: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        keys = self._keys[:n]
+        return keys, np.arange(len(keys), dtype=np.uint64)
+
+    def rank(self, key: int, sequence: int, now: int) -> int:
+        return int(self._keys.searchsorted(key))
+
+    def take(self, count: int) -> int:
+        """Take the best `count`; returns the key of the last."""
+        bound = int(self._keys[count - 1])
+        self._keys = self._keys[count:]
+        return bound
+
+    @property
+    def left(self) -> bool:
+        return self.cut or len(self._keys) > 0
 
 
-_Shares = dict[int, _Share]  # by partition
-
-
-class _Picking:
-    """What a round picks: leased here at once, gathered into orders for other nodes."""
+class Supply:
+    """Our end of a stream from another node. What it counts per consumer is how many of that
+    consumer's leases the other node has (`held`, as it last said), and how many were asked for and
+    not yet answered; both together are the credit that is out there. The other node always tells
+    whole numbers, so whatever gets lost with a stream is right again with the next one."""
 
     def __init__(
-        self,
-        dispatch: Dispatch,
-        owners: list[Partition | Supply],
-        sources: list[Partition | Listed],
+        self, node: str, peer: PeerPort, *, topic: TopicConfig, consumers: bytes, rounds: Rounds
     ) -> None:
-        self._dispatch, self._owners, self._sources = dispatch, owners, sources
-        self.worst: int | None = None  # key of all that were ordered
-        self.leased = 0  # here
-        self._wanted: dict[Supply, dict[ConsumerStream, _Shares]] = {}
+        self.node = node
+        self._peer, self._rounds = peer, rounds
+        self.ready = True  # as far as we know, it has something to lease
+        self.leased = 0  # messages of the topic that are leased there, to whomever
+        self.lists: list[Listed] = []  # of the round under way
+        self.held: dict[bytes, int] = {}
+        self._asked: deque[dict[bytes, int]] = deque()  # LeaseAts not answered yet, in order
+        self.open = True
+        self._number = peer.open(OpenSupply(topic.name, consumers, topic.id), self)
 
-    def take(self, stream: ConsumerStream, picked: list[tuple[int, NDArray[np.uint64]]]) -> None:
-        for at, messages in picked:
-            owner, source = self._owners[at], self._sources[at]
-            if isinstance(owner, Partition):
-                if owner.journal.has_room_to_lease(len(messages)):
-                    self.leased += self._dispatch.lease(stream, owner, messages)
-                continue
-            assert isinstance(source, Listed)
-            stream.on_away(len(messages))
-            bound = source.take(len(messages))
-            self.worst = bound if self.worst is None else max(self.worst, bound)
-            mine = self._wanted.setdefault(owner, {}).setdefault(stream, {})
-            before = mine.get(source.partition)
-            count = len(messages) + (before.size if before else 0)
-            mine[source.partition] = _Share(count, bound, source.last)
+    # --- asking ---
 
-    def orders(self, visibility_ms: int) -> list[tuple[Supply, list[Order]]]:
-        return [(supply, list(self._of(mine, visibility_ms))) for supply, mine in
-                self._wanted.items()]  # fmt: skip
+    def ask(self, round: int, count: int) -> None:
+        self.lists = []
+        self._send(Ask(round, count))
 
-    def _of(self, streams: dict[ConsumerStream, _Shares], visibility_ms: int) -> Iterator[Order]:
-        for stream, wanted in streams.items():
-            yield Order(
-                stream.consumer,
-                stream.visibility_ms or visibility_ms,
-                stream.batch_max,
-                list(wanted),
-                [share.size for share in wanted.values()],
-                [share.bound for share in wanted.values()],
-                [share.last for share in wanted.values()],
-            )
+    def lease(self, order: LeaseAt) -> None:
+        """Send an order, one per consumer. Its messages count as out there already."""
+        self._asked.append({one.consumer: sum(one.counts) for one in order.orders})
+        self.ready = any(listed.left for listed in self.lists)  # until it says so itself
+        self._send(order)
+
+    def close(self) -> None:
+        """We want nothing any more; what is on its way is given back over there."""
+        if self.open:
+            self._forget_all()
+            self._peer.close_stream(self._number)
+
+    def forget(self, consumer: bytes) -> None:
+        """A consumer is gone: what it holds there is no credit of anybody."""
+        self.held.pop(consumer, None)
+
+    def _send(self, message: Any) -> None:
+        self._peer.send(FrameType.ACK, self._number, pack(message))
+
+    def _forget_all(self) -> None:
+        self.open = False
+        self.lists = []
+        held, self.held = self.held, {}
+        asked, self._asked = self._asked, deque()
+        for counts in (held, *asked):
+            for consumer, count in counts.items():
+                self._rounds.on_away(consumer, -count)
+
+    # --- what it says ---
+
+    def on_answer(self, payload: memoryview) -> None:
+        """Nothing was waiting for it."""
+
+    def on_batch(self, payload: memoryview) -> None:
+        if not self.open:
+            return
+        message: Any
+        message, data = unpack(payload, Told)  # type: ignore[arg-type]
+        if not self._is_sound(message, data):
+            raise Corruption(f"node {self.node} tells of messages what cannot be")
+        self._HANDLERS[type(message)](self, message, data)
+
+    def _is_sound(self, message: Any, data: memoryview) -> bool:
+        """Whether lists that belong together fit, and an answer its question."""
+        if isinstance(message, Heads):
+            counts = [head.count for head in message.heads]
+            return min(counts, default=0) >= 0 and 8 * sum(counts) == len(data)
+        if isinstance(message, Taken):
+            return bool(self._asked) and len(message.held) == len(self._asked[0])
+        if isinstance(message, LeasesHeld):
+            return len(message.consumers) == len(message.counts)
+        return True
+
+    def on_end(self, error: PenstockError | None) -> None:
+        if self.open:
+            self._forget_all()
+            self._rounds.on_lost(self, error)
+
+    def _on_heads(self, heads: Heads, data: memoryview) -> None:
+        keys = np.frombuffer(data, "<i8")
+        at = 0
+        self.lists = []
+        for head in heads.heads:
+            mine = keys[at : at + head.count]
+            self.lists.append(Listed(self, head, mine))
+            at += head.count
+        self.leased = heads.leased
+        self.ready = any(listed.left for listed in self.lists)
+        self._rounds.on_heads(self, heads)
+
+    def _on_taken(self, taken: Taken, _: memoryview) -> None:
+        asked = self._asked.popleft()
+        self.ready = taken.more
+        for (consumer, count), held in zip(asked.items(), taken.held, strict=True):
+            self._rounds.on_away(consumer, -count)
+            self._count(consumer, held)
+        self._rounds.on_taken(self, taken)
+
+    def _on_held(self, held: LeasesHeld, _: memoryview) -> None:
+        for consumer, count in zip(held.consumers, held.counts, strict=True):
+            self._count(consumer, count)
+
+    def _count(self, consumer: bytes, count: int) -> None:
+        change = count - self.held.get(consumer, 0)
+        if count:
+            self.held[consumer] = count
+        else:
+            self.held.pop(consumer, None)
+        self._rounds.on_away(consumer, change)
+
+    def _on_lent(self, lent: Lent, body: memoryview) -> None:
+        self._rounds.on_lent(lent.consumer, lent.delivery, body)
+
+    def _on_ready(self, _: Ready, __: memoryview) -> None:
+        self.ready = True
+        self._rounds.on_ready()
+
+    _HANDLERS: Final[dict[type[msgspec.Struct], Callable[[Any, Any, memoryview], None]]] = {
+        Heads: _on_heads,
+        Taken: _on_taken,
+        LeasesHeld: _on_held,
+        Lent: _on_lent,
+        Ready: _on_ready,
+    }

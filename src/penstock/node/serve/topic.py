@@ -19,11 +19,11 @@ from penstock.node.observe.metrics import Metrics
 from penstock.node.route.ports import AlwaysHere, Key, PartitionPort
 from penstock.node.route.router import Router
 from penstock.node.serve.deliveries import Deliveries
+from penstock.node.serve.demand import Demand
 from penstock.node.serve.dispatch import Dispatch
 from penstock.node.serve.ingest import IngestGate
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream
-from penstock.node.serve.supply import Demand
 from penstock.node.write.requests import EnqueuePart
 from penstock.propagation.options import LiveOptions
 

@@ -28,8 +28,8 @@ from penstock.node.live.cursors import SINK_PREFIX
 from penstock.node.live.hub import Hub
 from penstock.node.live.subscription import Subscription
 from penstock.node.replica.host import Host
+from penstock.node.serve.demand import Demand
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream, check_window, gone
-from penstock.node.serve.supply import Demand
 from penstock.node.serve.topic import Topic, check_id
 from penstock.node.session.log_relay import LogRelay
 from penstock.replication.replica import LogHealth, Role

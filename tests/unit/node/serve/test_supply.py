@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import Corruption
 from penstock.model.topic import TopicConfig
-from penstock.node.serve.supply import Supply
+from penstock.node.serve.rounds import Supply
 from penstock.wire.messages import pack
 from penstock.wire.supply import Heads, LeaseAt, LeasesHeld, Order, SupplyHead, Taken
 
@@ -21,7 +21,7 @@ class Peer:
         return
 
 
-class Customer:
+class Rounds:
     """It hears of everything, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
@@ -31,7 +31,7 @@ class Customer:
 def supply() -> Supply:
     """One that was asked for a message of one consumer."""
     jobs = TopicConfig(name="jobs", id=1)
-    made = Supply("b", Peer(), topic=jobs, consumers=b"a/", customer=Customer())  # type: ignore[arg-type]
+    made = Supply("b", Peer(), topic=jobs, consumers=b"a/", rounds=Rounds())  # type: ignore[arg-type]
     made.lease(LeaseAt(1, [Order(b"a/1", 1000, 1, [0], [1], [5], [9])]))
     return made
 
