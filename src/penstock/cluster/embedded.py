@@ -56,18 +56,13 @@ _Rows = list[tuple[str, bytes, int, int]]
 _decoder: Final = msgspec.msgpack.Decoder(tuple[int, _Rows])
 
 
-class Image(NamedTuple):
-    revision: int
-    entries: dict[str, Versioned]
-
-
-def read_image(folder: Path) -> Image:
-    """The stored map; empty if the folder has none yet."""
+def read_image(folder: Path) -> tuple[int, dict[str, Versioned]]:
+    """The stored map and its revision; empty if the folder has none yet."""
     path = folder / FILE
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return Image(0, {})
+        return 0, {}
     if len(data) < _HEADER.size:
         raise Corruption(f"{path} is shorter than its header", file=str(path))
     magic, format, crc, length = _HEADER.unpack_from(data)
@@ -81,7 +76,7 @@ def read_image(folder: Path) -> Image:
     if format != FORMAT or len(body) != length or crc32c(body) != crc:
         raise Corruption(f"{path} does not match its checksum", file=str(path))
     revision, rows = _decoder.decode(body)
-    return Image(revision, {row[0]: Versioned(*row) for row in rows})
+    return revision, {row[0]: Versioned(*row) for row in rows}
 
 
 def write_image(folder: Path, revision: int, entries: Iterable[Versioned]) -> None:
@@ -142,11 +137,10 @@ class EmbeddedStore:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        image = read_image(folder)
         self._folder = folder
-        self._revision = image.revision  # of the last staged change; none is used twice
-        self._staged = dict(image.entries)
-        self._stored = image.entries
+        # The revision is of the last staged change; none is used twice.
+        self._revision, self._stored = read_image(folder)
+        self._staged = dict(self._stored)
         self._pending: list[_Pending] = []  # what `_staged` has and `_stored` has not
         self._write_lock = asyncio.Lock()
         self._failure: PenstockError | None = None  # set once; refuses all further changes

@@ -130,11 +130,10 @@ class KeyRing:
 
     def list(self) -> builtins.list[KeyRecord]:
         """All keys, revoked ones too, oldest first."""
+        used_ms = self._used_ms
         records = [
-            msgspec.structs.replace(record, last_used_ms=self._used_ms[record.id])
-            if record.id in self._used_ms
-            else record
-            for record in self._records.values()
+            msgspec.structs.replace(record, last_used_ms=used_ms.get(id, record.last_used_ms))
+            for id, record in self._records.items()
         ]
         return sorted(records, key=lambda record: (record.created_ms, record.id))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -137,11 +138,9 @@ class Membership:
             registered = await self._store.get(NODES + self._info.id) is not None
         if not registered:
             await self._register_again(self._info.id)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._ttl_s / 3):
                 await self._missing.wait()
-        except TimeoutError:
-            return
 
     async def _register_again(self, node: str) -> None:
         async with self._registering:

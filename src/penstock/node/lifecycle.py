@@ -42,7 +42,7 @@ from penstock.node.cluster.administration import ClusterAdministration
 from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.cluster.disk import DataDisk
 from penstock.node.cluster.moves import Mover, Returner
-from penstock.node.cluster.peers import Connect
+from penstock.node.cluster.transport import Connect
 from penstock.node.door.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
 from penstock.node.live.cursors import Cursors

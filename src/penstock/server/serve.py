@@ -19,7 +19,7 @@ from penstock.client.network.peer import PeerConnection, connect_peer
 from penstock.cluster.membership import NodeInfo
 from penstock.config import Config
 from penstock.errors import FailedPrecondition, StorageFailed
-from penstock.node.cluster.peers import Connect
+from penstock.node.cluster.transport import Connect
 from penstock.node.door.budget import Budget
 from penstock.node.door.tls import client_context, server_context
 from penstock.node.engine import Engine

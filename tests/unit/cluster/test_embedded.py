@@ -18,9 +18,9 @@ ENTRIES = [Versioned("a", b"\x00\x01", 3, 1), Versioned("b/c", b"", 2, 2)]
 
 def test_an_image_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_image(tmp_path, 3, ENTRIES)
-    image = read_image(tmp_path)
-    assert image.revision == 3
-    assert list(image.entries.values()) == ENTRIES
+    revision, entries = read_image(tmp_path)
+    assert revision == 3
+    assert list(entries.values()) == ENTRIES
 
 
 def test_no_image_is_an_empty_one(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_half_a_new_image_does_not_touch_the_old_one(tmp_path: Path) -> None:
     write_image(tmp_path, 3, ENTRIES)
     (tmp_path / (FILE + ".new")).write_bytes(b"PSTK")
-    assert read_image(tmp_path).revision == 3
+    assert read_image(tmp_path)[0] == 3
     write_image(tmp_path, 4, ENTRIES)
-    assert read_image(tmp_path).revision == 4
+    assert read_image(tmp_path)[0] == 4
 
 
 def test_a_folder_that_is_gone_is_a_storage_failure(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_changes_that_come_together_share_a_write(tmp_path: Path, disk: Di
     store = EmbeddedStore(tmp_path)
     await asyncio.gather(*(store.put(f"epochs/1/{n}", b"1") for n in range(1000)))
     assert disk.writes <= 2
-    assert len(read_image(tmp_path).entries) == 1000
+    assert len(read_image(tmp_path)[1]) == 1000
 
 
 async def test_nothing_is_read_before_it_is_stored(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_nothing_is_read_before_it_is_stored(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     assert await store.get("a") is None or putting.done()
     await putting
-    assert "a" in read_image(tmp_path).entries
+    assert "a" in read_image(tmp_path)[1]
 
 
 async def test_a_cancelled_caller_stops_nobody_else(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ async def test_a_cancelled_caller_stops_nobody_else(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     first.cancel()
     await second
-    assert sorted(read_image(tmp_path).entries) == ["a", "b"]
+    assert sorted(read_image(tmp_path)[1]) == ["a", "b"]
 
 
 async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, disk: Disk) -> None:
@@ -128,7 +128,7 @@ async def test_a_full_disk_refuses_and_recovers(tmp_path: Path, disk: Disk) -> N
     disk.failure = None
     assert [entry.value for entry in await store.range("")] == [b"1"]
     await store.put("b", b"2", expected_revision=0)
-    assert list(read_image(tmp_path).entries) == ["a", "b"]
+    assert list(read_image(tmp_path)[1]) == ["a", "b"]
 
 
 async def test_a_failed_write_ends_the_store(tmp_path: Path, disk: Disk) -> None:
@@ -167,5 +167,5 @@ async def test_no_space_leaves_the_old_image(
         patch.setattr("penstock.cluster.embedded.os.fsync", refuse)
         with pytest.raises(DiskFull):
             await store.put("a", b"2")
-    assert read_image(tmp_path).entries["a"].value == b"1"
+    assert read_image(tmp_path)[1]["a"].value == b"1"
     assert not (tmp_path / "store.bin.new").exists()

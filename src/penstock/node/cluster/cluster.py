@@ -21,8 +21,7 @@ from penstock.node.clock import Clock
 from penstock.node.cluster.control import ClusterControl, Local
 from penstock.node.cluster.copies import SeedReader, SeedServer
 from penstock.node.cluster.disk import DataDisk
-from penstock.node.cluster.peers import Connect, Peers
-from penstock.node.cluster.transport import PeerTransport
+from penstock.node.cluster.transport import Connect, Peers, PeerTransport
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.clocks import Clocks, ClockWatch
 from penstock.node.replica.host import Host

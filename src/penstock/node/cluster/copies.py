@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import Batch, decode_all
-from penstock.node.cluster.peers import PeerLink, Peers
+from penstock.node.cluster.transport import PeerLink, Peers
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace, Key, SeedHead, SeedTarget

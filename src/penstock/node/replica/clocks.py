@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -154,11 +155,9 @@ class ClockWatch:
         """One look, and the pause after it."""
         self._news.clear()
         await self.look()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(JOINING_EVERY_S if self.clocks.joining else ASK_EVERY_S):
                 await self._news.wait()
-        except TimeoutError:
-            return
 
     async def look(self) -> None:
         await asyncio.gather(*(self._measure(node) for node in self._reached()))

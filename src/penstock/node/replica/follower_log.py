@@ -46,7 +46,7 @@ class FollowerLog:
 
     # --- more of it ---
 
-    def write(self, batches: list[Batch]) -> Slow | None:
+    def extend(self, batches: list[Batch]) -> Slow | None:
         for at, batch in enumerate(batches):
             if not self._flusher.has_room(batch.size):
                 return self._write_with_room(batches[at:])
@@ -102,10 +102,9 @@ class FollowerLog:
 
     async def _copy(self, source: str, fetch: Fetch) -> None:
         await self._applying.drop()
-        seeding = Seed(self._log, self._flusher)
         try:
-            await fetch(source, self._key, seeding)
-            await seeding.finish()
+            await fetch(source, self._key, self)
+            await self._flusher.alone(self._log.finish_seeding)
         except (PenstockError, ValueError) as error:
             log.warning("a copy failed", source=source, error=str(error))
             await self._flusher.alone(lambda: empty(self._log))
@@ -130,25 +129,18 @@ class FollowerLog:
             task.cancel()
             await asyncio.wait([task])
 
-
-class Seed:
-    """Receives the copy of a replica that is too far behind: a snapshot, and the log as stored."""
-
-    def __init__(self, log: PartitionLog, flusher: Flusher) -> None:
-        self._log, self._flusher = log, flusher
+    # --- the copy, as it comes: `ports.SeedTarget` ---
 
     async def begin(self, head: SeedHead) -> None:
-        await self._flusher.alone(lambda: self._start(head))
+        await self._flusher.alone(lambda: self._begin_copy(head))
 
-    def _start(self, head: SeedHead) -> None:
+    def _begin_copy(self, head: SeedHead) -> None:
         self._log.reset(first=head.first, chain=head.chain, epoch=head.epoch)
         if head.snapshot_sequence:
             self._log.install_snapshot(
-                sequence=head.snapshot_sequence,
-                chain=head.snapshot_chain,
-                epoch=head.snapshot_epoch,
-                parts=[head.snapshot],
-            )
+                sequence=head.snapshot_sequence, chain=head.snapshot_chain,
+                epoch=head.snapshot_epoch, parts=[head.snapshot],
+            )  # fmt: skip
 
     async def write(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -160,6 +152,3 @@ class Seed:
         flush = self._log.take()
         if flush is not None:
             self._log.write(flush)
-
-    async def finish(self) -> None:
-        await self._flusher.alone(self._log.finish_seeding)

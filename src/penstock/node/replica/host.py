@@ -456,5 +456,5 @@ _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
     do.TakeEpoch: lambda host, effect: host.around.control.take_epoch(host.key),
     do.Truncate: Host._truncate,
     do.Warn: Host._warn,
-    do.Write: lambda host, effect: host.following.write(effect.batches),
+    do.Write: lambda host, effect: host.following.extend(effect.batches),
 }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.unit.node.replica.fakes import Dialling, Spawning, info
 
-from penstock.node.cluster.peers import TOLD_MAX, Peers
+from penstock.node.cluster.transport import TOLD_MAX, Peers
 from penstock.wire.messages import Told
 
 HELLO = Told(1, 0, "probe", b"")

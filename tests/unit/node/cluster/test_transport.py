@@ -7,8 +7,7 @@ from tests.unit.node.replica.fakes import Dialling, FakeHost, FakeOutput, Spawni
 
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind, decode, seal
-from penstock.node.cluster.peers import Peers
-from penstock.node.cluster.transport import FollowOutput, PeerTransport
+from penstock.node.cluster.transport import FollowOutput, Peers, PeerTransport
 from penstock.replication.messages import Ack, Append, Fence, Follow, Followed
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import OpenFollow, Told, unpack
