@@ -33,6 +33,7 @@ from penstock.errors import InvalidArgument
 from penstock.model.topic import TopicConfig
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Consumer[Any, Any])
 
 
 class PartitionStats(msgspec.Struct, frozen=True):
@@ -195,12 +196,10 @@ class Topic(Generic[T]):
         if prefetch < 0:
             raise InvalidArgument("prefetch must not be negative", field="prefetch")
         most = concurrency + prefetch
-        how = self._consumption(concurrency, visibility, consumer)
-        made: MessageConsumer[T] = MessageConsumer(
-            self.handle, credits=most, batch_max=min(most, 100), **how
+        wanted = {"credits": most, "batch_max": min(most, 100), "consumer": consumer}
+        return self._consuming(
+            MessageConsumer[T], wanted, visibility=visibility, held_max=concurrency
         )
-        self._consumers.add(made)
-        return made
 
     def consume_batches(
         self,
@@ -216,25 +215,25 @@ class Topic(Generic[T]):
         `concurrency` and `prefetch` count batches here.
         """
         _at_least_one(size, "size")
-        how = self._consumption(concurrency, visibility, consumer)
-        made: BatchConsumer[T] = BatchConsumer(
-            self.handle, credits=size * (concurrency + prefetch), batch_max=size, **how
+        most = size * (concurrency + prefetch)
+        wanted = {"credits": most, "batch_max": size, "consumer": consumer}
+        return self._consuming(
+            BatchConsumer[T], wanted, visibility=visibility, held_max=concurrency
+        )
+
+    def _consuming(
+        self, kind: type[C], wanted: dict[str, Any], *, visibility: Duration | None, held_max: int
+    ) -> C:
+        _at_least_one(held_max, "concurrency")
+        made = kind(
+            self.handle,
+            wanted=wanted | {"visibility_ms": optional_ms(visibility, field="visibility")},
+            held_max=held_max,
+            keepers=self._keepers,
+            ended=self._consumers.discard,
         )
         self._consumers.add(made)
         return made
-
-    def _consumption(
-        self, concurrency: int, visibility: Duration | None, name: str
-    ) -> dict[str, Any]:
-        """What consumers of messages and of batches are told alike."""
-        _at_least_one(concurrency, "concurrency")
-        return {
-            "held_max": concurrency,
-            "visibility_ms": optional_ms(visibility, field="visibility"),
-            "name": name,
-            "keepers": self._keepers,
-            "ended": self._consumers.discard,
-        }
 
     async def pop(
         self,

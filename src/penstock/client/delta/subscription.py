@@ -346,7 +346,7 @@ class DeltaSubscription:
         self.topic_id = topic_id  # of the topic whose positions it gives
         self._arrived: deque[Arrived] = deque()
         self._taken: Arrived | None = None  # what the reader has at the moment
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()  # something arrived, opened or failed
         self._failed: BaseException | None = None
         # A generator may be left by another task than entered it: no task group, but each ends.
         self._places = [SubscriptionProgress(request) for request in requests]
@@ -390,11 +390,8 @@ class DeltaSubscription:
         """Wait for something to happen; raises what ended a partition's subscription for good."""
         if self._failed is not None:
             raise self._failed
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._changed.clear()
+        await self._changed.wait()
 
     async def close(self) -> None:
         for follower in self._followers:
@@ -424,7 +421,7 @@ class DeltaSubscription:
             place.next_request(), partial(self._on_changes, place)
         )
         place.on_opened(stream, answer)
-        self._wake()
+        self._changed.set()
         return stream
 
     def _on_changes(
@@ -433,16 +430,12 @@ class DeltaSubscription:
         columns = CHANGES.decode(body, changes.count) if changes.count else None
         rows = place.on_changes(changes, columns)
         self._arrived.append(Arrived(place, stream, changes, columns, rows))
-        self._wake()
+        self._changed.set()
 
     def _on_done(self, follower: asyncio.Task[None]) -> None:
         if not follower.cancelled() and self._failed is None:
             self._failed = follower.exception()
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._changed.set()
 
 
 def _batch(arrived: Arrived, wanted: Filter) -> ReleasedBatch | None:

@@ -126,26 +126,26 @@ class Link:
         task of its own. `ended` gets the answer."""
         connection = self.toward(*at)
         if connection is None:
-            self.spawn(self._go_on(question, at, None, ended))
+            self.spawn(self._go_on(question, None, at=at, ended=ended))
             return
         try:
             answer = connection.ask(*question)
         except PenstockError as lost:
-            self.spawn(self._go_on(question, at, lost, ended))
+            self.spawn(self._go_on(question, lost, at=at, ended=ended))
         else:
-            answer.add_done_callback(partial(self._on_answer, question, at, ended))
+            answer.add_done_callback(partial(self._on_answer, question, at=at, ended=ended))
 
     def _on_answer(
-        self, question: Question, at: Where, ended: Ended, answer: asyncio.Future[Any]
+        self, question: Question, answer: asyncio.Future[Any], *, at: Where, ended: Ended
     ) -> None:
         error = answer.exception()
         if isinstance(error, PenstockError) and passing(error) and not self.closed:
-            self.spawn(self._go_on(question, at, error, ended))
+            self.spawn(self._go_on(question, error, at=at, ended=ended))
         else:
             ended(answer)
 
     async def _go_on(
-        self, question: Question, at: Where, failed: PenstockError | None, ended: Ended
+        self, question: Question, failed: PenstockError | None, *, at: Where, ended: Ended
     ) -> None:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:

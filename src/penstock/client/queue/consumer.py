@@ -20,7 +20,6 @@ from itertools import count
 from typing import Any, Generic, Self, TypeVar
 from weakref import WeakSet
 
-from penstock.client.network.connection import Connection
 from penstock.client.network.link import passing
 from penstock.client.network.streams import DeliveredBatch, LeaseStream
 from penstock.client.queue.handle import TopicHandle
@@ -41,27 +40,23 @@ class Consumer(ABC, Generic[T, Out]):
         self,
         topic: TopicHandle[T],
         *,
-        credits: int,
-        batch_max: int,
+        wanted: dict[str, Any],
         held_max: int,
-        visibility_ms: int | None,
-        name: str,
         keepers: WeakSet[Keeper],
         ended: Callable[[Consumer[Any, Any]], None],
     ) -> None:
         self._topic, self._link = topic, topic.link
         self._keepers = keepers  # those of the topic, which stops them when the client ends
         self._on_ended = ended
-        self._credits, self._batch_max, self._name = credits, batch_max, name
-        self._visibility_ms = visibility_ms
+        self._wanted = wanted  # what `Connection.lease_stream` is told
         self._held_max = held_max  # units (messages or batches) handed out at once
         self._handed = 0
         self._turn = asyncio.Lock()
-        self._slot: asyncio.Future[None] | None = None
+        self._freed = asyncio.Event()  # set when fewer units are out, or when it stops
         self._stream: LeaseStream | None = None
         self._lost: PenstockError | None = None  # why the stream before this one ended
         self._entered = self._stopping = False
-        self._closing: asyncio.Future[None] | None = None
+        self._closed = asyncio.Event()
         self._keeper: Keeper | None = None
 
     # --- iteration ---
@@ -87,8 +82,8 @@ class Consumer(ABC, Generic[T, Out]):
         async with self._turn:  # several workers may share one consumer
             while not self._stopping:
                 while self._handed >= self._held_max and not self._stopping:
-                    self._slot = asyncio.get_running_loop().create_future()
-                    await self._slot
+                    self._freed.clear()
+                    await self._freed.wait()
                 self._absorb()
                 while (found := self._best()) is not None:
                     if self._hand_out(found):
@@ -121,27 +116,21 @@ class Consumer(ABC, Generic[T, Out]):
     async def _subscribe(self) -> None:
         await self._topic.opened()
         lost, self._lost = self._lost, None
-        self._stream = await self._link.request(self._open, failed=lost)
+        self._stream = await self._link.request(
+            lambda connection: connection.lease_stream(self._topic.name, **self._wanted),
+            failed=lost,
+        )
         if self._keeper is None:
             self._keeper = Keeper(
                 self._link,
                 self._topic.settler,
-                self._visibility_ms or self._topic.config.visibility_ms,
+                self._wanted["visibility_ms"] or self._topic.config.visibility_ms,
                 absorb=self._absorb,
             )
             self._keepers.add(self._keeper)
         self._keeper.start()
         if self._stopping:  # The consumer was closed while its stream was being opened.
             await self._close()
-
-    async def _open(self, connection: Connection) -> LeaseStream:
-        return await connection.lease_stream(
-            self._topic.name,
-            credits=self._credits,
-            consumer=self._name,
-            visibility_ms=self._visibility_ms,
-            batch_max=self._batch_max,
-        )
 
     def _absorb(self) -> None:
         """Take in what has arrived, so that its leases are kept."""
@@ -176,26 +165,21 @@ class Consumer(ABC, Generic[T, Out]):
         self._handed -= units
         if self._handed < 0:
             raise RuntimeError(f"a consumer of {self._topic.name} holds {self._handed} units")
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._slot is not None and not self._slot.done():
-            self._slot.set_result(None)
+        self._freed.set()
 
     # --- stopping ---
 
     async def aclose(self) -> None:
         """Stop: messages handed out stay yours to settle, the prefetched ones go back."""
-        if self._closing is not None:
-            await asyncio.shield(self._closing)
+        if self._stopping:
+            await self._closed.wait()
             return
-        self._closing = asyncio.get_running_loop().create_future()
         self._stopping = True
-        self._wake()
+        self._freed.set()
         try:
             await self._close()
         finally:
-            self._closing.set_result(None)
+            self._closed.set()
             self._on_ended(self)
 
     async def _close(self) -> None:
