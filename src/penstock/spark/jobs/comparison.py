@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, Literal
 
 import msgspec
@@ -65,13 +64,13 @@ class Comparison:
     _found: dict[frozenset[Excuse], _Found] = field(default_factory=dict)
 
     def differ(
-        self, kind: str, places: Iterable[dict[str, Any]], count: int, *excuses: Excuse
+        self, kind: str, rows: Any, describe: Callable[[Any], dict[str, Any]], *excuses: Excuse
     ) -> None:
-        """Count `count` differences of a kind, and keep the first places for people."""
-        if count:
+        """Count the differing rows, and keep the first of them, as described, for people."""
+        if len(rows):
             found = self._found.setdefault(frozenset(excuses), _Found())
-            found.counts[kind] += count
-            found.shown += ({"kind": kind, **p} for p in islice(places, self._room(found)))
+            found.counts[kind] += len(rows)
+            found.shown += ({"kind": kind, **describe(r)} for r in rows[: self._room(found)])
 
     def add(self, other: Comparison) -> None:
         """Take over what another comparison found."""
@@ -168,14 +167,12 @@ def compare_states(
     met = np.zeros(len(expected), np.int64)
     for batch in scan:
         _compare_batch(expected, batch, dead=dead, met=met, found=found)
-    twice = np.flatnonzero(met > 1)
-    found.differ("twice", map(expected.name, twice), len(twice))
+    found.differ("twice", np.flatnonzero(met > 1), expected.name)
     # Not yet there, or there once and deleted since.
     missing = expected.alive & (met == 0)
-    refused = np.flatnonzero(missing & dead)
-    found.differ("missing", map(expected.name, refused), len(refused), "behind", "ahead", "dead")
-    lost = np.flatnonzero(missing & ~dead)
-    found.differ("missing", map(expected.name, lost), len(lost), "behind", "ahead")
+    refused, lost = np.flatnonzero(missing & dead), np.flatnonzero(missing & ~dead)
+    found.differ("missing", refused, expected.name, "behind", "ahead", "dead")
+    found.differ("missing", lost, expected.name, "behind", "ahead")
     return found
 
 
@@ -189,56 +186,43 @@ def _compare_batch(
 ) -> None:
     found.compared += batch.num_rows
     places = find_sorted(expected.keys, keys_of(batch))
-    unknown = np.flatnonzero(places < 0)
-    found.differ("extra", (_row(batch, row) for row in unknown), len(unknown), "ahead")
+    found.differ("extra", np.flatnonzero(places < 0), lambda row: _row(batch, row), "ahead")
     known = np.flatnonzero(places >= 0)
     np.add.at(met, places[known], 1)
     gap = _numbers(batch, "revision")[known] - expected.revision[places[known]]
     refused = dead[places[known]]
-    apart: tuple[tuple[Places, tuple[Excuse, ...]], ...] = (
-        (known[(gap < 0) & ~refused], ("behind",)),
-        (known[(gap < 0) & refused], ("behind", "dead")),
-        (known[gap > 0], ("ahead",)),
-    )
-    for rows, excuses in apart:
-        described = (_revision(expected, batch, row, places) for row in rows)
-        found.differ("revision", described, len(rows), *excuses)
+
+    def revision(row: int) -> dict[str, Any]:
+        told = {"revision": batch["revision"][int(row)].as_py()}
+        return _row(batch, row) | told | {"expected": int(expected.revision[places[row]])}
+
+    found.differ("revision", known[(gap < 0) & ~refused], revision, "behind")
+    found.differ("revision", known[(gap < 0) & refused], revision, "behind", "dead")
+    found.differ("revision", known[gap > 0], revision, "ahead")
     same = known[gap == 0]
-    buried = same[~expected.alive[places[same]]]
-    found.differ("deleted but present", (_row(batch, row) for row in buried), len(buried))
-    rows = same[expected.alive[places[same]]]
-    _compare_contents(expected, batch, rows=rows, places=places, found=found)
-
-
-def _revision(
-    expected: Expected, batch: pa.RecordBatch, row: int, places: Places
-) -> dict[str, Any]:
-    revision = {"revision": batch["revision"][int(row)].as_py()}
-    return _row(batch, row) | revision | {"expected": int(expected.revision[places[row]])}
+    alive = expected.alive[places[same]]
+    found.differ("deleted but present", same[~alive], lambda row: _row(batch, row))
+    rows = same[alive]
+    for table, theirs, index in expected.groups(places[rows]):
+        _compare_contents(batch, rows[index], table, theirs, found)
 
 
 def _compare_contents(
-    expected: Expected, batch: pa.RecordBatch, *, rows: Places, places: Places, found: Comparison
+    batch: pa.RecordBatch, rows: Places, table: pa.Table, wanted_rows: Places, found: Comparison
 ) -> None:
     """Rows of one revision: values bit for bit, metadata byte for byte."""
-    for table, theirs, index in expected.groups(places[rows]):
-        mine = rows[index]
-        actual, wanted = _values(batch)[mine], _values(table)[theirs]
-        if actual.shape[1] != wanted.shape[1]:
-            detail = {"dimensions": actual.shape[1], "expected": wanted.shape[1]}
-            place = _row(batch, mine[0]) | detail
-            found.differ("dimensions", [place], len(mine))
-            continue
-        unequal = actual != wanted
-        other = np.flatnonzero(unequal.any(axis=1))
-        described = (
-            _row(batch, mine[row]) | _component(actual[row], wanted[row], unequal[row])
-            for row in other
-        )
-        found.differ("values", described, len(other))
-        ours = _metadata(table["metadata"].take(pa.array(theirs)))
-        other = np.flatnonzero(_metadata(batch["metadata"].take(pa.array(mine))) != ours)
-        found.differ("metadata", (_row(batch, mine[row]) for row in other), len(other))
+    actual, wanted = _values(batch)[rows], _values(table)[wanted_rows]
+    if actual.shape[1] != wanted.shape[1]:
+        detail = {"dimensions": actual.shape[1], "expected": wanted.shape[1]}
+        found.differ("dimensions", rows, lambda row: _row(batch, row) | detail)
+        return
+    unequal = np.flatnonzero((actual != wanted).any(axis=1))
+    found.differ(
+        "values", unequal, lambda at: _row(batch, rows[at]) | _component(actual[at], wanted[at])
+    )
+    mine, theirs = batch["metadata"].take(rows), table["metadata"].take(wanted_rows)
+    other = rows[_metadata(mine) != _metadata(theirs)]
+    found.differ("metadata", other, lambda row: _row(batch, row))
 
 
 def keys_of(table: pa.Table | pa.RecordBatch) -> Keys:
@@ -267,15 +251,14 @@ def _metadata(column: Any) -> NDArray[np.object_]:
     return np.asarray(pc.fill_null(column, b"").to_numpy(zero_copy_only=False))
 
 
-def _component(
-    actual: NDArray[np.uint32], wanted: NDArray[np.uint32], unequal: Mask
-) -> dict[str, Any]:
-    at = int(np.flatnonzero(unequal)[0])
+def _component(actual: NDArray[np.uint32], wanted: NDArray[np.uint32]) -> dict[str, Any]:
+    unequal = np.flatnonzero(actual != wanted)
+    at = int(unequal[0])
     return {
         "component": at,
         "value": float(actual.view(np.float32)[at]),
         "expected": float(wanted.view(np.float32)[at]),
-        "components": int(np.count_nonzero(unequal)),
+        "components": len(unequal),
     }
 
 
@@ -294,28 +277,17 @@ def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> 
     found.expected += expected.num_rows
     found.compared += actual.num_rows
     rows = find_sorted(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
-    strays = np.flatnonzero(rows < 0)
-    found.differ("extra", (_shown(actual, row) for row in strays), len(strays), "ahead")
+    found.differ("extra", np.flatnonzero(rows < 0), lambda row: _shown(actual, row), "ahead")
     times = np.bincount(rows[rows >= 0], minlength=expected.num_rows)
-    missing = np.flatnonzero(times == 0)
-    found.differ("missing", (_shown(expected, row) for row in missing), len(missing), "behind")
-    repeated = np.flatnonzero(times > 1)
-    found.differ("twice", (_shown(expected, row) for row in repeated), len(repeated))
-    known = rows >= 0
-    _compare_rows(expected, rows[known], actual.filter(pa.array(known)), found)
-
-
-def _compare_rows(
-    expected: pa.Table, rows: NDArray[np.int64], actual: pa.Table, found: Comparison
-) -> None:
-    """Every row against the released delta of its number, column by column."""
-    wanted = expected.select(COMPARED)
+    found.differ("missing", np.flatnonzero(times == 0), lambda r: _shown(expected, r), "behind")
+    found.differ("twice", np.flatnonzero(times > 1), lambda row: _shown(expected, row))
+    known, wanted = actual.filter(pa.array(rows >= 0)), expected.select(COMPARED)
+    rows = rows[rows >= 0]
     if not np.array_equal(rows, np.arange(wanted.num_rows)):
         wanted = wanted.take(pa.array(rows))
     for name in COMPARED:
-        unequal = np.flatnonzero(_unequal(actual[name], wanted[name]))
-        places = (_shown(actual, row) for row in unequal)
-        found.differ(f"column {name}", places, len(unequal))
+        unequal = np.flatnonzero(_unequal(known[name], wanted[name]))
+        found.differ(f"column {name}", unequal, lambda row: _shown(known, row))
 
 
 def _like(table: pa.Table) -> pa.Table:
@@ -363,14 +335,11 @@ def compare_forwarded(released: Sequence[pa.Table], held: Keys, *, only_ours: bo
     expected = np.frombuffer(b"".join(ids), _KEY)
     found = Comparison(expected=len(expected), compared=len(held))
     distinct, times = np.unique(held, return_counts=True)
-    missing = expected[~np.isin(expected, distinct)]
-    found.differ("missing", map(_named, missing), len(missing), "behind")
+    found.differ("missing", expected[~np.isin(expected, distinct)], _named, "behind")
     ours = np.isin(distinct, expected)
-    twice = distinct[ours & (times > 1)]
-    found.differ("twice", map(_named, twice), len(twice))
+    found.differ("twice", distinct[ours & (times > 1)], _named)
     if only_ours:
-        extra = distinct[~ours]
-        found.differ("extra", map(_named, extra), len(extra), "ahead")
+        found.differ("extra", distinct[~ours], _named, "ahead")
     return found
 
 

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -129,18 +130,6 @@ FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
 STATES_ROWS: Final = 20_000  # of a record batch of states
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoldTask:
-    """What one task is to do."""
-
-    node: Connecting
-    range: ReadRange
-    folder: Path
-    options: PropagationOptions
-    deltas: bool  # write what was released, too
-    payloads: bool  # and with the original bytes
-
-
 @dataclass(kw_only=True)
 class PartitionFold:
     """What one task found; the files that it wrote are in the folder."""
@@ -170,24 +159,10 @@ class PartitionFold:
             return pa.ipc.open_stream(file).read_all()
 
 
-def fold_partitions(
-    spark: Any,
-    ranges: Sequence[ReadRange],
-    *,
-    node: Connecting,
-    folder: Path,
-    options: PropagationOptions,
-    deltas: bool = False,
-    payloads: bool = False,
-) -> list[PartitionFold]:
-    """Fold ranges on Spark, a task each; the answers come in their order."""
-    tasks = [
-        FoldTask(
-            node=node, range=one, folder=folder, options=options, deltas=deltas, payloads=payloads
-        )
-        for one in ranges
-    ]
-    return list(spark.sparkContext.parallelize(tasks, len(tasks)).map(fold_partition).collect())
+def fold_partitions(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[PartitionFold]:
+    """`fold_partition` on Spark, a task for each range; the answers come in their order."""
+    tasks = spark.sparkContext.parallelize(ranges, len(ranges))
+    return list(tasks.map(partial(fold_partition, **told)).collect())
 
 
 def fold_whole(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[PartitionFold]:
@@ -203,26 +178,35 @@ def fold_whole(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[Par
     return folds
 
 
-def fold_partition(task: FoldTask) -> PartitionFold:
-    """Fold one partition; runs in a worker of Spark."""
-    access, one = task.node.access(), task.range
+def fold_partition(
+    one: ReadRange,
+    *,
+    node: Connecting,
+    folder: Path,
+    options: PropagationOptions,
+    deltas: bool = False,
+    payloads: bool = False,
+) -> PartitionFold:
+    """Fold one partition. With `deltas` what was released is written too, with `payloads` in its
+    original bytes."""
+    access = node.access()
     place: dict[str, Any] = {"topic": one.topic, "partition": one.partition}
-    state = Propagator(access.config(one.topic).dimensions, task.options)
+    state = Propagator(access.config(one.topic).dimensions, options)
     check = LogCheck(first=one.first)
-    found = PartitionFold(range=one, folder=task.folder, check=check)
+    found = PartitionFold(range=one, folder=folder, check=check)
     feeds = read_deltas(
         access, **place, first=one.first, last=one.last, check=check.feed, bytes_max=FEED_BYTES
     )
     outcomes = fold_deltas(
         state, feeds, answer=lambda _: find_forgotten(access, **place, state=state), states=False
     )
-    file = pa.ipc.new_stream(found.file("released"), DELTAS) if task.deltas else nullcontext()
+    file = pa.ipc.new_stream(found.file("released"), DELTAS) if deltas else nullcontext()
     try:
         with file as released:
             for outcome in outcomes:
                 add_counts(found.counts, outcome.counts)
                 if released is not None:
-                    table = released_table(outcome, **place, payloads=task.payloads)
+                    table = released_table(outcome, **place, payloads=payloads)
                     released.write_table(table)
         check.reached(one.last)
     except Corruption as damage:

@@ -16,6 +16,8 @@ from pyspark.sql.types import StructType
 from penstock.errors import InvalidArgument
 from penstock.spark.source import rows
 from penstock.spark.source.options import ReadOptions, WriteOptions
+from penstock.spark.source.reader import PenstockReader, PenstockStreamReader
+from penstock.spark.source.writer import PenstockStreamWriter, PenstockWriter
 
 
 class PenstockSource(DataSource):
@@ -29,25 +31,17 @@ class PenstockSource(DataSource):
         return rows.schema_of(ReadOptions.of(self.options).mode)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from penstock.spark.source.reader import PenstockReader
-
         return PenstockReader(ReadOptions.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        from penstock.spark.source.reader import PenstockStreamReader
-
         return PenstockStreamReader(ReadOptions.of(self.options), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from penstock.spark.source.writer import PenstockWriter
-
         options = self._writing(overwrite)
         # Made here, on the driver: all attempts of this write's tasks share it.
         return PenstockWriter(options, schema, producer=options.producer or str(uuid.uuid4()))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's
-        from penstock.spark.source.writer import PenstockStreamWriter
-
         return PenstockStreamWriter(self._writing(overwrite), schema)
 
     def _writing(self, overwrite: bool) -> WriteOptions:
