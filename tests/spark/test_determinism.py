@@ -121,9 +121,7 @@ def settled(node: RunningNode) -> None:
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         [topic] = node.access().call("live_status", topic="vectors")["topics"]
-        ends = {
-            end.partition: end.sequence_committed for end in node.access().log_status("vectors")
-        }
+        ends = {end.partition: end.readable for end in node.access().log_status("vectors")}
         if {row["partition"]: row.get("acknowledged") for row in topic["sinks"]} == ends:
             return
         time.sleep(0.05)

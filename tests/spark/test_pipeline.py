@@ -23,7 +23,7 @@ from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items, Work
 from penstock.spark.fold.changes import ChangeLog, ChangePart
-from penstock.spark.fold.log_deltas import read_deltas
+from penstock.spark.fold.partition_step import read_deltas
 from penstock.spark.fold.state_folder import StateFolder
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings

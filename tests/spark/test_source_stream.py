@@ -131,7 +131,7 @@ def test_progress_tells_the_lag(spark: SparkSession, node: RunningNode, tmp_path
 
     (source,) = query.recentProgress[0].sources
 
-    committed = node.access().log_status("jobs")[0].sequence_committed
+    committed = node.access().log_status("jobs")[0].readable
     assert source.latestOffset == f'{{"jobs": {{"0": {committed + 1}}}}}'
 
 

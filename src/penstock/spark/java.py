@@ -105,7 +105,6 @@ def _asked(home: Path) -> str:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where this user's wrappers live."""
     if given := environ.get(CACHE):
         return Path(given)
     caches = environ.get("XDG_CACHE_HOME")

@@ -75,8 +75,6 @@ class DeliveryOptions(Patience, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One `[[sink]]` table."""
-
     kind: str
     name: str  # of its cursor, status and metrics; the kind unless said
     route: tuple[str, ...] = ()  # which deltas it gets; empty: all of them
@@ -84,13 +82,10 @@ class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table(self) -> dict[str, Any]:
-        """The table as the registry of sinks reads it."""
         return {"kind": self.kind, "name": self.name, **self.options}
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pipeline: where it reads, where it keeps its state, how fast, and into what."""
-
     name: str
     topics: tuple[str, ...]  # delta topics, the most urgent first
     state: Path  # a folder that driver and executors share

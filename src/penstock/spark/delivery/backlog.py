@@ -41,8 +41,6 @@ _NEVER: Final = np.iinfo(np.int64).max
 
 
 class Lag(NamedTuple):
-    """What a sink has before it."""
-
     triggers: int
     rows: int
     bytes: int
@@ -50,8 +48,6 @@ class Lag(NamedTuple):
 
 
 class TriggerSpan(NamedTuple):
-    """Triggers `first` to `last`."""
-
     first: int
     last: int
 
@@ -92,7 +88,6 @@ class Backlog:
             return self._last
 
     def forget(self, through: int) -> None:
-        """Drop the numbers of triggers that were pruned."""
         with self._lock:
             self._table = self._table[self._row(through) :]
 
@@ -188,7 +183,6 @@ class Planner:
     lanes: Lanes = field(default_factory=Lanes)
 
     def lag(self, cursor: SinkCursor) -> Lag:
-        """What the sink still has before it."""
         if len(cursor.position) == LANES:
             return self.backlog.lag(dict(enumerate(cursor.position)))
         return self.backlog.lag(dict.fromkeys(self.columns, cursor.through))

@@ -99,7 +99,6 @@ class CursorFile:
         self.saved: SinkCursor | None = None  # what the disk holds
 
     def load(self) -> SinkCursor | None:
-        """The cursor on disk, or None if there was never one."""
         try:
             cursor = msgspec.json.decode(self.path.read_bytes(), type=SinkCursor)
         except FileNotFoundError:

@@ -67,8 +67,6 @@ STATUS_FILE: Final = "status.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedSink:
-    """A sink and which deltas it gets."""
-
     sink: Sink
     routes: SinkRoutes = field(default_factory=SinkRoutes)
 
@@ -175,7 +173,6 @@ class PipelineDelivery:
         return hanging
 
     def status(self) -> Status:
-        """The content of `status.json`."""
         now_ms = time.time_ns() // 1_000_000
         first, last = self._changes.first, self._changes.last
         return {
@@ -268,7 +265,6 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
 
 
 def read_status(folder: Path) -> Status:
-    """The last status that was written; `NotFound` if there is none."""
     path = folder / STATUS_FILE
     try:
         status: Status = json.loads(path.read_bytes())

@@ -55,7 +55,6 @@ class SinkRoutes:
         return not self.all and any(route.kind in _BY_DELTAS for route in self.routes)
 
     def deltas(self, deltas: pa.Table) -> pa.Table:
-        """The deltas that some route takes."""
         if self.all:
             return deltas
         return deltas.filter(_any(_delta_mask(route, deltas) for route in self.routes))
@@ -115,15 +114,12 @@ class Selected:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSelection:
-    """What one sink reads of the change log."""
-
     changes: ChangeLog
     pipeline: str
     routes: SinkRoutes
     payloads: bool = False
 
     def select(self, spans: Mapping[int, TriggerSpan]) -> Selected:
-        """The rows of these columns as one work."""
         first = min(span.first for span in spans.values())
         last = max(span.last for span in spans.values())
         states: list[pa.Table] = []
@@ -148,7 +144,6 @@ class ChangeSelection:
         )
 
     def _states(self, part: ChangePart, wanted: set[int]) -> Iterator[pa.Table]:
-        """The part's states, lane by lane."""
         sections = [s for s in part.sections if column_of(s) in wanted and s.kind == "states"]
         if not sections:
             return

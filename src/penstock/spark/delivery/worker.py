@@ -127,7 +127,6 @@ class SinkWorker:
         return True
 
     def _plan(self) -> bool:
-        """Look for the next write; False if the sink has everything."""
         plan = self.planner.plan(self.cursor, now_ms=_now_ms())
         if plan is None:
             self._save_moved(after_s=SAVE_S)

@@ -173,7 +173,6 @@ class ChangeLog:
         self.last: int | None = found[-1] if found else None  # the newest committed one
 
     def manifest(self, trigger: int) -> Manifest:
-        """One trigger; `NotFound` if it is not yet there or no longer."""
         path = self._path(trigger)
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -204,7 +203,6 @@ class ChangeLog:
                 self._changed.wait(timeout_s)
 
     def wake(self) -> None:
-        """Let everyone who waits look round, to stop for example."""
         with self._changed:
             self._changed.notify_all()
 

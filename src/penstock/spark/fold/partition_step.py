@@ -21,7 +21,7 @@ partition.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.errors import Corruption
+from penstock.model.batch import Batch
 from penstock.model.delta import NO_ID
 from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
@@ -38,17 +39,73 @@ from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
 from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
-from penstock.spark.fold.log_deltas import find_forgotten, fold_deltas, read_deltas
 from penstock.spark.fold.state_folder import FoldSnapshots
+from penstock.spark.source.access import Decisions, NodeAccess
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
+from penstock.spark.source.rows import BatchPiece, deltas_of, pieces
 
+FEED_BYTES_MAX: Final = 512 << 20  # of log batches that are joined
 CACHED_MAX: Final = 64  # partitions whose state a worker keeps
 SNAPSHOT_MS: Final = 600_000  # of log time, after which a snapshot is due however few deltas came
 # A snapshot's bytes are spread over the deltas between two of them: a large state is saved less
 # often, so that saving never costs more than a share of folding.
 SNAPSHOT_BYTES_PER_DELTA: Final = 100
 FOUND_MAX: Final = 256  # answers that a head carries; past it a snapshot is due
+Answer = Callable[[Iterable[bytes]], Set[bytes]]
+
+
+def read_deltas(
+    access: NodeAccess,
+    topic: str,
+    partition: int,
+    *,
+    first: int,
+    last: int,
+    check: Callable[[Sequence[Batch]], None] | None = None,
+    bytes_max: int = FEED_BYTES_MAX,
+) -> Iterator[tuple[DeltaBatch, int]]:
+    """The deltas of `[first, last]`, each time with the sequence up to which they reach.
+
+    A range within `bytes_max` comes in one piece. The last piece reaches to `last`, with no deltas
+    in it if the log ends in other records. `check` is shown every batch, of all kinds.
+    """
+    decisions = Decisions(last)
+    held: list[BatchPiece] = []
+    size = 0
+    for batches in access.read_log(topic, partition, first, last, decisions=decisions):
+        if check is not None:
+            check(batches)
+        ready = decisions.feed(batches)
+        held += pieces(ready, first=first, last=last)
+        size += sum(batch.size for batch in ready)
+        if size >= bytes_max:
+            yield deltas_of(held), min(ready[-1].last, last)
+            held, size = [], 0
+    yield deltas_of(held), last
+
+
+def fold_deltas(
+    state: Propagator, feeds: Iterable[tuple[DeltaBatch, int]], *, answer: Answer, states: bool
+) -> Iterator[FeedOutcome]:
+    """What comes of what was read; `answer` says which parents the log holds."""
+    for deltas, through in feeds:
+        yield state.feed(deltas, through=through, states=states)
+        while wanted := state.missing():
+            yield state.resolve(answer(wanted))
+
+
+def find_forgotten(access: NodeAccess, topic: str, partition: int, state: Propagator) -> set[bytes]:
+    """Those of the parents that a paused fold asks for which the log holds from before the fold's
+    memory of ids. What came later the fold would know, had it been released."""
+    horizon = access.find_time(topic, partition, state.ledger.time_ms - state.options.dedup_ms)
+    first = access.log_status(topic)[partition].sequence_first
+    wanted, found = set(state.missing()), set[bytes]()
+    for deltas, _ in read_deltas(access, topic, partition, first=first, last=horizon - 1):
+        found |= wanted & set(deltas.delta_ids())
+        if found == wanted:
+            break
+    return found
 
 
 class FoldHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +163,6 @@ STATES: Final = StateCache()  # of this process
 
 
 class PartitionStep:
-    """Folds one range of one partition."""
-
     def __init__(self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES) -> None:
         self._plan, self._range, self._cache = plan, part, cache
         self._place: dict[str, Any] = {"topic": part.topic, "partition": part.partition}
@@ -230,7 +285,6 @@ QUARANTINE: Final = pa.schema(
 
 
 def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:
-    """DELTAS rows of what an outcome released."""
     return deltas_table(
         outcome.released,
         positions=outcome.positions,

@@ -218,7 +218,6 @@ class FoldQuery:
         self._rate.resume()
 
     def describe(self) -> dict[str, Any]:
-        """What the status says of the source."""
         progress = {name: value for name, value in self._progress.items() if name != "place"}
         return {
             "topics": list(self._settings.topics),
@@ -257,7 +256,6 @@ _OFFSETS: Final = ("startOffset", "endOffset", "latestOffset")
 
 
 def _offsets(text: Any) -> dict[str, int]:
-    """Offsets by `topic/partition`."""
     tree = json.loads(text) if isinstance(text, str) else (text or {})
     return {f"{topic}/{p}": n for topic, found in (tree or {}).items() for p, n in found.items()}
 
@@ -304,7 +302,6 @@ def _ranges(rows: Iterator[pd.DataFrame]) -> Iterator[ReadRange]:
 
 
 def folded(ranges: DataFrame, *, identity: PipelineIdentity, plan: FoldPlan) -> DataFrame:
-    """The stage over a stream of ranges."""
     slots = F.create_map(
         *(
             F.lit(value)

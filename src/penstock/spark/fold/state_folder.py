@@ -61,8 +61,6 @@ class TopicSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `pipeline.json`."""
-
     version: int = VERSION
     id: str
     name: str
@@ -170,7 +168,6 @@ def read_identity(path: Path) -> PipelineIdentity | None:
 
 
 def running_pid(path: Path) -> int | None:
-    """The process that runs the pipeline of this folder, if one does."""
     try:
         handle = Handle(path / "LOCK")
     except FileNotFoundError:

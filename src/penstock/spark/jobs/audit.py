@@ -30,7 +30,7 @@ from penstock.sinks.schema import DELTAS
 from penstock.spark.attachment import node_of
 from penstock.spark.delivery.delivery import RoutedSink
 from penstock.spark.delivery.selection import SinkRoutes
-from penstock.spark.fold.log_deltas import read_deltas
+from penstock.spark.fold.partition_step import read_deltas
 from penstock.spark.jobs.comparison import (
     COMPARED,
     Comparison,
@@ -235,7 +235,6 @@ def _unsound(folds: Sequence[PartitionFold]) -> Iterator[str]:
 
 
 def partition_document(fold: PartitionFold) -> dict[str, Any]:
-    """A partition's share of the answer."""
     return {
         "topic": fold.range.topic,
         "partition": fold.range.partition,

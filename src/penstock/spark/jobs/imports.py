@@ -54,8 +54,6 @@ class ImportOptions:
 
 
 class ImportJournal(msgspec.Struct, kw_only=True):
-    """What an import remembers of itself."""
-
     id: str
     time: int  # hybrid, of the first row
     done: dict[int, int] = {}  # unit → rows
@@ -171,8 +169,6 @@ EPOCH: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ImportJob:
-    """What every task of an import is told."""
-
     node: Connecting
     options: ImportOptions
     dimensions: int

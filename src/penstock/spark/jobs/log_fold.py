@@ -39,8 +39,12 @@ from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.schema import DELTAS, states_table
 from penstock.spark.fold.changes import add_counts
-from penstock.spark.fold.log_deltas import find_forgotten, fold_deltas, read_deltas
-from penstock.spark.fold.partition_step import released_table
+from penstock.spark.fold.partition_step import (
+    find_forgotten,
+    fold_deltas,
+    read_deltas,
+    released_table,
+)
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
 

@@ -65,13 +65,11 @@ def materialise(
 
 
 def living(fold: PartitionFold) -> pa.Table:
-    """The living vectors of one partition."""
     table = fold.states()
     return vectors_of(table.filter(pc.invert(table["deleted"]))).select(COLUMNS)
 
 
 def _parquet(made: Path, folds: Sequence[PartitionFold]) -> int:
-    """One file per partition."""
     made.mkdir()
     rows = 0
     for fold in folds:

@@ -66,8 +66,6 @@ class ReplayWindow:
 
 @dataclass(frozen=True)
 class ReplayPart:
-    """What one partition has within the window."""
-
     states: pa.Table
     deltas: pa.Table
 

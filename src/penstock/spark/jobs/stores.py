@@ -62,8 +62,6 @@ def opened_sink(settings: PipelineSettings, one: SinkSettings) -> Iterator[Route
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineProgress:
-    """One look at a pipeline's folder."""
-
     last: int  # committed trigger, -1 before the first
     offsets: Offsets  # per partition the sequence behind the last folded one
     cursors: Mapping[str, int]  # the last trigger that each sink holds

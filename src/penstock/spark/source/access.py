@@ -4,6 +4,14 @@ One `NodeAccess` serves a whole process (per url and key): it owns a client on a
 thread of its own, so that the next slices of a range arrive while the caller works on the last.
 Everything here may be called from any thread. A lost connection is opened again and the call goes
 on; what cannot be repeated without harm is not offered.
+
+**Which batches of a range hold messages that exist** (`Decisions`). An atomic batch's share is in a
+partition's log from its PREPARE on, but its messages exist only if the partition's DECIDE says so.
+A reader that cuts a log into ranges needs one place for them that never moves: the PREPARE's. So
+batches are held back from the first undecided PREPARE on, until its decision is read, which may
+stand beyond the range's end. Invariants: what `feed` returns is in log order, each batch once;
+every batch returned is an ENQ, or a PREPARE whose first decision was for it; nothing that begins
+beyond `last` is returned.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ import asyncio
 import atexit
 import os
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -23,18 +32,18 @@ from penstock.client.network.endpoints import Remote
 from penstock.client.options import Options
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.messages import LogReader
-from penstock.errors import FailedPrecondition, Unavailable
-from penstock.model.batch import Batch
+from penstock.errors import FailedPrecondition, LimitExceeded, Unavailable
+from penstock.model.batch import Batch, Kind
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.sinks.protocol import Items
 from penstock.sinks.requests import Part, item_requests
-from penstock.spark.source.decisions import Decisions
 from penstock.wire.messages import Enqueued
 
 R = TypeVar("R")
 WINDOW_ENTRIES: Final = 1_000_000
 WINDOW_BYTES: Final = 16 << 20  # sent ahead of the reader
 STALL_S: Final = 60.0  # without a batch of a range that should be there
+HELD_BYTES_MAX: Final = 256 << 20  # of batches behind an undecided one
 INFLIGHT: Final = 4  # enqueue requests that wait for their answer at once
 
 
@@ -49,8 +58,6 @@ class Wanted(NamedTuple):
 
 
 class RangeExtent(NamedTuple):
-    """How far whole batches reach within a wanted range."""
-
     last: int
     bytes: int
 
@@ -59,17 +66,79 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How far one partition's log reaches."""
 
     partition: int
-    epoch: int
     sequence_first: int  # the oldest sequence that can still be read
-    sequence_last: int
-    sequence_committed: int
-    sequence_stable: int  # committed, and every atomic batch up to here is decided
-    chain: int
+    # The last sequence that a range may end at: what it holds never changes, for it is committed,
+    # and every atomic batch up to here is decided.
+    readable: int = msgspec.field(name="sequence_stable")
+
+
+class Decisions:
+    """Batches in, batches with existing messages out."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._held: deque[tuple[Batch, bytes | None]] = deque()  # with the transaction it awaits
+        self._bytes = 0
+        self._outcomes: dict[bytes, bool] = {}  # of transactions that are held
 
     @property
-    def readable(self) -> int:
-        """The last sequence that a range may end at: what it holds never changes."""
-        return self.sequence_stable
+    def open(self) -> bool:
+        return bool(self._held)
+
+    def feed(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The next batches of the log; returns those that became certain."""
+        ready: list[Batch] = []
+        for batch in batches:
+            kind = batch.kind
+            if kind is Kind.ENQ and batch.first <= self._last:
+                if self._held:
+                    self._hold(batch, None)
+                else:
+                    ready.append(batch)
+            elif kind is Kind.PREPARE and batch.first <= self._last:
+                self._hold(batch, _transaction(batch))
+            elif kind is Kind.DECIDE and self._held:
+                self._decide(batch)
+                self._release(ready)
+        return ready
+
+    def _hold(self, batch: Batch, transaction: bytes | None) -> None:
+        self._held.append((batch, transaction))
+        self._bytes += batch.size
+        if self._bytes > HELD_BYTES_MAX:
+            raise LimitExceeded(
+                f"over {HELD_BYTES_MAX} bytes stand behind an undecided atomic batch",
+                limit=HELD_BYTES_MAX,
+            )
+
+    def _decide(self, batch: Batch) -> None:
+        columns = batch.columns()
+        awaited = {transaction for _, transaction in self._held}
+        decided = zip(
+            columns.binary("transaction") or (), columns.fixed("commit").tolist(), strict=True
+        )
+        for transaction, commit in decided:
+            if transaction in awaited:
+                self._outcomes.setdefault(transaction, bool(commit))  # the first decision wins
+
+    def _release(self, ready: list[Batch]) -> None:
+        while self._held:
+            batch, transaction = self._held[0]
+            if transaction is not None:
+                commit = self._outcomes.get(transaction)
+                if commit is None:
+                    return
+                if commit:
+                    ready.append(batch)
+            else:
+                ready.append(batch)
+            self._held.popleft()
+            self._bytes -= batch.size
+
+
+def _transaction(batch: Batch) -> bytes:
+    column = batch.columns().binary("transaction")
+    return b"" if column is None else column[0]
 
 
 class NodeAccess:
@@ -99,7 +168,6 @@ class NodeAccess:
 
     @classmethod
     def close_shared(cls) -> None:
-        """Close every shared access of this process."""
         with cls._lock:
             own = [key for key in cls._shared if key[0] == os.getpid()]
             closing = [cls._shared.pop(key) for key in own]
@@ -111,7 +179,6 @@ class NodeAccess:
         return self._bridge.run(work)
 
     def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
-        """Any administrative call of the protocol."""
         return self.run(self._client.call(method, **arguments))
 
     def close(self) -> None:
@@ -132,7 +199,6 @@ class NodeAccess:
         return handle
 
     def delta_config(self, topic: str, *, field: str = "topics") -> TopicConfig:
-        """The configuration of a topic that must hold deltas."""
         config = self.config(topic)
         if config.kind is not TopicKind.DELTA:
             raise FailedPrecondition(
@@ -141,7 +207,6 @@ class NodeAccess:
         return config
 
     def log_status(self, topic: str) -> list[LogStatus]:
-        """Every partition of the topic, in order."""
         answer = self.call("log_status", topic=topic)
         return msgspec.convert(answer["partitions"], list[LogStatus])
 

@@ -40,7 +40,6 @@ class Connecting(msgspec.Struct, frozen=True, kw_only=True):
     tls: str | None = None  # a file with the authorities to trust; None: the system's
 
     def access(self) -> NodeAccess:
-        """This process' access to the node."""
         return NodeAccess.shared(self.url, api_key=self._key(), tls=self.tls)
 
     def _key(self) -> str | None:
@@ -90,8 +89,6 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where rows go."""
-
     node: Connecting
     topic: str
     producer: str | None = None  # a name that makes the same write, done again, a no-op

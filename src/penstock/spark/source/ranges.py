@@ -72,7 +72,6 @@ def split(access: NodeAccess, ranges: Iterable[ReadRange], rows: int) -> Iterato
 
 
 def measured(access: NodeAccess, ranges: Iterable[ReadRange]) -> Ranges:
-    """The ranges with their size in the log."""
     by_topic: dict[str, list[ReadRange]] = {}
     for found in ranges:
         by_topic.setdefault(found.topic, []).append(found)
@@ -87,7 +86,6 @@ def measured(access: NodeAccess, ranges: Iterable[ReadRange]) -> Ranges:
 def planned(
     access: NodeAccess, ranges: Iterable[ReadRange], options: ReadOptions
 ) -> list[InputPartition]:
-    """What the tasks get."""
     if options.mode == "ranges":
         return [measured(access, ranges)]
     return list(split(access, ranges, options.split_rows))
@@ -168,7 +166,6 @@ def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:
 
 
 def to_json(offsets: Offsets, topics: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Offsets as Spark keeps them."""
     return {t: {str(p): n for p, n in sorted(offsets.get(t, {}).items())} for t in topics}
 
 

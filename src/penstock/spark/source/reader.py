@@ -78,7 +78,6 @@ class PushedFilter:
     time_ms: tuple[int, int] = (-_END, _END)
 
     def ranges(self, among: Iterable[ReadRange]) -> list[ReadRange]:
-        """What the selection leaves of ranges."""
         found = []
         for whole in among:
             if self.topics is not None and whole.topic not in self.topics:
@@ -177,8 +176,6 @@ TIME_MS_MAX: Final = 1 << 52  # later than any clock: no bound
 
 
 class PenstockReader(DataSourceReader):
-    """Plans ranges on the driver; tasks read them from the node."""
-
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         rows.check_schema(schema, options.mode)
         self._options, self._schema = options, schema

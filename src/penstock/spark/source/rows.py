@@ -85,8 +85,6 @@ def pieces(batches: Iterable[Batch], *, first: int, last: int) -> list[BatchPiec
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """The pieces of the log that one record batch is made of."""
-
     topic: str
     pieces: Sequence[BatchPiece]
 
@@ -207,7 +205,6 @@ ENVELOPES: Final[dict[str, RowColumn]] = {
 
 
 def _count(batch: Batch, first: int, last: int) -> int:
-    """The messages of a batch in `[first, last]`."""
     if first <= batch.first and batch.last <= last:
         return batch.entries
     if not batch.compacted:
@@ -349,7 +346,6 @@ COLUMNS: Final[dict[str, dict[str, RowColumn]]] = {
 
 
 def schema_of(mode: str) -> str:
-    """The columns of a mode with their types in Spark's words."""
     return ", ".join(f"`{name}` {column.type}" for name, column in COLUMNS[mode].items())
 
 
@@ -367,7 +363,6 @@ def check_schema(schema: StructType, mode: str) -> None:
 def read(
     options: ReadOptions, schema: StructType, part: Any, *, namespaces: frozenset[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of one task."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     arrow = to_arrow_schema(schema, timezone="UTC")

@@ -173,15 +173,11 @@ _BATCH: Final = "streaming.sql.batchId"
 
 
 class RowsSent(WriterCommitMessage):
-    """What a task wrote."""
-
     def __init__(self, rows: int, new: int) -> None:
         self.rows, self.new = rows, new
 
 
 class TaskWriter:
-    """The rows of one task, on their way."""
-
     def __init__(self, options: WriteOptions, *, producer: str, task: int, base: int = 0) -> None:
         self._access = options.node.access()
         self._config: TopicConfig = self._access.config(options.topic)

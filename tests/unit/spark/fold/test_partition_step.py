@@ -23,13 +23,13 @@ from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items
 from penstock.spark.fold.changes import ChangeLog, ChangePart
-from penstock.spark.fold.log_deltas import read_deltas
 from penstock.spark.fold.partition_step import (
     FoldHead,
     FoldPlan,
     PartitionStep,
     ReadRange,
     StateCache,
+    read_deltas,
 )
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.spark.source.options import Connecting

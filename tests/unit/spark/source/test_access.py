@@ -8,8 +8,8 @@ import pytest
 
 from penstock.errors import LimitExceeded
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
-from penstock.spark.source import decisions
-from penstock.spark.source.decisions import Decisions
+from penstock.spark.source import access
+from penstock.spark.source.access import Decisions
 
 
 class Log:
@@ -75,7 +75,7 @@ def test_past_the_end_only_decisions_count() -> None:
 
 
 def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "HELD_BYTES_MAX", 500)
+    monkeypatch.setattr(access, "HELD_BYTES_MAX", 500)
     log, found = Log(), Decisions(99)
     with pytest.raises(LimitExceeded):
         found.feed([log.prepare(b"t"), *[log.enq() for _ in range(10)]])
