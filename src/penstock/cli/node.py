@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,7 +155,7 @@ def gateway(
 async def _translate(cli: Invocation, config: Config) -> None:
     from penstock.client.network.endpoints import open_connection
     from penstock.node.observe.logs import configure
-    from penstock.server.serve import ignore_hangup, load_gateway
+    from penstock.server.serve import ignore_hangup, load_gateway, stop_signal
 
     async def connect(api_key: str | None) -> Connection:
         # The node may trust its loopback; whoever comes from outside still needs a key.
@@ -166,11 +164,8 @@ async def _translate(cli: Invocation, config: Config) -> None:
         return await open_connection(cli.url, api_key=api_key or cli.api_key, tls=cli.ca)
 
     configure(config.log_level)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    ignore_hangup(loop)
+    stop = stop_signal()
+    ignore_hangup()
     running = load_gateway()(connect, config)
     await running.start()
     try:

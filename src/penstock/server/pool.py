@@ -26,8 +26,7 @@ from penstock.errors import (
 )
 from penstock.model.topic import TopicConfig
 from penstock.node.observe.logs import request_id
-from penstock.server.coalescer import FLIGHT_BYTES_MAX, Desk, Written
-from penstock.server.entries import Entry, GatewayEntries
+from penstock.server.entries import FLIGHT_BYTES_MAX, Desk, Entry, GatewayEntries, Written
 from penstock.wire.limits import TEXT_LENGTH_MAX
 from penstock.wire.messages import Enqueued
 

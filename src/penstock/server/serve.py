@@ -42,11 +42,8 @@ async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> N
     use to have files read again, changes nothing. `on_ready` is told the ports."""
     settle_memory()
     log.info("open files", limit=raise_open_files_max())
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    ignore_hangup(loop)
+    stop = stop_signal()
+    ignore_hangup()
     async with running_engine(
         config, connect=connect_to_peers(config), open_writer=open_writer
     ) as engine:
@@ -56,7 +53,7 @@ async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> N
             ports = await _listen(engine, config, tls=tls, stack=stack)
             if config.cluster.enabled:
                 joining = join_cluster(engine, port=ports["native"])
-                await _unless_stopped(joining, engine=engine, stop=stop)
+                await unless(_until_stopped(engine, stop), joining)
             if not stop.is_set():
                 _announce(config, ports)
                 on_ready(ports)
@@ -68,9 +65,17 @@ async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> N
         raise StorageFailed(f"storage failed: {engine.fatal_error}")
 
 
-def ignore_hangup(loop: asyncio.AbstractEventLoop) -> None:
+def stop_signal() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def ignore_hangup() -> None:
     """Go on when a terminal closes or somebody asks for a reload, which would otherwise end us."""
-    loop.add_signal_handler(
+    asyncio.get_running_loop().add_signal_handler(
         signal.SIGHUP, log.info, "SIGHUP is ignored; to read files again, restart the node"
     )
 
@@ -87,20 +92,18 @@ def connect_to_peers(config: Config) -> Connect:
     return connect
 
 
-async def _unless_stopped(
-    work: Coroutine[Any, Any, None], *, engine: Engine, stop: asyncio.Event
-) -> None:
-    """Do something that may take long, but give it up when the node is told to stop."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.ensure_future(_until_stopped(engine, stop))
+async def unless(stopped: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]) -> bool:
+    """Do something that may take long, but give it up when `stopped` ends; whether it was done."""
+    tasks = [asyncio.ensure_future(each) for each in (work, stopped)]
     try:
-        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        return tasks[0].done()
     finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)  # it is told above, or given up
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # it is told above, or given up
 
 
 async def _listen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -31,14 +30,12 @@ NODE: Final[Columns] = {
 async def run(
     cli: Invocation, *, nodes: int, data: Path | None, zones: list[str], restart: bool
 ) -> None:
+    from penstock.server.serve import stop_signal, unless
     from penstock.testing.cluster import ClusterProcesses
     from penstock.testing.etcd import etcd_program
 
     etcd_program()  # before anything is made: it may be missing
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_signal()
     async with AsyncExitStack() as stack:
         folder = data
         if folder is None:
@@ -49,7 +46,9 @@ async def run(
             key=secrets.token_hex(32),
         )  # fmt: skip
         stack.push_async_callback(cluster.close)
-        if not await _started(cluster, stop):
+        with console(stderr=True).status(f"starting etcd, {' '.join(cluster.nodes)} …"):
+            started = await unless(stop.wait(), cluster.start_all())
+        if not started:
             return
         _announce(cli, cluster, kept=data is not None)
         await _look_after(cluster, stop, restart=restart)
@@ -65,22 +64,6 @@ def _gateway() -> bool:
         load_gateway()
     except FailedPrecondition:
         return False
-    return True
-
-
-async def _started(cluster: ClusterProcesses, stop: asyncio.Event) -> bool:
-    """False if it was stopped meanwhile."""
-    starting = asyncio.ensure_future(cluster.start_all())
-    stopped = asyncio.ensure_future(stop.wait())
-    names = " ".join(cluster.nodes)
-    with console(stderr=True).status(f"starting etcd, {names} …"):
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set():
-        starting.cancel()
-        await asyncio.wait({starting})
-        return False
-    stopped.cancel()
-    starting.result()
     return True
 
 
