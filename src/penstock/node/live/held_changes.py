@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.model.delta_batch import sixteens
 from penstock.propagation.flow.outbox import DeltaOutbox, bytes_of
@@ -14,7 +12,7 @@ from penstock.propagation.flow.route import Routes
 from penstock.propagation.flow.window import CoalesceWindow
 from penstock.propagation.fold.releases import ReleasedRows
 
-AHEAD_MAX: Final = 100_000  # rows sent out of turn that are remembered
+AHEAD_MAX: Final = 100_000  # vectors of rows sent out of turn that are remembered
 
 
 class HeldChanges:
@@ -30,7 +28,9 @@ class HeldChanges:
         )
         self._window = CoalesceWindow(terms.coalesce_ms) if terms.coalesce_ms else None
         self._window_bytes = 0
-        self._ahead = SentAhead()
+        # What was sent while others, released before it, still wait: by vector, the position and
+        # the ordinal of the last. Deltas of a vector go in order, so that says all of it.
+        self._ahead: dict[bytes, tuple[int, int]] = {}
         self._lost: int | None = None  # the first position of what did not fit, once merged
         self.folded = 0  # deltas that were merged into others
         # Nothing is ever kept back for a while: with an empty outbox, rows go out as they come.
@@ -43,7 +43,7 @@ class HeldChanges:
     @property
     def full(self) -> bool:
         """Whether something had to be dropped, or too much would have to be remembered."""
-        return self._lost is not None or self._ahead.rows > AHEAD_MAX
+        return self._lost is not None or len(self._ahead) > AHEAD_MAX
 
     def settled(self, through: int) -> int:
         """Nothing waits that was released up to here, of all up to `through`."""
@@ -96,14 +96,22 @@ class HeldChanges:
         if not self.outbox.entries:
             self._ahead.clear()
         else:
-            self._ahead.add(rows)
-            if self._ahead.rows > AHEAD_MAX:
-                self._ahead.settle(self.settled(through))
+            self._remember(rows, self.settled(through))
         return rows
+
+    def _remember(self, rows: ReleasedRows, settled: int) -> None:
+        early = rows.positions > settled
+        if early.any():
+            vectors, positions = sixteens(rows.batch.vector[early]), rows.positions[early].tolist()
+            places = zip(positions, rows.ordinals[early].tolist(), strict=True)
+            self._ahead.update(zip(vectors, places, strict=True))
+        if len(self._ahead) > AHEAD_MAX:
+            known = self._ahead.items()
+            self._ahead = {vector: place for vector, place in known if place[0] > settled}
 
     def drop(self) -> dict[bytes, int]:
         """Forget what waits; of each vector the last that was sent out of turn."""
-        sent = self._ahead.sent()
+        sent = {vector: ordinal for vector, (_, ordinal) in self._ahead.items()}
         self._ahead.clear()
         self.outbox.clear()
         if self._window is not None:
@@ -132,39 +140,3 @@ class SubscriptionTerms(msgspec.Struct, frozen=True, kw_only=True):
     ageing_ms: int = 10_000
     rate_min: float = 1000.0
     rate_max: float = 1_000_000.0
-
-
-class SentAhead:
-    """Rows that were sent while others, released before them, still wait.
-
-    Deltas of a vector are sent in order, so of each vector the last one sent says all: who reads
-    the log again leaves out what is not behind it.
-    """
-
-    __slots__ = ("_parts", "rows")
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]] = []
-        self.rows = 0
-
-    def add(self, rows: ReleasedRows) -> None:
-        self._parts.append((rows.positions, rows.ordinals, rows.batch.vector))
-        self.rows += len(rows)
-
-    def settle(self, position: int) -> None:
-        """Nothing waits any more that was released up to here."""
-        self._parts = [part for part in self._parts if int(part[0].max()) > position]
-        self.rows = sum(len(part[0]) for part in self._parts)
-
-    def clear(self) -> None:
-        if self._parts:
-            self._parts = []
-            self.rows = 0
-
-    def sent(self) -> dict[bytes, int]:
-        """By vector, the ordinal of the last one that was sent."""
-        found: dict[bytes, int] = {}
-        for _, ordinals, vectors in self._parts:
-            for vector, ordinal in zip(sixteens(vectors), ordinals.tolist(), strict=True):
-                found[vector] = max(ordinal, found.get(vector, 0))
-        return found

@@ -204,9 +204,7 @@ class Hub:
             self._spawn(live.activate(), name=f"activate-{self.topic.config.name}-{index}")
             self._tick_soon()
         live.used_ms = self._clock.now_ms()
-        if not live.active.done():
-            await _done(live)
-        live.active.result()
+        await asyncio.shield(live.active)  # who is cancelled does not stop the activation
         return live
 
     def _forget(self, live: LivePartition, place: CursorPlace, gone: Subscription) -> None:
@@ -337,7 +335,7 @@ class Hub:
                 (
                     place_of("subscriptions", index, subscription.terms.name),
                     "subscriptions",
-                    partial(_subscribed, index, subscription, now_ms),
+                    partial(subscription.status, now_ms, partition=index),
                 )
                 for subscription in live.subscriptions
                 if subscription.state is not SubscriptionState.CLOSED
@@ -356,22 +354,6 @@ def place_of(kind: str, partition: int, name: str = "") -> str:
     """Where a row of `live_status` stands among those of its topic: they are told partition by
     partition, and of each its fold, then its subscriptions, then its sinks, by name."""
     return f"{partition:04} {LISTS.index(kind)} {name}"
-
-
-def _subscribed(index: int, subscription: Subscription, now_ms: int) -> Row:
-    return {"partition": index, **subscription.status(now_ms)}
-
-
-async def _done(live: LivePartition) -> None:
-    """Wait for the activation; who is cancelled meanwhile does not stop it."""
-    waiter = asyncio.get_running_loop().create_future()
-
-    def tell(_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    live.active.add_done_callback(tell)
-    await waiter
 
 
 def _sender(live: LivePartition, send: Send) -> Emit:

@@ -187,10 +187,11 @@ class Subscription:
         """Deltas that are kept for it."""
         return self._waiting.rows
 
-    def status(self, now_ms: int) -> dict[str, Any]:
+    def status(self, now_ms: int, **known: Any) -> dict[str, Any]:
+        """How it is, behind what the caller knows of it."""
         outbox, lag = self._waiting.outbox, self.lag
         oldest = outbox.oldest_ms
-        return {
+        return known | {
             "name": self.terms.name,
             "routes": [str(route) for route in self.terms.routes],
             "state": self.state.value,
