@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,41 +73,32 @@ class RefusedDeltas:
 NOTHING: Final = RefusedDeltas(DeltaBatch.empty(), np.empty(0, np.uint64), [], [])
 
 
-def released_of(
-    batch: DeltaBatch, verdicts: Verdicts, position: int | None = None
-) -> ReleasedDeltas:
-    """Positions are those of the rows that released them, or the one given."""
-    chosen = verdicts.released
-    at = np.array(verdicts.at, np.int64)
-    return ReleasedDeltas(
-        _collected(batch, chosen),
-        batch.sequences[at] if position is None else _filled(len(chosen), position),
-        np.array([w.vector for w in chosen], np.int64),
-        np.array([w.chain for w in chosen], np.int64),
-    )
+def released_of(verdicts: Verdicts, position: int) -> ReleasedDeltas:
+    """Deltas that had waited, released at one position."""
+    base, rows = with_kept(DeltaBatch.empty(), verdicts.released)
+    positions = np.full(len(rows), position, np.uint64)
+    return ReleasedDeltas(base.take(rows), positions, *_numbers(verdicts.released))
 
 
 def refused_of(batch: DeltaBatch, verdicts: Verdicts, position: int | None = None) -> RefusedDeltas:
+    """Positions are those of the rows that had them refused, or the one given."""
     refused = verdicts.refused
     if not refused:
         return NOTHING
-    at = np.array([refusal.at for refusal in refused], np.int64)
+    base, rows = with_kept(batch, [refusal.waiting for refusal in refused])
+    if position is None:
+        positions = batch.sequences[[refusal.at for refusal in refused]]
+    else:
+        positions = np.full(len(rows), position, np.uint64)
+    reasons = [refusal.reason for refusal in refused]
     return RefusedDeltas(
-        _collected(batch, [refusal.waiting for refusal in refused]),
-        batch.sequences[at] if position is None else _filled(len(refused), position),
-        [refusal.reason for refusal in refused],
-        [refusal.missing for refusal in refused],
+        base.take(rows), positions, reasons, [refusal.missing for refusal in refused]
     )
 
 
-def _filled(count: int, value: int) -> Sequences:
-    return np.full(count, value, np.uint64)
-
-
-def _collected(batch: DeltaBatch, some: list[WaitingDelta]) -> DeltaBatch:
-    """The deltas in the order given: rows of the batch, or kept from earlier ones."""
-    base, rows = with_kept(batch, some)
-    return base.take(rows)
+def _numbers(some: list[WaitingDelta]) -> tuple[Numbers, Numbers]:
+    """Of their vectors and chains."""
+    return np.array([w.vector for w in some], np.int64), np.array([w.chain for w in some], np.int64)
 
 
 def with_kept(batch: DeltaBatch, some: list[WaitingDelta]) -> tuple[DeltaBatch, Numbers]:
@@ -132,8 +123,7 @@ Mask = NDArray[np.bool_]
 Causes = tuple[Numbers, Numbers, Numbers]  # (row, chain, counter)
 
 
-@dataclass(slots=True)
-class Step:
+class Step(NamedTuple):
     stop: int  # rows of the batch that were looked at
     released: ReleasedDeltas
     refused: RefusedDeltas
@@ -375,8 +365,7 @@ class DeltaOrder:
         at = np.concatenate([own, np.array(verdicts.at, np.int64)])
         order = stable_order(at)
         base, others = with_kept(batch, single)
-        vectors = np.array([w.vector for w in single], np.int64)
-        chains = np.array([w.chain for w in single], np.int64)
+        vectors, chains = _numbers(single)
         return ReleasedDeltas(
             base.take(np.concatenate([own, others])[order]),
             batch.sequences[at[order]],

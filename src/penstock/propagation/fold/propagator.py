@@ -174,7 +174,8 @@ class Propagator:
 
     def missing(self) -> list[bytes]:
         """Ids of parents that are to be looked up in the log before the fold can go on."""
-        return self.waitlist.missing()
+        asked = self.waitlist.asked
+        return list(dict.fromkeys(w.parent for w in asked if w.parent is not None))
 
     def resolve(self, found: Iterable[bytes]) -> FeedOutcome:
         """Go on after a pause. `found`: those of the missing that the log has, below the pause."""
@@ -219,10 +220,9 @@ class Propagator:
     def _settle(self, verdicts: Verdicts, tally: _Tally) -> None:
         """Enter what became of deltas that had waited."""
         none = DeltaBatch.empty()
-        released = released_of(none, verdicts, self._position)
         tally.refused.append(refused_of(none, verdicts, self._position))
         self.waitlist.write_back(verdicts, none)
-        self._merge(released, tally)
+        self._merge(released_of(verdicts, self._position), tally)
 
     def _merge(self, released: ReleasedDeltas, tally: _Tally) -> None:
         if not len(released.batch):

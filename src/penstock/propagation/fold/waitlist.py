@@ -329,9 +329,6 @@ class Waitlist:
             self._remove(waiting)
             verdicts.refused.append(Refusal(waiting, REUSED, NO_ID, 0))
 
-    def missing(self) -> list[bytes]:
-        return list(dict.fromkeys(w.parent for w in self.asked if w.parent is not None))
-
     # --- what the ledger learns ---
 
     def write_back(self, verdicts: Verdicts, batch: DeltaBatch) -> None:
