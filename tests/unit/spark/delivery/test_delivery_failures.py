@@ -62,7 +62,7 @@ def test_the_tenth_failure_opens_the_breaker_and_a_success_closes_it(
     assert 20 < shown["breaker"]["retry_in_s"] <= 30
     assert shown["lag"]["rows"] == 1
     eventually(lambda: delivery.workers[1].caught_up(0))
-    delivery.workers[0].runner.retry._breaker.opened_at -= 30  # half a minute later
+    delivery.workers[0].runner.retry._open_until -= 30  # half a minute later
     assert delivery.drain(20)
     delivery.stop()
     assert sink.states() == {"a": 1}

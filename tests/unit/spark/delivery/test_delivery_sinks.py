@@ -69,7 +69,7 @@ def test_a_cache_whose_server_died_catches_up(
     eventually(lambda: delivery.workers[0].runner.meter.failures > 0)
     assert not delivery.workers[0].caught_up(4)
     redis.start()
-    delivery.workers[0].runner.retry._breaker.opened_at -= 30  # should it be open by now
+    delivery.workers[0].runner.retry._open_until -= 30  # should it be open by now
     assert delivery.drain(20)
     delivery.stop()
     cache.open()
