@@ -90,7 +90,7 @@ async def arrived(node: Node, stream: LogStream) -> int:
     await node.settled()
     for _ in range(5):
         await asyncio.sleep(0)
-    return sum(item.head.last - item.head.first + 1 for item in stream._arrived)
+    return sum(head.last - head.first + 1 for head, _ in stream._arrived)
 
 
 async def test_no_more_entries_than_the_credit_are_out(node: Node) -> None:
@@ -113,7 +113,7 @@ async def test_no_more_bytes_than_the_credit_are_out(node: Node) -> None:
     found: list[Batch] = []
     while len(found) < 13:
         await arrived(node, stream)
-        assert sum(len(item.data) for item in stream._arrived) <= 4000
+        assert sum(len(data) for _, data in stream._arrived) <= 4000
         found += await anext(stream)
     assert [b.encode() for b in found] == stored(node)
 

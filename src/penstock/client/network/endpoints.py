@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -85,33 +85,11 @@ async def open_connection(
 ) -> Connection:
     """Connect to `penstock://host:port`, or with TLS to `penstocks://host:port`; where several are
     named, to the first that serves."""
-    addresses = Address.parse_all(url)
-
-    async def reach(address: Address, timeout: float) -> Connection:
-        found = await dial(address, lambda: Connection(api_key=api_key), tls=tls, timeout=timeout)
-        if len(addresses) > 1:
-            await _serving(found)
-        return found
-
-    return (await _first_reached(addresses, reach))[1]
+    remote = Remote(url, api_key=api_key, tls=tls, client="penstock-python", spread=False)
+    return await remote.connect(serving=len(remote.addresses) > 1)
 
 
-async def _first_reached(
-    addresses: Sequence[Address], reach: Callable[[Address, float], Awaitable[Connection]]
-) -> tuple[Address, Connection]:
-    """The first address that is reached; raises what the last one failed with."""
-    failed: Unavailable | None = None
-    timeout = GREETING_TIMEOUT_S if len(addresses) == 1 else ENDPOINT_TIMEOUT_S
-    for address in addresses:
-        try:
-            return address, await reach(address, timeout)
-        except Unavailable as error:
-            failed = error
-    assert failed is not None
-    raise failed
-
-
-async def _serving(connection: Connection) -> None:
+async def _check_serving(connection: Connection) -> None:
     """Raises `Unavailable` if it is a node's that only joins its cluster, or leaves it."""
     if not connection.welcome.cluster:
         return
@@ -163,8 +141,8 @@ class ConnectionSource(Protocol):
 class Remote:
     """Connections to nodes at urls: to whichever answers, or to a certain one.
 
-    Clients begin at a random node, so that they spread. After one was lost or left the others have
-    their turn, in a circle: it is tried last.
+    Clients begin at a random node, so that they `spread`. After one was lost or left the others
+    have their turn, in a circle: it is tried last.
     """
 
     def __init__(
@@ -175,9 +153,11 @@ class Remote:
         tls: Tls,
         client: str,
         codecs: Sequence[str] = (),
+        spread: bool = True,
     ) -> None:
         self._given = Address.parse_all(url)
-        random.shuffle(self._given)
+        if spread:
+            random.shuffle(self._given)
         self._learned: list[Address] = []
         self._last: Address | None = None
         self._api_key, self._tls, self._client = api_key, tls, client
@@ -198,10 +178,24 @@ class Remote:
         behind = known.index(self._last) + 1
         return known[behind:] + known[:behind]
 
-    async def connect(self) -> Connection:
-        """A connection to any of them; raises what the last one failed with."""
-        self._last, connection = await _first_reached(self.addresses, self._dial)
-        return connection
+    async def connect(self, *, serving: bool = False) -> Connection:
+        """A connection to any of them, if asked for one that serves; raises what the last one
+        failed with."""
+        failed: Unavailable | None = None
+        addresses = self.addresses
+        timeout = GREETING_TIMEOUT_S if len(addresses) == 1 else ENDPOINT_TIMEOUT_S
+        for address in addresses:
+            try:
+                connection = await self._dial(address, timeout)
+                if serving:
+                    await _check_serving(connection)
+            except Unavailable as error:
+                failed = error
+            else:
+                self._last = address
+                return connection
+        assert failed is not None
+        raise failed
 
     async def connect_to(self, host: str, port: int) -> Connection:
         """A connection to the node at one of the learned places."""

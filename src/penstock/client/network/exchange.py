@@ -73,8 +73,9 @@ class Exchange(asyncio.Protocol):
         self._ticking: asyncio.TimerHandle | None = None
         self._streams: dict[int, Receiver] = {}
         self._greeting: asyncio.Future[Welcome] = self._loop.create_future()
-        self._closed: asyncio.Future[None] = self._loop.create_future()
-        self._resume: asyncio.Future[None] | None = None  # set while the transport says pause
+        self._closed = asyncio.Event()
+        self._writable = asyncio.Event()  # not set while the transport says pause
+        self._writable.set()
         self._lost: PenstockError | None = None
         self._left = False  # nobody will ask anything more on this connection
         self._farewell: PenstockError | None = None  # the server goes, and takes no more requests
@@ -111,7 +112,7 @@ class Exchange(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
             self._fail(Unavailable("the connection was closed"), abort=False)
-            await asyncio.shield(self._closed)
+            await self._closed.wait()
 
     def leave(self) -> None:
         """End once everybody has an answer and every stream has ended."""
@@ -125,7 +126,7 @@ class Exchange(asyncio.Protocol):
 
     async def wait_closed(self) -> None:
         """Until the connection is over, whoever ended it."""
-        await asyncio.shield(self._closed)
+        await self._closed.wait()
 
     def abort(self) -> None:
         """End now, whatever is under way."""
@@ -171,19 +172,15 @@ class Exchange(asyncio.Protocol):
     async def _request(
         self, type: FrameType, answer: Any, *payload: Buffer, wait_s: float = 0.0
     ) -> Any:
-        if self._resume is not None:
-            await self._resumed()
+        """`ask` when the transport takes more; raises `Unavailable` if that takes too long."""
+        while not self._writable.is_set():
+            try:
+                async with asyncio.timeout(self.answer_s):
+                    await self._writable.wait()
+            except TimeoutError:
+                self.elsewhere = True
+                raise Unavailable("the server does not read", sent=False) from None
         return await self.ask(type, answer, *payload, wait_s=wait_s)
-
-    async def _resumed(self) -> None:
-        """Until the transport takes more; raises `Unavailable` if that takes too long."""
-        try:
-            async with asyncio.timeout(self.answer_s):
-                while self._resume is not None:
-                    await asyncio.shield(self._resume)
-        except TimeoutError:
-            self.elsewhere = True
-            raise Unavailable("the server does not read", sent=False) from None
 
     def _on_tick(self) -> None:
         """Let go of answers that are late; and of a server that gives no sign of life besides."""
@@ -240,18 +237,15 @@ class Exchange(asyncio.Protocol):
             self._end_if_left()
 
     def pause_writing(self) -> None:
-        self._resume = self._loop.create_future()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        resume, self._resume = self._resume, None
-        if resume is not None:
-            resume.set_result(None)
+        self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         lost = Unavailable(f"the connection was lost: {exc}" if exc else "the connection was lost")
         self._fail(lost, abort=False)
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self._closed.set()
 
     # --- receiving ---
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -224,8 +225,6 @@ class Link:
     async def close(self, within_s: float = 0.0) -> None:
         """Let spawned work end `within_s`, then hang up and close the source."""
         self.closed = True
-        if self.fleet is not None:
-            self.fleet.stop()
         try:
             async with asyncio.timeout(within_s):
                 await self._tasks.__aexit__(None, None, None)
@@ -270,14 +269,8 @@ class Fleet:
         self._asked: dict[str, float] = {}  # when the routes of a topic were last asked for
         self._asking: set[str] = set()
         self._connections: dict[str, Connection] = {}
-        self._dialled: dict[str, float] = {}  # when a node was last tried
-        self._dialling: set[str] = set()
-        self._closed = False
-
-    @property
-    def size(self) -> int:
-        """Nodes that can take requests."""
-        return max(1, len(self._places))
+        self._dialled: dict[str, float] = {}  # when a node was last tried; infinite: right now
+        self.size = 1  # nodes that can take requests
 
     # --- where to ---
 
@@ -317,7 +310,7 @@ class Fleet:
 
     def ask(self, topic: str) -> None:
         """Learn the routes of a topic (empty: the nodes alone), in the background."""
-        if self._closed or topic in self._asking:
+        if self._link.closed or topic in self._asking:
             return
         self._asking.add(topic)
         self._link.spawn(self._ask(topic))
@@ -348,6 +341,7 @@ class Fleet:
 
     def _heard(self, topic: str, routes: NodeRoutes) -> None:
         self._places = {place.id: place for place in routes.nodes}
+        self.size = max(1, len(self._places))
         self._remote.learn((place.host, place.port) for place in routes.nodes)
         if topic:
             self._coordinators[topic] = routes.coordinators
@@ -355,12 +349,10 @@ class Fleet:
     # --- connecting ---
 
     def _dial(self, node: str) -> None:
-        tried = self._dialled.get(node)
-        recent = tried is not None and self._loop.time() - tried < DIAL_AGAIN_S
-        if recent or node in self._dialling or node not in self._places or self._closed:
-            return
-        self._dialling.add(node)
-        self._link.spawn(self._reach(node, self._places[node]))
+        since = self._loop.time() - self._dialled.get(node, -math.inf)
+        if since >= DIAL_AGAIN_S and node in self._places and not self._link.closed:
+            self._dialled[node] = math.inf
+            self._link.spawn(self._reach(node, self._places[node]))
 
     async def _reach(self, node: str, place: RoutedNode) -> None:
         try:
@@ -368,20 +360,14 @@ class Fleet:
         except PenstockError as error:
             log.debug("node %s cannot be reached, others forward: %s", node, error)
         else:
-            if self._closed:
+            if self._link.closed:
                 await connection.close()
             connection.answer_s = self._link.options.attempt_s
             self._connections[node] = connection
         finally:
             self._dialled[node] = self._loop.time()
-            self._dialling.discard(node)
-
-    def stop(self) -> None:
-        """Ask and dial no more; the connections still carry what is under way."""
-        self._closed = True
 
     async def close(self) -> None:
-        self.stop()
         for connection in self._connections.values():
             await connection.close()
 
