@@ -22,7 +22,6 @@ who asks again and again and hears nothing of what it is sent stays away.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -70,58 +69,6 @@ class Absence:
     lagging: bool = False
 
 
-class Absences:
-    """Bounded by the members of the record: others are forgotten at the next tick."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, Absence] = {}
-
-    def standing(self, node: str, sender: StreamSender | None, *, last: int) -> MemberStatus:
-        absence = self._of.get(node)
-        late = absence is not None and absence.lagging
-        held = 0 if absence is None else absence.durable
-        if sender is None:
-            return MemberStatus(node, held or None, last - held, None, late)
-        held = max(held, sender.durable)  # a stream vouches for nothing before its first ack
-        return MemberStatus(node, held or None, last - held, sender.credit, sender.lagging or late)
-
-    def on_lost(self, sender: StreamSender) -> None:
-        """Its stream is closed. Who was away already, is for as long as it was."""
-        absence = self._of.get(sender.node)
-        if absence is None:
-            since = sender.heard_ms if sender.exhausted_ms is None else sender.exhausted_ms
-            absence = self._of[sender.node] = Absence(since)
-        absence.durable = max(absence.durable, sender.durable)
-        absence.lagging |= sender.lagging
-
-    def on_matched(self, node: str, matched: int) -> None:
-        """It is back, and its log equals ours up to here: what it held beyond is gone."""
-        absence = self._of.get(node)
-        if absence is not None:
-            absence.durable = min(absence.durable, matched)
-
-    def on_heard(self, node: str) -> list[str]:
-        """It acknowledged something. Returns what is worth a warning."""
-        absence = self._of.pop(node, None)
-        return ["resumed"] if absence is not None and absence.lagging else []
-
-    def on_tick(
-        self, members: Collection[str], streamed: Collection[str], *, lagging_ms: int, now: int
-    ) -> list[str]:
-        """Returns those that are lagging from now on."""
-        before = self._of
-        self._of = {node: before[node] for node in members if node in before}
-        for node in members:
-            if node not in streamed:
-                self._of.setdefault(node, Absence(now))
-        found = []
-        for node, absence in self._of.items():
-            if not absence.lagging and now - absence.since_ms > lagging_ms:
-                absence.lagging = True
-                found.append(node)
-        return found
-
-
 BACKPRESSURE_RETRY_S = 0.1
 UNHEARD_SILENCES: Final = 2  # that a quorum counts as gone before those who wait are told
 
@@ -146,7 +93,9 @@ class Coordinator:
         self.sequence_barrier = log.last + 1  # commits only from here upward
         self.serving = False  # the barrier is committed
         self.senders: dict[str, StreamSender] = {}
-        self._absences = Absences()  # of members that have no sender, or are not heard yet
+        # Of members that have no sender, or are not heard yet on the one that they have. Bounded by
+        # the record: others are forgotten at the next tick.
+        self._absences: dict[str, Absence] = {}
         self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
         self._unheard_ms: int | None = None  # since when no quorum is alive
@@ -162,7 +111,9 @@ class Coordinator:
         if not sender.fits(ack):
             self._close(ack.node)  # hearing nothing, it will ask again
             return []
-        warnings = self._absences.on_heard(ack.node) + sender.on_ack(ack, now)
+        absence, warnings = self._absences.pop(ack.node, None), sender.on_ack(ack, now)
+        if absence is not None and absence.lagging:
+            warnings = ["resumed", *warnings]
         effects: Effects = [Warn(ack.node, what) for what in warnings]
         return effects + self.advance() + self._next_change()
 
@@ -205,7 +156,9 @@ class Coordinator:
             follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
         )
         self._close(follow.node)
-        self._absences.on_matched(follow.node, reply.matched)
+        absence = self._absences.get(follow.node)
+        if absence is not None:  # what it held beyond the place where our logs part is gone
+            absence.durable = min(absence.durable, reply.matched)
         if not reply.reseed:
             self.senders[follow.node] = StreamSender(
                 follow, matched=reply.matched, now=now, last=self._log.last
@@ -219,15 +172,24 @@ class Coordinator:
 
     def _close(self, node: str) -> None:
         sender = self.senders.pop(node, None)
-        if sender is not None:
-            self._absences.on_lost(sender)
+        if sender is None:
+            return
+        since = sender.heard_ms if sender.exhausted_ms is None else sender.exhausted_ms
+        absence = self._absences.setdefault(node, Absence(since))  # or away for as long as it was
+        absence.durable = max(absence.durable, sender.durable)
+        absence.lagging |= sender.lagging
 
     def standings(self) -> list[MemberStatus]:
         """Every other member, streamed to or not."""
-        return [
-            self._absences.standing(node, self.senders.get(node), last=self._log.last)
-            for node in self._others
-        ]
+        return [self._standing(node) for node in self._others]
+
+    def _standing(self, node: str) -> MemberStatus:
+        absence, sender = self._absences.get(node, Absence(0)), self.senders.get(node)
+        held, lagging, credit = absence.durable, absence.lagging, None
+        if sender is not None:  # a stream vouches for nothing before its first ack
+            held, credit = max(held, sender.durable), sender.credit
+            lagging = lagging or sender.lagging
+        return MemberStatus(node, held or None, self._log.last - held, credit, lagging)
 
     @property
     def _others(self) -> list[str]:
@@ -245,10 +207,7 @@ class Coordinator:
     def on_tick(self, now: int) -> Effects:
         for node in [n for n, s in self.senders.items() if s.next < self._log.first]:
             self._close(node)  # compaction has passed it: hearing nothing, it will ask again
-        lagging = self._absences.on_tick(
-            self._others, self.senders, lagging_ms=self._options.lagging_ms, now=now
-        )
-        effects: Effects = [Warn(node, "lagging") for node in lagging]
+        effects = self._look_for_absent(now)
         for node, sender in self.senders.items():
             effects += [Warn(node, what) for what in sender.on_tick(self._options, now)]
             if now - sender.sent_ms >= self._options.heartbeat_ms:
@@ -256,6 +215,18 @@ class Coordinator:
                 append = sender.append(self.node, committed=self.sequence_committed)
                 effects.append(Send(node, append))
         return effects + self._listen(now) + self._next_change()
+
+    def _look_for_absent(self, now: int) -> Effects:
+        before, self._absences = self._absences, {}
+        for node in self._others:
+            if node in before or node not in self.senders:
+                self._absences[node] = before.get(node) or Absence(now)
+        effects: Effects = []
+        for node, absence in self._absences.items():
+            if not absence.lagging and now - absence.since_ms > self._options.lagging_ms:
+                absence.lagging = True
+                effects.append(Warn(node, "lagging"))
+        return effects
 
     def _listen(self, now: int) -> Effects:
         """Whether a quorum is there, by the ticks that we have seen: a node that slept has not
