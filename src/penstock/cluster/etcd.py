@@ -237,7 +237,7 @@ class EtcdWatch:
                         await self._resume()
                         log.info("a watch of the metadata goes on")
                         broken = False
-                    await self._take()
+                    self._offer(await self._receive())
                 except PenstockError as error:
                     self._drop()
                     if not broken:
@@ -294,11 +294,6 @@ class EtcdWatch:
         self._known = {key: kv.mod_revision for key, kv in now.items()}
         self._revision = answer.header.revision
         await self._begin()
-
-    async def _take(self) -> None:
-        """Report what the stream brings, until the watcher has fallen behind."""
-        while not self._queue.ended:
-            self._offer(await self._receive())
 
     async def _receive(self, *, after: Any = None) -> Any:
         """The stream's next answer, after a request was sent; its end is an error."""

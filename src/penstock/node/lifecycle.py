@@ -38,10 +38,9 @@ from penstock.model.topic import TopicConfig, TopicKind
 from penstock.model.version import __version__
 from penstock.node.calls.table import Caller, dispatch_call
 from penstock.node.clock import Clock, SystemClock
-from penstock.node.cluster.administration import ClusterAdministration
+from penstock.node.cluster.administration import ClusterAdministration, Mover, Returner
 from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.cluster.disk import DataDisk
-from penstock.node.cluster.moves import Mover, Returner
 from penstock.node.cluster.transport import Connect
 from penstock.node.door.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity

@@ -101,13 +101,5 @@ def majority_of(count: int) -> int:
     return count // 2 + 1
 
 
-def encode_record(record: PartitionRecord) -> bytes:
-    return _encoder.encode(record)
-
-
-def decode_record(value: bytes) -> PartitionRecord:
-    return _decoder.decode(value)
-
-
-_encoder: Final = msgspec.json.Encoder(order="deterministic")
-_decoder: Final = msgspec.json.Decoder(PartitionRecord)
+encode_record: Final = msgspec.json.Encoder(order="deterministic").encode
+decode_record: Final = msgspec.json.Decoder(PartitionRecord).decode

@@ -617,9 +617,9 @@ class Replica:
         effects = self._open_if_broken(now)  # it may just have been restarted
         if self._resigned_ms is not None and now - self._resigned_ms <= self.options.silence_ms:
             return effects  # we wanted another to have it
-        order = candidates(
-            self.record, self._alive, policy=self.policy, lost=self._lost_coordinator
-        )
+        # Who lost the epoch goes to the end of the queue; a node that lost its own does not.
+        lost = "" if self.record.coordinator == self.node else self.record.coordinator
+        order = candidates(self.record, self._alive, policy=self.policy, lost=lost)
         if self.health is not LogHealth.SOUND:
             order.sort(key=lambda node: node == self.node)  # whoever else can should be first
         if self.health is LogHealth.FAULTY or self.barred or not self.counts:
@@ -630,12 +630,6 @@ class Replica:
         probe = Probe(self.node, self.epoch)
         effects += [Send(node, probe) for node in self._other_voters()]
         return effects + self._take_if_agreed()
-
-    @property
-    def _lost_coordinator(self) -> str:
-        """Who lost the epoch goes to the end of the queue; a node that lost its own does not."""
-        assert self.record is not None
-        return "" if self.record.coordinator == self.node else self.record.coordinator
 
     def _take_if_agreed(self) -> Effects:
         record = self.record

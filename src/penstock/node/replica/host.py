@@ -339,13 +339,10 @@ class Host:
     def _tell(self, level: Callable[..., object], event: str, **facts: object) -> None:
         level(event, topic=self.topic.config.name, partition=self.index, **facts)
 
-    def _persist(self, effect: do.Persist) -> Slow:
-        async def persist() -> Effects:
-            await asyncio.to_thread(self._file.promise, effect.promised)
-            self.around.metrics.promises.add((self.topic.config.name,))
-            return self.replica.on_persisted(effect.promised, self.around.now())
-
-        return persist()
+    async def _persist(self, effect: do.Persist) -> Effects:
+        await asyncio.to_thread(self._file.promise, effect.promised)
+        self.around.metrics.promises.add((self.topic.config.name,))
+        return self.replica.on_persisted(effect.promised, self.around.now())
 
     # --- messages and streams ---
 

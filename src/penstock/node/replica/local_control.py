@@ -30,15 +30,15 @@ class LocalControl:
 
     async def enter(self, hosts: Iterable[Host]) -> None:
         """Give each of these partitions its next epoch, and wait until they are served."""
-        alone = {host.key: self._alone(host) for host in hosts}
+        alone = {
+            host.key: PartitionRecord(voters=(self._node,), uuids={self._node: host.replica.uuid})
+            for host in hosts
+        }
         await self._records.ensure(alone)
         await asyncio.gather(
             *(self._take(key, record) for key, record in alone.items()),
             *(self._hosts[key].tenure.serving() for key in alone),
         )
-
-    def _alone(self, host: Host) -> PartitionRecord:
-        return PartitionRecord(voters=(self._node,), uuids={self._node: host.replica.uuid})
 
     async def _take(self, key: Key, alone: PartitionRecord) -> None:
         held = await self._records.get(key)

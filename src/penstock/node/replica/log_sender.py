@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.errors import Corruption, NotFound
@@ -25,17 +26,15 @@ SLICE_BYTES: Final = 1 << 20  # of one frame
 WATERMARK_S: Final = 0.01  # how often readers are told of commits that no slice has told of
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
-    """The sending end of a stream. `told` is the commit that its reader was sent last."""
+    """The sending end of a stream."""
 
-    __slots__ = ("blocked", "number", "reading", "resting", "told")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.blocked = False  # its connection takes no more for now
-        self.reading = False  # a thread reads for it
-        self.resting = False  # what was copied to it is not paid for yet
-        self.told = 0
+    number: int
+    blocked: bool = False  # its connection takes no more for now
+    reading: bool = False  # a thread reads for it
+    resting: bool = False  # what was copied to it is not paid for yet
+    told: int = 0  # the commit that its reader was sent last
 
 
 class LogSender:

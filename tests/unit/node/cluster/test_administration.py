@@ -10,7 +10,7 @@ import pytest
 from penstock.cluster.embedded import EmbeddedStore
 from penstock.cluster.placement import Move
 from penstock.cluster.records import Plans, Records
-from penstock.node.cluster.moves import MOVE_S_MAX, Mover
+from penstock.node.cluster.administration import MOVE_S_MAX, Mover
 from penstock.replication.assignment import PartitionRecord
 
 HERE, THERE = ("a", "b"), ("b", "c")
