@@ -12,7 +12,7 @@ import trustme
 from tests.integration.cluster.nodes import running_node
 
 from penstock.client.network.connection import Connection
-from penstock.client.network.endpoints import connect, open_connection
+from penstock.client.network.endpoints import Address, dial, open_connection
 from penstock.client.network.peer import PeerConnection
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.keys import KeyRing
@@ -139,8 +139,8 @@ async def _peer(
 ) -> PeerConnection:
     port = engine.config.native_port
     assert port is not None
-    return await connect(
-        f"penstocks://127.0.0.1:{port}",
+    return await dial(
+        Address("127.0.0.1", port, True),
         lambda: PeerConnection(api_key=api_key, cluster_key=key, client="penstock-node/x"),
         tls=tls.ca,
     )
