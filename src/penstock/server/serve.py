@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.client.network.connection import Connection
-from penstock.client.network.peer import PeerConnection, connect_peer
+from penstock.client.network.connection import Connection, PeerConnection
+from penstock.client.network.endpoints import connect_peer
 from penstock.cluster.membership import NodeInfo
 from penstock.config import Config
 from penstock.errors import FailedPrecondition, StorageFailed

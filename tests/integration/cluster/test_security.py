@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 import trustme
 from tests.integration.cluster.nodes import running_node
 
-from penstock.client.network.connection import Connection
+from penstock.client.network.connection import Connection, PeerConnection
 from penstock.client.network.endpoints import Address, dial, open_connection
-from penstock.client.network.peer import PeerConnection
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.keys import KeyRing
 from penstock.config import ClusterOptions, Config, TlsOptions
@@ -26,6 +26,7 @@ from penstock.wire.frame import FrameType
 from penstock.wire.messages import (
     Enqueue,
     Extend,
+    OpenFollow,
     OpenSubscription,
     Part,
     Return,
@@ -118,17 +119,17 @@ async def test_a_stranger_s_messages_reach_no_replica(nodes: list[Engine], tls: 
     ended = asyncio.get_running_loop().create_future()
 
     class Reader:
-        def on_followed(self, reply: object) -> None:
-            ended.set_result(reply)
+        def on_answer(self, payload: memoryview) -> None:
+            ended.set_result(payload)
 
-        def on_slice(self, append: object, batches: object) -> None: ...
+        def on_batch(self, payload: memoryview) -> None: ...
 
-        def on_lost(self, error: PenstockError | None) -> None:
+        def on_end(self, error: PenstockError | None) -> None:
             ended.set_result(error)
 
     promised = {key: host.replica.promised for key, host in first.hosts.items()}
     stranger.tell([Told(1, 0, "fence", b"\x92\xa1x\xcd\x03\xe8")])  # a fence of epoch 1000
-    stranger.follow(1, 0, follow=FOLLOW, follower=Reader())
+    stranger.open(OpenFollow(1, 0, msgspec.msgpack.encode(FOLLOW)), Reader())
     assert isinstance(await asyncio.wait_for(ended, 60), Unauthenticated)
     assert {key: host.replica.promised for key, host in first.hosts.items()} == promised
     await stranger.close()

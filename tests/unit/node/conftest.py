@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.integration.harness import Caller, Node
 
+from penstock.client.network.connection import PeerConnection
 from penstock.client.network.exchange import memory_pair
-from penstock.client.network.peer import PeerConnection
 from penstock.config import ClusterOptions, Config
 from penstock.errors import QuorumUnavailable
 from penstock.node.route.ports import Key

@@ -6,19 +6,20 @@ the session that answers it, and is ready once `greeted`.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.network.exchange import Exchange
+from penstock.client.network.exchange import Exchange, Receiver
 from penstock.client.network.streams import ChangeStream, LeaseStream, LogStream, SubscriptionStart
 from penstock.model.ids import LeaseToken
 from penstock.wire.calls import traits_of
-from penstock.wire.frame import Buffer, FrameType
+from penstock.wire.frame import Buffer, FrameFlag, FrameType
 from penstock.wire.messages import (
     Call,
     Changes,
@@ -32,9 +33,12 @@ from penstock.wire.messages import (
     Return,
     Settle,
     Settled,
+    Tell,
     TokenPart,
+    Told,
     pack,
 )
+from penstock.wire.outbox import Outbox
 
 
 class HowReturned(TypedDict, total=False):
@@ -184,6 +188,38 @@ class Connection(Exchange):
                 self.send(FrameType.UNSUBSCRIBE, number)
             self._let_go(number)
             raise
+
+
+class PeerConnection(Connection):
+    """What one node may ask of another. Its streams are handed what comes from within the frame's
+    arrival: a follower acts on it at once and in order."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        outbox = Outbox(cast(asyncio.Transport, transport), self._loop.call_soon)
+        super().connection_made(cast(asyncio.Transport, outbox))
+
+    @property
+    def node(self) -> str:
+        """Who the other one says it is."""
+        return self.welcome.node
+
+    def tell(self, told: list[Told]) -> None:
+        # The frame has a number, so that a refusal is not taken for one of the whole connection.
+        self.send(FrameType.SUBSCRIBE, self._next(), pack(Tell(told)))
+
+    def open(self, control: Any, stream: Receiver) -> int:
+        """Subscribe; returns the stream's number. What comes goes to `stream`, a refusal too."""
+        if not self.alive:
+            raise self._over()
+        number = self._next()
+        self._streams[number] = stream
+        self.send(FrameType.SUBSCRIBE, number, pack(control), flags=FrameFlag.ACK_WANTED)
+        return number
+
+    def close_stream(self, number: int) -> None:
+        """Unsubscribe; nothing comes any more."""
+        if self._streams.pop(number, None) is not None:
+            self.send(FrameType.UNSUBSCRIBE, number)
 
 
 def _wait_s(method: str, wait_ms: object) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from penstock.client.network.connection import Connection
+from penstock.client.network.connection import Connection, PeerConnection
 from penstock.client.network.exchange import GREETING_TIMEOUT_S
 from penstock.errors import InvalidArgument, Unavailable
 
@@ -24,6 +24,7 @@ SCHEMES: Final = {"penstock": False, "penstocks": True}
 # A context, the path of a file with the authorities to trust, True for the system's, or nothing.
 Tls = ssl.SSLContext | str | Path | bool | None
 ENDPOINT_TIMEOUT_S: Final = 2.0  # for one of several: the next one may answer at once
+PEER_HEARTBEAT_S: Final = 0.5  # six of these without a byte, and a node is given up by another
 C = TypeVar("C", bound=Connection)
 
 
@@ -128,6 +129,19 @@ async def dial(
         connection.abort()
         raise
     return connection
+
+
+async def connect_peer(
+    host: str, port: int, *, cluster_key: str | None = None, tls: Tls = None, node: str
+) -> PeerConnection:
+    """Connect to the node at this address, in the name of `node`."""
+    return await dial(
+        Address(host, port, tls is not None),
+        lambda: PeerConnection(
+            cluster_key=cluster_key, client=f"penstock-node/{node}", heartbeat_s=PEER_HEARTBEAT_S
+        ),
+        tls=tls,
+    )
 
 
 class ConnectionSource(Protocol):

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.cluster.membership import NodeInfo
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
-from penstock.model.batch import Batch
+from penstock.model.batch import Batch, decode_all
 from penstock.model.columns import Buffer
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
@@ -38,7 +38,7 @@ from penstock.replication.messages import (
     Probed,
 )
 from penstock.wire.frame import FrameFlag, FrameType
-from penstock.wire.messages import OpenFollow, Told, pack
+from penstock.wire.messages import OpenFollow, Told, pack, unpack
 
 KINDS: Final[dict[str, type[Any]]] = {
     "ack": Ack, "fence": Fence, "fenced": Fenced, "probe": Probe, "probed": Probed,
@@ -57,12 +57,6 @@ log = get_logger(__name__)
 FetchSeed = Callable[[str, Key, SeedTarget], Any]
 
 
-class FollowHandle(Protocol):
-    """An open follow stream."""
-
-    def close(self) -> None: ...
-
-
 class PeerLink(PeerPort, Protocol):
     """What the node needs of a connection to another one."""
 
@@ -73,10 +67,6 @@ class PeerLink(PeerPort, Protocol):
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]: ...
 
     def tell(self, told: list[Told]) -> None: ...
-
-    def follow(
-        self, topic: int, partition: int, *, follow: Follow, follower: _Reading
-    ) -> FollowHandle: ...
 
     async def wait_closed(self) -> None: ...
 
@@ -234,22 +224,24 @@ class _Reading:
 
     def __init__(self, transport: PeerTransport, to: str, *, key: Key, follow: Follow) -> None:
         self.to, self.key, self.follow = to, key, follow
-        self.handle: FollowHandle | None = None
+        # The connection that it is open on, and its number there.
+        self.opened: tuple[PeerLink, int] | None = None
         self.lost = False  # it was open: whoever wants to go on opens another
         self._transport = transport
 
-    def on_followed(self, reply: Followed) -> None:
+    def on_answer(self, payload: memoryview) -> None:
         host = self._transport.host_of(self)
         if host is not None:
-            host.on_message(reply)
+            host.on_message(unpack(payload, Followed)[0])
 
-    def on_slice(self, append: Append, batches: list[Batch]) -> None:
+    def on_batch(self, payload: memoryview) -> None:
         host = self._transport.host_of(self)
         if host is not None:
-            host.on_slice(append, batches)
+            append, data = unpack(payload, Append)
+            host.on_slice(append, decode_all(data))
 
-    def on_lost(self, error: PenstockError | None) -> None:
-        self.handle, self.lost = None, True
+    def on_end(self, error: PenstockError | None) -> None:
+        self.opened, self.lost = None, True
         host = self._transport.host_of(self)
         if host is not None:
             host.on_stream_lost(self.follow.stream)
@@ -292,14 +284,15 @@ class PeerTransport:
         self.close_stream(key)
         reading = self._readings[key] = _Reading(self, to, key=key, follow=follow)
         if not self._peers.knows(to):
-            asyncio.get_running_loop().call_soon(reading.on_lost, None)
+            asyncio.get_running_loop().call_soon(reading.on_end, None)
             return
         self._open(reading)
 
     def close_stream(self, key: Key) -> None:
         reading = self._readings.pop(key, None)
-        if reading is not None and reading.handle is not None:
-            reading.handle.close()
+        if reading is not None and reading.opened is not None:
+            connection, number = reading.opened
+            connection.close_stream(number)
 
     def send_slice(self, to: str, key: Key, append: Append, batches: list[Batch]) -> bool:
         sending = self._sendings.get((to, key))
@@ -321,12 +314,12 @@ class PeerTransport:
 
     def on_connected(self, node: str) -> None:
         for reading in list(self._readings.values()):
-            if reading.to == node and reading.handle is None and not reading.lost:
+            if reading.to == node and reading.opened is None and not reading.lost:
                 self._open(reading)
 
     def on_refused(self, node: str) -> None:
         for reading in list(self._readings.values()):
-            if reading.to == node and reading.handle is None:
+            if reading.to == node and reading.opened is None:
                 host = self.host_of(reading)
                 if host is not None:
                     host.on_stream_lost(reading.follow.stream, gone=True)
@@ -341,9 +334,8 @@ class PeerTransport:
         connection = self._peers.live(reading.to)
         if connection is not None:
             try:
-                reading.handle = connection.follow(
-                    *reading.key, follow=reading.follow, follower=reading
-                )
+                control = OpenFollow(*reading.key, _encoder.encode(reading.follow))
+                reading.opened = connection, connection.open(control, reading)
             except Unavailable:
                 return  # it was lost in this very turn; the next connection opens the stream
 

@@ -10,7 +10,7 @@ from penstock.model.batch import SCHEMAS, Kind, decode, seal
 from penstock.node.cluster.transport import FollowOutput, Peers, PeerTransport
 from penstock.replication.messages import Ack, Append, Fence, Follow, Followed
 from penstock.wire.frame import FrameType
-from penstock.wire.messages import OpenFollow, Told, unpack
+from penstock.wire.messages import OpenFollow, Told, pack, unpack
 
 KEY = (1, 0)
 encode = msgspec.msgpack.encode
@@ -62,8 +62,8 @@ async def test_what_arrives_on_a_stream_reaches_the_host(net: Net) -> None:
     [handle] = net.dial.connections[0].handles
     assert handle.key == KEY and handle.follow == follow()
     reply = Followed("b", 1, 1, 0, 0)
-    handle.follower.on_followed(reply)
-    handle.follower.on_slice(Append("b", 1, 1, 5), [])
+    handle.follower.on_answer(memoryview(pack(reply)))
+    handle.follower.on_batch(memoryview(pack(Append("b", 1, 1, 5))))
     assert net.host.told == [("message", reply), ("slice", 5, 0)]
 
 
@@ -72,7 +72,7 @@ async def test_a_stream_replaces_the_one_before(net: Net) -> None:
     net.transport.open_stream("b", KEY, follow(2))
     first, second = net.dial.connections[0].handles
     assert first.closed and not second.closed
-    first.follower.on_slice(Append("b", 1, 1, 5), [])
+    first.follower.on_batch(memoryview(pack(Append("b", 1, 1, 5))))
     assert net.host.told == []
     net.transport.close_stream(KEY)
     assert second.closed

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+import msgspec
+
 from penstock.cluster.membership import NodeInfo
 from penstock.errors import Unavailable
 from penstock.model.batch import Batch
@@ -13,7 +15,7 @@ from penstock.node.replica.ports import Key, SeedHead
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.messages import Append, Follow, Letter
 from penstock.wire.frame import FrameType
-from penstock.wire.messages import Told
+from penstock.wire.messages import OpenFollow, Told
 
 
 def info(node: str, *, port: int = 1, uuid: str = "") -> NodeInfo:
@@ -21,12 +23,12 @@ def info(node: str, *, port: int = 1, uuid: str = "") -> NodeInfo:
 
 
 class Handle:
-    def __init__(self, key: Key, follow: Follow, follower: Any) -> None:
-        self.key, self.follow, self.follower = key, follow, follower
-        self.closed = False
+    """A follow stream that was opened."""
 
-    def close(self) -> None:
-        self.closed = True
+    def __init__(self, control: OpenFollow, follower: Any) -> None:
+        self.key, self.follower = (control.topic, control.partition), follower
+        self.follow = msgspec.msgpack.decode(control.follow, type=Follow)
+        self.closed = False
 
 
 class FakeConnection:
@@ -42,9 +44,12 @@ class FakeConnection:
     def tell(self, told: list[Told]) -> None:
         self.frames.append(told)
 
-    def follow(self, topic: int, partition: int, *, follow: Follow, follower: Any) -> Handle:
-        self.handles.append(Handle((topic, partition), follow, follower))
-        return self.handles[-1]
+    def open(self, control: OpenFollow, stream: Any) -> int:
+        self.handles.append(Handle(control, stream))
+        return len(self.handles)
+
+    def close_stream(self, number: int) -> None:
+        self.handles[number - 1].closed = True
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
@@ -58,7 +63,7 @@ class FakeConnection:
             self._closed.set()
             for handle in self.handles:
                 if not handle.closed:
-                    handle.follower.on_lost(Unavailable("lost"))
+                    handle.follower.on_end(Unavailable("lost"))
 
 
 class Dialling:

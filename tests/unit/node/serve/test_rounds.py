@@ -12,7 +12,7 @@ from tests.unit.node.conftest import Cluster
 from tests.unit.node.replica.hosting import SlowDisk
 from tests.unit.node.replica.tenures import take_over
 
-from penstock.client.network.peer import PeerConnection
+from penstock.client.network.connection import PeerConnection
 from penstock.client.network.streams import LeaseStream
 from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
