@@ -54,7 +54,7 @@ from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.ranges import ReadRange
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 log = get_logger(__name__)
@@ -131,7 +131,10 @@ class FoldQuery:
     def _commit(self, frame: DataFrame, trigger: int) -> None:
         """Called by Spark with what the trigger's tasks returned."""
         try:
-            parts = parts_of(frame.collect())
+            rows = frame.collect()
+            parts = [msgspec.json.decode(row["part"], type=ChangePart) for row in rows]
+            if len({(part.topic, part.partition) for part in parts}) != len(parts):
+                raise Corruption("a trigger holds two ranges of one partition")
             crash_point("pipeline.commit.before")
             self._changes.commit(trigger, parts)
             crash_point("pipeline.commit.after")
@@ -324,14 +327,6 @@ def folded(ranges: DataFrame, *, identity: PipelineIdentity, plan: FoldPlan) -> 
         outputMode="Append",
         timeMode="None",
     )
-
-
-def parts_of(rows: list[Row]) -> list[ChangePart]:
-    """What the tasks of a trigger returned; one part per partition."""
-    parts = [msgspec.json.decode(row["part"], type=ChangePart) for row in rows]
-    if len({(part.topic, part.partition) for part in parts}) != len(parts):
-        raise Corruption("a trigger holds two ranges of one partition")
-    return parts
 
 
 def slot_candidates(spark: SparkSession, *, tasks: int, wanted: int) -> list[tuple[int, int]]:

@@ -121,7 +121,8 @@ class StateFolder:
         """Whose folder this is; a new one becomes `name`'s, with `tasks` and `propagation`."""
         known = read_identity(self.path)
         if known is None:
-            self._reject_leftovers()
+            if any(self.changes.glob("*.json")) or any(self.checkpoint.glob("commits/*")):
+                raise Corruption(f"{self.path} holds triggers but no pipeline.json")
             id = f"{name}-{uuid.uuid4().hex[:12]}"
             return PipelineIdentity(id=id, name=name, tasks=tasks, propagation=propagation)
         if known.name != name:
@@ -142,10 +143,6 @@ class StateFolder:
             return
         with storage_errors(self.path):
             write_whole(self.path / "pipeline.json", [msgspec.json.encode(identity)])
-
-    def _reject_leftovers(self) -> None:
-        if any(self.changes.glob("*.json")) or any(self.checkpoint.glob("commits/*")):
-            raise Corruption(f"{self.path} holds triggers but no pipeline.json")
 
     def close(self) -> None:
         self._lock = None

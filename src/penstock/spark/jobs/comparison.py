@@ -268,12 +268,14 @@ def _row(batch: pa.RecordBatch, row: Any) -> dict[str, Any]:
 
 
 COMPARED: Final = [name for name in DELTAS.names if name != "payload"]
+_COMPARED_SCHEMA: Final = pa.schema([DELTAS.field(n).with_nullable(True) for n in COMPARED])
 _SHOWN: Final = ("topic", "partition", "ordinal", "sequence", "namespace", "vector_id")
 
 
 def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> None:
     """Add what differs between the two to `found`. `expected` is in the order of release."""
-    actual = _like(actual.select(COMPARED))
+    # A lake has fewer types than DELTAS.
+    actual = actual.select(COMPARED).cast(_COMPARED_SCHEMA)
     found.expected += expected.num_rows
     found.compared += actual.num_rows
     rows = find_sorted(expected["ordinal"].to_numpy(), actual["ordinal"].to_numpy())
@@ -288,12 +290,6 @@ def compare_history(expected: pa.Table, actual: pa.Table, found: Comparison) -> 
     for name in COMPARED:
         unequal = np.flatnonzero(_unequal(known[name], wanted[name]))
         found.differ(f"column {name}", unequal, lambda row: _shown(known, row))
-
-
-def _like(table: pa.Table) -> pa.Table:
-    """With the types of DELTAS: a lake has fewer of them."""
-    schema = pa.schema([DELTAS.field(name).with_nullable(True) for name in COMPARED])
-    return table.cast(schema)
 
 
 def _unequal(actual: pa.ChunkedArray, wanted: pa.ChunkedArray) -> NDArray[np.bool_]:

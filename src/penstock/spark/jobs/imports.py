@@ -83,7 +83,9 @@ def import_files(
     dimensions = node.access().delta_config(options.topic, field="topic").dimensions
     # The last row's time is now: nothing is ahead of the clock, and order within is kept.
     time = (now_ms << 16) - len(plan.units) * UNIT_TIMES
-    journal = ImportJournal.load(options.journal, id=import_id(plan, options), time=time)
+    told = [plan.fingerprint, options.topic, options.salt, asdict(options.named)]
+    id = xxhash.xxh3_128_hexdigest(msgspec.json.encode([*told, int(options.priority)]))
+    journal = ImportJournal.load(options.journal, id=id, time=time)
     skipped = sum(journal.done.values())
     job = ImportJob(
         node=node, options=options, dimensions=dimensions, id=journal.id, time=journal.time
@@ -109,11 +111,6 @@ def import_files(
         "skipped": skipped,  # done before, by the journal
         "dimensions": dimensions,
     }
-
-
-def import_id(plan: ImportPlan, options: ImportOptions) -> str:
-    told = [plan.fingerprint, options.topic, options.salt, asdict(options.named)]
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([*told, int(options.priority)]))
 
 
 def _run(

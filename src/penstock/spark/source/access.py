@@ -96,7 +96,7 @@ class Decisions:
                 else:
                     ready.append(batch)
             elif kind is Kind.PREPARE and batch.first <= self._last:
-                self._hold(batch, _transaction(batch))
+                self._hold(batch, (batch.columns().binary("transaction") or [b""])[0])
             elif kind is Kind.DECIDE and self._held:
                 self._decide(batch)
                 self._release(ready)
@@ -134,11 +134,6 @@ class Decisions:
                 ready.append(batch)
             self._held.popleft()
             self._bytes -= batch.size
-
-
-def _transaction(batch: Batch) -> bytes:
-    column = batch.columns().binary("transaction")
-    return b"" if column is None else column[0]
 
 
 class NodeAccess:

@@ -96,8 +96,9 @@ class LogBounds:
 
     def __init__(self, access: NodeAccess, options: ReadOptions) -> None:
         self._access, self._options = access, options
-        if options.mode == "deltas":
-            _check_kinds(access, options.topics)
+        for topic in options.topics if options.mode == "deltas" else ():
+            if access.config(topic).kind is not TopicKind.DELTA:
+                raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
         self.status: dict[str, list[LogStatus]] = {t: access.log_status(t) for t in options.topics}
 
     def earliest(self) -> Offsets:
@@ -149,12 +150,6 @@ class LogBounds:
             t: {s.partition: find(t, s.partition, time_ms) for s in all_}
             for t, all_ in self.status.items()
         }
-
-
-def _check_kinds(access: NodeAccess, topics: Sequence[str]) -> None:
-    for topic in topics:
-        if access.config(topic).kind is not TopicKind.DELTA:
-            raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
 
 
 def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:

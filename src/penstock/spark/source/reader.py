@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -66,69 +66,50 @@ _END: Final = 1 << 63
 _NEVER_NULL: Final = frozenset({"topic", "partition", "sequence", "time", "namespace"})
 
 
-@dataclass(frozen=True)
 class PushedFilter:
-    """Bounds are inclusive. None: any."""
+    """What the reader takes on itself, by column."""
 
-    topics: frozenset[str] | None = None
-    namespaces: frozenset[str] | None = None
-    partition: tuple[int, int] = (0, _END)
-    partitions: frozenset[int] | None = None
-    sequence: tuple[int, int] = (1, _END)
-    time_ms: tuple[int, int] = (-_END, _END)
+    def __init__(self) -> None:
+        self.among: dict[str, frozenset[Any]] = {}  # the only values allowed
+        self.bounds: dict[str, tuple[int, int]] = {}  # inclusive
+
+    def push(self, condition: Filter, name: str) -> bool:
+        """Add a condition on a column; False if Spark must check it, be it besides."""
+        if isinstance(condition, IsNotNull):
+            return name in _NEVER_NULL
+        values = _values(condition)
+        if name in ("topic", "namespace", "partition") and values is not None:
+            self.among[name] = self.among.get(name, values) & values
+            return True
+        if name not in ("partition", "sequence", "time"):
+            return False
+        bounds = _bounds(condition, time=name == "time")
+        if bounds is None:
+            return False
+        low, high = self.bounds.get(name, bounds)
+        self.bounds[name] = max(low, bounds[0]), min(high, bounds[1])
+        return name != "time"
 
     def ranges(self, among: Iterable[ReadRange]) -> list[ReadRange]:
-        found = []
-        for whole in among:
-            if self.topics is not None and whole.topic not in self.topics:
-                continue
-            if self.partitions is not None and whole.partition not in self.partitions:
-                continue
-            if not self.partition[0] <= whole.partition <= self.partition[1]:
-                continue
-            first = max(whole.first, self.sequence[0])
-            last = min(whole.last, self.sequence[1])
-            if first <= last:
-                found.append(replace(whole, first=first, last=last))
-        return found
+        low, high = self.bounds.get("sequence", (1, _END))
+        cut = (
+            replace(whole, first=max(whole.first, low), last=min(whole.last, high))
+            for whole in among
+            if self._allows("topic", whole.topic) and self._allows("partition", whole.partition)
+        )
+        return [found for found in cut if found.first <= found.last]
+
+    def _allows(self, name: str, value: Any) -> bool:
+        low, high = self.bounds.get(name, (value, value))
+        return value in self.among.get(name, (value,)) and low <= value <= high
 
 
 def push(filters: Sequence[Filter], columns: Iterable[str]) -> tuple[PushedFilter, list[Filter]]:
     """The selection, and the conditions that Spark must still check."""
-    known = set(columns)
-    selection, left = PushedFilter(), []
-    for condition in filters:
-        name = _column(condition)
-        pushed = _push(selection, condition, name) if name in known else None
-        if pushed is None or name == "time":
-            left.append(condition)
-        selection = pushed or selection
+    known, selection = set(columns), PushedFilter()
+    named = [(condition, _column(condition)) for condition in filters]
+    left = [c for c, name in named if not (name in known and selection.push(c, name))]
     return selection, left
-
-
-def _push(selection: PushedFilter, condition: Filter, name: str) -> PushedFilter | None:
-    """The selection with a condition added; None if it is none of ours."""
-    if isinstance(condition, IsNotNull):
-        return selection if name in _NEVER_NULL else None
-    values = _values(condition)
-    if name in ("topic", "namespace", "partition") and values is not None:
-        return _among(selection, name, frozenset(values))
-    if name in ("partition", "sequence", "time"):
-        bounds = _bounds(condition, time=name == "time")
-        if bounds is None:
-            return None
-        field = "time_ms" if name == "time" else name
-        low, high = getattr(selection, field)
-        narrowed: dict[str, Any] = {field: (max(low, bounds[0]), min(high, bounds[1]))}
-        return replace(selection, **narrowed)
-    return None
-
-
-def _among(selection: PushedFilter, name: str, values: frozenset[Any]) -> PushedFilter:
-    field = name + "s"
-    old = getattr(selection, field)
-    narrowed: dict[str, Any] = {field: values if old is None else old & values}
-    return replace(selection, **narrowed)
 
 
 def _column(condition: Filter) -> str:
@@ -136,12 +117,12 @@ def _column(condition: Filter) -> str:
     return path[0] if len(path) == 1 else ""
 
 
-def _values(condition: Filter) -> tuple[Any, ...] | None:
+def _values(condition: Filter) -> frozenset[Any] | None:
     """The values that a condition allows, if it names them."""
     if isinstance(condition, In):
-        found = tuple(condition.value)
+        found = frozenset(condition.value)
     elif isinstance(condition, EqualTo | EqualNullSafe):
-        found = (condition.value,)
+        found = frozenset((condition.value,))
     else:
         return None
     return None if None in found else found
@@ -194,7 +175,7 @@ class PenstockReader(DataSourceReader):
 
     def _timed(self, access: NodeAccess, whole: ReadRange) -> ReadRange | None:
         """The part of a range that the time bounds leave; batches are in order of time."""
-        low, high = self._selection.time_ms
+        low, high = self._selection.bounds.get("time", (0, _END))
         first, last = whole.first, whole.last
         if low > 0:
             first = max(first, access.find_time(whole.topic, whole.partition, low))
@@ -203,9 +184,8 @@ class PenstockReader(DataSourceReader):
         return ReadRange(whole.topic, whole.partition, first, last) if first <= last else None
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return rows.read(
-            self._options, self._schema, partition, namespaces=self._selection.namespaces
-        )
+        namespaces = self._selection.among.get("namespace")
+        return rows.read(self._options, self._schema, partition, namespaces=namespaces)
 
 
 Json = dict[str, dict[str, int]]

@@ -90,12 +90,12 @@ def test_a_time_narrows_and_is_checked_again() -> None:
     selection, rest = push([after, before], COLUMNS)
     assert rest == [after, before]
     milliseconds = int(at.timestamp() * 1000)
-    assert selection.time_ms == (milliseconds, milliseconds)
+    assert selection.bounds["time"] == (milliseconds, milliseconds)
 
 
 def test_namespaces_are_for_the_reader() -> None:
     selection, rest = push([In(("namespace",), ("x", "y")), EqualTo(("namespace",), "y")], COLUMNS)
-    assert rest == [] and selection.namespaces == {"y"}
+    assert rest == [] and selection.among["namespace"] == {"y"}
 
 
 def test_a_column_that_the_mode_does_not_have_is_not_ours() -> None:
