@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from inspect import iscoroutinefunction
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock import connect as connect_async
@@ -78,16 +77,11 @@ class LeasedMessage(Twin[leases.LeasedMessage[T]], Generic[T]):
         self._span.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exited: Any) -> None:
         try:
-            self._bridge.run(self._original.finish(error))
+            self._bridge.run(self._original.finish(exited[1]))
         finally:
-            self._span.__exit__(kind, error, traceback)
+            self._span.__exit__(*exited)
 
     def __repr__(self) -> str:
         return repr(self._original)
@@ -113,13 +107,8 @@ class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bridge.run(self._original.__aexit__(kind, error, traceback))
+    def __exit__(self, *exited: Any) -> None:
+        self._bridge.run(self._original.__aexit__(*exited))
 
 
 class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):

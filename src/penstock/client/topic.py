@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
 
 import msgspec
 
@@ -92,11 +91,7 @@ class Topic(Generic[T]):
         )
         self.dlq: DeadLetters[T] = DeadLetters(self.handle)
         self._consumers: set[Consumer[Any, Any]] = set()
-        # Keepers of popped messages, by visibility.
-        self._popped_keepers: dict[int, Keeper] = {}
-        # All keepers of the topic, which stop when the client ends. A consumer that was closed may
-        # have left one that still keeps what was handed out.
-        self._keepers: WeakSet[Keeper] = WeakSet()
+        self._keepers: dict[int, Keeper] = {}  # by visibility; they stop when the client ends
 
     def __await__(self) -> Generator[Any, None, Topic[T]]:
         return self.opened().__await__()
@@ -229,7 +224,7 @@ class Topic(Generic[T]):
             self.handle,
             wanted=wanted | {"visibility_ms": optional_ms(visibility, field="visibility")},
             held_max=held_max,
-            keepers=self._keepers,
+            keeper_of=self._keeper,
             ended=self._consumers.discard,
         )
         self._consumers.add(made)
@@ -262,12 +257,14 @@ class Topic(Generic[T]):
 
     def _keep(self, batch: MessageBatch[Any]) -> None:
         """A handler works on a popped message: keep its lease as long as it does."""
-        keeper = self._popped_keepers.get(batch.visibility_ms)
+        self._keeper(batch.visibility_ms).keep(batch)
+
+    def _keeper(self, visibility_ms: int) -> Keeper:
+        keeper = self._keepers.get(visibility_ms)
         if keeper is None:
-            keeper = Keeper(self.link, self.handle.settler, batch.visibility_ms)
-            self._popped_keepers[batch.visibility_ms] = keeper
-            self._keepers.add(keeper)
-        keeper.keep(batch)
+            keeper = Keeper(self.link, self.handle.settler, visibility_ms)
+            self._keepers[visibility_ms] = keeper
+        return keeper
 
     def log(
         self,
@@ -293,7 +290,7 @@ class Topic(Generic[T]):
         if self.handle.producer is not None:
             await self.handle.producer.drain()
         await self.handle.settler.drain()
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.stop()
 
     # --- looking at it, changing it, emptying it ---

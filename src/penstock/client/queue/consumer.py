@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Generic, Self, TypeVar
-from weakref import WeakSet
 
 from penstock.client.network.link import passing
 from penstock.client.network.streams import DeliveredBatch, LeaseStream
@@ -42,12 +41,11 @@ class Consumer(ABC, Generic[T, Out]):
         *,
         wanted: dict[str, Any],
         held_max: int,
-        keepers: WeakSet[Keeper],
+        keeper_of: Callable[[int], Keeper],
         ended: Callable[[Consumer[Any, Any]], None],
     ) -> None:
         self._topic, self._link = topic, topic.link
-        self._keepers = keepers  # those of the topic, which stops them when the client ends
-        self._on_ended = ended
+        self._keeper_of, self._on_ended = keeper_of, ended
         self._wanted = wanted  # what `Connection.lease_stream` is told
         self._held_max = held_max  # units (messages or batches) handed out at once
         self._handed = 0
@@ -121,14 +119,9 @@ class Consumer(ABC, Generic[T, Out]):
             failed=lost,
         )
         if self._keeper is None:
-            self._keeper = Keeper(
-                self._link,
-                self._topic.settler,
-                self._wanted["visibility_ms"] or self._topic.config.visibility_ms,
-                absorb=self._absorb,
-            )
-            self._keepers.add(self._keeper)
-        self._keeper.start()
+            visibility_ms = self._wanted["visibility_ms"] or self._topic.config.visibility_ms
+            self._keeper = self._keeper_of(visibility_ms)
+            self._keeper.start(self._absorb)
         if self._stopping:  # The consumer was closed while its stream was being opened.
             await self._close()
 
@@ -192,7 +185,8 @@ class Consumer(ABC, Generic[T, Out]):
                 log.warning("a stream of %s was not closed: %s", self._topic.name, error)
         await self._return_waiting()
         if self._keeper is not None:
-            self._keeper.finish()
+            self._keeper.finish(self._absorb)
+            self._keeper = None
 
     async def _return_waiting(self) -> None:
         """Of each partition by itself: some may be out of reach."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Generic, TypeVar, Unpack, overload
 
 import numpy as np
@@ -177,13 +176,8 @@ class MessageBatch(Returnable, Generic[T]):
     async def __aenter__(self) -> MessageBatch[T]:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._settle(error, self.origin.name)
+    async def __aexit__(self, *exited: Any) -> None:
+        await self._settle(exited[1], self.origin.name)
 
     # --- rows and their leases ---
 
@@ -312,16 +306,11 @@ class LeasedMessage(Message[T], Returnable):
         self._span.__enter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exited: Any) -> None:
         try:
-            await self.finish(error)
+            await self.finish(exited[1])
         finally:
-            self._span.__exit__(kind, error, traceback)
+            self._span.__exit__(*exited)
 
 
 def _mend_reason(how: HowReturned) -> None:
@@ -338,38 +327,31 @@ class Keeper:
     """Extends all leases of its batches every third of the visibility.
 
     Each partition has a request of its own, which is given up when the next one is due: one that
-    is out of reach must not cost the leases on others. It runs while something is held, and from
-    `start` to `finish` in any case: `absorb` then brings in what has arrived meanwhile.
+    is out of reach must not cost the leases on others. It runs while something is held, and while
+    a consumer is open: what has arrived there meanwhile is then brought in by its `absorb`.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        settler: Settler,
-        visibility_ms: int,
-        *,
-        absorb: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, link: Link, settler: Settler, visibility_ms: int) -> None:
         self._link, self._settler, self._visibility_ms = link, settler, visibility_ms
-        self._absorb = absorb
+        self._absorbing: list[Callable[[], None]] = []  # of each consumer that is open
         self._batches: set[MessageBatch[Any]] = set()
-        self._started = self._running = self._stopped = False
+        self._running = self._stopped = False
         self._look = asyncio.Event()  # something ended: is there still anything to keep?
 
-    def start(self) -> None:
-        self._started = True
+    def start(self, absorb: Callable[[], None]) -> None:
+        self._absorbing.append(absorb)
         self._ensure()
+
+    def finish(self, absorb: Callable[[], None]) -> None:
+        """Nothing new will come; what is held is still kept."""
+        self._absorbing.remove(absorb)
+        self._look.set()
 
     def keep(self, batch: MessageBatch[Any]) -> None:
         """Extend the leases of `batch` until none is held."""
         self._batches.add(batch)
         batch.kept = self._let_go
         self._ensure()
-
-    def finish(self) -> None:
-        """Nothing new will come; what is held is still kept."""
-        self._started = False
-        self._look.set()
 
     def stop(self) -> None:
         """Keep nothing any longer."""
@@ -378,12 +360,12 @@ class Keeper:
 
     def _let_go(self, batch: MessageBatch[Any]) -> None:
         self._batches.discard(batch)
-        if not self._batches and not self._started:
+        if not self._batches:
             self._look.set()
 
     @property
     def _needed(self) -> bool:
-        return not self._stopped and (self._started or bool(self._batches))
+        return not self._stopped and bool(self._absorbing or self._batches)
 
     def _ensure(self) -> None:
         if not self._running and self._needed:
@@ -408,8 +390,8 @@ class Keeper:
         self._running = False
 
     async def _extend_all(self, within_s: float) -> None:
-        if self._absorb is not None:
-            self._absorb()
+        for absorb in self._absorbing:
+            absorb()
         held: dict[int, list[tuple[MessageBatch[Any], int]]] = defaultdict(list)
         for batch in self._batches:
             for row in batch.held_rows().tolist():
