@@ -21,7 +21,7 @@ from penstock.bench.runner import StageSet, Subject, each_run, measure
 from penstock.bench.stages import Run, Values, at_once, payloads
 from penstock.bench.subjects import SUBJECTS
 from penstock.bench.targets import QUEUE_METRICS, Metric, offered
-from penstock.cli.output import show
+from penstock.console import console
 from penstock.errors import Unavailable
 
 
@@ -172,7 +172,7 @@ def test_the_table_says_what_was_met(capsys: pytest.CaptureFixture[str]) -> None
         "machine": {"cores": 2, "cpu": "cpu", "load_1m": 0.1, "fsync": "1 ms"},
     }  # fmt: skip
     document["missing"] = ["put_single_per_s"]
-    show(view_of(document, QUEUE_METRICS, what="queue"))
+    console().print(view_of(document, QUEUE_METRICS, what="queue"))
     printed = capsys.readouterr().out
     assert "250\u202f000" in printed
     assert "missed" in printed

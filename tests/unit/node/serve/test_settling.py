@@ -11,7 +11,7 @@ from tests.unit.node.conftest import Cluster
 
 from penstock.client.network.connection import Connection
 from penstock.client.network.exchange import memory_pair
-from penstock.client.network.link import Link
+from penstock.client.network.link import Fleet, Link
 from penstock.client.options import Options
 from penstock.client.queue.settler import Settler
 from penstock.model.ids import LeaseToken
@@ -37,18 +37,22 @@ class Near:
         pass
 
 
-class Routeless(Link):
-    """A link that is at a cluster and knows of one node."""
+class Routeless(Fleet):
+    """A cluster of which one node is known, and no routes."""
 
-    @property
-    def clustered(self) -> bool:
-        return True
+    def toward(self, topic: str, partition: int) -> None:
+        return None
+
+    def ask(self, topic: str) -> None:
+        pass
 
 
 @pytest.fixture
 async def link(cluster: Cluster) -> AsyncIterator[Link]:
-    link = Routeless(Near(cluster, "a"), Options(retry_wait_s=0.001, retry_wait_s_max=0.01))
+    near = Near(cluster, "a")
+    link = Link(near, Options(retry_wait_s=0.001, retry_wait_s_max=0.01))
     await link.open()
+    link.fleet = Routeless(link, near)  # type: ignore[arg-type]
     yield link
     await link.close(within_s=5)
 
