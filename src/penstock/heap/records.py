@@ -70,14 +70,17 @@ def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -
     Producers, leases and retries are not in what is left. So it stands in for the range only where
     nothing of that is asked any more; a heap that needs it starts from a snapshot past the range.
     """
-    table, delay_ms = heap.table, columns.fixed("delay_ms")
+    table = heap.table
     keys = heap.ordering.keys(columns.fixed("priority"))
-    limits = columns.fixed("max_retries") + 1
-    until_ms = np.where(delay_ms > 0, delay_ms + batch.time_ms, 0)
-    later = until_ms > 0
-    states = np.where(later, MessageState.DELAYED, MessageState.READY).astype(np.uint8)
-    if prepared:
-        states[:] = MessageState.PREPARED
+    limits = columns.fixed("max_retries") + 1 if "max_retries" in columns.views else None
+    state = MessageState.PREPARED if prepared else MessageState.READY
+    states = until_ms = later = None
+    if "delay_ms" in columns.views:
+        delay_ms = columns.fixed("delay_ms")
+        later = delay_ms > 0
+        until_ms = np.where(later, delay_ms + batch.time_ms, 0)
+        if not prepared:
+            states = np.where(later, MessageState.DELAYED, MessageState.READY).astype(np.uint8)
     if batch.compacted:
         sequences: Sequences = columns.fixed("sequence")
         opened: Opened = [(table.open_scattered(sequences), slice(None))]
@@ -87,12 +90,14 @@ def _enter(heap: HeapState, batch: Batch, columns: Columns, *, prepared: bool) -
     for at, part in opened:
         table.key[at] = keys[part]
         table.time_ms[at] = batch.time_ms
-        table.limit[at] = limits[part]
-        table.until_ms[at] = until_ms[part]
-        table.enter(at, states[part])
+        if limits is not None:
+            table.limit[at] = limits[part]
+        if until_ms is not None:
+            table.until_ms[at] = until_ms[part]
+        table.enter(at, state if states is None else states[part])
     if prepared:
         return
-    if later.any():
+    if later is not None and until_ms is not None and later.any():
         heap.index_delayed(until_ms[later], sequences[later])
         keys, sequences = keys[~later], sequences[~later]
     heap.ready_index.push(heap.ordering.aged(keys, batch.time_ms), sequences)

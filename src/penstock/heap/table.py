@@ -34,6 +34,7 @@ came a second later stands that much behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, Final
@@ -216,13 +217,15 @@ class MessageTable:
 
     # --- states ---
 
-    def enter(self, at: slice | Places, to: NDArray[np.uint8]) -> None:
-        """New messages take their first state."""
+    def enter(self, at: slice | Places, to: MessageState | NDArray[np.uint8]) -> None:
+        """New messages take their first state, all the same or each its own."""
         if self.state[at].any():
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
-        for state, count in enumerate(np.bincount(to, minlength=STATES).tolist()):
-            if count and not ALLOWED[state][MessageState.NONE]:
+        entered = self.state[at]
+        found = {to: len(entered)} if isinstance(to, MessageState) else Counter(entered.tolist())
+        for state, count in found.items():
+            if not ALLOWED[state][MessageState.NONE]:
                 raise reject_transition(MessageState.NONE, MessageState(state))
             self.counts[state] += count
 
