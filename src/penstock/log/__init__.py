@@ -12,7 +12,7 @@ from penstock.log.flush import Flush, LogOptions
 from penstock.log.folder import DataFolder
 from penstock.log.identity import ReplicaFile
 from penstock.log.partition import PartitionLog
-from penstock.log.segment import SegmentInfo
+from penstock.log.segment import Segment
 from penstock.log.verify import Report, verify_folder
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "PartitionLog",
     "ReplicaFile",
     "Report",
-    "SegmentInfo",
+    "Segment",
     "crash_point",
     "verify_folder",
 ]

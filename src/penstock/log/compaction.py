@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.log.crash import crash_point
 from penstock.log.files import Handle
+from penstock.log.layout import FOOTER
 from penstock.log.segment import OpenedSegment, Segment, verify_sealed
 from penstock.log.walk import BatchIndex, Walk
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, compress, seal_compacted
@@ -69,7 +70,7 @@ def _copy(
         return None
     new.last, new.chain, new.epoch = segment.last, segment.chain, segment.epoch
     new.time_ms, new.sealed, new.opened = segment.time_ms, True, OpenedSegment(handle, index)
-    handle.write([new.footer().encode()], new.end)
+    handle.write([FOOTER.pack(*new.footer())], new.end)
     os.fsync(handle.fd)
     return new, index
 

@@ -26,7 +26,7 @@ from typing import Final
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
 from penstock.log.files import Handle, sync_folder
-from penstock.log.layout import FLOOR_SIZE, FloorFlag, FloorSlot, padded
+from penstock.log.layout import FLOOR, FloorFlag, FloorSlot, padded
 from penstock.log.segment import (
     OpenedSegment,
     Segment,
@@ -96,7 +96,7 @@ def read_slots(data: bytes) -> list[FloorSlot]:
     found = []
     for at in (0, SLOT_STRIDE):
         try:
-            found.append(FloorSlot.decode(data[at : at + FLOOR_SIZE]))
+            found.append(FloorSlot.decode(data[at : at + FLOOR.size]))
         except Corruption:
             continue  # never written, or torn: the other slot holds
     return sorted(found, reverse=True)
@@ -104,7 +104,7 @@ def read_slots(data: bytes) -> list[FloorSlot]:
 
 def used_slots(data: bytes) -> int:
     """How many slots were ever written to, whole or not."""
-    return sum(any(data[at : at + FLOOR_SIZE]) for at in (0, SLOT_STRIDE))
+    return sum(any(data[at : at + FLOOR.size]) for at in (0, SLOT_STRIDE))
 
 
 def load_slot(path: Path, *, accept_rot: bool = False) -> FloorSlot:

@@ -36,8 +36,8 @@ from penstock.errors import Corruption
 from penstock.log.crash import crash_point
 from penstock.log.files import Handle, make_folder, storage_errors, sync_folder, write_whole
 from penstock.log.layout import (
-    GENERATION_SIZE,
-    REPLICA_SIZE,
+    GENERATION,
+    REPLICA,
     Generation,
     GenerationRecord,
     ReplicaRecord,
@@ -127,7 +127,7 @@ class ReplicaFile:
 
 def read_replica(path: Path) -> tuple[ReplicaRecord, bool]:
     """The record that counts, and whether the file has it twice; raises `Corruption`."""
-    return read_twin(path, ReplicaRecord.decode, size=REPLICA_SIZE)
+    return read_twin(path, ReplicaRecord.decode, size=REPLICA.size)
 
 
 class GenerationFile:
@@ -139,7 +139,7 @@ class GenerationFile:
         with storage_errors(folder):
             if self.path.exists():
                 self._record, _ = read_twin(
-                    self.path, GenerationRecord.decode, size=GENERATION_SIZE
+                    self.path, GenerationRecord.decode, size=GENERATION.size
                 )
 
     @property

@@ -24,35 +24,48 @@ from crc32c import crc32c
 from penstock.errors import Corruption
 from penstock.model.columns import Buffer
 
-SEGMENT_MAGIC: Final = 0x31535350  # "PSS1"
-FOOTER_MAGIC: Final = 0x31465350  # "PSF1"
-MARK_MAGIC: Final = 0x314D5350  # "PSM1"
-FLOOR_MAGIC: Final = 0x314C5350  # "PSL1"
-INDEX_MAGIC: Final = 0x31495350  # "PSI1"
-SNAPSHOT_MAGIC: Final = 0x314E5350  # "PSN1"
-REPLICA_MAGIC: Final = 0x31525350  # "PSR1"
-GENERATION_MAGIC: Final = 0x31475350  # "PSG1"
-VERSION: Final = 1
-
 _CRC: Final = struct.Struct("<I")
-_SEGMENT: Final = struct.Struct("<IHHIIQQI24x")
-_FOOTER: Final = struct.Struct("<IHHQQQqQII4x")
+
+
+class Form:
+    """How one kind of record lies on disk: magic, version, flags, its fields, and a CRC of that."""
+
+    def __init__(self, what: str, magic: bytes, fields: str, *, version_max: int = 1) -> None:
+        self._what, self._magic, self._version_max = what, magic, version_max
+        self._struct = struct.Struct("<4sHH" + fields)
+        self.size = self._struct.size + _CRC.size
+
+    def pack(self, *fields: object, flags: int = 0, version: int = 1) -> bytes:
+        record = self._struct.pack(self._magic, version, flags, *fields)
+        return record + _CRC.pack(crc32c(record))
+
+    def unpack(self, data: Buffer) -> tuple[Any, ...]:
+        """The fields, behind the flags; raises `Corruption` unless size, magic, CRC and version
+        are what they must be."""
+        if len(data) != self.size:
+            raise Corruption(f"a {self._what} is cut short")
+        record = data[: -_CRC.size]
+        magic, version, *fields = self._struct.unpack(record)
+        if magic != self._magic or data[-_CRC.size :] != _CRC.pack(crc32c(record)):
+            raise Corruption(f"CRC mismatch in a {self._what}")
+        if not 1 <= version <= self._version_max:
+            raise Corruption(f"version {version} of a {self._what} is over {self._version_max}")
+        return tuple(fields)
+
+
+SEGMENT: Final = Form("segment header", b"PSS1", "IIQQI24x")
+FOOTER: Final = Form("segment footer", b"PSF1", "QQQqQII4x")
+FLOOR: Final = Form("floor", b"PSL1", "QQQQQQI", version_max=2)
+INDEX: Final = Form("index header", b"PSI1", "QQQII20x")
+SNAPSHOT: Final = Form("snapshot header", b"PSN1", "IIQQIIQq20x")
+REPLICA: Final = Form("replica record", b"PSR1", "QQ64s36x")
+GENERATION: Final = Form("generation record", b"PSG1", "QQ16sQ16s60x")
+MARK_MAGIC: Final = 0x314D5350  # "PSM1"
 _MARK: Final = struct.Struct("<IIQQI")
 _PLACE: Final = struct.Struct("<IIQ")
-_FLOOR: Final = struct.Struct("<IHHQQQQQQI")
-_INDEX: Final = struct.Struct("<IHHQQQII20x")
-_SNAPSHOT: Final = struct.Struct("<IHHIIQQIIQq20x")
-_REPLICA: Final = struct.Struct("<IHHQQ64s36x")
-_GENERATION: Final = struct.Struct("<IHHQQ16sQ16s60x")
-
-HEADER_SIZE: Final = _SEGMENT.size + 4
-FOOTER_SIZE: Final = _FOOTER.size + 4
-MARK_SIZE: Final = _MARK.size + 4
-FLOOR_SIZE: Final = _FLOOR.size + 4
-INDEX_SIZE: Final = _INDEX.size + 4
-SNAPSHOT_SIZE: Final = _SNAPSHOT.size + 4
-REPLICA_SIZE: Final = _REPLICA.size + 4
-GENERATION_SIZE: Final = _GENERATION.size + 4
+HEADER_SIZE: Final = SEGMENT.size
+FOOTER_SIZE: Final = FOOTER.size
+MARK_SIZE: Final = _MARK.size + _CRC.size
 
 COMPACTED: Final = 1  # flags of a segment
 SEEDED: Final = 2
@@ -72,22 +85,13 @@ class SegmentHeader(NamedTuple):
     seeded: bool = False  # received whole, so it may hold compacted batches
 
     def encode(self) -> bytes:
-        flags = self.compacted * COMPACTED | self.seeded * SEEDED
-        return _sealed(
-            _SEGMENT.pack(
-                SEGMENT_MAGIC, VERSION, flags, self.topic, self.partition,
-                self.first, self.chain_before, self.epoch_before,
-            )
-        )  # fmt: skip
+        return SEGMENT.pack(*self[:5], flags=self.compacted * COMPACTED | self.seeded * SEEDED)
 
     @staticmethod
     def decode(data: Buffer) -> SegmentHeader:
-        flags, topic, partition, first, chain, epoch = _opened(
-            data, _SEGMENT, magic=SEGMENT_MAGIC, what="segment header"
-        )
-        return SegmentHeader(
-            topic, partition, first, chain, epoch, bool(flags & COMPACTED), bool(flags & SEEDED)
-        )
+        flags, *fields = SEGMENT.unpack(data)
+        header = SegmentHeader(*fields)
+        return header._replace(compacted=bool(flags & COMPACTED), seeded=bool(flags & SEEDED))
 
 
 class Footer(NamedTuple):
@@ -98,14 +102,6 @@ class Footer(NamedTuple):
     end: int  # where the footer begins: the file has `end + FOOTER_SIZE` bytes
     batches: int
     epoch: int
-
-    def encode(self) -> bytes:
-        return _sealed(_FOOTER.pack(FOOTER_MAGIC, VERSION, 0, *self))
-
-    @staticmethod
-    def decode(data: Buffer) -> Footer:
-        _, *fields = _opened(data, _FOOTER, magic=FOOTER_MAGIC, what="segment footer")
-        return Footer(*fields)
 
 
 class Mark(NamedTuple):
@@ -156,13 +152,11 @@ class FloorSlot(NamedTuple):
         generation, sequence, first, tail, flags, *rest = self
         version = 2 if flags or any(rest) else 1
         numbers = (generation, sequence, first, tail, *rest)
-        return _sealed(_FLOOR.pack(FLOOR_MAGIC, version, flags, *numbers))
+        return FLOOR.pack(*numbers, flags=flags, version=version)
 
     @staticmethod
     def decode(data: Buffer) -> FloorSlot:
-        flags, generation, sequence, first, tail, *rest = _opened(
-            data, _FLOOR, magic=FLOOR_MAGIC, what="floor", version_max=2
-        )
+        flags, generation, sequence, first, tail, *rest = FLOOR.unpack(data)
         return FloorSlot(generation, sequence, first, tail, FloorFlag(flags), *rest)
 
     @property
@@ -178,14 +172,6 @@ class IndexHeader(NamedTuple):
     batches: int
     crc: int  # of the two arrays that follow
 
-    def encode(self) -> bytes:
-        return _sealed(_INDEX.pack(INDEX_MAGIC, VERSION, 0, *self))
-
-    @staticmethod
-    def decode(data: Buffer) -> IndexHeader:
-        _, *fields = _opened(data, _INDEX, magic=INDEX_MAGIC, what="index header")
-        return IndexHeader(*fields)
-
 
 class SnapshotHeader(NamedTuple):
     topic: int
@@ -197,14 +183,6 @@ class SnapshotHeader(NamedTuple):
     length: int
     time_ms: int  # wall clock when it was taken
 
-    def encode(self) -> bytes:
-        return _sealed(_SNAPSHOT.pack(SNAPSHOT_MAGIC, VERSION, 0, *self))
-
-    @staticmethod
-    def decode(data: Buffer) -> SnapshotHeader:
-        _, *fields = _opened(data, _SNAPSHOT, magic=SNAPSHOT_MAGIC, what="snapshot header")
-        return SnapshotHeader(*fields)
-
 
 class ReplicaRecord(NamedTuple):
     generation: int  # the record with the greater one counts
@@ -215,14 +193,11 @@ class ReplicaRecord(NamedTuple):
         text = self.uuid.encode()
         if not 0 < len(text) <= 64:
             raise ValueError(f"not a replica's uuid: {self.uuid!r}")
-        return _sealed(
-            _REPLICA.pack(REPLICA_MAGIC, VERSION, 0, self.generation, self.promised, text)
-        )
+        return REPLICA.pack(self.generation, self.promised, text)
 
     @staticmethod
     def decode(data: Buffer) -> ReplicaRecord:
-        what = "replica record"
-        _, generation, promised, text = _opened(data, _REPLICA, magic=REPLICA_MAGIC, what=what)
+        _, generation, promised, text = REPLICA.unpack(data)
         return ReplicaRecord(generation, promised, text.rstrip(b"\0").decode())
 
 
@@ -240,39 +215,14 @@ class GenerationRecord(NamedTuple):
 
     def encode(self) -> bytes:
         current, intended = self.current, self.intended
-        return _sealed(
-            _GENERATION.pack(
-                GENERATION_MAGIC, VERSION, 0, self.written,
-                current.number, bytes.fromhex(current.token),
-                intended.number, bytes.fromhex(intended.token),
-            )
+        return GENERATION.pack(
+            self.written, current.number, bytes.fromhex(current.token), intended.number,
+            bytes.fromhex(intended.token),
         )  # fmt: skip
 
     @staticmethod
     def decode(data: Buffer) -> GenerationRecord:
-        what = "generation record"
-        _, written, number, token, intended, wanted = _opened(
-            data, _GENERATION, magic=GENERATION_MAGIC, what=what
-        )
+        _, written, number, token, intended, wanted = GENERATION.unpack(data)
         return GenerationRecord(
             written, Generation(number, token.hex()), Generation(intended, wanted.hex())
         )
-
-
-def _sealed(record: bytes) -> bytes:
-    return record + _CRC.pack(crc32c(record))
-
-
-def _opened(
-    data: Buffer, form: struct.Struct, *, magic: int, what: str, version_max: int = VERSION
-) -> tuple[Any, ...]:
-    """Check size, magic, CRC and version of a record; returns its fields from the flags on."""
-    size = form.size
-    if len(data) != size + 4:
-        raise Corruption(f"a {what} is cut short")
-    found, version, *fields = form.unpack(data[:size])
-    if found != magic or _CRC.unpack(data[size:])[0] != crc32c(data[:size]):
-        raise Corruption(f"CRC mismatch in a {what}")
-    if not 1 <= version <= version_max:
-        raise Corruption(f"version {version} of a {what} is over {version_max}")
-    return tuple(fields)

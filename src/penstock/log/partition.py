@@ -47,9 +47,9 @@ from penstock.log.files import make_folder, storage_errors, sync_folder
 from penstock.log.floor import begin_anew, cut_after
 from penstock.log.flush import BatchCache, Flush, FlushWriter, LogOptions, Stager
 from penstock.log.layout import FloorFlag, SegmentHeader
-from penstock.log.reader import Reader, Watch
+from penstock.log.reader import Reader
 from penstock.log.recovery import Recovery
-from penstock.log.segment import Segment, SegmentInfo, SegmentTable, save_index, sidecar
+from penstock.log.segment import Segment, SegmentTable, save_index, sidecar
 from penstock.log.snapshots import SnapshotFiles, StoredSnapshot
 from penstock.model.batch import Batch, verify_chain
 from penstock.model.columns import Buffer
@@ -80,7 +80,8 @@ class PartitionLog:
         self._table = SegmentTable(index_bytes=options.index_bytes)
         self._cache = BatchCache(options.cache_bytes)
         self._reader = Reader(self._table, self._cache)
-        self.watch = Watch()  # tells the owner of damage that any read meets
+        # Told of damage that a read meets, on the thread that reads. It is raised all the same.
+        self.on_damage: Callable[[Corruption], None] | None = None
         self._stager = Stager(folder, options)
         self._writer = FlushWriter(found.floor, floor_s=options.floor_s)
         self._failure = ""  # why nothing may be acknowledged any more
@@ -212,7 +213,7 @@ class PartitionLog:
         if ahead is not None:
             return ahead
         self._check_held(sequence)
-        with self.watch:
+        with self._watched():
             return self._reader.read(sequence, nowait=nowait)
 
     def _ahead(self, sequence: int) -> Batch | None:
@@ -232,14 +233,15 @@ class PartitionLog:
         from where it ended. Empty at the end of the log, which with `staged` is `sequence_last`.
         """
         if staged and self.sequence_durable < from_sequence <= self.sequence_last:
-            found = self._reader.cached(from_sequence, through=through, bytes_max=bytes_max)
+            last = min(through, self.sequence_last)
+            found = self._reader.cached(from_sequence, through=last, bytes_max=bytes_max)
             if found:
                 return found  # if nothing is here, it has just become durable, or never was
         through = min(through, self.sequence_durable)
         if from_sequence > through:
             return []
         self._check_held(from_sequence)
-        with self.watch:
+        with self._watched():
             return self._reader.slice(
                 from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
             )
@@ -307,7 +309,7 @@ class PartitionLog:
         through = min(through, self.sequence_durable)
         if through < self.sequence_first:
             return self.sequence_first
-        with self.watch:
+        with self._watched():
             return self._reader.find_time(time_ms, through=through)
 
     def extent(
@@ -318,7 +320,7 @@ class PartitionLog:
         if from_sequence > through:
             return from_sequence - 1, 0
         self._check_held(from_sequence)
-        with self.watch:
+        with self._watched():
             return self._reader.extent(
                 from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
             )
@@ -329,12 +331,12 @@ class PartitionLog:
         The first begins at `from_sequence`, or where the log does. Reads headers; blocks.
         """
         from_sequence = max(from_sequence, self.sequence_first)
-        with self.watch:
+        with self._watched():
             return self._reader.epoch_runs(from_sequence, self.sequence_durable)
 
     def first_as_written(self) -> int:
         """The sequence from which on no batch is compacted: what a follower may copy. Blocks."""
-        with self.watch:
+        with self._watched():
             return self._reader.first_as_written(self.sequence_durable)
 
     # --- recovery and upkeep ---
@@ -345,14 +347,16 @@ class PartitionLog:
         Bodies are views into read chunks of some MiB: copy what is to be kept.
         """
         from_sequence = max(from_sequence, self.sequence_first)
-        return self.watch.over(self._reader.scan(from_sequence, self.sequence_durable))
+        with self._watched():
+            yield from self._reader.scan(from_sequence, self.sequence_durable)
 
     def scrub(self) -> Iterator[int]:
         """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
-        return self.watch.over(self._reader.scrub())
+        with self._watched():
+            yield from self._reader.scrub()
 
-    def segments(self) -> list[SegmentInfo]:
-        return [segment.info() for segment in self._table.segments()]
+    def segments(self) -> list[Segment]:
+        return self._table.segments()
 
     @property
     def base(self) -> Base:
@@ -397,7 +401,7 @@ class PartitionLog:
             if not old.sealed:
                 raise FailedPrecondition(f"the segment at sequence {first} is not sealed")
             target = old.path.with_name(old.path.name + ".tmp")
-            with self.watch:
+            with self._watched():
                 compacted = compact(old, alive(old.first, old.last), target=target)
             if compacted is None:
                 return 0
@@ -586,6 +590,15 @@ class PartitionLog:
     def _check_health(self) -> None:
         if self._failure:
             raise self._refusal()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except Corruption as error:
+            if self.on_damage is not None:
+                self.on_damage(error)
+            raise
 
     @contextmanager
     def _final(self) -> Iterator[None]:

@@ -1,15 +1,14 @@
 """Reading durable batches: by sequence for delivery, by slice for streams, by scan for recovery.
 
 A message that was just enqueued is delivered from a cache of batches in memory, without touching
-the disk. Whoever comes upon damage while reading raises it, and the log's owner hears of it.
+the disk.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 from penstock.errors import Corruption
 from penstock.log.files import Handle
@@ -21,41 +20,7 @@ from penstock.model import batch as batches
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
-T = TypeVar("T")
 SCRUB_STEP_BYTES: Final = 1 << 20
-
-
-def _nobody(_: Corruption) -> None:
-    """Nobody owns the log yet, or any more."""
-
-
-class Watch:
-    """A context that tells of the damage which is met in it. It is raised all the same."""
-
-    __slots__ = ("tell",)
-
-    def __init__(self) -> None:
-        self.tell: Callable[[Corruption], None] = _nobody  # called on the thread that reads
-
-    def __enter__(self) -> None:
-        """Nothing is to be done before."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Corruption):
-            self.tell(error)
-
-    def over(self, steps: Iterator[T]) -> Iterator[T]:
-        """Take the steps, and tell of the damage that is met in any of them."""
-        with self:
-            yield from steps
-
-    def end(self) -> None:
-        self.tell = _nobody
 
 
 class Reader:
@@ -214,24 +179,27 @@ class Reader:
         return self._table.first
 
     def cached(self, sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
-        """Batches in memory from the one that covers `sequence`, as far as there is no gap."""
-        segment, opened = self._table.locate(sequence, nowait=True)
-        if opened is None:
-            return []
-        position = opened.index.find(sequence)
+        """Batches in memory from the one that covers `sequence`, as far as there is no gap.
+
+        `through` is a sequence that the log has.
+        """
         found: list[Batch] = []
-        firsts = opened.index.firsts
-        while position < len(firsts) and firsts[position] <= through:
-            batch = self._cache.get(firsts[position])
-            last = _last_of(segment, opened, position)
-            # A cached batch of another range is from before a rewrite, or from after it.
-            if batch is None or batch.last != last or last > through:
+        while sequence <= through:
+            segment, opened = self._table.locate(sequence, nowait=True)
+            if opened is None:
                 break
-            bytes_max -= batch.size
-            if found and bytes_max < 0:
-                break
-            found.append(batch)
-            position += 1
+            firsts = opened.index.firsts
+            for position in range(opened.index.find(sequence), len(firsts)):
+                batch = self._cache.get(firsts[position])
+                last = _last_of(segment, opened, position)
+                # A cached batch of another range is from before a rewrite, or from after it.
+                if batch is None or batch.last != last or last > through:
+                    return found
+                bytes_max -= batch.size
+                if found and bytes_max < 0:
+                    return found
+                found.append(batch)
+                sequence = last + 1
         return found
 
     def scrub(self) -> Iterator[int]:

@@ -12,7 +12,6 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -21,6 +20,7 @@ from penstock.errors import Corruption, NotFound
 from penstock.log.crash import crash_point
 from penstock.log.files import FULL, Handle
 from penstock.log.layout import (
+    FOOTER,
     FOOTER_SIZE,
     HEADER_SIZE,
     Footer,
@@ -45,16 +45,6 @@ class OpenedSegment:
         self.handle, self.index = handle, index
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    first: int
-    last: int
-    bytes: int
-    sealed: bool
-    time_ms_last: int
-    compacted: bool
-
-
 class Segment:
     """What is known of one segment without reading its batches.
 
@@ -75,9 +65,8 @@ class Segment:
         self.end = HEADER_SIZE  # behind the last batch, staged ones included
         self.allocated = 0  # bytes that the file system has promised; `end` plus a footer must fit
         self.sealed = False
-        self.opened: OpenedSegment | None = (
-            None  # always there until sealed, then an evictable cache
-        )
+        # Always there until it is sealed, then an evictable cache.
+        self.opened: OpenedSegment | None = None
 
     @property
     def first(self) -> int:
@@ -87,10 +76,9 @@ class Segment:
     def bytes(self) -> int:
         return self.end + FOOTER_SIZE if self.sealed else self.end
 
-    def info(self) -> SegmentInfo:
-        return SegmentInfo(
-            self.first, self.last, self.bytes, self.sealed, self.time_ms, self.header.compacted
-        )
+    @property
+    def compacted(self) -> bool:
+        return self.header.compacted
 
     def walk(self, handle: Handle) -> Walk:
         return Walk(SegmentFile(handle, self.path, self.header), end=self.end)
@@ -134,7 +122,7 @@ def read_footer(file: SegmentFile) -> Footer:
     """The footer at the file's end; raises `Corruption` if there is none for this segment."""
     at, first = file.handle.size - FOOTER_SIZE, file.header.first
     try:
-        footer = Footer.decode(file.handle.read(FOOTER_SIZE, max(at, 0)))
+        footer = Footer(*FOOTER.unpack(file.handle.read(FOOTER_SIZE, max(at, 0)))[1:])
         if footer.end != at or footer.first != first:
             raise Corruption("a footer is not at its place")
     except Corruption as error:
@@ -197,7 +185,7 @@ def seal(segment: Segment) -> None:
     assert segment.opened is not None
     handle = segment.opened.handle
     crash_point("log.seal.before")
-    end = handle.write([segment.footer().encode()], segment.end)
+    end = handle.write([FOOTER.pack(*segment.footer())], segment.end)
     crash_point("log.seal.footer")
     os.ftruncate(handle.fd, end)
     crash_point("log.seal.trimmed")

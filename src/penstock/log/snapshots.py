@@ -20,7 +20,7 @@ from crc32c import crc32c
 from penstock.errors import Corruption
 from penstock.log.crash import crash_armed, crash_point
 from penstock.log.files import Handle, sync_folder
-from penstock.log.layout import SNAPSHOT_SIZE, SnapshotHeader
+from penstock.log.layout import SNAPSHOT, SnapshotHeader
 from penstock.model.columns import Buffer
 
 KEPT: Final = 2
@@ -56,7 +56,7 @@ class SnapshotFiles:
         path = self._path(sequence)
         new = path.with_name(path.name + ".tmp")
         try:
-            self._write(new, [header.encode(), *parts])
+            self._write(new, [SNAPSHOT.pack(*header), *parts])
             new.rename(path)
         finally:
             new.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ class SnapshotFiles:
         for old in self.sequences()[:-KEPT]:
             self._path(old).unlink()
         crash_point("log.snapshot.after")
-        return SNAPSHOT_SIZE + length
+        return SNAPSHOT.size + length
 
     @staticmethod
     def _write(new: Path, buffers: list[Buffer]) -> None:
@@ -100,8 +100,8 @@ def read_snapshot(path: Path, *, topic: int, partition: int) -> StoredSnapshot:
     """Read and verify one snapshot file; raises `Corruption`."""
     data = memoryview(path.read_bytes())
     try:
-        header = SnapshotHeader.decode(bytes(data[:SNAPSHOT_SIZE]))
-        body = data[SNAPSHOT_SIZE:]
+        header = SnapshotHeader(*SNAPSHOT.unpack(bytes(data[: SNAPSHOT.size]))[1:])
+        body = data[SNAPSHOT.size :]
         if (header.topic, header.partition, f"{header.sequence:016x}") != (
             topic, partition, path.stem,
         ):  # fmt: skip

@@ -29,7 +29,7 @@ from penstock.log.crash import crash_point
 from penstock.log.files import Handle
 from penstock.log.layout import (
     HEADER_SIZE,
-    INDEX_SIZE,
+    INDEX,
     MARK_MAGIC,
     MARK_SIZE,
     IndexHeader,
@@ -78,15 +78,15 @@ class BatchIndex:
         header = IndexHeader(self.firsts[0], last, end, len(self.firsts), crc32c(body))
         # Two readers may rebuild the same index at once.
         new = path.with_name(f"{path.name}.{get_ident()}.tmp")
-        Handle(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC).write([header.encode(), body], 0)
+        Handle(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC).write([INDEX.pack(*header), body], 0)
         new.rename(path)
 
     @staticmethod
     def load(path: Path, *, first: int, last: int, end: int) -> BatchIndex:
         """Read the sidecar of the segment so described; raises `Corruption` if it is not that."""
         data = path.read_bytes()
-        header = IndexHeader.decode(data[:INDEX_SIZE])
-        body = data[INDEX_SIZE:]
+        header = IndexHeader(*INDEX.unpack(data[: INDEX.size])[1:])
+        body = data[INDEX.size :]
         if (header.first, header.last, header.end) != (first, last, end):
             raise Corruption("the index belongs to another version of its segment")
         if len(body) != 16 * header.batches or crc32c(body) != header.crc:

@@ -63,7 +63,7 @@ def test_damage_is_told_and_raised(pen, read):
     data[200] ^= 1
     oldest.write_bytes(data)
     told: list[Corruption] = []
-    log.watch.tell = told.append
+    log.on_damage = told.append
     with pytest.raises(Corruption) as raised:
         read(log)
     assert told == [raised.value] and told[0].details["file"] == str(oldest)
@@ -71,7 +71,7 @@ def test_damage_is_told_and_raised(pen, read):
 
 def test_other_errors_are_not_damage(pen):
     told: list[Corruption] = []
-    pen.log.watch.tell = told.append
+    pen.log.on_damage = told.append
     with pytest.raises(NotFound):
         pen.log.read(99, nowait=False)
     assert told == []

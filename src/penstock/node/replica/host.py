@@ -65,7 +65,7 @@ class Host:
             report=around.on_damage,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
-        opened.log.watch.tell = self._hear_of_damage
+        opened.log.on_damage = self._hear_of_damage
         self._aside = opened.aside  # damaged copies are kept until this one counts
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
@@ -221,7 +221,7 @@ class Host:
         if self.closed:
             return
         self.closed = True
-        self.log.watch.end()
+        self.log.on_damage = None
         self.topic.end_readers(self)
         stopping = Unavailable("the node is stopping; the outcome is unknown")
         self.tenure.end(stopping)

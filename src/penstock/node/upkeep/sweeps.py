@@ -17,7 +17,7 @@ from penstock.cluster.reserve import Reserve
 from penstock.errors import Corruption, DiskFull, NotFound, PenstockError
 from penstock.log.crash import crash_point
 from penstock.log.partition import PartitionLog
-from penstock.log.segment import SegmentInfo
+from penstock.log.segment import Segment
 from penstock.model.batch import Kind
 from penstock.model.columns import Buffer, Value
 from penstock.node.engine import Engine
@@ -198,7 +198,7 @@ def _streamed(partition: Partition) -> int | None:
     return min((s.next for s in senders if not s.lagging), default=None)
 
 
-def _older(log: PartitionLog, cutoff_ms: int, *, below: int | None) -> list[SegmentInfo]:
+def _older(log: PartitionLog, cutoff_ms: int, *, below: int | None) -> list[Segment]:
     """Sealed segments past retention that no snapshot needs for its replay, oldest first."""
     snapshots = log.snapshot_sequences()
     if not snapshots:
@@ -207,7 +207,7 @@ def _older(log: PartitionLog, cutoff_ms: int, *, below: int | None) -> list[Segm
     return [
         segment
         for segment in log.segments()
-        if segment.sealed and segment.time_ms_last < cutoff_ms and segment.last <= through
+        if segment.sealed and segment.time_ms < cutoff_ms and segment.last <= through
     ]
 
 
@@ -228,7 +228,7 @@ def _forget_dead(host: Host, partition: Partition, cutoff_ms: int) -> None:
     )
 
 
-def _worth_rewriting(segment: SegmentInfo, alive: int) -> bool:
+def _worth_rewriting(segment: Segment, alive: int) -> bool:
     share = alive / (segment.last - segment.first + 1)
     if segment.compacted:  # once more only when nothing in it lives any longer
         return not alive and segment.bytes > REWRITE_BYTES_MIN
