@@ -130,12 +130,9 @@ class Client:
 
     def identity(self, topic: str) -> ProducerIdentity:
         """The producer key of a topic: one per client, or two objects would reuse sequences."""
-        found = self._identities.get(topic)
-        if found is None:
-            found = self._identities[topic] = ProducerIdentity(
-                self._name, self._epoch, lasting=self._options.producer is not None
-            )
-        return found
+        lasting = self._options.producer is not None
+        made = ProducerIdentity(self._name, self._epoch, lasting=lasting)
+        return self._identities.setdefault(topic, made)
 
     async def topics(self) -> list[dict[str, Any]]:
         """The configuration of every topic."""

@@ -26,7 +26,7 @@ from penstock.client.queue.entries import (
 )
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.leases import Keeper, LeasedMessage, MessageBatch, popped
-from penstock.client.queue.messages import DeadLetters, LogReader, Message, from_map
+from penstock.client.queue.messages import DeadLetters, LogReader, Message, fields_of
 from penstock.client.queue.producer import Producer
 from penstock.errors import InvalidArgument
 from penstock.model.topic import TopicConfig
@@ -299,7 +299,7 @@ class Topic(Generic[T]):
         """The best ready messages, without leasing them."""
         await self.handle.opened()
         answer = await self.handle.ask("peek", limit=limit)
-        return [from_map(self.handle.content, fields) for fields in answer["messages"]]
+        return [Message(self.handle.content, **fields_of(m)) for m in answer["messages"]]
 
     async def stats(self) -> TopicStats:
         answer = await self.handle.ask("stats")

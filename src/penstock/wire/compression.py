@@ -15,14 +15,9 @@ from penstock.errors import Corruption
 from penstock.model.batch import Codec, compress, decompress
 from penstock.wire.frame import Buffer, Frame, FrameFlag
 
-CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}  # as a greeting names them
 COMPRESS_BYTES_MIN: Final = 1024  # smaller payloads stay as they are
 _HEAD: Final = struct.Struct(">B3xI")
-
-
-def choose_codec(offered: Sequence[str], spoken: Sequence[str] = tuple(CODECS)) -> str:
-    """The first codec that is offered and known here; none: frames stay as they are."""
-    return next((name for name in offered if name in spoken), "")
 
 
 def compressed(codec: Codec, payload: Sequence[Buffer]) -> list[Buffer] | None:

@@ -29,7 +29,6 @@ HEADER: Final = struct.Struct(">BBBBQI")
 TRAILER: Final = struct.Struct(">I")
 OVERHEAD: Final = HEADER.size + TRAILER.size
 PAYLOAD_BYTES_MAX: Final = 64 << 20
-LARGE_BYTES_MIN: Final = 64 << 10  # a larger frame is not kept in pieces until it is whole
 
 Buffer = bytes | bytearray | memoryview
 
@@ -48,7 +47,6 @@ class FrameType(IntEnum):
 class FrameFlag:
     """Plain numbers: every frame's flags are looked at, and an enum's operators are slow."""
 
-    NONE: Final = 0
     ACK_WANTED: Final = 1
     HIGH: Final = 2
     COMPRESSED: Final = 4
@@ -90,16 +88,17 @@ def encode(type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> 
     return [header, *payload, TRAILER.pack(crc)]
 
 
-def choose_version(offered: Sequence[int], spoken: Sequence[int] = VERSIONS) -> int:
+def choose_version(offered: Sequence[int]) -> int:
     """The highest version that both ends speak. The frames of the greeting itself are version 1,
     whatever is offered in them; so ends of different ages understand at least why they do not."""
-    common = set(offered).intersection(spoken)
+    common = set(offered).intersection(VERSIONS)
     if not common:
         shown = ", ".join(map(str, offered[:_SHOWN])) or "none"
+        spoken = ", ".join(map(str, VERSIONS))
         raise InvalidArgument(
-            f"versions {', '.join(map(str, spoken))} are spoken here, not {shown}",
+            f"versions {spoken} are spoken here, not {shown}",
             field="versions",
-            versions=list(spoken),
+            versions=list(VERSIONS),
         )
     return max(common)
 

@@ -80,7 +80,8 @@ class Stream(Receiver, ABC, Generic[Item]):
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._take(self._arrived.popleft())
+        item: Item = self._take(self._arrived.popleft())
+        return item
 
     def take_nowait(self) -> Item | None:
         """An item that is already here, or None."""
@@ -114,9 +115,9 @@ class Stream(Receiver, ABC, Generic[Item]):
     def _decode(self, payload: memoryview) -> Any:
         """On arrival: cheap, for the reader may never come."""
 
-    @abstractmethod
-    def _take(self, arrived: Any) -> Item:
-        """When the reader takes it."""
+    def _take(self, arrived: Any) -> Any:
+        """The item that the reader takes."""
+        return arrived
 
 
 class LeaseStream(Stream[DeliveredBatch]):
@@ -132,9 +133,6 @@ class LeaseStream(Stream[DeliveredBatch]):
     def _decode(self, payload: memoryview) -> DeliveredBatch:
         delivery, data = unpack(payload, Delivery)
         return DeliveredBatch(delivery, DELIVERY.decode(data, delivery.count))
-
-    def _take(self, arrived: DeliveredBatch) -> DeliveredBatch:
-        return arrived
 
 
 class LogStream(Stream[list[Batch]]):

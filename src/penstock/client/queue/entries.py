@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final, Generic, NamedTuple, TypeGuard, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -280,8 +280,14 @@ def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> 
         raise _wrong("priority", "an integer", priority)
     if not -PRIORITY_MAX - 1 <= priority <= PRIORITY_MAX:
         raise InvalidArgument("priority is not a signed 64-bit integer", field="priority")
-    if retries is not None:
-        _check_retries(retries)
+    if retries is not None and not _is_integer(retries):
+        raise _wrong("max_retries", "an integer or None", retries)
+    if retries is not None and not 0 <= retries <= RETRIES_MAX:
+        raise InvalidArgument(
+            f"max_retries is {retries}, must be from 0 to {RETRIES_MAX}, or None",
+            field="max_retries",
+            limit=RETRIES_MAX,
+        )
     return Entry(
         payload,
         priority,
@@ -292,18 +298,7 @@ def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> 
     )
 
 
-def _check_retries(retries: object) -> None:
-    if not _is_integer(retries):
-        raise _wrong("max_retries", "an integer or None", retries)
-    if not 0 <= retries <= RETRIES_MAX:
-        raise InvalidArgument(
-            f"max_retries is {retries}, must be from 0 to {RETRIES_MAX}, or None",
-            field="max_retries",
-            limit=RETRIES_MAX,
-        )
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
+def _is_integer(value: object) -> bool:
     """Whether it counts as one: numbers of numpy do, and members of an IntEnum; booleans do not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -95,11 +95,6 @@ class DeadMessage(Message[T]):
         self.dead_ms: int = fields.get("dead_ms", 0)
 
 
-def from_map(content: Content[T], fields: dict[str, Any]) -> Message[T]:
-    """A message out of a call's answer."""
-    return Message(content, **fields_of(fields))
-
-
 def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
     """What a message is made of, out of a call's answer."""
     return {

@@ -33,12 +33,13 @@ from penstock.config import Limits
 from penstock.errors import Backpressure, Corruption, Unavailable
 from penstock.node.door.budget import LITTLE_BYTES, WAIT_S, Budget, Held
 from penstock.node.door.outlet import UNREAD_BYTES_MAX, Unread
-from penstock.wire.frame import LARGE_BYTES_MIN, Frame, FrameDecoder
+from penstock.wire.frame import Frame, FrameDecoder
 from penstock.wire.limits import GREETING_BYTES_MAX
 from penstock.wire.outbox import WireTransport
 
 INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests
 FRAMES_MAX: Final = 128  # decoded at once
+LARGE_BYTES_MIN: Final = 64 << 10  # a larger frame counts by itself until it is dealt with
 PART_BYTES_MIN: Final = 4 << 10  # from which the beginning of a frame counts
 QUANTUM_S: Final = 0.002  # that one connection's frames take, if others wait
 TURN_S: Final = 0.004  # that all connections' frames take in one turn of the loop

@@ -47,7 +47,7 @@ from penstock.node.session.stream_table import StreamTable
 from penstock.node.session.tokens import Act, Tokens
 from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
-from penstock.wire.compression import CODECS, choose_codec, compressed, expanded, raw_length
+from penstock.wire.compression import CODECS, compressed, expanded, raw_length
 from penstock.wire.frame import Frame, FrameFlag, FrameType, choose_version
 from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
@@ -504,7 +504,9 @@ def _read_greeting(engine: Engine, frame: Frame) -> _Greeting:
         hello, _ = unpack(frame.payload, Hello)
     except Corruption as error:
         raise InvalidArgument(error.message, field="payload") from error
-    version, codec = choose_version(hello.versions), choose_codec(hello.codecs)
+    version = choose_version(hello.versions)
+    # The first that is offered and known here; none: frames stay as they are.
+    codec = next((name for name in hello.codecs if name in CODECS), "")
     try:
         key_id, peer = _authenticated(engine, hello)
     except Unauthenticated:
