@@ -38,15 +38,6 @@ class Guest(Protocol):
         """End the connection at once, or soon if it is owed a word."""
 
 
-class TlsReader(Protocol):
-    """A connection by TLS, as far as its turn to be read is concerned."""
-
-    def rest(self) -> None:
-        """Read nothing until `go_on`."""
-
-    def go_on(self) -> None: ...
-
-
 class TlsIntake:
     """Where connections by TLS are read into, and whose turn it is. All connections of a loop share
     it: what was read is decrypted before another one reads.
@@ -59,17 +50,18 @@ class TlsIntake:
     def __init__(self) -> None:
         self.received = memoryview(bytearray(READ_BYTES))
         self._used = 0  # bytes, of this turn of the loop
-        self._resting: deque[TlsReader] = deque()
+        self._resting: deque[Callable[[], None]] = deque()
         self._scheduled = False
 
-    def spend(self, link: TlsReader, size: int) -> None:
-        """So much came from this connection. It rests if all have had what a turn allows, or if
-        others rest and it has more."""
+    def spend(self, size: int, go_on: Callable[[], None]) -> bool:
+        """So much came from a connection. Whether it rests until `go_on` is called: all have had
+        what a turn allows, or others rest and it has more."""
         self._used += size
-        if self._used > TURN_BYTES or (self._resting and size == READ_BYTES):
-            link.rest()
-            self._resting.append(link)
+        rests = self._used > TURN_BYTES or (bool(self._resting) and size == READ_BYTES)
+        if rests:
+            self._resting.append(go_on)
         self._schedule()
+        return rests
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -80,7 +72,7 @@ class TlsIntake:
         """Those who have rested for longest go on, as many as can use up a turn."""
         self._scheduled, self._used = False, 0
         for _ in range(min(len(self._resting), TURN_BYTES // READ_BYTES)):
-            self._resting.popleft().go_on()
+            self._resting.popleft()()
         if self._resting:
             self._schedule()
 

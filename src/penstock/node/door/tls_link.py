@@ -80,7 +80,9 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
         return self._intake.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._intake.spend(self, nbytes)
+        if self._intake.spend(nbytes, self._go_on):
+            self._resting = True
+            self._steer()
         if self._closing:
             return
         plain: list[bytes] = []
@@ -163,11 +165,7 @@ class TlsLink(asyncio.BufferedProtocol, asyncio.Transport):
             self._deliver(kept)
         self._steer()
 
-    def rest(self) -> None:
-        self._resting = True
-        self._steer()
-
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
         self._resting = False
         self._steer()
 

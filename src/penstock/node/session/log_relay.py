@@ -16,10 +16,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.errors import InvalidArgument, PenstockError, Unavailable, WrongEpoch
+from penstock.errors import PenstockError, Unavailable, WrongEpoch
 from penstock.model.columns import Buffer
 from penstock.model.delivery import most_urgent
 from penstock.node.route.ports import PeerPort
+from penstock.replication.credit import Credit
 from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
 from penstock.wire.messages import (
     Changes,
@@ -33,6 +34,10 @@ from penstock.wire.messages import (
 
 
 class LogRelay:
+    """Invariant: what was granted again is no more than has arrived, and than the reader has given
+    back beside what is not lent. By the second no more than the reader's window is ever under way
+    to it, by the first no more than `bytes_lent` to this node."""
+
     def __init__(
         self,
         peer: PeerPort,
@@ -48,8 +53,8 @@ class LogRelay:
         self.opened = False  # the request is answered
         self._changes = isinstance(control, OpenSubscription)
         self.bytes_lent = min(bytes_lent, control.credit_bytes)
-        self._entries = _Window(control.credit_entries, control.credit_entries)
-        self._bytes = _Window(control.credit_bytes, self.bytes_lent)
+        self._credit = Credit(entries=control.credit_entries, bytes=control.credit_bytes)
+        self._entries_granted = self._bytes_granted = 0  # to the other node, since the beginning
         # A batch that exceeds what is lent comes when nothing else is out; a delta does anyway.
         self._bytes_least = self.bytes_lent // 4 if self._changes else 0
         self._blocked = False
@@ -67,8 +72,7 @@ class LogRelay:
         self._grant_due()
 
     def grant(self, grant: Grant) -> None:
-        self._entries.give_back(grant.entries)
-        self._bytes.give_back(grant.bytes)
+        self._credit.give_back(grant.entries, grant.bytes)
         if grant.position:  # a cursor moves, however full the connection is
             self._peer.send(FrameType.ACK, self._number, pack(Grant(0, 0, grant.position)))
         self._grant_due()
@@ -81,9 +85,14 @@ class LogRelay:
     def _grant_due(self) -> None:
         if self._blocked or not self.open:
             return
-        if self._entries.due or self._bytes.due > self._bytes_least:
-            grant = Grant(self._entries.take_due(), self._bytes.take_due())
-            self._peer.send(FrameType.ACK, self._number, pack(grant))
+        credit = self._credit
+        kept = credit.bytes_window - self.bytes_lent
+        entries = credit.entries_received - self._entries_granted
+        bytes_ = min(credit.bytes_sent, credit.bytes_received + kept) - self._bytes_granted
+        if entries or bytes_ > self._bytes_least:
+            self._entries_granted += entries
+            self._bytes_granted += bytes_
+            self._peer.send(FrameType.ACK, self._number, pack(Grant(entries, bytes_)))
 
     # --- what the other node says ---
 
@@ -103,8 +112,7 @@ class LogRelay:
         else:
             piece, body = unpack(payload, LogSlice)
             entries = piece.last - piece.first + 1
-        self._entries.arrived += entries
-        self._bytes.arrived += len(body)
+        self._credit.use(entries, len(body))
         self._send(FrameType.BATCH, self._reader, payload, flags=flags)
         self._grant_due()
 
@@ -118,32 +126,3 @@ def _of_the_stream(error: PenstockError) -> PenstockError:
     """Without what is true of the other node alone."""
     theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
     return Unavailable(error.message) if theirs else error
-
-
-class _Window:
-    """Entries, or bytes, of a reader's credit, of which the other node has a part.
-
-    Invariant: granted ≤ arrived and granted ≤ returned + whole - part; by the second one no more
-    than `whole` is ever under way to the reader, by the first no more than `part` to this node.
-    """
-
-    __slots__ = ("_granted", "_returned", "_spare", "arrived")
-
-    def __init__(self, whole: int, part: int) -> None:
-        self._spare = whole - part
-        self.arrived = self._returned = self._granted = 0  # in all, from the beginning
-
-    def give_back(self, amount: int) -> None:
-        if not 0 <= amount <= self.arrived - self._returned:
-            raise InvalidArgument("more credit returned than is out", field="entries")
-        self._returned += amount
-
-    @property
-    def due(self) -> int:
-        """What the other node may have back."""
-        return min(self.arrived, self._returned + self._spare) - self._granted
-
-    def take_due(self) -> int:
-        due = self.due
-        self._granted += due
-        return due

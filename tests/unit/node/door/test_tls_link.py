@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import trustme
@@ -329,10 +329,7 @@ class Sender:
     def come(self) -> None:
         while not self.resting:
             self.bytes += READ_BYTES
-            self._intake.spend(cast(TlsLink, self), READ_BYTES)
-
-    def rest(self) -> None:
-        self.resting = True
+            self.resting = self._intake.spend(READ_BYTES, self.go_on)
 
     def go_on(self) -> None:
         self.resting = False
