@@ -16,9 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.errors import (
     Corruption,
     InvalidArgument,
@@ -39,12 +36,11 @@ from penstock.node.door.flow import Flow, Inbox
 from penstock.node.door.tls_link import TlsLink
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
-from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.intake import enqueue, enqueue_of_delta
 from penstock.node.serve.topic import Topic
 from penstock.node.session.call_desk import CallDesk
 from penstock.node.session.stream_table import StreamTable
-from penstock.node.session.tokens import Act, Tokens
+from penstock.node.session.tokens import Make, Tokens
 from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
 from penstock.wire.compression import CODECS, compressed, expanded, raw_length
@@ -173,11 +169,11 @@ class Session(asyncio.Protocol):
         """Say that the node goes, and leave it to the client to end the connection. Until then what
         it asks is refused by name: were the connection closed on requests that are on their way,
         the system would reset it, and answers that nobody has read yet would be lost."""
-        self._send(FrameType.NACK, 0, pack(Unavailable(reason, leaving=True).to_wire()))
+        self._answer_error(0, Unavailable(reason, leaving=True))
 
     def shut(self, reason: str) -> None:
         if self._transport is not None:
-            self._send(FrameType.NACK, 0, pack(Unavailable(reason).to_wire()))
+            self._answer_error(0, Unavailable(reason))
             self._close(self._transport)
 
     def _close(self, transport: WireTransport) -> None:
@@ -201,7 +197,7 @@ class Session(asyncio.Protocol):
 
     def _refuse(self, error: PenstockError) -> None:
         if self._transport is not None:
-            self._send(FrameType.NACK, 0, pack(error.to_wire()))
+            self._answer_error(0, error)
             self._close(self._transport)
             self._transport = None
             self._inbox.end()
@@ -319,28 +315,20 @@ class Session(asyncio.Protocol):
             self.streams.on_ack(frame.sequence, frame.payload)
             return
         control, data = unpack(frame.payload, Settle)
-        topic = self._engine.queue(control.topic)
-        self._for_tokens(frame, topic, control, data, lambda p, t, r: p.settle(TokenRequest(t, r)))
+        self._for_tokens(frame, self._engine.queue(control.topic), control, data, TokenRequest)
 
     def _on_nack(self, frame: Frame) -> None:
         control, data = unpack(frame.payload, Return)
         topic = self._engine.queue(control.topic)
         if control.delay_ms is not None:
             bounded(control.delay_ms, 0, DELAY_MS_MAX, "delay_ms")
-        reason = control.reason.encode()[:1024]
-
-        def give_back(partition: PartitionPort, tokens: NDArray[np.uint64], reply: Reply) -> None:
-            partition.settle(
-                ReturnRequest(
-                    tokens,
-                    reply,
-                    delay_ms=control.delay_ms,
-                    reject=control.reject,
-                    counted=control.counted,
-                    reason=reason,
-                )
-            )
-
+        give_back = partial(
+            ReturnRequest,
+            delay_ms=control.delay_ms,
+            reject=control.reject,
+            counted=control.counted,
+            reason=control.reason.encode()[:1024],
+        )
         self._for_tokens(frame, topic, control, data, give_back)
 
     def _on_heartbeat(self, frame: Frame) -> None:
@@ -350,13 +338,8 @@ class Session(asyncio.Protocol):
         control, data = unpack(frame.payload, Extend)
         topic = self._engine.queue(control.topic)
         bounded(control.extend_ms, 1, topic.config.visibility_ms_max, "extend_ms")
-        self._for_tokens(
-            frame,
-            topic,
-            control,
-            data,
-            lambda p, t, r: p.settle(ExtendRequest(t, r, extend_ms=control.extend_ms)),
-        )
+        extend = partial(ExtendRequest, extend_ms=control.extend_ms)
+        self._for_tokens(frame, topic, control, data, extend)
 
     def _on_subscribe(self, frame: Frame) -> None:
         control: Open
@@ -373,12 +356,10 @@ class Session(asyncio.Protocol):
         if isinstance(control, OpenFollow):
             self._check_peer()
             self.streams.open_follow(frame.sequence, control)
-            return
-        if isinstance(control, OpenSupply):
+        elif isinstance(control, OpenSupply):
             self._check_peer()
             self.streams.open_supply(frame.sequence, control)
-            return
-        if isinstance(control, OpenLease):
+        elif isinstance(control, OpenLease):
             self.streams.open_lease(frame.sequence, control, self._key_id)
         elif isinstance(control, OpenSubscription):
             if control.forwarded:
@@ -440,12 +421,12 @@ class Session(asyncio.Protocol):
         topic: Topic,
         control: Settle | Return | Extend,
         data: memoryview,
-        act: Act,
+        make: Make,
     ) -> None:
         if control.forwarded:
             self._check_peer()
         tokens = Tokens(topic, control, data)
-        tokens.hand_out(act, self._reply(frame, len(data)))
+        tokens.hand_out(make, self._reply(frame, len(data)))
 
     # --- calls ---
 

@@ -13,11 +13,12 @@ from penstock.errors import InvalidArgument, PenstockError
 from penstock.node.route.errands import forwarded
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.topic import Topic, has_id
-from penstock.node.write.requests import Gathered, Reply, as_one
+from penstock.node.write.requests import Gathered, Reply, TokenRequest, as_one
 from penstock.wire.messages import Extend, Return, Settle, Settled, TokenPart
 
 TOKENS_MAX: Final = 100_000
-Act = Callable[[PartitionPort, NDArray[np.uint64], Reply], None]
+# Makes one partition's request of its tokens, and of who is told which of them were lost.
+Make = Callable[[NDArray[np.uint64], Reply], TokenRequest]
 
 
 class Tokens:
@@ -49,9 +50,9 @@ class Tokens:
             return self._topic.partition(part.partition)
         return None
 
-    def hand_out(self, act: Act, answer: Reply) -> None:
+    def hand_out(self, make: Make, answer: Reply) -> None:
         if self._forwarded:
-            self._hand_out_forwarded(act, forwarded(len(self._parts), answer))
+            self._hand_out_forwarded(make, forwarded(len(self._parts), answer))
             return
         topic = self._topic
 
@@ -60,18 +61,17 @@ class Tokens:
                 topic.metrics.leases_lost.add((topic.config.name,), len(result.lost))
             answer(result)
 
-        if len(self._parts) == 1:
-            _act(act, self._partitions[0], self._tokens, lambda result: whole(_settled(result)))
-            return
         shares = self._by_partition()
         positions = [some for _, some in shares]
         gathered = Gathered(len(shares), partial(_lost_of, positions), whole)
         for i, (partition, some) in enumerate(shares):
-            _act(act, partition, self._tokens[some], gathered.part(i))
+            _settle(partition, make(self._tokens[some], gathered.part(i)))
 
     def _by_partition(self) -> list[tuple[PartitionPort | None, NDArray[np.intp]]]:
         """Each partition once, with the positions of its tokens: a partition acts on many as fast
         as on one, and a request may have thousands of parts."""
+        if len(self._parts) == 1:
+            return [(self._partitions[0], np.arange(len(self._tokens)))]
         pairs = list(zip(self._parts, self._partitions, strict=True))
         numbers = [-1 if port is None else part.partition for part, port in pairs]
         numbered = np.repeat(np.array(numbers), [part.count for part in self._parts])
@@ -81,29 +81,24 @@ class Tokens:
         groups = np.split(order, firsts[1:])
         return [(ports[int(n)], group) for n, group in zip(found, groups, strict=True)]
 
-    def _hand_out_forwarded(self, act: Act, outcomes: Gathered) -> None:
+    def _hand_out_forwarded(self, make: Make, outcomes: Gathered) -> None:
         """Another node has sent them on: each part has an outcome of its own."""
         at = 0
         for i, part in enumerate(self._parts):
             partition = self._partitions[i]
             if partition is None or self._topic.served(partition.index) is not None:
-                _act(act, partition, self._tokens[at : at + part.count], outcomes.part(i))
+                tokens = self._tokens[at : at + part.count]
+                _settle(partition, make(tokens, outcomes.part(i)))
             else:
                 outcomes.part(i)(self._topic.not_here(part.partition))
             at += part.count
 
 
-def _act(
-    act: Act, partition: PartitionPort | None, tokens: NDArray[np.uint64], reply: Reply
-) -> None:
+def _settle(partition: PartitionPort | None, request: TokenRequest) -> None:
     if partition is None:
-        reply(list(range(len(tokens))))
+        request.reply(list(range(len(request.tokens))))
     else:
-        act(partition, tokens, reply)
-
-
-def _settled(result: object) -> object:
-    return Settled(result) if isinstance(result, list) else result
+        partition.settle(request)
 
 
 def _lost_of(positions: Sequence[NDArray[np.intp]], results: Sequence[object]) -> object:
