@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -118,10 +117,7 @@ class Pipeline:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *exited: object) -> None:
         self.stop()
 
     # --- putting it together ---
@@ -157,7 +153,7 @@ class Pipeline:
             snapshot_deltas=settings.snapshot_deltas,
             feed=feed_of(sinks),
         )
-        self.changes, self.identity = changes, identity
+        self.changes = changes
         self.ingest = FoldQuery(
             settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
         )

@@ -194,9 +194,10 @@ class Planner:
             return None
         if self.laned:
             return self._by_lane(cursor, end=end, now_ms=now_ms)
-        span = self._ahead(cursor.through, self.columns)
         if cursor.attempt is not None:
-            span = TriggerSpan(*cursor.attempt)
+            span: TriggerSpan | None = TriggerSpan(*cursor.attempt)
+        else:
+            span = self._ahead(cursor.through, self.columns)
         if span is None:
             return WritePlan(spans={}, moves={0: end})
         return WritePlan(spans=dict.fromkeys(self.columns, span), moves={0: span.last})

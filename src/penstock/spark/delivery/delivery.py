@@ -43,7 +43,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -258,9 +258,7 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
         "dead_letters": meter.dead_letters,
         "breaker": worker.runner.retry.describe(now=now) | {"opened": meter.opens},
         "busy_s": round(meter.busy_s(now=now), 3),
-        "last_error": None
-        if meter.last_error is None
-        else {"message": meter.last_error.message, "time_ms": meter.last_error.time_ms},
+        "last_error": None if meter.last_error is None else asdict(meter.last_error),
     }
 
 

@@ -262,12 +262,9 @@ _OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
 _SOURCES: Final = pa.array([source.name.lower() for source in DeltaOrigin], pa.string())
 
 
-def _ids(pairs: NDArray[np.uint64], *, zero_is_null: bool = False) -> pa.Array:
-    data = np.ascontiguousarray(pairs)
-    mask = arrays.bits((data != 0).any(axis=1)) if zero_is_null else None
-    ends = np.arange(0, 16 * len(data) + 1, 16, dtype=np.int32)
-    buffers = [mask, pa.py_buffer(ends), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.binary(), len(data), buffers)
+def _parents(deltas: DeltaRows) -> pa.Array:
+    parents = deltas.batch.parent
+    return arrays.ids(arrays.sixteen(parents), valid=(parents != 0).any(axis=1))
 
 
 def _clock(deltas: DeltaRows) -> pa.Array:
@@ -320,8 +317,8 @@ DELTAS: Final[dict[str, RowColumn]] = {
     "partition": RowColumn("int", lambda d: d.same(d.source.partition, pa.int32())),
     "sequence": RowColumn("bigint", lambda d: d.batch.sequences.view(np.int64)),
     "time": RowColumn("timestamp", lambda d: d.batch.log_times_ms * 1000),
-    "delta_id": RowColumn("binary", lambda d: _ids(d.batch.delta_id)),
-    "parent": RowColumn("binary", lambda d: _ids(d.batch.parent, zero_is_null=True)),
+    "delta_id": RowColumn("binary", lambda d: arrays.ids(arrays.sixteen(d.batch.delta_id))),
+    "parent": RowColumn("binary", _parents),
     "namespace": RowColumn("string", DeltaRows.namespaces),
     "vector_id": RowColumn("string", DeltaRows.vector_ids),
     "op": RowColumn("string", lambda d: _OPS.take(pa.array(d.batch.op))),
