@@ -212,11 +212,11 @@ class Audit:
                 api_key_file=one.options.get("api_key_file"),
                 tls=one.options.get("ca"),
             )
-        whole = Comparison()
+        found = Comparison()
         for topic, released in by_topic.items():
             held = read(node.access(), topic)
-            whole.add(compare_forwarded(released, held, only_ours=one.kind == "notify"))
-        return whole
+            compare_forwarded(released, held, found, only_ours=one.kind == "notify")
+        return found
 
 
 def _routed(fold: PartitionFold, routes: SinkRoutes) -> pa.Table:

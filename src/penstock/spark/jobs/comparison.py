@@ -72,15 +72,6 @@ class Comparison:
             found.counts[kind] += len(rows)
             found.shown += ({"kind": kind, **describe(r)} for r in rows[: self._room(found)])
 
-    def add(self, other: Comparison) -> None:
-        """Take over what another comparison found."""
-        self.expected += other.expected
-        self.compared += other.compared
-        for excuses, more in other._found.items():
-            found = self._found.setdefault(excuses, _Found())
-            found.counts += more.counts
-            found.shown += more.shown[: self._room(found)]
-
     def _room(self, found: _Found) -> int:
         return max(0, SHOWN_MAX - len(found.shown))
 
@@ -325,18 +316,21 @@ def _shown(table: pa.Table, row: Any) -> dict[str, Any]:
 _notices: Final = msgspec.msgpack.Decoder(Notice)
 
 
-def compare_forwarded(released: Sequence[pa.Table], held: Keys, *, only_ours: bool) -> Comparison:
-    """`held` are the ids in the destination; if it has `only_ours`, others do not belong there."""
+def compare_forwarded(
+    released: Sequence[pa.Table], held: Keys, found: Comparison, *, only_ours: bool
+) -> None:
+    """Add what differs to `found`. `held` are the ids in the destination; if it has `only_ours`,
+    others do not belong there."""
     ids = [id_ for table in released for id_ in table["delta_id"].to_pylist()]
     expected = np.frombuffer(b"".join(ids), _KEY)
-    found = Comparison(expected=len(expected), compared=len(held))
+    found.expected += len(expected)
+    found.compared += len(held)
     distinct, times = np.unique(held, return_counts=True)
     found.differ("missing", expected[~np.isin(expected, distinct)], _named, "behind")
     ours = np.isin(distinct, expected)
     found.differ("twice", distinct[ours & (times > 1)], _named)
     if only_ours:
         found.differ("extra", distinct[~ours], _named, "ahead")
-    return found
 
 
 def delta_ids(access: NodeAccess, topic: str) -> Keys:

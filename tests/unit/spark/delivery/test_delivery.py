@@ -1,6 +1,7 @@
 """Delivery to sinks that are well: order, lanes, coalescing, pruning, status, the end."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,18 @@ def test_a_sink_that_hangs_stops_neither_others_nor_the_end(
     eventually(lambda: delivery.workers[0].state == "stopped")
     assert hanging.states() == {"a": 1}  # it came through after all,
     assert delivery.workers[0].durable_through == -1  # but nobody moves the cursor any more
+
+
+def test_what_some_sink_has_still_to_take_is_counted(tmp_path: Path) -> None:
+    triggers = Triggers(tmp_path)
+    triggers.commit(("a", 1), ("b", 1))
+    (part,) = triggers.log.manifest(0).parts
+    sink = FileSink(tmp_path)
+    sink.hang = threading.Event()
+    delivery = delivery_of(triggers, sink, folder=tmp_path)
+    delivery.start()
+    assert delivery.undelivered_bytes == part.bytes
+    sink.hang.set()
+    assert delivery.drain(20)
+    delivery.stop()
+    assert delivery.undelivered_bytes == 0
