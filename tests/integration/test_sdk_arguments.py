@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 import penstock.sync
-from penstock.client.queue.entries import Entry
+from penstock.client.queue.entries import PutEntry
 from penstock.errors import InvalidArgument
 from penstock.model.plain import DEPTH_MAX, HEADERS_VALUES_MAX
 
@@ -145,9 +145,9 @@ async def test_a_batch_that_cannot_be_built_fails_its_callers(
     """What passes every check and still cannot be encoded. Before, its callers waited for ever."""
     producer = await topic.handle.opened()
     waiters = [
-        producer.add(Entry(b"fine")),
-        producer.add(Entry(b"not a number", 1.5)),  # type: ignore[arg-type]
-        producer.add(Entry(b"fine")),
+        producer.add(PutEntry(b"fine")),
+        producer.add(PutEntry(b"not a number", 1.5)),  # type: ignore[arg-type]
+        producer.add(PutEntry(b"fine")),
     ]
     async with asyncio.timeout(30):
         found = await asyncio.gather(*waiters, return_exceptions=True)

@@ -135,7 +135,7 @@ class Item:
     max_retries: int | None = None
 
 
-class Entry(NamedTuple):
+class PutEntry(NamedTuple):
     """What is put, as it is stored. The fields are columns of an ENQ body, with their defaults."""
 
     payload: bytes
@@ -152,20 +152,20 @@ class EntryColumns:
     __slots__ = ("bytes", "columns", "waiters")
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {name: [] for name in Entry._fields}
+        self.columns: dict[str, list[Any]] = {name: [] for name in PutEntry._fields}
         self.waiters: list[asyncio.Future[str]] = []  # none of them for `put_many`
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self.columns["payload"])
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: PutEntry) -> None:
         """Append one entry that was checked against the topic's limits."""
         for column, value in zip(self.columns.values(), entry, strict=True):
             column.append(value)
         self.bytes += len(entry.payload) + len(entry.key) + len(entry.headers) + 16
 
-    def fill(self, payloads: list[bytes], entry: Entry) -> None:
+    def fill(self, payloads: list[bytes], entry: PutEntry) -> None:
         """Take many payloads at once that have all else in common with `entry`."""
         columns = entry._asdict()
         self.columns = {name: [value] * len(payloads) for name, value in columns.items()}
@@ -176,7 +176,7 @@ class EntryColumns:
         """Some entries by themselves."""
         some = EntryColumns()
         for row in rows:
-            some.add(Entry(*(column[row] for column in self.columns.values())))
+            some.add(PutEntry(*(column[row] for column in self.columns.values())))
             some.waiters += self.waiters[row : row + 1]
         return some
 
@@ -185,7 +185,7 @@ class EntryColumns:
         columns = self.columns
         if rows is not None:
             columns = {name: [column[row] for row in rows] for name, column in columns.items()}
-        defaults = Entry._field_defaults
+        defaults = PutEntry._field_defaults
         return {n: c for n, c in columns.items() if c.count(defaults.get(n)) < len(c)}
 
     def answer(self, ids: Sequence[str]) -> None:
@@ -269,7 +269,7 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     return raw
 
 
-def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> Entry:
+def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> PutEntry:
     """An item and its payload as they are stored; what the node would refuse is refused here.
     `limit` is that of the payload, `context` the headers of an item that has none."""
     delay_ms = 0 if item.delay is None else milliseconds(item.delay, field="delay")
@@ -288,7 +288,7 @@ def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> 
             field="max_retries",
             limit=RETRIES_MAX,
         )
-    return Entry(
+    return PutEntry(
         payload,
         priority,
         encode_key(item.key),
@@ -320,7 +320,7 @@ def chunked(
     chunks = [entries := EntryColumns()]
     if len(items) <= BATCH_ENTRIES_MAX and Item not in set(map(type, items)):
         payloads = list(map(encode, items))
-        entries.fill(payloads, Entry(b"", headers=context))
+        entries.fill(payloads, PutEntry(b"", headers=context))
         if entries.bytes <= REQUEST_BYTES_MAX and max(map(len, payloads), default=0) <= limit:
             return chunks if items else []
         chunks = [entries := EntryColumns()]

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from penstock.client.network.link import Fleet, Link, Where
-from penstock.client.queue.entries import Entry, EntryColumns, ProducerIdentity
+from penstock.client.queue.entries import EntryColumns, ProducerIdentity, PutEntry
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.entries import ENQ
@@ -166,7 +166,7 @@ class Producer:
             self._answered.clear()
             await self._answered.wait()
 
-    def add(self, entry: Entry) -> asyncio.Future[str]:
+    def add(self, entry: PutEntry) -> asyncio.Future[str]:
         """Take one checked entry; the future gets its message id once it is durable."""
         options, gathered = self._options, self._gathered
         if (

@@ -5,7 +5,7 @@ import msgspec
 import pydantic
 import pytest
 
-from penstock.client.queue.entries import Entry, EntryColumns, Item, checked, content_of
+from penstock.client.queue.entries import EntryColumns, Item, PutEntry, checked, content_of
 from penstock.errors import InvalidArgument
 
 
@@ -75,11 +75,11 @@ def test_a_type_that_json_cannot_carry_is_refused_at_once() -> None:
 
 def test_a_body_has_only_the_columns_it_needs() -> None:
     entries = EntryColumns()
-    entries.fill([b"a", b""], Entry(b""))
+    entries.fill([b"a", b""], PutEntry(b""))
     assert entries.present(None) == {"payload": [b"a", b""]}
     item = Item(b"", priority=3, key="k", delay=0.005, headers={"h": "1"}, max_retries=0)
     entries.add(checked(item, b"c", limit=1))
-    assert set(entries.present(None)) == set(Entry._fields)
+    assert set(entries.present(None)) == set(PutEntry._fields)
     assert set(entries.present([0, 1])) == {"payload"}
     alone = entries.only([2])
     assert alone.present(None)["max_retries"] == [0] and alone.present(None)["delay_ms"] == [5]
