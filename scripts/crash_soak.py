@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.integration import crashing
 
-from penstock.log.crash import LOG_POINTS
-from penstock.node.storage.crash_points import NODE_POINTS
+from verification.crash_points import LOG_POINTS, NODE_POINTS
 
 POINTS = (*LOG_POINTS, *NODE_POINTS)
 ROUNDS_PER_FOLDER = 12  # then everything is drained and a new folder begun

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from tests.integration.crashing import Ledger, check, crash_once
 
-from penstock.log.crash import LOG_POINTS
-from penstock.node.storage.crash_points import NODE_POINTS
+from verification.crash_points import LOG_POINTS, NODE_POINTS
 
 pytestmark = pytest.mark.timeout(900)
 

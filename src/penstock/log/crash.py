@@ -9,57 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Final
-
-# Every point of this package, in the order of an append's, an upkeep's and a start's life.
-LOG_POINTS: Final = (
-    "log.write.before",
-    "log.write.torn",
-    "log.write.after",
-    "log.sync.after",
-    "log.seal.before",
-    "log.seal.footer",
-    "log.seal.trimmed",
-    "log.seal.synced",
-    "log.roll.synced",
-    "log.roll.renamed",
-    "log.roll.after",
-    "log.grow.after",
-    "log.floor.before",
-    "log.floor.written",
-    "log.snapshot.before",
-    "log.snapshot.torn",
-    "log.snapshot.synced",
-    "log.snapshot.renamed",
-    "log.snapshot.after",
-    "log.rewrite.before",
-    "log.rewrite.synced",
-    "log.rewrite.renamed",
-    "log.rewrite.after",
-    "log.drop.before",
-    "log.drop.between",
-    "log.recover.zeroed",
-)
-
-# Points that only a replica of several passes, in the order of its life.
-REPLICA_POINTS: Final = (
-    "log.replica.before",
-    "log.replica.written",
-    "log.truncate.before",
-    "log.truncate.intended",
-    "log.truncate.between",
-    "log.truncate.removed",
-    "log.truncate.cut",
-    "log.truncate.after",
-    "log.reset.before",
-    "log.reset.intended",
-    "log.reset.between",
-    "log.reset.removed",
-    "log.reset.after",
-    "log.seed.before",
-    "log.seed.after",
-)
-
 
 armed = False  # whether any point is
 _name, _left = "", 0

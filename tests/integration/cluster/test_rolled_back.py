@@ -15,8 +15,8 @@ import pytest
 from tests.integration.cluster.asking import SOON_S, Asking, asking
 
 from penstock.errors import Unavailable
-from penstock.node.storage.crash_points import DISK_POINTS
 from penstock.testing.cluster import cluster_processes
+from verification.crash_points import DISK_POINTS
 
 OPTIONS = {"cluster.lease_s": 2}
 TOPIC = "jobs"

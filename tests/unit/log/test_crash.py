@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import Corruption
 from penstock.log import LogOptions, PartitionLog, verify_folder
-from penstock.log.crash import LOG_POINTS
+from verification.crash_points import LOG_POINTS
 
 OPTIONS = LogOptions(segment_bytes=4096, allocate_bytes=4096, reserve_bytes=0, floor_s=0)
 

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from penstock.log import LogOptions, PartitionLog, ReplicaFile, verify_folder
-from penstock.log.crash import REPLICA_POINTS
 from penstock.model.batch import SCHEMAS, Kind, seal
+from verification.crash_points import REPLICA_POINTS
 
 OPTIONS = LogOptions(segment_bytes=4096, allocate_bytes=4096, reserve_bytes=0, floor_s=1e9)
 OLD, COMMITTED = 120, 20  # the end before a cut, and what is committed then
