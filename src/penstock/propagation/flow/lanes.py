@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta import PriorityClass
@@ -21,6 +21,7 @@ TAKEN: Final = LANES  # the lane of what has gone
 INDEX_SLACK: Final = 1024  # places of what has gone that may linger in any case
 
 T = TypeVar("T")
+_NOTHING: Final[deque[Any]] = deque()
 Keys = Callable[[], Collection[bytes]] | Collection[bytes]
 
 
@@ -78,15 +79,15 @@ class LaneQueue(Generic[T]):
     that a queue of one class never pays for it.
     """
 
-    __slots__ = ("_by_key", "_indexed", "_items", "_last_ms", "_late", "_number", "_order",
-                 "count", "counts")  # fmt: skip
-
     def __init__(self, *, ageing_ms: int = AGEING_MS) -> None:
         self._order = Lanes(ageing_ms=ageing_ms)
         self._items: list[deque[LaneItem[T]]] = [deque() for _ in range(LANES)]
         self.count, self.counts = 0, [0] * LANES  # entries of all that waits, and by lane
         self._number = 0
         self._last_ms = 0.0  # the latest time that was told
+        # The lane of what went last, and when that came: what came with it goes next.
+        self._run: deque[LaneItem[T]] = _NOTHING
+        self._run_lane, self._run_ms = 0, 0.0
         self._by_key: dict[bytes, list[LaneItem[T]]] = {}
         self._indexed = 0  # places in there; those of what has gone linger
         self._late: list[LaneItem[T]] = []  # not in there yet
@@ -94,6 +95,7 @@ class LaneQueue(Generic[T]):
     def put(self, item: T, *, lane: int, count: int, now_ms: float, keys: Keys = ()) -> None:
         """Let an item wait that counts for so many entries."""
         self._last_ms = since_ms = max(now_ms, self._last_ms)
+        self._run = _NOTHING
         self._number += 1
         entry = LaneItem(item, count, lane=lane, number=self._number, since_ms=since_ms, keys=keys)
         if keys:
@@ -106,6 +108,9 @@ class LaneQueue(Generic[T]):
 
     def first(self) -> LaneItem[T]:
         """What goes next; there must be something."""
+        items = self._run
+        if items and items[0].since_ms == self._run_ms and items[0].lane == self._run_lane:
+            return items[0]  # it came together with what went last
         best: tuple[float, int] | None = None
         for lane, items in enumerate(self._items):
             while items and items[0].lane != lane:
@@ -114,7 +119,9 @@ class LaneQueue(Generic[T]):
                 due = self._order.due(lane, items[0].since_ms)
                 best = due if best is None else min(best, due)
         assert best is not None
-        return self._items[best[1]][0]
+        self._run_lane, self._run = best[1], self._items[best[1]]
+        self._run_ms = self._run[0].since_ms
+        return self._run[0]
 
     def leave(self, first: LaneItem[T]) -> None:
         """Take out what `first` has found."""
