@@ -20,7 +20,6 @@ partition.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
@@ -136,36 +135,24 @@ class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
     feed: Feed = Feed.STATES | Feed.DELTAS  # what the sinks make use of; nothing else is written
 
 
-class StateCache:
-    """The states that this process has at hand, the least recently used ones dropped first.
-
-    A state is taken out to be worked on and put back when that went well: one that an error left
-    half done is never found again.
-    """
-
-    def __init__(self, *, cached_max: int = CACHED_MAX) -> None:
-        self._states: OrderedDict[tuple[str, str, int], Propagator] = OrderedDict()
-        self._cached_max = cached_max
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def take(self, pipeline: str, topic: str, partition: int) -> Propagator | None:
-        return self._states.pop((pipeline, topic, partition), None)
-
-    def put(self, pipeline: str, topic: str, partition: int, state: Propagator) -> None:
-        self._states[pipeline, topic, partition] = state
-        while len(self._states) > self._cached_max:
-            self._states.popitem(last=False)
+# The states of this process, by pipeline, topic and partition, the least recently used
+# first. A state is taken out to be worked on and put back when that went well: one that an error
+# left half done is never found again.
+StateCache = dict[tuple[str, str, int], Propagator]
+STATES: Final[StateCache] = {}
 
 
-STATES: Final = StateCache()  # of this process
+def keep(state: Propagator, cache: StateCache, key: tuple[str, str, int]) -> None:
+    cache[key] = state
+    while len(cache) > CACHED_MAX:
+        del cache[next(iter(cache))]
 
 
 class PartitionStep:
     def __init__(self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES) -> None:
         self._plan, self._range, self._cache = plan, part, cache
         self._place: dict[str, Any] = {"topic": part.topic, "partition": part.partition}
+        self._key = (plan.pipeline, part.topic, part.partition)
         self._access = plan.node.access()
         self._snapshots = FoldSnapshots(plan.state / "snapshots")
 
@@ -189,7 +176,7 @@ class PartitionStep:
         part = self._write(outcomes, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
-        self._cache.put(self._plan.pipeline, **self._place, state=state)
+        keep(state, self._cache, self._key)
         return head, part
 
     def _check_follows(self, head: FoldHead) -> None:
@@ -204,7 +191,7 @@ class PartitionStep:
 
     def _state_of(self, head: FoldHead) -> Propagator:
         """The state at exactly the head's sequence."""
-        state = self._cache.take(self._plan.pipeline, **self._place)
+        state = self._cache.pop(self._key, None)
         if state is None or not head.snapshot_sequence <= state.sequence <= head.sequence:
             state = self._restored(head)
         first = max(state.sequence + 1, head.start)

@@ -22,6 +22,7 @@ from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items
+from penstock.spark.fold import partition_step
 from penstock.spark.fold.changes import ChangeLog, ChangePart
 from penstock.spark.fold.partition_step import (
     FoldHead,
@@ -29,6 +30,7 @@ from penstock.spark.fold.partition_step import (
     PartitionStep,
     ReadRange,
     StateCache,
+    keep,
     read_deltas,
 )
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
@@ -150,7 +152,7 @@ def test_a_state_is_made_anew_from_log_snapshot_or_cache(node: RunningNode, tmp_
     head, _ = steps.run(None, 1, 400, cache=cache)
     assert head.snapshot
     behind = StateCache()
-    behind.put("p-1", "vectors", 0, steps_state(steps, head))
+    behind["p-1", "vectors", 0] = steps_state(steps, head)
     head, _ = steps.run(head, 401, 500, cache=cache)
     assert head.snapshot_sequence == 400
     results = [
@@ -164,9 +166,7 @@ def test_a_state_is_made_anew_from_log_snapshot_or_cache(node: RunningNode, tmp_
 def steps_state(steps: Steps, head: FoldHead) -> Propagator:
     cache = StateCache()
     steps.run(head, head.sequence + 1, head.sequence + 1, cache=cache)
-    state = cache.take("p-1", "vectors", 0)
-    assert state is not None
-    return state
+    return cache["p-1", "vectors", 0]
 
 
 def test_the_cut_does_not_change_the_digest(node: RunningNode, tmp_path: Path) -> None:
@@ -175,9 +175,7 @@ def test_the_cut_does_not_change_the_digest(node: RunningNode, tmp_path: Path) -
         steps = Steps(node, tmp_path / str(number), snapshot_deltas=200)
         cache = StateCache()
         steps.in_ranges(size, cache=cache)
-        state = cache.take("p-1", "vectors", 0)
-        assert state is not None
-        digests.add(digest(state))
+        digests.add(digest(cache["p-1", "vectors", 0]))
     assert digests == {digest(direct(node))}
 
 
@@ -225,13 +223,12 @@ def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path
     assert again == steps.run(head, 11, 50)[0]
 
 
-def test_the_least_recently_used_state_is_dropped() -> None:
-    cache = StateCache(cached_max=2)
+def test_the_least_recently_used_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition_step, "CACHED_MAX", 2)
+    cache: StateCache = {}
     for partition in (0, 1, 2):
-        cache.put("p", "t", partition, Propagator(2))
-    assert cache.take("p", "t", 0) is None
-    assert cache.take("p", "t", 2) is not None
-    assert cache.take("p", "t", 2) is None
+        keep(Propagator(2), cache, ("p", "t", partition))
+    assert list(cache) == [("p", "t", 1), ("p", "t", 2)]
 
 
 def orphan(vector_id: str) -> bytes:
