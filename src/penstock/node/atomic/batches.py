@@ -57,13 +57,13 @@ class AtomicBatches:
 
         async def prepare() -> None:
             try:
-                done = await prepare_here(
+                placed = await prepare_here(
                     self._topic, partition, part, transaction=transaction, home=home
                 )
             except PenstockError as error:
                 part.request.part_failed(error)
             else:
-                part.request.part_placed(done.placed, done.duplicates)
+                part.request.part_placed(placed, part.known)
 
         self._spawn(prepare(), name="atomic-prepare")
 

@@ -26,8 +26,6 @@ from penstock.errors import BatchAborted, PenstockError, Unavailable, from_wire
 from penstock.heap.transactions import Doubts, SharePlace
 from penstock.log.crash import crash_point
 from penstock.node.atomic.participant import (
-    Prepared,
-    StagedPart,
     apply_here,
     decide_here,
     doubts_here,
@@ -41,7 +39,7 @@ from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.write.requests import EnqueuePart
 from penstock.wire.frame import FrameType
-from penstock.wire.messages import Call, Enqueue, Forwarded, Part, pack
+from penstock.wire.messages import Call, Enqueue, Forwarded, Part, Placed, pack
 
 # That a batch may be prepared for before it is decided for. A home keeps its aborts for longer
 # (`heap.transactions.ABORTED_MS`), so a driver that is late finds them.
@@ -63,15 +61,19 @@ async def enqueue_atomically(
     try:
         prepared = await _prepare_all(topic, parts, transaction, home)
         crash_point("node.atomic.prepared")
-        places = [place for part in prepared for place in part.places]
-        if places:
+        places = [
+            SharePlace(port.index, placed.sequence)
+            for (port, _), mine in zip(parts, prepared, strict=True)
+            for placed in mine
+        ]
+        if places:  # else all of it was written before
             await _commit(topic, home, transaction, places, late=late)
     except PenstockError as error:
         for _, part in parts:
             part.request.part_failed(error)
         return
-    for (_, part), done in zip(parts, prepared, strict=True):
-        part.request.part_placed(done.placed, done.duplicates)
+    for (_, part), placed in zip(parts, prepared, strict=True):
+        part.request.part_placed(placed, part.known)
 
 
 def choose_home(partitions: Sequence[int], transaction: bytes) -> int:
@@ -98,32 +100,37 @@ async def _prepare_all(
     parts: Sequence[tuple[PartitionPort, EnqueuePart]],
     transaction: bytes,
     home: int,
-) -> list[Prepared]:
-    """Every part, prepared and committed. If one fails, the batch is decided against."""
+) -> list[list[Placed]]:
+    """Have every part prepared and committed; returns where. If one fails, the batch is decided
+    against."""
     staging = await asyncio.gather(
         *(_stage(topic, port.index, part, transaction, home) for port, part in parts),
         return_exceptions=True,
     )
-    staged = [s for s in staging if isinstance(s, StagedPart)]
+    staged = [
+        (port.index, s)
+        for (port, _), s in zip(parts, staging, strict=True)
+        if not isinstance(s, BaseException)
+    ]
     crash_point("node.atomic.staged")
     topic.wake()
-    ended = await asyncio.gather(*(s.prepared for s in staged), return_exceptions=True)
+    ended = await asyncio.gather(*(s for _, s in staged), return_exceptions=True)
     failed = [e for e in (*staging, *ended) if isinstance(e, BaseException)]
     if failed:
         if staged:
-            await _abort(topic, home, [s.partition for s in staged], transaction)
+            await _abort(topic, home, [index for index, _ in staged], transaction)
         raise failed[0]
-    return [e for e in ended if isinstance(e, Prepared)]
+    return [e for e in ended if not isinstance(e, BaseException)]
 
 
 async def _stage(
     topic: Topic, index: int, part: EnqueuePart, transaction: bytes, home: int
-) -> StagedPart:
+) -> asyncio.Future[list[Placed]]:
     served = topic.served(index)
     if served is not None:
         return await stage_here(topic, served, part, transaction=transaction, home=home)
     work = prepare_at(topic, index, part, transaction=transaction, home=home)
-    return StagedPart(index, asyncio.ensure_future(work))
+    return asyncio.ensure_future(work)
 
 
 async def _tell(topic: Topic, partitions: list[int], transaction: bytes, *, commit: bool) -> None:
@@ -196,11 +203,11 @@ async def _resolve_of(
 
 async def prepare_at(
     topic: Topic, index: int, part: EnqueuePart, *, transaction: bytes, home: int
-) -> Prepared:
+) -> list[Placed]:
     """Have a part prepared and committed. Only what may be done twice is asked for twice when
     nobody knows how the first time ended: a decision may, a PREPARE may not."""
 
-    async def away(peer: PeerPort) -> Prepared:
+    async def away(peer: PeerPort) -> list[Placed]:
         request = Enqueue(
             topic.config.name, [Part(index, part.count, len(part.body))], codec=part.codec,
             raw_lengths=[len(part.columns.body)], forwarded=True, transaction=transaction,
@@ -212,7 +219,8 @@ async def prepare_at(
         outcome = answer.outcomes[0]
         if outcome.error is not None:
             raise from_wire(outcome.error)
-        return Prepared(index, *in_request(part, outcome))
+        placed, part.known = in_request(part, outcome)
+        return placed
 
     return await _at(
         topic,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.errors import Backpressure, BatchAborted
 from penstock.heap.transactions import Doubts, SharePlace, pack_places
@@ -15,7 +15,7 @@ from penstock.model.entries import ENQ
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.write.requests import EnqueuePart
-from penstock.wire.messages import Duplicate, Placed
+from penstock.wire.messages import Placed
 
 PREPARE = SCHEMAS[Kind.PREPARE]
 EARLIER_S: Final = 1.0  # that an earlier attempt at the same entries is waited for
@@ -23,30 +23,11 @@ LOOK_S: Final = 0.005  # between looks whether it is decided
 FULL_S: Final = 1.0  # after which a home that has too much to remember may be tried again
 
 
-class Prepared(NamedTuple):
-    """A part of a batch that is prepared: indices count the request's entries."""
-
-    partition: int
-    placed: list[Placed]
-    duplicates: list[Duplicate]
-
-    @property
-    def places(self) -> list[SharePlace]:
-        """Where it was written; nowhere if all of it had been before."""
-        return [SharePlace(self.partition, placed.sequence) for placed in self.placed]
-
-
-class StagedPart(NamedTuple):
-    """A part that is on its way into its log."""
-
-    partition: int
-    prepared: asyncio.Future[Prepared]
-
-
 async def stage_here(
     topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
-) -> StagedPart:
-    """Append a PREPARE of what was not written before."""
+) -> asyncio.Future[list[Placed]]:
+    """Append a PREPARE of what was not written before. The future gets where that is, once it is
+    committed."""
     partition.journal.check_commits()
     if partition.index == home and partition.heap.transactions.full:
         raise Backpressure("too many atomic batches wait for participants", retry_after_s=FULL_S)
@@ -54,23 +35,22 @@ async def stage_here(
     await _leave_known_out(topic, partition, part)
     placed = _append(partition, part, transaction=transaction, home=home)
     crash_point("node.atomic.preparing")
-    done = Prepared(partition.index, placed, part.known)
     # What an earlier attempt wrote is answered as what this one writes: when it is committed.
     durable = partition.journal.committed(partition.heap.sequence_applied)
 
-    async def prepared() -> Prepared:
+    async def prepared() -> list[Placed]:
         await durable
-        return done
+        return placed
 
-    return StagedPart(partition.index, asyncio.ensure_future(prepared()))
+    return asyncio.ensure_future(prepared())
 
 
 async def prepare_here(
     topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
-) -> Prepared:
+) -> list[Placed]:
     staged = await stage_here(topic, partition, part, transaction=transaction, home=home)
     topic.wake()
-    return await staged.prepared
+    return await staged
 
 
 async def decide_here(

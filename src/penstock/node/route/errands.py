@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -63,38 +64,19 @@ class Freight(NamedTuple):
     how: tuple[Any, ...] = ()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Errand:
     """One partition's share of a request, and whom to tell how it went."""
 
-    __slots__ = (
-        "count",
-        "data",
-        "deadline",
-        "fail",
-        "hand_over",
-        "key",
-        "kind",
-        "raw_length",
-        "succeed",
-    )
-
-    def __init__(
-        self,
-        kind: Freight,
-        key: Key,
-        *,
-        count: int,
-        data: Buffer,
-        hand_over: Callable[[PartitionPort], None],
-        succeed: Callable[[Outcome], None],
-        fail: Callable[[PenstockError], None],
-        raw_length: int = 0,
-    ) -> None:
-        self.kind, self.key = kind, key
-        self.count, self.data, self.raw_length = count, data, raw_length
-        self.hand_over = hand_over  # the request, to a partition that is served here by now
-        self.succeed, self.fail = succeed, fail
-        self.deadline = asyncio.get_running_loop().time() + WAIT_S
+    kind: Freight
+    key: Key
+    count: int
+    data: Buffer
+    raw_length: int = 0
+    hand_over: Callable[[PartitionPort], None]  # to a partition that is served here by now
+    succeed: Callable[[Outcome], None]
+    fail: Callable[[PenstockError], None]
+    deadline: float = field(default_factory=lambda: asyncio.get_running_loop().time() + WAIT_S)
 
     def give_up(self, *, elsewhere: bool) -> None:
         self.fail(
@@ -164,8 +146,8 @@ class RemotePartition:
     def enqueue(self, part: EnqueuePart) -> None:
         self._send(
             Errand(
-                Freight(FrameType.BATCH, self.topic, (part.codec, part.expected_sequence)),
-                self.key,
+                kind=Freight(FrameType.BATCH, self.topic, (part.codec, part.expected_sequence)),
+                key=self.key,
                 count=part.count,
                 data=part.body,
                 raw_length=len(part.columns.body),
@@ -186,8 +168,8 @@ class RemotePartition:
             type, how = FrameType.HEARTBEAT, (request.extend_ms,)
         self._send(
             Errand(
-                Freight(type, self.topic, how),
-                self.key,
+                kind=Freight(type, self.topic, how),
+                key=self.key,
                 count=len(request.tokens),
                 data=np.ascontiguousarray(request.tokens, "<u8").tobytes(),
                 hand_over=lambda port: port.settle(request),

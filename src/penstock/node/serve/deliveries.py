@@ -18,7 +18,7 @@ from penstock.node.observe.metrics import Metrics
 from penstock.node.serve.message_reader import MessageRows
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.requests import ReturnRequest, ignore
+from penstock.node.write.requests import ReturnRequest, ignore, unused
 from penstock.wire.limits import ANSWER_BYTES_MAX
 from penstock.wire.messages import Delivery
 
@@ -127,19 +127,14 @@ class Deliveries:
         elif isinstance(error, MemoryError):  # which is the node's trouble, and may pass
             _give_back(lease, delay_ms=UNREADABLE_MS)
         elif isinstance(error, PenstockError):
-            self._on_unreadable(stream, lease, error)
+            # A damaged message goes back, and no try is counted: it is no fault of the message, and
+            # another replica may have it whole.
+            self._on_damage(error)
+            _give_back(lease, delay_ms=UNREADABLE_MS)
+            if stream.fail is not None:
+                stream.fail(error)
         else:
             self._deliver_readable(stream, lease, {0: f"{type(error).__name__}: {error}"})
-
-    def _on_unreadable(
-        self, stream: ConsumerStream, lease: LeasedPart, error: PenstockError
-    ) -> None:
-        """A damaged message goes back, and no try is counted: it is no fault of the message, and
-        another replica may have it whole."""
-        self._on_damage(error)
-        _give_back(lease, delay_ms=UNREADABLE_MS)
-        if stream.fail is not None:
-            stream.fail(error)
 
     def _deliver_readable(
         self, stream: ConsumerStream, lease: LeasedPart, faults: dict[int, str]
@@ -148,7 +143,12 @@ class Deliveries:
         stream.unreadable += len(faults)
         for why in sorted(set(faults.values())):
             rows = np.array([row for row, fault in faults.items() if fault == why])
-            _bury(lease, rows, why)
+            lease.partition.settle(
+                ReturnRequest(
+                    (rows + lease.token_first).astype(np.uint64), ignore, reject=True,
+                    reason=why.encode(), cause=DeadReason.UNREADABLE,
+                )
+            )  # fmt: skip
             log.error(
                 "messages cannot be read",
                 topic=self._topic,
@@ -183,11 +183,4 @@ class Deliveries:
 def _give_back(lease: LeasedPart, *, delay_ms: int) -> None:
     first = lease.token_first
     tokens = np.arange(first, first + len(lease.messages), dtype=np.uint64)
-    lease.partition.settle(ReturnRequest(tokens, ignore, delay_ms=delay_ms, counted=False))
-
-
-def _bury(lease: LeasedPart, rows: NDArray[np.int64], why: str) -> None:
-    tokens = (rows + lease.token_first).astype(np.uint64)
-    lease.partition.settle(
-        ReturnRequest(tokens, ignore, reject=True, reason=why.encode(), cause=DeadReason.UNREADABLE)
-    )
+    lease.partition.settle(unused(tokens, delay_ms=delay_ms))

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import Backpressure, PenstockError
 from penstock.model.delta import PriorityClass
-from penstock.node.clock import Clock, Timer
+from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
@@ -44,7 +44,7 @@ class IngestGate:
         self.queue: IngestQueue[EnqueuePart] = IngestQueue(
             options.ingest_max, options.ingest_high_water, options.ageing_ms
         )
-        self._timer: Timer | None = None
+        self._again = Alarm(clock, topic.wake)
         self._turns = 0
 
     # --- arrival ---
@@ -119,21 +119,11 @@ class IngestGate:
                 partition.enqueue(part)
                 left = None if left is None else left - part.count
         if queue.depth and left is not None and left <= 0:
-            self._look_again(now_ms)
+            self._again.set(now_ms + LOOK_AGAIN_MS)  # nobody may tell us that it has moved on
 
     def _live_room(self) -> int | None:
         room = self._topic.live_room
         return None if room is None else room()
-
-    def _look_again(self, now_ms: int) -> None:
-        """Nobody may tell us that the live path has moved on."""
-
-        def look() -> None:
-            self._timer = None
-            self._topic.wake()
-
-        if self._timer is None:
-            self._timer = self._clock.call_at(now_ms + LOOK_AGAIN_MS, look)
 
     def fail(self, index: int, error: PenstockError) -> None:
         """A partition is no longer served here: what waits for it was surely not written."""
@@ -141,8 +131,7 @@ class IngestGate:
             part.request.part_failed(error)
 
     def close(self, error: PenstockError) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._again.cancel()
         for index in list(self.queue.depths):
             self.fail(index, error)
 

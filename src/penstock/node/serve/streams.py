@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError
@@ -56,33 +57,25 @@ class SendRoom(Protocol):
         """What was taken is sent, or not sent after all."""
 
 
+@dataclass(slots=True, eq=False)
 class ConsumerStream:
     """Messages leased to one consumer. `out` counts leases that are not yet settled."""
 
-    __slots__ = ("away", "batch_max", "blocked", "changed", "consumer", "fail", "key_id", "open",
-                 "out", "send", "unreadable", "visibility_ms", "window")  # fmt: skip
-
-    def __init__(
-        self,
-        consumer: bytes,
-        *,
-        window: int,
-        batch_max: int,
-        visibility_ms: int | None,
-        send: Callable[[Delivery, Buffer], None],
-        key_id: str | None = None,
-        fail: Callable[[PenstockError], None] | None = None,
-    ) -> None:
-        self.consumer, self.window, self.batch_max = consumer, window, batch_max
-        self.visibility_ms, self.send, self.key_id = visibility_ms, send, key_id
-        # Told when what was leased does not come: it cannot be read, or may not be leased at all.
-        self.fail = fail
-        self.changed: Callable[[], None] | None = None  # told when less is out, or `away` is other
-        self.out = 0
-        self.away = 0  # the same, of messages that other nodes have leased to it
-        self.open = True
-        self.blocked = False  # the connection's send buffer is full
-        self.unreadable = 0  # messages that were leased to it and became dead letters instead
+    consumer: bytes
+    _: KW_ONLY
+    window: int
+    batch_max: int
+    visibility_ms: int | None
+    send: Callable[[Delivery, Buffer], None]
+    key_id: str | None = None
+    # Told when what was leased does not come: it cannot be read, or may not be leased at all.
+    fail: Callable[[PenstockError], None] | None = None
+    changed: Callable[[], None] | None = None  # told when less is out, or `away` is other
+    out: int = 0
+    away: int = 0  # the same, of messages that other nodes have leased to it
+    open: bool = True
+    blocked: bool = False  # the connection's send buffer is full
+    unreadable: int = 0  # messages that were leased to it and became dead letters instead
 
     def room(self, leases_max: int) -> int:
         """How many messages may be leased to it now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,47 +144,34 @@ def stretches(
     ]
 
 
+@dataclass(slots=True, eq=False)
 class TokenRequest:
-    """Leases of one partition to settle, return or extend; `reply` gets the lost positions."""
+    """Leases of one partition to acknowledge; `reply` gets the lost positions."""
 
-    __slots__ = ("reply", "tokens")
-
-    def __init__(self, tokens: NDArray[np.uint64], reply: Reply) -> None:
-        self.tokens, self.reply = tokens, reply
+    tokens: NDArray[np.uint64]
+    reply: Reply
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class ReturnRequest(TokenRequest):
-    __slots__ = ("cause", "counted", "delay_ms", "reason", "reject")
+    """Leases to give back, or messages to reject."""
 
-    def __init__(
-        self,
-        tokens: NDArray[np.uint64],
-        reply: Reply,
-        *,
-        delay_ms: int | None = None,
-        reject: bool = False,
-        counted: bool = True,
-        reason: bytes = b"",
-        cause: DeadReason = DeadReason.REJECTED,
-    ) -> None:
-        super().__init__(tokens, reply)
-        self.delay_ms, self.reject, self.counted, self.reason = delay_ms, reject, counted, reason
-        self.cause = cause  # of death, if it is rejected
+    delay_ms: int | None = None
+    reject: bool = False
+    counted: bool = True
+    reason: bytes = b""
+    cause: DeadReason = DeadReason.REJECTED  # of death, if it is rejected
 
 
-def unused(tokens: NDArray[np.uint64]) -> ReturnRequest:
-    """Leases end whose messages nobody was told of: they are ready at once, and no attempt is
-    counted."""
-    return ReturnRequest(tokens, ignore, delay_ms=0, counted=False)
+@dataclass(slots=True, eq=False, kw_only=True)
+class ExtendRequest(TokenRequest):
+    extend_ms: int
+
+
+def unused(tokens: NDArray[np.uint64], *, delay_ms: int = 0) -> ReturnRequest:
+    """Leases end whose messages nobody was told of, and no attempt is counted."""
+    return ReturnRequest(tokens, ignore, delay_ms=delay_ms, counted=False)
 
 
 def ignore(_: object) -> None:
     """Nobody waits for this answer."""
-
-
-class ExtendRequest(TokenRequest):
-    __slots__ = ("extend_ms",)
-
-    def __init__(self, tokens: NDArray[np.uint64], reply: Reply, *, extend_ms: int) -> None:
-        super().__init__(tokens, reply)
-        self.extend_ms = extend_ms
