@@ -73,7 +73,8 @@ class Errand:
     count: int
     data: Buffer
     raw_length: int = 0
-    hand_over: Callable[[PartitionPort], None]  # to a partition that is served here by now
+    served: Callable[[], PartitionPort | None]  # the partition, if this node serves it by now
+    hand_over: Callable[[PartitionPort], None]
     succeed: Callable[[Outcome], None]
     fail: Callable[[PenstockError], None]
     deadline: float = field(default_factory=lambda: asyncio.get_running_loop().time() + WAIT_S)
@@ -138,10 +139,16 @@ def not_there(error: BaseException) -> bool:
 class RemotePartition:
     """The port of a partition that is not served here."""
 
-    def __init__(self, topic: str, key: Key, *, send: Callable[[Errand], None]) -> None:
-        self.topic, self.key = topic, key
-        self.index = key[1]
-        self._send = send
+    def __init__(
+        self,
+        topic: str,
+        key: Key,
+        *,
+        served: Callable[[], PartitionPort | None],
+        send: Callable[[Errand], None],
+    ) -> None:
+        self.topic, self.key, self.index = topic, key, key[1]
+        self._served, self._send = served, send
 
     def enqueue(self, part: EnqueuePart) -> None:
         self._send(
@@ -151,6 +158,7 @@ class RemotePartition:
                 count=part.count,
                 data=part.body,
                 raw_length=len(part.columns.body),
+                served=self._served,
                 hand_over=lambda port: port.enqueue(part),
                 succeed=lambda outcome: part.request.part_placed(*in_request(part, outcome)),
                 fail=part.request.part_failed,
@@ -172,6 +180,7 @@ class RemotePartition:
                 key=self.key,
                 count=len(request.tokens),
                 data=np.ascontiguousarray(request.tokens, "<u8").tobytes(),
+                served=self._served,
                 hand_over=lambda port: port.settle(request),
                 succeed=lambda outcome: request.reply(outcome.lost),
                 fail=request.reply,

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final
 
 from penstock.errors import CallerError, PenstockError, Unavailable, from_wire
 from penstock.node.route.errands import (
     Errand,
     Freight,
-    RemotePartition,
     control_of,
     frames,
     not_there,
 )
-from penstock.node.route.ports import ClusterView, Key, PartitionPort
+from penstock.node.route.ports import ClusterView, Key
 from penstock.wire.messages import Forwarded, Outcome, pack
 
 LOOK_S: Final = 0.05  # between looks for a coordinator, should nobody tell of a change
-
-
-class RoutedTopic(Protocol):
-    """A topic, as far as its router needs to know it."""
-
-    def served(self, index: int) -> PartitionPort | None:
-        """The partition itself, if this node serves it."""
 
 
 class Router:
     def __init__(
         self, view: Callable[[], ClusterView], *, spawn: Callable[..., object], consumers: bytes
     ) -> None:
-        self._view, self._spawn = view, spawn
+        self._view, self.spawn = view, spawn  # which runs work beside everything else
         self.consumers = consumers  # what the names of all consumers of this node begin with
-        self._topics: dict[int, RoutedTopic] = {}
         self._loop = asyncio.get_running_loop()
         self._outboxes: dict[str, list[Errand]] = {}  # by node, of this turn
         self._waiting: dict[Key, list[Errand]] = {}  # until something changes
@@ -46,29 +37,7 @@ class Router:
         """As of now: a node that joins a cluster replaces its view."""
         return self._view()
 
-    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run `work` beside everything else."""
-        self._spawn(work, name=name)
-
-    # --- topics ---
-
-    def add(self, topic: RoutedTopic, topic_id: int) -> None:
-        self._topics[topic_id] = topic
-
-    def remove(self, topic: RoutedTopic, topic_id: int) -> None:
-        if self._topics.get(topic_id) is topic:
-            del self._topics[topic_id]
-
-    def elsewhere(self, topic: str, key: Key) -> PartitionPort:
-        """The port of a partition that this node does not serve."""
-        return RemotePartition(topic, key, send=self.send)
-
     # --- where things are ---
-
-    def served(self, key: Key) -> PartitionPort | None:
-        """The partition itself, if this node serves it."""
-        topic = self._topics.get(key[0])
-        return None if topic is None else topic.served(key[1])
 
     def coordinator(self, key: Key) -> str:
         """The other node that coordinates a partition; empty: nobody does, or we are to."""
@@ -79,7 +48,7 @@ class Router:
 
     def send(self, errand: Errand) -> None:
         """Send it on with what else goes there in this turn, or let it wait for a coordinator."""
-        served = self.served(errand.key)
+        served = errand.served()
         if served is not None:
             errand.hand_over(served)
             return

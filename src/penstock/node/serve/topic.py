@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
@@ -16,6 +17,7 @@ from penstock.heap import Applied
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
+from penstock.node.route.errands import RemotePartition
 from penstock.node.route.ports import AlwaysHere, Key, PartitionPort
 from penstock.node.route.router import Router
 from penstock.node.serve.deliveries import Deliveries
@@ -77,7 +79,6 @@ class Topic:
         self.local: list[Partition] = []  # those that this node serves, by index
         self._served: dict[int, Partition] = {}  # the same, by their indices
         self._add_ports()
-        router.add(self, config.id)
         self.metrics = metrics
         self.clock = clock
         self._on_fatal = on_fatal
@@ -114,7 +115,12 @@ class Topic:
             self.partitions.append(self._elsewhere(index))
 
     def _elsewhere(self, index: int) -> PartitionPort:
-        return self.router.elsewhere(self.config.name, self.key(index))
+        return RemotePartition(
+            self.config.name,
+            self.key(index),
+            served=partial(self.served, index),
+            send=self.router.send,
+        )
 
     # --- which partitions this node serves ---
 
@@ -205,7 +211,7 @@ class Topic:
 
     def served(self, index: int) -> Partition | None:
         """A partition, if this node serves it."""
-        return self._served.get(index)
+        return None if self.closed else self._served.get(index)
 
     def here(self, index: int) -> Partition:
         """A partition that this node must serve."""
@@ -380,7 +386,6 @@ class Topic:
             self.live.close()
         if self.ingest is not None:
             self.ingest.close(topic_not_found(self.config.name))
-        self.router.remove(self, self.config.id)
         self._alarm.cancel()
         self.atomic.close()
         self._offered.set()
