@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,6 +15,7 @@ from penstock.cluster.keys import KeyRing
 from penstock.cluster.membership import NodeInfo
 from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
+from penstock.cluster.store import MetadataStore
 from penstock.config import Config, host_port
 from penstock.errors import Corruption, FailedPrecondition, PenstockError, Unavailable
 from penstock.log.folder import DataFolder, foreign_log, missing_partition
@@ -46,7 +46,7 @@ from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.storage.room import Room
-from penstock.node.storage.syncer import Syncer, WriterPool
+from penstock.node.storage.syncer import WriterPool, open_syncer
 
 if TYPE_CHECKING:
     from penstock.node.cluster.administration import ClusterAdministration
@@ -67,68 +67,72 @@ class NodeIdentity(msgspec.Struct, frozen=True):
     cluster_uuid: str = ""  # of the metadata that the topics' ids are from
 
 
-@dataclass
 class Engine:
-    config: Config
-    folder: DataFolder
-    identity: NodeIdentity
-    catalog: Catalog
-    records: Records
-    keys: KeyRing
-    cursors: Cursors
-    audit: AuditLog
-    confirmations: Confirmations
-    clock: Clock
-    metrics: Metrics
-    writers: WriterPool
-    syncer: Syncer | None
-    cache: ReadCache
-    reserve: Reserve  # space for snapshots on a full disk
-    tasks: asyncio.TaskGroup
-    cluster: ClusterView = field(default_factory=AlwaysHere)
-    router: Router = field(init=False)
-    around: Surroundings = field(init=False)  # of hosts; a cluster puts in its own
-    local: LocalControl = field(init=False)
-    alone: LocalTopics = field(init=False)
-    topics: dict[str, Topic] = field(default_factory=dict)
-    hubs: dict[int, Hub] = field(default_factory=dict)  # of delta topics that are pushed, by id
-    turns: ReadTurns = field(default_factory=ReadTurns)  # of subscribers that read on from logs
-    hosts: dict[Key, Host] = field(default_factory=dict)
-    connections: set[Any] = field(default_factory=set)
-    fatal: asyncio.Event = field(default_factory=asyncio.Event)
-    fatal_error: BaseException | None = None
-    refusal: Unavailable | None = None  # what every request is answered with; None: it is served
-    unopened: Unopened = field(default_factory=Unopened)
-    room: Room = field(init=False)
-    damages: dict[Key, str] = field(default_factory=dict)  # what was found, for status and health
-    started_ms: int = 0
-    # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
-    stopping: bool = False
-    pops: set[asyncio.Event] = field(default_factory=set)  # under way: each looks again when set
-    spawned: set[asyncio.Task[None]] = field(default_factory=set)  # each ends by itself
-    background: list[asyncio.Task[None]] = field(default_factory=list)  # none does
-    _joined: ClusterAdministration | None = field(init=False, default=None)  # None: it is alone
-    open_writer: OpenWriter | None = None  # reaches other nodes, for sinks that write to them
-    budget: Budget = field(init=False)  # of what callers make the node hold
-    doorway: Doorway = field(init=False)  # who may be connected
-    reads: asyncio.Semaphore = field(  # held while an answer with messages is being made
-        default_factory=lambda: asyncio.Semaphore(READS_MAX)
-    )
-    rota: Rota = field(default_factory=Rota)  # of connections whose frames wait to be handled
-    pace: ReadPace = field(default_factory=ReadPace)  # of streams that read logs
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        store: MetadataStore,
+        *,
+        identity: NodeIdentity,
+        audit: AuditLog,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+        open_writer: OpenWriter | None,
+    ) -> None:
+        self.config, self.folder, self.identity = config, folder, identity
+        self.audit, self.clock, self.tasks = audit, clock, tasks
+        self.open_writer = open_writer  # reaches other nodes, for sinks that write to them
+        self.catalog, self.records = Catalog(store), Records(store)
+        self.keys = KeyRing(store, now_ms=clock.now_ms)
+        self.cursors = Cursors(store, clock)
+        self.confirmations = Confirmations(clock)
+        self.metrics = Metrics(node=identity.node)
+        self.writers = WriterPool(config.writer_threads)
+        self.syncer = open_syncer(gather=config.cluster.enabled)
+        self.cache = ReadCache(config.cache_bytes)
+        # Space for snapshots on a full disk.
+        self.reserve = Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes)
+        self.topics: dict[str, Topic] = {}
+        self.hubs: dict[int, Hub] = {}  # of delta topics that are pushed, by id
+        self.hosts: dict[Key, Host] = {}
+        self.unopened = Unopened()
+        self.damages: dict[Key, str] = {}  # what was found, for status and health
+        # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
+        self.run_id = secrets.token_hex(4)
+        self.started_ms = clock.now_ms()
+        self.stopping = False
+        self.fatal = asyncio.Event()
+        self.fatal_error: BaseException | None = None
+        # What every request is answered with; None: it is served.
+        self.refusal: Unavailable | None = None
+        self.pops: set[asyncio.Event] = set()  # under way: each looks again when set
+        self.spawned: set[asyncio.Task[None]] = set()  # each ends by itself
+        self.background: list[asyncio.Task[None]] = []  # none does
+        self._open_door()
+        self._make_replica_services()
 
-    def __post_init__(self) -> None:
-        self.budget = Budget(
-            self.config.limits.held_bytes_max,
-            on_refused=lambda reason: self.metrics.backpressure.add((reason,)),
-            on_evicted=lambda reason: self.metrics.evictions.add((reason,)),
-        )
-        self.doorway = Doorway(
-            self.config.limits,
-            on_refused=lambda reason: self.metrics.backpressure.add((reason,)),
-            on_evicted=lambda reason: self.metrics.evictions.add((reason,)),
-        )
+    def _open_door(self) -> None:
+        """What bounds what callers may make the node hold, and how much of the loop they get."""
+
+        def refused(reason: str) -> None:
+            self.metrics.backpressure.add((reason,))
+
+        def evicted(reason: str) -> None:
+            self.metrics.evictions.add((reason,))
+
+        limits = self.config.limits
+        self.connections: set[Any] = set()
+        self.budget = Budget(limits.held_bytes_max, on_refused=refused, on_evicted=evicted)
+        self.doorway = Doorway(limits, on_refused=refused, on_evicted=evicted)
+        self.reads = asyncio.Semaphore(READS_MAX)  # held while an answer with messages is made
+        self.rota = Rota()  # of connections whose frames wait to be handled
+        self.pace = ReadPace()  # of streams that read logs
+        self.turns = ReadTurns()  # of subscribers that read on from logs
+
+    def _make_replica_services(self) -> None:
+        self.cluster: ClusterView = AlwaysHere(self.identity.node)
+        self._joined: ClusterAdministration | None = None  # None: it is alone
         self.router = Router(
             lambda: self.cluster,
             spawn=self.spawn,
@@ -142,6 +146,7 @@ class Engine:
         )
         self.alone = LocalTopics(self)
         self.local = LocalControl(self.identity.node, self.records, self.hosts, spawn=self.spawn)
+        # Of hosts; a cluster puts in its own.
         self.around = Surroundings(
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
             writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import FILE, EmbeddedStore, write_image
 from penstock.cluster.etcd import EtcdOptions, EtcdStore, cluster_prefix
-from penstock.cluster.keys import KeyRing
-from penstock.cluster.records import HeldRecord, Records
-from penstock.cluster.reserve import Reserve
+from penstock.cluster.records import HeldRecord
 from penstock.cluster.store import LeasingStore, repeat
 from penstock.config import ClusterOptions, Config
 from penstock.errors import (
@@ -42,17 +39,11 @@ from penstock.node.cluster.administration import ClusterAdministration, Mover, R
 from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.cluster.disk import DataDisk
 from penstock.node.cluster.transport import Connect
-from penstock.node.door.confirmations import Confirmations
 from penstock.node.engine import Engine, NodeIdentity
-from penstock.node.live.cursors import Cursors
 from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
-from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace, Key
-from penstock.node.route.ports import AlwaysHere
-from penstock.node.serve.message_reader import ReadCache
-from penstock.node.storage.syncer import WriterPool, open_syncer
 from penstock.node.upkeep.gauges import node_reading
 from penstock.node.upkeep.sweeps import open_again, run_scrub, run_upkeep
 from penstock.replication.follower import FollowerState
@@ -149,24 +140,13 @@ async def _start(
 ) -> Engine:
     identity = await asyncio.to_thread(_identify, config, folder)
     engine = Engine(
-        config=config,
-        folder=folder,
+        config,
+        folder,
+        store,
         identity=identity,
-        catalog=Catalog(store),
-        records=Records(store),
-        keys=KeyRing(store, now_ms=clock.now_ms),
-        cursors=Cursors(store, clock),
         audit=await asyncio.to_thread(AuditLog, folder.audit_file, config.audit),
-        confirmations=Confirmations(clock),
         clock=clock,
-        metrics=Metrics(node=identity.node),
-        writers=WriterPool(config.writer_threads),
-        syncer=open_syncer(gather=config.cluster.enabled),
-        cache=ReadCache(config.cache_bytes),
-        reserve=Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes),
         tasks=tasks,
-        cluster=AlwaysHere(identity.node),
-        started_ms=clock.now_ms(),
         open_writer=open_writer,
     )
     if config.live.sink:
