@@ -123,7 +123,7 @@ async def fan_out(
         return result
 
     while left:
-        groups = _by_node(topic, left).items()
+        groups = by_node(topic, left).items()
         if in_turn:
             found = [await one(node, some) for node, some in groups]
         else:
@@ -131,12 +131,12 @@ async def fan_out(
         results += [result for result in found if result is not None]
         if left:
             if loop.time() >= deadline:
-                raise _nobody(topic, left[0])
+                raise nobody_serves(topic, left[0])
             await topic.router.changed(topic.key(left[0]))
     return results
 
 
-def _by_node(topic: Topic, indices: Iterable[int]) -> dict[str, list[int]]:
+def by_node(topic: Topic, indices: Iterable[int]) -> dict[str, list[int]]:
     """Partitions by the node that serves them, which is empty for this one. Those that nobody
     serves are left out."""
     groups: dict[str, list[int]] = {}
@@ -167,7 +167,7 @@ async def ask_share(
     return result
 
 
-def _nobody(topic: Topic, index: int) -> Unavailable:
+def nobody_serves(topic: Topic, index: int) -> Unavailable:
     return Unavailable(
         f"nobody serves partition {index} of {topic.config.name} at the moment", partition=index
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 from penstock.errors import Unavailable
 from penstock.heap import Totals
 from penstock.model.version import __version__
-from penstock.node.calls.fan_out import Share, ask_share, fan_out, merged, shared
+from penstock.node.calls.fan_out import Share, ask_share, by_node, fan_out, merged, shared
 from penstock.node.calls.pages import Page, page_of, topics_behind
 from penstock.node.calls.table import Arguments, Caller, PageArguments, Result, method
 from penstock.node.engine import Engine
@@ -42,7 +42,8 @@ _SUMMED: Final = ("ready", "delayed", "leased", "dead", "backlog", "bytes")
 async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
     """Counts and totals are summed over the nodes, ages and errors are the greatest. A partition
     that nobody serves is listed without a coordinator."""
-    known = [index for index in range(len(topic.partitions)) if _is_served(topic, index)]
+    served = by_node(topic, range(len(topic.partitions))).values()
+    known = [index for some in served for index in some]
     try:
         results = await fan_out(engine, topic, stats_share, indices=known)
     except Unavailable:  # somebody left at this very moment: what this node has is better than none
@@ -65,10 +66,6 @@ async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
         "consumers": sum(result["consumers"] for result in results),
         "partitions": partitions,
     }
-
-
-def _is_served(topic: Topic, index: int) -> bool:
-    return topic.served(index) is not None or bool(topic.router.coordinator(topic.key(index)))
 
 
 @shared()

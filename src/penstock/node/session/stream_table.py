@@ -20,6 +20,7 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.entries import BATCH_ENTRIES_MAX
 from penstock.model.topic import CONSUMER_BYTES_MAX, TopicConfig, TopicKind
+from penstock.node.calls.fan_out import nobody_serves
 from penstock.node.cluster.transport import FollowOutput
 from penstock.node.door.budget import Account
 from penstock.node.door.outlet import Outlet
@@ -364,10 +365,7 @@ class StreamTable:
         node = topic.router.coordinator(topic.key(control.partition))
         peer = topic.router.cluster.live(node) if node else None
         if peer is None:
-            raise Unavailable(
-                f"nobody serves partition {control.partition} of {control.topic} at the moment",
-                partition=control.partition,
-            )
+            raise nobody_serves(topic, control.partition)
 
         relay = LogRelay(
             peer,
