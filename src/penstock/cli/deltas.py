@@ -235,7 +235,7 @@ async def search(
     ] = False,
 ) -> Answer:
     """Find the nearest vectors by the index that the node itself hosts."""
-    from penstock.cli.search import parsed
+    from penstock.cli.pipeline.jobs import parsed
 
     async with _deltas(cli, topic) as deltas:
         found = await deltas.search(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import search
 from penstock.cli.command import Answer, Exit, Invocation, command, group
 from penstock.cli.node import LogLevel
 from penstock.cli.pipeline import jobs, status
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.spark.pipeline import Pipeline
 
 app = group()
-for _module in (status, jobs, search):
+for _module in (status, jobs):
     app.add_typer(_module.app)  # without a name its commands join these
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="The pipeline's TOML file.")]

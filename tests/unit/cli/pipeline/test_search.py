@@ -10,7 +10,7 @@ import pytest
 from tests.conformance.sinks.changes import State, states, work
 
 from penstock.cli.command import Exit, Invocation, execute
-from penstock.cli.search import parsed, search
+from penstock.cli.pipeline.jobs import parsed, search
 from penstock.errors import InvalidArgument
 from penstock.sinks.index import IndexSink
 
