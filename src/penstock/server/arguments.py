@@ -75,6 +75,10 @@ class CallArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Arguments of one call; an unknown one is refused by its name."""
 
 
+class OfTopic(CallArguments, frozen=True, kw_only=True):
+    topic: Topic
+
+
 class Destructive(CallArguments, frozen=True, kw_only=True):
     """Needs both: the intent, and a token bound to this call and subject."""
 
@@ -113,15 +117,10 @@ class Nothing(CallArguments, frozen=True, kw_only=True):
     """A call without arguments."""
 
 
-class OfTopic(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
-
-
-class SubscribeCall(CallArguments, frozen=True, kw_only=True):
+class SubscribeCall(OfTopic, frozen=True, kw_only=True):
     """Deltas that a topic releases. A partition begins behind its place in `positions`, else where
     the cursor is, else at the time, else at the sequence; without any of them it is now."""
 
-    topic: Topic
     namespace: Annotated[str, Meta(max_length=NAMESPACE_BYTES_MAX)] | None = None
     vector_id: Annotated[str, Meta(max_length=VECTOR_ID_BYTES_MAX)] | None = None
     op: Annotated[str, Meta(max_length=16)] | None = None
@@ -174,8 +173,7 @@ class EnqueueCall(NewMessage, frozen=True, kw_only=True):
     seq: Annotated[Sequence, Meta(description="Needed with producer_id.")] | None = None
 
 
-class EnqueueBatchCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class EnqueueBatchCall(OfTopic, frozen=True, kw_only=True):
     messages: Annotated[list[NewMessage], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
     atomic: Annotated[bool, Meta(description="All or none, also over partitions.")] = True
     producer_id: ProducerId = ""
@@ -192,16 +190,14 @@ class EnqueueBatchCall(CallArguments, frozen=True, kw_only=True):
     ) = None
 
 
-class PopCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class PopCall(OfTopic, frozen=True, kw_only=True):
     limit: Limit = 1
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
     visibility_ms: VisibilityMs | None = None
     consumer: Consumer = ""
 
 
-class PopOpen(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class PopOpen(OfTopic, frozen=True, kw_only=True):
     credits: Credits
     consumer: Consumer = ""
     visibility_ms: VisibilityMs | None = None
@@ -212,14 +208,12 @@ class FlowControl(CallArguments, frozen=True, kw_only=True):
     credits: Credits
 
 
-class AckCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class AckCall(OfTopic, frozen=True, kw_only=True):
     lease_token: LeaseTokenText
     message_id: MessageIdText | None = None
 
 
-class AckBatchCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class AckBatchCall(OfTopic, frozen=True, kw_only=True):
     lease_tokens: Annotated[list[LeaseTokenText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
 
 
@@ -240,25 +234,21 @@ class NackBatchCall(NackTerms, frozen=True, kw_only=True):
     lease_tokens: Annotated[list[LeaseTokenText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
 
 
-class ExtendCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class ExtendCall(OfTopic, frozen=True, kw_only=True):
     lease_token: LeaseTokenText
     extend_ms: Annotated[VisibilityMs, Meta(description="From now.")]
 
 
-class PeekCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class PeekCall(OfTopic, frozen=True, kw_only=True):
     limit: Limit = 10
 
 
-class MoveToDLQCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class MoveToDLQCall(OfTopic, frozen=True, kw_only=True):
     message_id: MessageIdText
     reason: Reason = ""
 
 
-class DlqListCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class DlqListCall(OfTopic, frozen=True, kw_only=True):
     after: Cursor | None = None
     limit: Limit = 100
 
@@ -266,8 +256,7 @@ class DlqListCall(CallArguments, frozen=True, kw_only=True):
 MessageIds = Annotated[list[MessageIdText], Meta(min_length=1, max_length=BATCH_ENTRIES_MAX)]
 
 
-class DlqReplayCall(CallArguments, frozen=True, kw_only=True):
-    topic: Topic
+class DlqReplayCall(OfTopic, frozen=True, kw_only=True):
     message_ids: Annotated[MessageIds, Meta(description="Left out: all.")] | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
