@@ -12,12 +12,13 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
@@ -243,8 +244,15 @@ def group(help: str | None = None, *, cls: type[TyperGroup] = TyperGroup) -> typ
     )
 
 
-def command(app: typer.Typer, name: str, *, connects: bool = True) -> Callable[[Body], Body]:
-    """Register a function of the `Invocation` as the command `name`."""
+def command(
+    app: typer.Typer,
+    name: str,
+    *,
+    connects: bool = True,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[[Body], Body]:
+    """Register a function of the `Invocation` as the command `name`. It has the options that are
+    its parameters, and others, which are None unless they are given."""
 
     def register(body: Body) -> Body:
         def invoke(ctx: typer.Context, **arguments: Any) -> None:
@@ -254,7 +262,10 @@ def command(app: typer.Typer, name: str, *, connects: bool = True) -> Callable[[
         hints = get_type_hints(body, include_extras=True)
         own = list(inspect.signature(body).parameters.values())[1:]
         parameters = [_parameter("ctx", typer.Context)]
-        parameters += [p.replace(annotation=hints[p.name]) for p in own]
+        parameters += [
+            p.replace(annotation=hints[p.name]) for p in own if p.kind is not p.VAR_KEYWORD
+        ]
+        parameters += [_parameter(n, kind, None) for n, kind in options.items()]
         parameters += [_parameter(n, kind, default) for n, kind, default in _shared(connects)]
         keyword = inspect.Parameter.KEYWORD_ONLY
         signature = inspect.Signature([p.replace(kind=keyword) for p in parameters])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -19,69 +19,61 @@ if TYPE_CHECKING:
 
 app = group()
 
-Host = Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")]
-GrpcPort = Annotated[int | None, typer.Option(help="gRPC; 0 any, -1 off. [default: 7441]")]
-HttpPort = Annotated[int | None, typer.Option(help="HTTP; 0 any, -1 off. [default: 7442]")]
-TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key, PEM.")]
-Insecure = Annotated[
-    bool | None, typer.Option("--insecure", help="Plain TCP where others can connect.")
-]
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file.")]
-LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
-ReadyFile = Annotated[Path | None, typer.Option(help="Gets the ports as JSON once it serves.")]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any option of the TOML file.", metavar="PATH=VALUE"),
-]
+
+def _of(type: Any, help: str, *names: str, **more: Any) -> Any:
+    return Annotated[type | None, typer.Option(*names, help=help, **more)]
 
 
-@command(app, "serve", connects=False)
-def serve(
-    cli: Invocation,
-    data: Annotated[Path | None, typer.Option(help="Data folder. [default: penstock-data]")] = None,
-    host: Host = None,
-    port: Annotated[
-        int | None, typer.Option(help="Native protocol; 0 any. [default: 7440]")
-    ] = None,
-    grpc_port: GrpcPort = None,
-    http_port: HttpPort = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    insecure: Insecure = None,
-    config: ConfigFile = None,
-    log_level: LogLevel = None,
-    ready_file: ReadyFile = None,
-    accept_rot: Annotated[
-        bool | None, typer.Option("--accept-rot", help="Start on damaged data by cutting it off.")
-    ] = None,
-    accept_missing: Annotated[
-        bool | None, typer.Option("--accept-missing", help="Start without files that are missing.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Join one.", metavar="etcd://HOST:PORT[,HOST:PORT]")
-    ] = None,
-    node_id: Annotated[str | None, typer.Option(help="This node's name in a cluster.")] = None,
-    zone: Annotated[str | None, typer.Option(help="Replicas go to different zones.")] = None,
-    advertise: Annotated[
-        str | None, typer.Option(help="Where other nodes find this one.", metavar="HOST[:PORT]")
-    ] = None,
-    options: Options = None,
-) -> Answer | None:
-    """Run a node until SIGTERM or Ctrl-C. Logs go to stderr, the addresses to stdout."""
+ConfigFile = _of(Path, "TOML file.", "--config", "-c")
+LogLevel = _of(str, "debug, info, warning or error.")
+Options = _of(list[str], "Any option of the TOML file.", "--set", metavar="PATH=VALUE")
+# The options of `serve`, and where the configuration has what they say.
+SETTINGS: Final = {
+    "data": ("data", _of(Path, "Data folder. [default: penstock-data]")),
+    "host": ("host", _of(str, "Address to listen on. [default: 127.0.0.1]")),
+    "port": ("native_port", _of(int, "Native protocol; 0 any. [default: 7440]")),
+    "grpc_port": ("grpc_port", _of(int, "gRPC; 0 any, -1 off. [default: 7441]")),
+    "http_port": ("http_port", _of(int, "HTTP; 0 any, -1 off. [default: 7442]")),
+    "tls_cert": ("tls.cert", _of(Path, "Certificate chain, PEM.")),
+    "tls_key": ("tls.key", _of(Path, "Private key, PEM.")),
+    "insecure": ("insecure", _of(bool, "Plain TCP where others can connect.", "--insecure")),
+    "config": ("", ConfigFile),
+    "log_level": ("log_level", LogLevel),
+    "ready_file": ("ready_file", _of(Path, "Gets the ports as JSON once it serves.")),
+    "accept_rot": (
+        "accept_rot", _of(bool, "Start on damaged data by cutting it off.", "--accept-rot")
+    ),
+    "accept_missing": (
+        "accept_missing", _of(bool, "Start without files that are missing.", "--accept-missing")
+    ),
+    "cluster": ("cluster.etcd", _of(str, "Join one.", metavar="etcd://HOST:PORT[,HOST:PORT]")),
+    "node_id": ("node", _of(str, "This node's name in a cluster.")),
+    "zone": ("cluster.zone", _of(str, "Replicas go to different zones.")),
+    "advertise": (
+        "cluster.advertise", _of(str, "Where other nodes find this one.", metavar="HOST[:PORT]")
+    ),
+    "options": ("", Options),
+}  # fmt: skip
+OF_A_GATEWAY: Final = (
+    "host", "grpc_port", "http_port", "tls_cert", "tls_key", "insecure", "config", "log_level",
+    "options",
+)  # fmt: skip
+
+
+def _loaded(given: dict[str, Any], **fixed: Any) -> Config:
     from penstock.config import Config
 
-    overrides: dict[str, Any] = {
-        "data": data, "host": host, "native_port": port, "grpc_port": grpc_port,
-        "http_port": http_port, "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
-        "log_level": log_level, "ready_file": ready_file, "accept_rot": accept_rot,
-        "accept_missing": accept_missing,
-        "cluster.etcd": cluster.removeprefix("etcd://") if cluster else None,
-        "node": node_id, "cluster.zone": zone, "cluster.advertise": advertise,
-        **pairs_of(options, option="set"),
-    }  # fmt: skip
-    loaded = Config.load(config, overrides=overrides)
-    run_loop(_serve(cli, loaded))
+    file, options = given.pop("config"), given.pop("options")
+    overrides = {SETTINGS[name][0]: value for name, value in given.items()} | fixed
+    if etcd := overrides.get("cluster.etcd"):
+        overrides["cluster.etcd"] = etcd.removeprefix("etcd://")
+    return Config.load(file, overrides=overrides | pairs_of(options, option="set"))
+
+
+@command(app, "serve", connects=False, options={n: kind for n, (_, kind) in SETTINGS.items()})
+def serve(cli: Invocation, **given: Any) -> Answer | None:
+    """Run a node until SIGTERM or Ctrl-C. Logs go to stderr, the addresses to stdout."""
+    run_loop(_serve(cli, _loaded(given)))
     return None
 
 
@@ -122,33 +114,12 @@ def announce(addresses: dict[str, str], *, as_json: bool) -> None:
         console().print(f"{name:<7} {address}", markup=False)
 
 
-@command(app, "gateway")
-def gateway(
-    cli: Invocation,
-    host: Host = None,
-    grpc_port: GrpcPort = None,
-    http_port: HttpPort = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    insecure: Insecure = None,
-    config: ConfigFile = None,
-    log_level: LogLevel = None,
-    options: Options = None,
-) -> Answer | None:
+@command(app, "gateway", options={name: SETTINGS[name][1] for name in OF_A_GATEWAY})
+def gateway(cli: Invocation, **given: Any) -> Answer | None:
     """Translate gRPC and HTTP for the node at --url, until SIGTERM or Ctrl-C."""
-    from penstock.config import Config
-
     if "://" not in cli.url:
         raise InvalidArgument("a gateway needs a node's url, not a folder", field="url")
-    loaded = Config.load(
-        config,
-        overrides={
-            "host": host, "native_port": -1, "grpc_port": grpc_port, "http_port": http_port,
-            "tls.cert": tls_cert, "tls.key": tls_key, "insecure": insecure,
-            "log_level": log_level, **pairs_of(options, option="set"),
-        },
-    )  # fmt: skip
-    run_loop(_translate(cli, loaded))
+    run_loop(_translate(cli, _loaded(given, native_port=-1)))
     return None
 
 
