@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from datetime import datetime
 from typing import Any, Final, Self, TypedDict, Unpack
 
@@ -402,8 +403,7 @@ class Deltas:
         counts as handled when the next one is asked for, and the next subscriber under that name
         begins there.
         """
-        batches = self.subscribe_batches(**what)
-        try:
+        async with aclosing(self.subscribe_batches(**what)) as batches:
             async for batch in batches:
                 done = 0
                 try:
@@ -413,8 +413,6 @@ class Deltas:
                 finally:
                     if done < len(batch):
                         batch.ack_before(done)
-        finally:
-            await batches.aclose()
 
     async def subscribe_batches(self, **what: Unpack[What]) -> AsyncGenerator[ReleasedBatch, None]:
         """The same as they come from the node, in columns."""

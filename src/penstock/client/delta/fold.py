@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -66,20 +67,12 @@ class LogFold:
         """
         fold = self._propagator
         self._sequence_first = sequence_first
-        source = read_deltas(
-            self._topic,
-            partition=self.partition,
-            from_sequence=max(fold.sequence + 1, sequence_first),
-            through=through,
-            vector=self._only,
-        )
-        try:
+        first = max(fold.sequence + 1, sequence_first)
+        async with aclosing(self._read(first, through)) as source:
             async for deltas, read in source:
                 yield fold.feed(deltas, through=read, states=False)
                 while missing := fold.missing():
                     yield fold.resolve(await self._find(missing))
-        finally:
-            await source.aclose()
 
     async def catch_up(self, *, sequence_first: int, through: int) -> None:
         """Read on to `through`."""
@@ -99,16 +92,35 @@ class LogFold:
         wanted, found = set(ids), set[bytes]()
         if horizon["sequence"] <= self._sequence_first:
             return found
-        source = read_deltas(
-            self._topic,
-            partition=self.partition,
-            from_sequence=self._sequence_first,
-            through=horizon["sequence"] - 1,
-            vector=self._only,
-        )
-        async for deltas, _ in source:
+        async for deltas, _ in self._read(self._sequence_first, horizon["sequence"] - 1):
             found |= wanted.intersection(deltas.delta_ids())
         return found
+
+    async def _read(
+        self, from_sequence: int, through: int
+    ) -> AsyncGenerator[tuple[DeltaBatch, int], None]:
+        """Deltas from a sequence on, and how far the log is read with them. The last batch may
+        reach past `through`."""
+        if from_sequence > through:
+            return
+        reader: LogReader[Any] = LogReader(
+            self._topic.handle,
+            partition=self.partition,
+            from_sequence=from_sequence,
+            through=through,
+            credit_entries=CREDIT_ENTRIES,
+            credit_bytes=CREDIT_BYTES,
+        )
+        wanted = None if self._only is None else np.frombuffer(self._only, "<u8")
+        async with aclosing(reader.slices()) as slices:
+            async for batches in slices:
+                deltas = deltas_of(batches)
+                if wanted is not None:
+                    deltas = deltas.take((deltas.vector == wanted).all(axis=1))
+                if len(deltas) and int(deltas.sequences[0]) < from_sequence:
+                    # A slice begins with the whole batch that holds the first sequence asked for.
+                    deltas = deltas.take(deltas.sequences >= from_sequence)
+                yield deltas, batches[-1].last
 
     # --- asking ---
 
@@ -240,40 +252,3 @@ class LogFolds:
         digests = np.frombuffer(b"".join([vector[:8] for vector in vectors]), "<u8")
         found: list[int] = partitions_of_digests(digests, self._topic.config.partitions).tolist()
         return found
-
-
-async def read_deltas(
-    topic: Topic[Any],
-    *,
-    partition: int,
-    from_sequence: int,
-    through: int,
-    vector: bytes | None = None,
-) -> AsyncGenerator[tuple[DeltaBatch, int], None]:
-    """Deltas from a sequence on, and how far the log is read with them.
-
-    `vector`: only the deltas of that vector hash. The last batch may reach past `through`.
-    """
-    if from_sequence > through:
-        return
-    reader: LogReader[Any] = LogReader(
-        topic.handle,
-        partition=partition,
-        from_sequence=from_sequence,
-        credit_entries=CREDIT_ENTRIES,
-        credit_bytes=CREDIT_BYTES,
-        through=through,
-    )
-    wanted = None if vector is None else np.frombuffer(vector, "<u8")
-    slices = reader.slices()
-    try:
-        async for batches in slices:
-            deltas = deltas_of(batches)
-            if wanted is not None:
-                deltas = deltas.take((deltas.vector == wanted).all(axis=1))
-            if len(deltas) and int(deltas.sequences[0]) < from_sequence:
-                # A slice begins with the whole batch that holds the first sequence asked for.
-                deltas = deltas.take(deltas.sequences >= from_sequence)
-            yield deltas, batches[-1].last
-    finally:
-        await slices.aclose()

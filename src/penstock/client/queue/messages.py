@@ -7,7 +7,7 @@ so: a reader of the log holds them back until then and yields them where the dec
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
@@ -190,28 +190,24 @@ class LogReader(Generic[T]):
         *,
         partition: int,
         from_sequence: int,
-        credit_entries: int,
-        credit_bytes: int,
         through: int = 0,
+        **credit: int,
     ) -> None:
         self._topic, self._partition = topic, partition
         self._through = through  # where it ends by itself; 0: it follows
         self._next = from_sequence
-        self._credit = (credit_entries, credit_bytes)
+        self._credit = credit  # `credit_entries` and `credit_bytes`
         self._undecided: dict[bytes, list[Batch]] = {}
         self._topic_id = 0  # of the topic whose log it began to read
         self.sequence_committed = 0  # the partition's watermark as of the last batch
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """Every committed batch, of every kind."""
-        slices = self.slices()
-        try:
+        async with aclosing(self.slices()) as slices:
             async for found in slices:
                 for batch in found:
                     self._next = batch.last + 1  # whoever stops here goes on from here
                     yield batch
-        finally:
-            await slices.aclose()
 
     async def slices(self) -> AsyncGenerator[list[Batch], None]:
         """The same as they arrive: about a MiB of batches at a time."""
@@ -234,15 +230,13 @@ class LogReader(Generic[T]):
                     await stream.close()
 
     async def _open(self, connection: Connection) -> LogStream:
-        entries, size = self._credit
         stream = await connection.log_stream(
             self._topic.name,
             partition=self._partition,
             from_sequence=self._next,
-            credit_entries=entries,
-            credit_bytes=size,
             through=self._through,
             topic_id=self._topic_id,
+            **self._credit,
         )
         self._topic_id = stream.topic
         return stream
@@ -251,14 +245,11 @@ class LogReader(Generic[T]):
         return self._messages()
 
     async def _messages(self) -> AsyncGenerator[Message[T], None]:
-        batches = self.batches()
-        try:
+        async with aclosing(self.batches()) as batches:
             async for batch in batches:
                 for ready in self._decided(batch):
                     for message in self._decode(ready):
                         yield message
-        finally:
-            await batches.aclose()
 
     def _decided(self, batch: Batch) -> Iterator[Batch]:
         """The batches whose messages exist now that `batch` is in the log."""
