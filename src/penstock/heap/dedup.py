@@ -288,7 +288,7 @@ class Dedup:
             self.producers[producer] = known
             return None
         if known is None or epoch > known.epoch:
-            self._drop(known)
+            self.places -= 0 if known is None else len(known.firsts)
             known = ProducerHistory(epoch)
         self.producers[producer] = known
         return known
@@ -313,12 +313,8 @@ class Dedup:
             oldest = self.producers[name]
             if oldest.last_ms >= before_ms and len(self.producers) <= PRODUCERS_MAX:
                 return
-            self._drop(oldest)
+            self.places -= len(oldest.firsts)
             del self.producers[name]
-
-    def _drop(self, producer: ProducerHistory | None) -> None:
-        if producer is not None:
-            self.places -= len(producer.firsts)
 
     # --- snapshots and checks ---
 

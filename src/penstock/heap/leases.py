@@ -167,8 +167,6 @@ class LeaseBook:
     def stretches(self, tokens: Tokens) -> list[Stretch]:
         """The held ones among the tokens, each once, grouped by run."""
         count = len(tokens)
-        if count == 1:
-            return self._single(int(tokens[0]))
         if not count:
             return []
         first = int(tokens[0])
@@ -179,17 +177,10 @@ class LeaseBook:
             and int(tokens[-1]) == first + count - 1
             and start + count <= len(run.held)
             and run.held.count(1, start, start + count) == count
-            and (tokens[1:] > tokens[:-1]).all()
+            and (count == 1 or (tokens[1:] > tokens[:-1]).all())
         ):
             return [Stretch(run, slice(start, start + count), slice(0, count), count)]
         return self._scattered(tokens)
-
-    def _single(self, token: int) -> list[Stretch]:
-        run = self.run_of(token)
-        if run is None or not run.held[token - run.first]:
-            return []
-        at = token - run.first
-        return [Stretch(run, slice(at, at + 1), slice(0, 1), 1)]
 
     def _scattered(self, tokens: Tokens) -> list[Stretch]:
         ordered, at = np.unique(tokens, return_index=True)

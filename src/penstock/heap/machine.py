@@ -180,13 +180,8 @@ class Heap(HeapState):
         A token that is given twice counts as held the first time only.
         """
         count = len(tokens)
-        stretches = self.leases.stretches(tokens)
-        if len(stretches) == 1 and stretches[0].size == count and count:
-            run, offsets, _, _ = stretches[0]
-            if isinstance(offsets, slice):
-                return run.messages[offsets], np.ones(count, np.bool_)
         messages, held = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
-        for run, offsets, at, _ in stretches:
+        for run, offsets, at, _ in self.leases.stretches(tokens):
             messages[at] = run.messages[offsets]
             held[at] = True
         return messages, held

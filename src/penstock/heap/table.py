@@ -307,11 +307,6 @@ class MessageTable:
         chunks = list(self.scan(wanted))
         return np.concatenate(chunks) if chunks else np.empty(0, np.uint64)
 
-    @property
-    def bytes(self) -> int:
-        columns: list[NDArray[Any]] = [getattr(self, name) for name in self.COLUMNS]
-        return sum(column.nbytes for column in columns) + self._row_of.nbytes
-
     # --- pages ---
 
     def _pages(self) -> NDArray[np.int64]:

@@ -212,6 +212,8 @@ class DataFolder:
 
     def __init__(self, path: Path, lock: Handle, inventory: Inventory) -> None:
         self.path, self.inventory = path, inventory
+        self.meta, self.topics = path / "meta", path / "topics"
+        self.node_file, self.audit_file = path / "node.json", path / "audit.jsonl"
         self._lock: Handle | None = lock
         self.format = read_format(path)
 
@@ -256,22 +258,6 @@ class DataFolder:
             with storage_errors(self.path):
                 write_format(self.path, format)
             self.format = format
-
-    @property
-    def meta(self) -> Path:
-        return self.path / "meta"
-
-    @property
-    def topics(self) -> Path:
-        return self.path / "topics"
-
-    @property
-    def node_file(self) -> Path:
-        return self.path / "node.json"
-
-    @property
-    def audit_file(self) -> Path:
-        return self.path / "audit.jsonl"
 
     def topic(self, topic: int) -> Path:
         return self.topics / f"{topic:08x}"

@@ -55,7 +55,7 @@ class Recovery:
                     raise
                 self._amputate(damage, paths[position:])
                 break
-        self._check_ends()
+        self._check_end()
 
     def _finish_interrupted(self) -> None:
         try:
@@ -112,18 +112,16 @@ class Recovery:
         clear_tail(walk, used)
         return Segment.walked(walk)
 
-    def _check_ends(self) -> None:
-        slot = self.floor.slot
-        last = self.segments[-1].last if self.segments else slot.empty_at - 1
-        newest = self.segments[-1].first if self.segments else 0
-        if last < slot.sequence or newest < slot.tail:
-            damage = Corruption(
-                f"{self.folder} ends at sequence {last} but {slot.sequence} was acknowledged",
-                topic=self.topic, partition=self.partition, sequence=last + 1,
-                file=str(self.folder), offset=0, reason="segments are missing",
+    def _check_end(self) -> None:
+        try:
+            newest = self.segments[-1] if self.segments else None
+            check_end(
+                self.folder, self.floor.slot, newest=newest, topic=self.topic,
+                partition=self.partition,
             )  # fmt: skip
+        except Corruption as damage:
             if not self.accept_rot:
-                raise damage
+                raise
             self._settle_for(damage)
 
     def _amputate(self, damage: Corruption, paths: list[Path]) -> None:
@@ -184,6 +182,19 @@ def check_follows(file: SegmentFile, *, before: Segment | None, oldest: int) -> 
     if (header.first, header.chain_before, header.epoch_before) != expected:
         reason = "the segment does not follow the one before it"
         raise damaged(file, reason, offset=0, sequence=expected[0])
+
+
+def check_end(
+    folder: Path, slot: FloorSlot, *, newest: Segment | None, topic: int, partition: int
+) -> None:
+    """Raise unless the log, whose last segment is `newest`, reaches as far as its floor says."""
+    last, first = (newest.last, newest.first) if newest is not None else (slot.empty_at - 1, 0)
+    if last < slot.sequence or first < slot.tail:
+        raise Corruption(
+            f"{folder} ends at sequence {last} but {slot.sequence} was acknowledged",
+            topic=topic, partition=partition, sequence=last + 1, file=str(folder), offset=0,
+            reason="segments are missing",
+        )  # fmt: skip
 
 
 def refuse_rot(walk: Walk, stop: Corruption, *, floor: int) -> None:

@@ -27,7 +27,7 @@ from penstock.log.folder import (
 )
 from penstock.log.identity import REPLICA_FILE, read_replica
 from penstock.log.layout import FloorFlag, FloorSlot
-from penstock.log.recovery import check_follows, refuse_rot
+from penstock.log.recovery import check_end, check_follows, refuse_rot
 from penstock.log.segment import (
     Segment,
     sealed_segment,
@@ -146,12 +146,7 @@ class _Partition:
         before: Segment | None = None
         for path in paths:
             before = self._segment(path, before, newest=path is paths[-1])
-        last, newest = (before.last, before.first) if before else (floor.empty_at - 1, 0)
-        if last < floor.sequence or newest < floor.tail:
-            raise Corruption(
-                f"{self.folder} ends at sequence {last} but {floor.sequence} was acknowledged",
-                sequence=last + 1, reason="segments are missing",
-            )  # fmt: skip
+        check_end(self.folder, floor, newest=before, topic=self.topic, partition=self.partition)
         for path in sorted(self.folder.glob("*.snap")):
             read_snapshot(path, topic=self.topic, partition=self.partition)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -74,7 +73,7 @@ class BatchIndex:
 
     def save(self, path: Path, *, last: int, end: int) -> None:
         """Write the sidecar; it is not synced, because it can be rebuilt."""
-        body = _little(self.firsts).tobytes() + _little(self.offsets).tobytes()
+        body = self.firsts.tobytes() + self.offsets.tobytes()
         header = IndexHeader(self.firsts[0], last, end, len(self.firsts), crc32c(body))
         # Two readers may rebuild the same index at once.
         new = path.with_name(f"{path.name}.{get_ident()}.tmp")
@@ -94,15 +93,7 @@ class BatchIndex:
         index = BatchIndex()
         index.firsts.frombytes(body[: len(body) // 2])
         index.offsets.frombytes(body[len(body) // 2 :])
-        index.firsts, index.offsets = _little(index.firsts), _little(index.offsets)
         return index
-
-
-def _little(values: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        values = array("Q", values)
-        values.byteswap()
-    return values
 
 
 class SegmentFile(NamedTuple):

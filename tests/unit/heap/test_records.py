@@ -200,14 +200,14 @@ def test_a_prepare_without_a_transaction_is_damage(log) -> None:
 
 def test_deltas_are_done_at_once_and_cost_nothing(log_of) -> None:
     log = log_of(kind="delta", dimensions=4)
-    empty = log.heap.table.bytes
+    empty = len(log.heap.table.living)
     for i in range(50):
         log.put(*[0] * 1000, payload=[b"x"] * 1000, run_count=[1000], run_epoch=[1],
                 run_sequence=[1 + 1000 * i], run_producer=[b"p"], runs=1)  # fmt: skip
     heap = log.heap
     heap.validate()
     assert heap.sequence_enqueued == heap.sequence_applied == 50_000
-    assert (heap.ready, heap.delayed, heap.table.bytes) == (0, 0, empty)
+    assert (heap.ready, heap.delayed, len(heap.table.living)) == (0, 0, empty)
     assert log.select() == [] and heap.oldest_alive() is None
     assert heap.dedup.places == 1
 
