@@ -68,10 +68,8 @@ class PipelineProgress:
 
     def unfolded(self, ranges: Sequence[ReadRange]) -> int:
         """Sequences of these ranges that the pipeline has yet to fold."""
-        return sum(max(0, one.last - self.folded(one)) for one in ranges)
-
-    def folded(self, one: ReadRange) -> int:
-        return self.offsets.get(one.topic, {}).get(one.partition, 1) - 1
+        ends = [self.offsets.get(one.topic, {}).get(one.partition, 1) for one in ranges]
+        return sum(max(0, one.last + 1 - end) for one, end in zip(ranges, ends, strict=True))
 
     def reached(self, sink: str, ranges: Sequence[ReadRange]) -> bool:
         return not self.unfolded(ranges) and self.cursors.get(sink, NONE) >= self.last

@@ -44,6 +44,7 @@ WINDOW_ENTRIES: Final = 1_000_000
 WINDOW_BYTES: Final = 16 << 20  # sent ahead of the reader
 STALL_S: Final = 60.0  # without a batch of a range that should be there
 HELD_BYTES_MAX: Final = 256 << 20  # of batches behind an undecided one
+UNBOUNDED: Final = 1 << 62  # rows or bytes
 INFLIGHT: Final = 4  # enqueue requests that wait for their answer at once
 
 
@@ -53,8 +54,8 @@ class Wanted(NamedTuple):
     partition: int
     first: int
     last: int
-    rows_max: int | None = None
-    bytes_max: int | None = None
+    rows_max: int = UNBOUNDED
+    bytes_max: int = UNBOUNDED
 
 
 class RangeExtent(NamedTuple):
@@ -219,8 +220,8 @@ class NodeAccess:
                 "partition": w.partition,
                 "from_sequence": w.first,
                 "through": w.last,
-                **({} if w.rows_max is None else {"entries_max": w.rows_max}),
-                **({} if w.bytes_max is None else {"bytes_max": w.bytes_max}),
+                "entries_max": w.rows_max,
+                "bytes_max": w.bytes_max,
             }
             for w in wanted
         ]

@@ -22,7 +22,7 @@ from pyspark.sql.datasource import InputPartition
 
 from penstock.errors import InvalidArgument, NotFound
 from penstock.model.topic import TopicKind
-from penstock.spark.source.access import LogStatus, NodeAccess, RangeExtent, Wanted
+from penstock.spark.source.access import UNBOUNDED, LogStatus, NodeAccess, RangeExtent, Wanted
 from penstock.spark.source.options import Place, ReadOptions
 
 Offsets = dict[str, dict[int, int]]
@@ -199,31 +199,22 @@ class TriggerBudget:
     """What is left of a trigger's rows and bytes; None: no bound."""
 
     def __init__(self, rows: int | None, size: int | None) -> None:
-        self.rows, self.bytes = rows, size
+        self.rows = UNBOUNDED if rows is None else rows
+        self.bytes = UNBOUNDED if size is None else size
+        self.bounded = rows is not None or size is not None
         self.touched = False
 
     @property
-    def bounded(self) -> bool:
-        return self.rows is not None or self.bytes is not None
-
-    @property
     def spent(self) -> bool:
-        return (self.rows is not None and self.rows <= 0) or (
-            self.bytes is not None and self.bytes <= 0
-        )
+        return self.rows <= 0 or self.bytes <= 0
 
     def take(self, rows: int, size: int) -> bool:
         """Whether a range still fits; the first one always does."""
-        over = (self.rows is not None and rows > self.rows) or (
-            self.bytes is not None and size > self.bytes
-        )
-        if over and self.touched:
+        if self.touched and (rows > self.rows or size > self.bytes):
             return False
         self.touched = True
-        if self.rows is not None:
-            self.rows -= rows
-        if self.bytes is not None:
-            self.bytes -= size
+        self.rows -= rows
+        self.bytes -= size
         return True
 
 
@@ -233,7 +224,7 @@ def advance(
     """Where a trigger that begins at `start` ends: at most at `end`, within the budget."""
     found = {topic: dict(start[topic]) for topic in topics}
     for topic in topics:
-        if budget.bounded and budget.spent:
+        if budget.spent:
             break
         behind = [p for p, n in found[topic].items() if n < end[topic].get(p, n)]
         if not budget.bounded:
@@ -257,9 +248,8 @@ def _advance_topic(
 ) -> dict[int, int]:
     behind.sort(key=lambda p: start[p] - end[p])  # the furthest behind first
     available = [end[p] - start[p] for p in behind]
-    rows = available if budget.rows is None else share(available, budget.rows)
-    using = sum(n > 0 for n in rows)
-    each = None if budget.bytes is None else max(1, budget.bytes // using)
+    rows = share(available, budget.rows)
+    each = max(1, budget.bytes // sum(n > 0 for n in rows))
     wanted = [
         Wanted(p, start[p], end[p] - 1, n, each) for p, n in zip(behind, rows, strict=True) if n > 0
     ]
