@@ -46,9 +46,8 @@ class RebalanceArguments(Arguments, frozen=True):
     dry_run: bool = False
 
 
-class DrainArguments(Arguments, frozen=True):
+class DrainArguments(RebalanceArguments, frozen=True, kw_only=True):
     node: str
-    dry_run: bool = False
 
 
 class RemoveReplicaArguments(TopicArguments, frozen=True):

@@ -94,16 +94,12 @@ class Doorway:
         self._bytes: dict[Guest, int] = {}  # that strangers have sent
         self._bytes_total = 0
         self._inside: dict[str, dict[Guest, None]] = {}  # by address
-        self._inside_total = 0
+        self.inside = 0  # in all
         self.intake = TlsIntake()
 
     @property
     def strangers(self) -> int:
         return len(self._strangers)
-
-    @property
-    def inside(self) -> int:
-        return self._inside_total
 
     def enter(self, guest: Guest) -> None:
         now = time.monotonic()
@@ -135,10 +131,10 @@ class Doorway:
         limits = self.limits
         if len(inside) >= limits.address_connections_max:
             self._make_way(inside, f"too many connections from {guest.address}")
-        elif self._inside_total >= limits.connections_max:
+        elif self.inside >= limits.connections_max:
             self._make_way(max(self._inside.values(), key=len), "too many connections")
         inside[guest] = None
-        self._inside_total += 1
+        self.inside += 1
 
     def _make_way(self, inside: dict[Guest, None], message: str) -> None:
         """Have the idlest of the oldest connections leave; raises if all of them are busy."""
@@ -154,7 +150,7 @@ class Doorway:
         inside = self._inside.get(guest.address)
         if inside is not None and guest in inside:
             del inside[guest]
-            self._inside_total -= 1
+            self.inside -= 1
         if not inside:
             self._inside.pop(guest.address, None)
 

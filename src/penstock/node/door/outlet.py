@@ -59,38 +59,22 @@ class ReadPace:
     """How much all streams together read from logs in one turn of the loop."""
 
     def __init__(self) -> None:
-        self._used = 0  # bytes, of this turn
-        self._waiting: dict[Outlet, None] = {}
+        self.used = 0  # bytes, of this turn
+        self.waiting: dict[Outlet, None] = {}  # their streams go on in another turn, in this order
         self._scheduled = False
 
-    @property
-    def open(self) -> bool:
-        return self._used < TURN_BYTES
-
-    def spend(self, size: int) -> None:
-        self._used += size
-        self._schedule()
-
-    def wait(self, outlet: Outlet) -> None:
-        """Have its streams go on in another turn, behind those that wait already."""
-        self._waiting[outlet] = None
-        self._schedule()
-
-    def leave(self, outlet: Outlet) -> None:
-        self._waiting.pop(outlet, None)
-
-    def _schedule(self) -> None:
+    def schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._scheduled, self._used = False, 0
-        for outlet in list(self._waiting):
-            if not self.open:
-                self._schedule()
+        self._scheduled, self.used = False, 0
+        for outlet in list(self.waiting):
+            if self.used >= TURN_BYTES:
+                self.schedule()
                 return
-            del self._waiting[outlet]
+            del self.waiting[outlet]
             outlet.go_on()
 
 
@@ -114,8 +98,8 @@ class Outlet:
         if self._taken and self._taken + size > UNREAD_BYTES_MAX:
             self._missed = True
             return False
-        if not self._pace.open:
-            self._pace.wait(self)
+        if self._pace.used >= TURN_BYTES:
+            self._wait()
             return False
         # What is larger than most answers need not fit into the part for answers, which may be
         # smaller than the largest batch.
@@ -125,7 +109,8 @@ class Outlet:
             return False
         self._taken += size
         self._account.take(size, Held.READS)
-        self._pace.spend(size)
+        self._pace.used += size
+        self._pace.schedule()
         return True
 
     def give_back(self, size: int) -> None:
@@ -134,13 +119,17 @@ class Outlet:
         self._account.give_back(size, Held.READS)
         if self._missed:
             self._missed = False
-            self._pace.wait(self)
+            self._wait()
+
+    def _wait(self) -> None:
+        self._pace.waiting[self] = None
+        self._pace.schedule()
 
     def _look_again(self) -> None:
         self._timer = None
         self.go_on()
 
     def end(self) -> None:
-        self._pace.leave(self)
+        self._pace.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
