@@ -27,7 +27,7 @@ from penstock.wire.messages import Call, pack
 NO_ARGUMENTS: Final = Arguments()
 
 
-class Share(NamedTuple):
+class NodeShare(NamedTuple):
     engine: Engine
     topic: Topic
     partitions: list[Partition]  # all of them are served here
@@ -45,7 +45,7 @@ class Share(NamedTuple):
         await asyncio.gather(*(p.journal.committed(p.log.sequence_last) for p in self.partitions))
 
 
-Run = Callable[[Share], Awaitable[Result]]
+Run = Callable[[NodeShare], Awaitable[Result]]
 
 
 class Registered(NamedTuple):
@@ -84,7 +84,7 @@ async def share(engine: Engine, _: Caller, a: ShareArguments) -> Result:
     topic = engine.queue(a.topic) if found.of_queues else engine.topic(a.topic)
     check_id(topic, a.topic_id)
     here = [topic.here(index) for index in sorted(set(a.partitions))]
-    return await found.run(Share(engine, topic, here, arguments))
+    return await found.run(NodeShare(engine, topic, here, arguments))
 
 
 async def fan_out(
@@ -101,7 +101,7 @@ async def fan_out(
     `in_turn`: one node after the other; otherwise all at once.
     """
     if indices is None and len(topic.local) == len(topic.partitions):
-        return [await run(Share(engine, topic, list(topic.local), arguments))]
+        return [await run(NodeShare(engine, topic, list(topic.local), arguments))]
     loop = asyncio.get_running_loop()
     deadline = loop.time() + WAIT_S
     left = sorted(set(range(len(topic.partitions)) if indices is None else indices))
@@ -114,7 +114,7 @@ async def fan_out(
                 result = await ask_share(topic, node, run, some, arguments)
             else:
                 here = [topic.here(index) for index in some]
-                result = await run(Share(engine, topic, here, arguments))
+                result = await run(NodeShare(engine, topic, here, arguments))
         except PenstockError as error:
             if not_there(error) or error.details.get("sent") is False:
                 return None

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import Backpressure, FailedPrecondition, NotFound
 from penstock.model.topic import TopicKind
-from penstock.node.calls.fan_out import Share, fan_out, shared
+from penstock.node.calls.fan_out import NodeShare, fan_out, shared
 from penstock.node.calls.pages import Page, page_of, topics_behind
 from penstock.node.calls.table import (
     Arguments,
@@ -131,7 +131,7 @@ def _place(kind: str, row: dict[str, Any]) -> str:
 
 
 @shared(LiveShare)
-async def live_status_share(share: Share) -> Result:
+async def live_status_share(share: NodeShare) -> Result:
     page = Page()
     told: dict[str, Any] = {kind: [] for kind in KINDS}
     for place, kind, row in _local_rows(share):
@@ -141,7 +141,7 @@ async def live_status_share(share: Share) -> Result:
     return {**told, "next": page.next}
 
 
-def _local_rows(share: Share) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _local_rows(share: NodeShare) -> Iterator[tuple[str, str, dict[str, Any]]]:
     engine, topic, after = share.engine, share.topic, share.arguments.after
     if topic.ingest is not None:
         row = {"node": engine.identity.node, **topic.ingest.status()}
@@ -218,7 +218,7 @@ def _nearest(results: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
 
 
 @shared(SearchShare)
-async def vector_search_share(share: Share) -> Result:
+async def vector_search_share(share: NodeShare) -> Result:
     a: SearchShare = share.arguments
     hub = share.engine.hubs.get(share.topic.config.id)
     indexes = [

@@ -15,7 +15,7 @@ from penstock.log.folder import FORMAT_PRODUCERS
 from penstock.model.batch import Kind
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
 from penstock.node.atomic.participant import apply_here, decide_here, doubts_here
-from penstock.node.calls.fan_out import Share, fan_out, merged, shared
+from penstock.node.calls.fan_out import NodeShare, fan_out, merged, shared
 from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments, method
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
@@ -65,7 +65,7 @@ async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> Result:
 
 
 @shared()
-async def log_status_share(share: Share) -> Result:
+async def log_status_share(share: NodeShare) -> Result:
     stable = await asyncio.gather(*(_stable(share.topic, p) for p in share.partitions))
     return {
         "partitions": [
@@ -110,7 +110,7 @@ async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> Result:
 
 
 @shared(FindShare)
-async def log_find_share(share: Share) -> Result:
+async def log_find_share(share: NodeShare) -> Result:
     partition, time_ms = share.the_only(), share.arguments.time_ms
     through = partition.coordinator.sequence_committed
     sequence = await asyncio.to_thread(partition.log.find_time, time_ms, through=through)
@@ -133,7 +133,7 @@ async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> Result
 
 
 @shared(ExtentShare)
-async def log_extent_share(share: Share) -> Result:
+async def log_extent_share(share: NodeShare) -> Result:
     """Extents of these partitions, each with its place in the request."""
     by_index = {partition.index: partition for partition in share.partitions}
     found = []
@@ -194,7 +194,7 @@ async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> Result
 
 
 @shared(BeginShare)
-async def producer_begin_share(share: Share) -> Result:
+async def producer_begin_share(share: NodeShare) -> Result:
     a: BeginShare = share.arguments
     for partition in share.partitions:
         current = partition.heap.dedup.epoch_of(a.id_in(partition.index))

@@ -17,7 +17,7 @@ from penstock.heap.table import Ordering
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.delivery import DELIVERY
 from penstock.model.ids import LeaseToken
-from penstock.node.calls.fan_out import Share, fan_out, shared
+from penstock.node.calls.fan_out import NodeShare, fan_out, shared
 from penstock.node.calls.pages import (
     Allowance,
     locate,
@@ -97,7 +97,7 @@ async def peek(engine: Engine, _: Caller, a: PeekArguments) -> Result:
 
 
 @shared(PeekShare, of_queues=True)
-async def peek_share(share: Share) -> Result:
+async def peek_share(share: NodeShare) -> Result:
     now_ms, limit = share.engine.clock.now_ms(), share.arguments.limit
     found: list[tuple[int, int, Partition]] = []
     for partition in share.partitions:
@@ -276,7 +276,7 @@ async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> Resu
 
 
 @shared(of_queues=True)
-async def purge_share(share: Share) -> Result:
+async def purge_share(share: NodeShare) -> Result:
     waiting = [(p, count) for p in share.partitions if (count := p.heap.ready + p.heap.delayed)]
     for partition in share.partitions:
         partition.journal.check_commits()
@@ -295,7 +295,7 @@ async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> Result:
 
 
 @shared(MoveShare, of_queues=True)
-async def move_share(share: Share) -> Result:
+async def move_share(share: NodeShare) -> Result:
     partition, message_id = share.the_only(), share.arguments.message_id
     index, sequence = locate(share.topic, message_id)
     if index != partition.index:
@@ -367,7 +367,7 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> Result:
 
 
 @shared(ListShare, of_queues=True)
-async def dlq_list_share(share: Share) -> Result:
+async def dlq_list_share(share: NodeShare) -> Result:
     a: ListShare = share.arguments
     limit = a.limit
     await share.all_committed()
@@ -446,7 +446,7 @@ def _by_node(topic: Topic, indices: list[int]) -> list[list[int]]:
 
 
 @shared(ChosenShare, of_queues=True)
-async def dlq_check_share(share: Share) -> Result:
+async def dlq_check_share(share: NodeShare) -> Result:
     for partition, sequences in _chosen(share):
         states = partition.heap.states(np.array(sequences, np.uint64))
         if (states != MessageState.DEAD).any() or len(set(sequences)) < len(sequences):
@@ -455,7 +455,7 @@ async def dlq_check_share(share: Share) -> Result:
 
 
 @shared(ReplayShare, of_queues=True)
-async def dlq_replay_share(share: Share) -> Result:
+async def dlq_replay_share(share: NodeShare) -> Result:
     replayed = 0
     for partition, sequences in _chunks(share, share.arguments.limit):
         if replayed:
@@ -465,14 +465,14 @@ async def dlq_replay_share(share: Share) -> Result:
 
 
 @shared(ChosenShare, of_queues=True)
-async def dlq_delete_share(share: Share) -> Result:
+async def dlq_delete_share(share: NodeShare) -> Result:
     deleted = 0
     for partition, sequences in _chunks(share, None):
         deleted += await _move(share, partition, Kind.ACK, sequences)
     return {"moved": deleted}
 
 
-def _chosen(share: Share) -> list[tuple[Partition, list[int]]]:
+def _chosen(share: NodeShare) -> list[tuple[Partition, list[int]]]:
     named = share.arguments.message_ids
     if named is None:
         found = share.partitions
@@ -484,7 +484,7 @@ def _chosen(share: Share) -> list[tuple[Partition, list[int]]]:
     return [(p, chosen[p.index]) for p in share.partitions if p.index in chosen]
 
 
-def _chunks(share: Share, limit: int | None) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
+def _chunks(share: NodeShare, limit: int | None) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
     left = limit if limit is not None else 1 << 62
     size = min(CHUNK, share.topic.config.replay_per_s)
     for partition, sequences in _chosen(share):
@@ -494,7 +494,7 @@ def _chunks(share: Share, limit: int | None) -> Iterable[tuple[Partition, NDArra
 
 
 async def _move(
-    share: Share, partition: Partition, kind: Kind, sequences: NDArray[np.uint64]
+    share: NodeShare, partition: Partition, kind: Kind, sequences: NDArray[np.uint64]
 ) -> int:
     still = sequences[partition.heap.states(sequences) == MessageState.DEAD]
     if len(still):

@@ -8,7 +8,7 @@ from typing import Any, Final
 from penstock.errors import Unavailable
 from penstock.heap import Totals
 from penstock.model.version import __version__
-from penstock.node.calls.fan_out import Share, ask_share, by_node, fan_out, merged, shared
+from penstock.node.calls.fan_out import NodeShare, ask_share, by_node, fan_out, merged, shared
 from penstock.node.calls.pages import Page, page_of, topics_behind
 from penstock.node.calls.table import Arguments, Caller, PageArguments, Result, method
 from penstock.node.engine import Engine
@@ -47,9 +47,9 @@ async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
     try:
         results = await fan_out(engine, topic, stats_share, indices=known)
     except Unavailable:  # somebody left at this very moment: what this node has is better than none
-        results = [await stats_share(Share(engine, topic, list(topic.local)))]
+        results = [await stats_share(NodeShare(engine, topic, list(topic.local)))]
     if not any(result["node"] == engine.identity.node for result in results):
-        results.append(await stats_share(Share(engine, topic, [])))
+        results.append(await stats_share(NodeShare(engine, topic, [])))
     partitions = merged(results, "partitions")
     found = {p["partition"] for p in partitions}
     partitions += [_unserved(i) for i in range(len(topic.partitions)) if i not in found]
@@ -69,7 +69,7 @@ async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
 
 
 @shared()
-async def stats_share(share: Share) -> Result:
+async def stats_share(share: NodeShare) -> Result:
     engine, topic, partitions, _ = share
     now_ms = engine.clock.now_ms()
     return {
@@ -129,7 +129,7 @@ async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> Result:
 
 
 @shared()
-async def snapshot_share(share: Share) -> Result:
+async def snapshot_share(share: NodeShare) -> Result:
     taken = []
     for partition in share.partitions:
         host = share.engine.hosts[share.topic.key(partition.index)]
@@ -168,7 +168,7 @@ def _other_nodes(engine: Engine) -> dict[str, Topic]:
 
 
 @shared()
-async def verify_share(share: Share) -> Result:
+async def verify_share(share: NodeShare) -> Result:
     return await _verified(share.engine)
 
 

@@ -15,7 +15,7 @@ from penstock.model.columns import Buffer
 from penstock.model.entries import ENQ
 from penstock.model.ids import MessageId
 from penstock.node.atomic.participant import decide_here, stage_here
-from penstock.node.calls.fan_out import Share
+from penstock.node.calls.fan_out import NodeShare
 from penstock.node.calls.messages import MoveShare, move_share, purge_share
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
@@ -125,8 +125,8 @@ async def test_nothing_is_begun_that_could_not_be_committed(cluster: Cluster) ->
     for work in (
         stage_here(topic, partition, part, transaction=b"t" * 16, home=0),
         decide_here(topic, partition, b"t" * 16, commit=True),
-        purge_share(Share(engine, topic, [partition])),
-        move_share(Share(engine, topic, [partition], MoveShare(message_id=moved, reason=""))),
+        purge_share(NodeShare(engine, topic, [partition])),
+        move_share(NodeShare(engine, topic, [partition], MoveShare(message_id=moved, reason=""))),
     ):
         with pytest.raises(QuorumUnavailable):
             await work
