@@ -117,11 +117,15 @@ class Producer:
     @property
     def ready(self) -> bool:
         """Whether an entry may be added right now."""
+        if self._full or self._link.closed:
+            return False
+        return not self._identity.lasting or self._succeeded()
+
+    @property
+    def _full(self) -> bool:
         return (
-            self.inflight_entries < self._options.inflight_entries_max
-            and self.inflight_bytes < self._options.inflight_bytes_max
-            and not self._link.closed
-            and (not self._identity.lasting or self._succeeded())
+            self.inflight_entries >= self._options.inflight_entries_max
+            or self.inflight_bytes >= self._options.inflight_bytes_max
         )
 
     def _succeeded(self) -> bool:
@@ -147,11 +151,9 @@ class Producer:
     async def room(self, room_by: float | None = None) -> None:
         """Wait until another put is within the bounds; raises `Backpressure` at `room_by`. Before
         the first one, earlier clients of the same producer are shut out."""
-        while True:
-            self._link.raise_if_closed()
-            await self._succeed()
-            if self.ready:
-                return
+        self._link.raise_if_closed()
+        await self._succeed()
+        while self._full:
             self._answered.clear()
             try:
                 async with asyncio.timeout_at(room_by):

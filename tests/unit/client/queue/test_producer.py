@@ -1,6 +1,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 import penstock
@@ -202,6 +203,18 @@ def test_a_producers_sequences_are_gapless_in_each_partition() -> None:
     identity = ProducerIdentity("p", 5)
     assert [identity.take(0, 3), identity.take(1, 2), identity.take(0, 1)] == [1, 1, 4]
     assert identity.run(1, 1, 2)["run_producer"] == (b"p.1",)
+
+
+async def test_a_lasting_name_that_is_soon_forgotten_holds_up_nobody(
+    make_client: Any, broker: Any
+) -> None:
+    async with make_client(producer="p") as client, asyncio.timeout(30):
+        topic = await client.topic("t")
+        producer = await topic.handle.opened()
+        producer.config = msgspec.structs.replace(producer.config, dedup_ms=0)
+        await topic.put(b"x")
+        await topic.put_many([b"y"])
+    assert len(broker.ready) == 2
 
 
 async def test_large_batches_are_split_unless_atomic(client: Client, broker: Any) -> None:
