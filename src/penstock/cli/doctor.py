@@ -36,7 +36,7 @@ FSYNC_MS_WARN: Final = 20.0
 CLOCK_START_MIN: Final = 1_735_689_600  # 2025: an older wall clock was never set
 PORTS: Final = {"native": 7440, "grpc": 7441, "http": 7442}
 NEEDED: Final = ("numpy", "msgspec", "crc32c", "xxhash", "zstandard", "lz4", "uvloop")
-OPTIONAL: Final = {"grpcio": "gRPC gateway", "starlette": "HTTP gateway", "uvicorn": "HTTP gateway"}
+OPTIONAL: Final = {"grpcio": "gRPC gateway", "uvicorn": "HTTP gateway"}
 
 
 @command(app, "fsck", connects=False)
