@@ -10,6 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, Final
 
@@ -34,8 +35,8 @@ from penstock.server.callers import retry_after_s
 from penstock.server.http import events as sse
 from penstock.server.http.listener import CALLER, TARGET, WHOLE, BoundedHttp
 from penstock.server.http.openapi import document
-from penstock.server.http.routes import HttpRoute, Match, routes
-from penstock.server.operations import READS, READS_MAX
+from penstock.server.http.routes import HttpRoute, routes
+from penstock.server.operations import READS, READS_MAX, Result
 from penstock.server.pool import GatewayLink, Pool
 from penstock.server.subscriptions import CallerSubscriptions
 
@@ -149,30 +150,38 @@ class HttpApp:
             await self._link(exchange)  # what exists is told to those with a key
             raise
         link = await self._link(exchange)
-        link.users += 1
-        try:
+        with link.held():
             body = await self._body(match.route, exchange)
             request = match.route.parse(
                 parameters=match.parameters, query=scope["query_string"], body=body
             )
-            if match.route.name == "Pop":
-                content = await self._while_connected(link, match, request, exchange)
-            elif match.route.name in READS:
-                await exchange.hold(READ_BYTES, Held.READS)
-                async with self._reads:
-                    content = await self._checked(link, match, request, exchange)
-            else:
-                content = await self._checked(link, match, request, exchange)
-        finally:
-            link.users -= 1
+            content = await self._content(link, match.route, request, exchange)
         await exchange.respond(200, JSON, content)
 
-    async def _checked(
-        self, link: GatewayLink, match: Match, request: msgspec.Struct, exchange: HttpExchange
+    async def _content(
+        self, link: GatewayLink, route: HttpRoute, request: msgspec.Struct, exchange: HttpExchange
     ) -> bytes:
-        content = await match.route.answer(link, request)
-        exchange.check_room(len(content))
-        return content
+        """The answer to a call. If nobody is left to read it, or there is no room for it, what the
+        call has done is undone."""
+        operation, gone = route.operation, False
+
+        def encode(result: Result) -> bytes:
+            if gone:
+                raise Disconnected
+            content = route.encode(result)
+            exchange.check_room(len(content))
+            return content
+
+        reads = route.name in READS
+        if reads:
+            await exchange.hold(READ_BYTES, Held.READS)
+        async with self._reads if reads else nullcontext():
+            work = operation.run(link, request)
+            if route.name == "Pop":
+                result, gone = await self._while_connected(work, exchange)
+            else:
+                result = await work
+            return operation.answered(link, request, result, encode)
 
     async def _answer_plain(self, path: str, exchange: HttpExchange) -> None:
         if path == "/openapi.json":
@@ -235,26 +244,17 @@ class HttpApp:
             streaming.cancel()
 
     async def _while_connected(
-        self, link: GatewayLink, match: Match, request: msgspec.Struct, exchange: HttpExchange
-    ) -> bytes:
-        """Run a call that waits, and cancel it when the caller goes away. What it has done for a
-        caller that went away in that very moment, or that there is no room for, is undone."""
-        route = match.route
-        call = asyncio.ensure_future(route.operation.run(link, request))
+        self, work: Awaitable[Result], exchange: HttpExchange
+    ) -> tuple[Result, bool]:
+        """What comes of a call that waits, and whether its caller went away in that very moment;
+        if it goes away before, the call is cancelled."""
+        call = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(exchange.disconnected())
         try:
             await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise Disconnected
-
-            def encode(result: dict[str, Any]) -> bytes:
-                if gone.done():
-                    raise Disconnected
-                content = route.encode(result)
-                exchange.check_room(len(content))
-                return content
-
-            return route.operation.answered(link, request, call.result(), encode)
+            return call.result(), gone.done()
         finally:
             call.cancel()
             gone.cancel()

@@ -92,13 +92,9 @@ class HttpRoute:
             ).force
         return request_of(fields, self.operation.request)
 
-    async def answer(self, link: GatewayLink, request: msgspec.Struct) -> bytes:
-        result = await self.operation.run(link, request)
+    def encode(self, result: Result) -> bytes:
         if self.name in ENQUEUES:
             return msgspec.json.encode(result)
-        return self.operation.answered(link, request, result, self.encode)
-
-    def encode(self, result: Result) -> bytes:
         if "messages" in result:
             result = {**result, "messages": [message_json(m) for m in result["messages"]]}
         return msgspec.json.encode(msgspec.convert(result, self.operation.response))
