@@ -17,6 +17,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -153,7 +154,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> Config:
         """Raise `InvalidArgument` that names the first field that will not do, else return self."""
         for path, (low, high) in BOUNDS.items():
-            value = _get(self, path)
+            value = attrgetter(path)(self)
             if value is not None and not low <= value <= high:
                 raise InvalidArgument(
                     f"{path} is {value}, must be from {low} to {high}", field=path, limit=high
@@ -337,23 +338,17 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-class Option(typing.NamedTuple):
-    type: Any
-    default: Any
-
-    @staticmethod
-    def env(path: str) -> str:
-        return ENV_PREFIX + path.replace(".", "_").upper()
+def env_name(path: str) -> str:
+    return ENV_PREFIX + path.replace(".", "_").upper()
 
 
-def _options(owner: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
-    hints = typing.get_type_hints(owner)
+def _options(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     defaults = owner()
-    for name, type in hints.items():
+    for name, type in typing.get_type_hints(owner).items():
         if _is_group(type):
             yield from _options(type, f"{prefix}{name}.")
         elif hasattr(defaults, name):
-            yield prefix + name, Option(type, getattr(defaults, name))
+            yield prefix + name, type
 
 
 def _is_group(type: Any) -> bool:
@@ -392,7 +387,7 @@ TABLES: Final = tuple[dict[str, Any], ...]
 
 
 def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    paths = {Option.env(path): path for path in OPTIONS}
+    paths = {env_name(path): path for path in OPTIONS}
     for name in sorted(environ):
         if not name.startswith(ENV_PREFIX) or name in ENV_ELSEWHERE:
             continue
@@ -402,7 +397,7 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _from_text(path: str, text: str) -> Any:
-    kind = OPTIONS[path].type
+    kind = OPTIONS[path]
     if kind == TABLES:
         return _from_json(path, text)
     if typing.get_origin(kind) is tuple:
@@ -433,12 +428,6 @@ def decode_path(type: type, value: Any) -> Any:
     raise ValueError(f"expected a path, got {value!r}")
 
 
-def _get(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner
-
-
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     *groups, name = path.split(".")
     for group in groups:
@@ -446,5 +435,5 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[name] = value
 
 
-OPTIONS: Final[dict[str, Option]] = dict(_options(Config))
+OPTIONS: Final[dict[str, Any]] = dict(_options(Config))
 GROUPS: Final = frozenset(path.rpartition(".")[0] for path in OPTIONS) - {""}

@@ -1,4 +1,5 @@
 import secrets
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from penstock.config import (
     ClusterOptions,
     Config,
     HttpOptions,
-    Option,
     TlsOptions,
+    env_name,
     host_port,
     is_loopback,
 )
@@ -226,12 +227,12 @@ def test_host_and_port(text: str, parts: tuple[str, int]) -> None:
 
 
 def test_every_option_has_one_variable() -> None:
-    assert len({Option.env(path) for path in OPTIONS}) == len(OPTIONS)
+    assert len({env_name(path) for path in OPTIONS}) == len(OPTIONS)
     assert set(BOUNDS) <= set(OPTIONS)
     groups = {"http", "tls", "limits", "log", "upkeep", "audit", "cluster", "replication", "live"}
     assert groups == GROUPS
     for path, (low, high) in BOUNDS.items():
-        default = OPTIONS[path].default
+        default = attrgetter(path)(Config())
         assert default is None or low <= default <= high
 
 
@@ -239,7 +240,7 @@ def test_the_documentation_lists_every_option() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text("utf-8")
     for path in OPTIONS:
         assert f"`{path}`" in text, path
-        assert f"`{Option.env(path)}`" in text, path
+        assert f"`{env_name(path)}`" in text, path
 
 
 def test_sinks_of_the_node_are_json_in_the_environment() -> None:

@@ -91,26 +91,16 @@ async def read_entries(
 
     async with asyncio.TaskGroup() as group:
         readers = [group.create_task(read(end)) for end in ends]
-        await _show_all(queue, len(readers), start=start, show=show)
+        reading = len(readers)
+        while reading:
+            rows = await queue.get()
+            if rows is None:
+                reading -= 1
+            # A slice begins with the whole batch that holds the first sequence asked for.
+            elif not all(show(row) for row in rows if row["sequence"] >= start):
+                break
         for reader in readers:
             reader.cancel()
-
-
-async def _show_all(
-    queue: asyncio.Queue[list[Row] | None],
-    readers: int,
-    *,
-    start: int,
-    show: Callable[[Row], bool],
-) -> None:
-    while readers:
-        rows = await queue.get()
-        if rows is None:
-            readers -= 1
-            continue
-        # A slice begins with the whole batch that holds the first sequence asked for.
-        if not all(show(row) for row in rows if row["sequence"] >= start):
-            return
 
 
 def rows_of(batch: Batch) -> Iterator[Row]:
