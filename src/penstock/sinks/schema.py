@@ -169,7 +169,7 @@ def clock_column(
     firsts = np.asarray(offsets[:-1], np.int64)[sizes > 0]
     entries = np.repeat(sizes, sizes)  # the size of each entry's clock
     names = arrays.sixteen(origins)
-    lengths = _lengths(names)
+    lengths = (names != 0).sum(axis=1)  # without the zeros that pad them
     matrix = np.zeros((count, 29), np.uint8)
     matrix[:, 0] = np.where(entries > 15, 0xDE, 0x80 | np.minimum(entries, 15))
     matrix[:, 2] = entries
@@ -184,12 +184,6 @@ def clock_column(
     mask[:, 4:20] = np.arange(16) < lengths[:, None]
     ends, blob = arrays.masked(matrix, mask)
     return arrays.ragged(ends[np.asarray(offsets, np.int64)], blob, pa.binary())
-
-
-def _lengths(names: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """How many bytes stand before the zeros that pad each row."""
-    count: NDArray[np.int64] = (names != 0).sum(axis=1)
-    return count
 
 
 def _column(values: Binary, kind: pa.DataType, *, empty_is_null: bool = False) -> pa.Array:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import NotFound, PenstockError
 from penstock.model.delta_batch import halves
@@ -250,7 +249,9 @@ class HostedSink:
 
         def emit(rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
             states = _states(live, rows) if with_states and len(rows) else None
-            size = bytes_of(rows) + (0 if states is None else _bytes_of_states(states))
+            size = bytes_of(rows)
+            if states is not None:
+                size += states.values.nbytes + len(states.metadata.blob)
             # Shared is what a feed has just released; everything else has waited somewhere.
             since = None if shared is None else _committed_at(live, rows)
             parcel = Parcel(attached, attached.index, rows, states, position, size, since)
@@ -269,7 +270,9 @@ class HostedSink:
             self._settle(sender, [parcel for parcel in parcels if parcel.sender is sender])
         times = [parcel.rows.batch.log_times_ms for parcel in parcels if len(parcel.rows)]
         if times:
-            self._note_age(times[0] if len(times) == 1 else np.concatenate(times))
+            ages_s = (time.time_ns() // 1_000_000 - np.concatenate(times)) / 1000
+            self.thread.runner.meter.freshness.record(ages_s, now=time.monotonic())
+            self.hub.on_written(self.name, len(ages_s), max(0.0, float(ages_s.max())))
 
     def _settle(self, sender: AttachedPartition, parcels: list[Parcel]) -> None:
         """Return the credit of all of them at once: each return may have the next parcel made."""
@@ -278,12 +281,6 @@ class HostedSink:
             subscription.acknowledge(max(parcel.position for parcel in parcels))
             entries = sum(len(parcel.rows) for parcel in parcels)
             subscription.grant(entries, sum(parcel.bytes for parcel in parcels))
-
-    def _note_age(self, times_ms: NDArray[np.int64]) -> None:
-        """Rows that the log took at these times are in the sink."""
-        ages_s = (time.time_ns() // 1_000_000 - times_ms) / 1000
-        self.thread.runner.meter.freshness.record(ages_s, now=time.monotonic())
-        self.hub.on_written(self.name, len(times_ms), max(0.0, float(ages_s.max())))
 
     # --- how things are ---
 
@@ -356,7 +353,3 @@ def _committed_at(live: LivePartition, rows: ReleasedRows) -> float | None:
     """When the first of the rows that are being delivered was committed."""
     first = int(rows.positions[0]) if len(rows) else 0
     return next((since for last, since in live.delivered if last >= first), None)
-
-
-def _bytes_of_states(states: VectorStates) -> int:
-    return states.values.nbytes + len(states.metadata.blob)

@@ -73,7 +73,6 @@ class Hub:
         self.partitions: dict[int, LivePartition] = {}
         self.sinks: list[HostedSink] = []
         self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
-        self._noted: dict[CursorPlace, int] = {}  # positions of cursors as they were noted last
         self._holders: dict[CursorPlace, Subscription] = {}  # who moves a cursor
         self._opening = 0  # subscriptions of clients that are on their way to be opened
         self._timer: Timer | None = None
@@ -178,7 +177,6 @@ class Hub:
         live.add(subscription)
         if terms.cursor:
             self._holders[place] = subscription
-            self._noted[place] = subscription.acknowledged
         self._tick_soon()
         return subscription
 
@@ -213,7 +211,6 @@ class Hub:
         if place.name and self._holders.get(place) is gone:
             self._note(place, gone)
             del self._holders[place]
-            self._noted.pop(place, None)
 
     @property
     def subscribers(self) -> int:
@@ -265,19 +262,16 @@ class Hub:
             for subscription in live.subscriptions:
                 self._count(subscription)
         if self._ticks % CURSOR_TICKS == 0:
-            self._save_cursors()
+            for place, holder in self._holders.items():
+                self._note(place, holder)
+            if self.cursors.due:
+                self._spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
         if self.partitions or self.cursors.due:
             self._tick_soon()
 
-    def _save_cursors(self) -> None:
-        for place, subscription in self._holders.items():
-            self._note(place, subscription)
-        if self.cursors.due:
-            self._spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
-
     def _note(self, place: CursorPlace, subscription: Subscription) -> None:
-        if self._noted.get(place) != subscription.acknowledged:
-            self._noted[place] = subscription.acknowledged
+        if subscription.noted != subscription.acknowledged:
+            subscription.noted = subscription.acknowledged
             self.cursors.note(place, subscription.acknowledged)
 
     def _count(self, subscription: Subscription) -> None:

@@ -133,7 +133,7 @@ class Subscription:
         self._told = first - 1  # the last position that was sent
         self._told_ms = clock.now_ms()
         self._log_ms = self._told_ms  # of the log, when it took what was sent last
-        self.acknowledged = first - 1
+        self.acknowledged = self.noted = first - 1  # `noted`: where its cursor is known to be
         self.delivered = 0
         self.switches = 0  # times it fell behind
         self._counted = (0, 0)

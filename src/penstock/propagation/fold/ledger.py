@@ -10,7 +10,6 @@ known for `dedup_ms` of log time; ids past that are swept out now and then, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -26,47 +25,25 @@ SWEEP_MIN: Final = 1 << 14  # ids below which sweeping is not worth it
 SWEEP_SHARE: Final = 8  # of the ids, or of their time: looked at again after so much
 
 
-def _vectors() -> KeyTable:
-    # `waiting` counts a vector's pending deltas; `chain` is its latest chain plus one.
-    return KeyTable({"waiting": np.int32, "mark": np.bool_, "chain": np.int32})
-
-
-def _chains() -> KeyTable:
-    # The key of a chain is (vector, origin); `next` is the vector's previous chain plus one.
-    return KeyTable(
-        {
-            "seen": np.int64,
-            "time": np.int64,
-            "head": (np.uint64, 2),
-            "next": np.int32,
-            "first": np.int64,
-        }
-    )
-
-
-def _ids() -> KeyTable:
-    # `vector`: the vector's number plus one when released, else VOID or PENDING. `row`: scratch.
-    return KeyTable({"vector": np.int32, "log_time_ms": np.int64, "row": np.int64})
-
-
-@dataclass(slots=True)
 class Ledger:
     """Everything that ordering knows of the past."""
 
-    dedup_ms: int
-    pending_ms: int
-    vectors: KeyTable = field(default_factory=_vectors)
-    origins: KeyTable = field(default_factory=lambda: KeyTable({}))
-    chains: KeyTable = field(default_factory=_chains)
-    ids: KeyTable = field(default_factory=_ids)
-    namespaces: Texts = field(default_factory=Texts)  # by vector
-    vector_ids: Texts = field(default_factory=Texts)
-    ranks: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # of origins, by bytes
-    time_ms: int = 0  # the latest log time looked at
-    codes: dict[bytes, int] = field(default_factory=dict)  # of origins, by name
-    _names: list[bytes] = field(default_factory=list)  # of origins
-    _sweep_count: int = 0  # ids are looked through when there are so many, or at that log time
-    _sweep_ms: int = 0
+    def __init__(self, dedup_ms: int, pending_ms: int) -> None:
+        self.dedup_ms, self.pending_ms = dedup_ms, pending_ms
+        # `waiting` counts a vector's pending deltas; `chain` is its latest chain plus one.
+        self.vectors = KeyTable({"waiting": np.int32, "mark": np.bool_, "chain": np.int32})
+        self.namespaces, self.vector_ids = Texts(), Texts()  # by vector
+        self.origins = KeyTable({})
+        self.codes: dict[bytes, int] = {}  # of origins, by name
+        self._names: list[bytes] = []  # of origins
+        self.ranks: Numbers = np.zeros(0, np.int64)  # of origins, by bytes
+        # The key of a chain is (vector, origin); `next` is the vector's previous chain plus one.
+        times = {"seen": np.int64, "time": np.int64, "first": np.int64}
+        self.chains = KeyTable({**times, "head": (np.uint64, 2), "next": np.int32})
+        # `vector`: the vector's number plus one when released, else VOID or PENDING.
+        self.ids = KeyTable({"vector": np.int32, "log_time_ms": np.int64, "row": np.int64})
+        self.time_ms = 0  # the latest log time looked at
+        self._sweep_count = self._sweep_ms = 0  # ids are looked through at that count, or time
 
     def vectors_of(self, batch: DeltaBatch) -> Numbers:
         """Numbers of the rows' vectors; new ones are entered with their names."""

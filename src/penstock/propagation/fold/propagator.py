@@ -247,23 +247,21 @@ class Propagator:
         ordinals = np.arange(first, first + released, dtype=np.uint64)
         self.ordinal += released
         refused = RefusedDeltas.join(tally.refused) if tally.refused else NOTHING
+        eldest = self.waitlist.eldest() if self.waitlist.by_id else None
+        oldest_ms = 0 if eldest is None else self.ledger.time_ms - eldest.log_time_ms
         counts = {
             "read": tally.read,
             "duplicates": tally.duplicates,
             "released": released,
             "quarantined": len(refused.reasons),
             "pending": len(self.waitlist.by_id),
-            "pending_oldest_ms": self._oldest_ms() if self.waitlist.by_id else 0,
+            "pending_oldest_ms": oldest_ms,
         }
         states = self.merge.take_touched() if self._states else None
         return FeedOutcome(
             batch, positions, ordinals, states, refused.batch, refused.reasons, refused.missing,
             counts,
         )  # fmt: skip
-
-    def _oldest_ms(self) -> int:
-        eldest = self.waitlist.eldest()
-        return 0 if eldest is None else self.ledger.time_ms - eldest.log_time_ms
 
     def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
         """All vectors, deleted ones too, ascending by their newest sequence."""

@@ -34,6 +34,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -237,10 +238,6 @@ class VectorOperation(NamedTuple):
         return self.time, self.origin
 
 
-def _stamp(operation: VectorOperation) -> tuple[int, bytes]:
-    return operation.stamp
-
-
 @dataclass(slots=True)
 class _View:
     """A vector's components with the stamps that they were set with."""
@@ -278,7 +275,7 @@ class Operations:
         return len(self.lists.get(vector, ()))
 
     def add(self, vector: int, operation: VectorOperation) -> None:
-        insort(self.lists.setdefault(vector, []), operation, key=_stamp)
+        insort(self.lists.setdefault(vector, []), operation, key=attrgetter("stamp"))
 
     def _view(self, vector: int, ranks: Numbers) -> _View:
         table = self.registers.table

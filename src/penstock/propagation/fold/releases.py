@@ -270,7 +270,9 @@ class Releases:
             return ReleasedRows(deltas, own, self._before(own) + np.uint64(1))
         turns = self._turns
         released = self._released_in(a, b)
-        at = np.repeat(turns["at"][a:b], self._counts(a, b))
+        ends = turns["end"]
+        counts = np.diff(ends[a:b], prepend=int(ends[a - 1]) if a else self._late_trimmed)
+        at = np.repeat(turns["at"][a:b], counts)
         plain = ~np.isin(own, turns["at"][a:b])
         positions = np.concatenate([own[plain], at])
         order = np.argsort(positions, kind="stable")
@@ -298,11 +300,6 @@ class Releases:
         at = self._turns.rows("at")
         a, b = np.searchsorted(at, np.array([first, last + 1], np.uint64)).tolist()
         return a, b
-
-    def _counts(self, a: int, b: int) -> Numbers:
-        ends = self._turns["end"]
-        start = int(ends[a - 1]) if a else self._late_trimmed
-        return np.diff(ends[a:b], prepend=start)
 
     def _released_in(self, a: int, b: int) -> NDArray[np.uint64]:
         if a == b:

@@ -130,7 +130,8 @@ class Waitlist:
                 limit = self._safe_until(row, times_ms)
                 if row >= limit:
                     return verdicts, limit
-            if is_known or waiting.id in self.by_id or self._released_now(waiting):
+            again = self._recent(self.released.get(waiting.id), waiting)
+            if is_known or waiting.id in self.by_id or again:
                 verdicts.duplicates += 1
                 continue
             unmet = self._unmet(waiting)
@@ -160,12 +161,10 @@ class Waitlist:
             self.arrivals.popleft()
         return self.arrivals[0] if self.arrivals else None
 
-    def _released_now(self, waiting: WaitingDelta) -> bool:
-        first = self.released.get(waiting.id)
-        return first is not None and self._recent(first, waiting)
-
-    def _recent(self, first: WaitingDelta, then: WaitingDelta) -> bool:
-        return first.log_time_ms >= then.log_time_ms - self.ledger.dedup_ms
+    def _recent(self, first: WaitingDelta | None, then: WaitingDelta) -> bool:
+        """Whether it was released in this batch, and is still known."""
+        dedup_ms = self.ledger.dedup_ms
+        return first is not None and first.log_time_ms >= then.log_time_ms - dedup_ms
 
     def wait(self, waiting: WaitingDelta, key: Key) -> None:
         """Let it wait for a cause, for the first time or for a next one."""
