@@ -18,7 +18,6 @@ def fixed(values: NDArray[Any], kind: pa.DataType) -> pa.Array:
 
 
 def same(value: Any, count: int, kind: pa.DataType) -> pa.Array:
-    """`count` times the same value."""
     return pa.repeat(pa.scalar(value, kind), count)
 
 
@@ -31,14 +30,12 @@ def bits(values: NDArray[np.bool_]) -> pa.Buffer:
 
 
 def vectors(values: NDArray[np.float32]) -> pa.Array:
-    """A matrix as one list of fixed size per row."""
     count, dimensions = values.shape
     flat = fixed(values.reshape(count * dimensions), pa.float32())
     return pa.FixedSizeListArray.from_arrays(flat, dimensions)
 
 
 def ids(values: NDArray[np.uint8], *, valid: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Rows of bytes as fixed-size binary values."""
     count, width = values.shape
     mask = None if valid is None else bits(valid)
     data = pa.py_buffer(np.ascontiguousarray(values))
@@ -71,7 +68,6 @@ def ragged(
 
 
 def lists(offsets: NDArray[Any], values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """A column of lists from offsets into their values."""
     narrow = pa.Array.from_buffers(
         pa.int32(), len(offsets), [None, pa.py_buffer(np.ascontiguousarray(offsets, np.int32))]
     )

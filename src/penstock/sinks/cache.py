@@ -204,7 +204,6 @@ class CacheSink:
         return keys.cast(pa.binary()).to_pylist()  # type: ignore[no-any-return]
 
     def _keys(self) -> Iterator[list[bytes]]:
-        """All keys of this cache, some at a time."""
         pattern = "".join(f"\\{c}" if c in "*?[]^\\" else c for c in self.prefix) + ":*"
         at: Any = 0
         while True:

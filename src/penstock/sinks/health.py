@@ -82,7 +82,6 @@ class Freshness:
         }
 
     def _turn(self, now: float) -> None:
-        """Begin a new window when the current one is over."""
         if self._since is None:
             self._since = now
         windows = int((now - self._since) // WINDOW_S)

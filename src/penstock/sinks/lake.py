@@ -187,7 +187,6 @@ def history_of(deltas: pa.Table) -> pa.Table:
 
 
 def vectors_of(states: pa.Table) -> pa.Table:
-    """STATES as the lake stores them."""
     lists = [_unsized(chunk) for chunk in states["vector"].chunks]
     at = states.schema.get_field_index("vector")
     column = pa.chunked_array(lists, pa.list_(pa.float32()))
@@ -209,7 +208,6 @@ def _living(table: DeltaTable) -> Iterator[pa.RecordBatch]:
 
 
 def _spans(rows: pa.Table) -> dict[tuple[str, int], tuple[int, int]]:
-    """The lowest and highest position of each log partition."""
     by_place = rows.group_by(["topic", "partition"])
     found = by_place.aggregate([("position", "min"), ("position", "max")]).to_pylist()
     return {
@@ -219,7 +217,6 @@ def _spans(rows: pa.Table) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def _positions(history: LakeTable) -> dict[tuple[str, int], int]:
-    """The highest position that the table has of each log partition."""
     found: dict[tuple[str, int], int] = {}
     for batch in history.batches(["topic", "partition", "position"]):
         for place, (_, high) in _spans(pa.Table.from_batches([batch])).items():
@@ -286,7 +283,6 @@ class LakeTable:
         self._table = None
 
     def version(self, application: str) -> int | None:
-        """The last trigger that the table holds."""
         with delta_errors(self.uri):
             self.table.update_incremental()
             held = self.table.transaction_version(application)

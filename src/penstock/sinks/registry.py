@@ -83,7 +83,6 @@ def sink_class(kind: str) -> Any:
 def _checked(
     make: Any, parameters: Mapping[str, inspect.Parameter], options: dict[str, Any], *, kind: str
 ) -> dict[str, Any]:
-    """The options with the types that the class asks for."""
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return options
     hints = get_type_hints(make.__init__)

@@ -29,7 +29,6 @@ Part = tuple[int, int, Buffer]  # partition, entries, ENQ body
 def requests(
     items: Items, targets: NDArray[np.int64], *, producer: str, epoch: int
 ) -> Iterator[list[Part]]:
-    """The messages as requests; `targets` is the partition of each."""
     gathered: list[Part] = []
     entries = size = 0
     for part in _parts(items, targets, producer=producer.encode(), epoch=epoch):
@@ -56,7 +55,6 @@ def _parts(
 
 
 def _pieces(items: Items) -> Iterator[Items]:
-    """Cut to what one request may hold."""
     ends = binary(items.payloads).offsets
     breaks = np.cumsum(np.concatenate(([0], np.diff(items.sequences) != 1)))
     start = 0

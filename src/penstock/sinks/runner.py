@@ -137,7 +137,6 @@ class SinkRunner:
         self.retry.succeeded()
 
     def call(self, call: Callable[[], T]) -> T:
-        """A call into the sink, which may take any time."""
         self.meter.busy_since = time.monotonic()
         try:
             return call()
@@ -156,7 +155,6 @@ class SinkRunner:
                 self._close()
 
     def _turn(self) -> None:
-        """One try of what comes next, or a pause."""
         delay = self.retry.delay_s(now=time.monotonic())
         if delay > 0:
             self._stopping.wait(min(delay, self._look_s))

@@ -67,7 +67,6 @@ SCANNED: Final = ["namespace", "vector_id", "vector", "metadata", "revision"]  #
 
 
 def states_schema(dimensions: int) -> pa.Schema:
-    """The columns of STATES for vectors of so many dimensions."""
     return pa.schema(
         [
             pa.field("namespace", pa.utf8(), nullable=False),
@@ -79,13 +78,11 @@ def states_schema(dimensions: int) -> pa.Schema:
 
 
 def dimensions_of(states: pa.Table | pa.Schema) -> int:
-    """How many dimensions the vectors of a STATES table have."""
     schema = states if isinstance(states, pa.Schema) else states.schema
     return int(schema.field("vector").type.list_size)
 
 
 def states_table(states: VectorStates, *, topic: str, partition: int) -> pa.Table:
-    """STATES rows of one log partition."""
     count, dimensions = states.values.shape
     columns = [
         _column(states.namespace, pa.utf8()),

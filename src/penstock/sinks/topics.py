@@ -90,7 +90,6 @@ class RemoteSink(_TopicSink):
     no_reset = "another node's log cannot be emptied from here"
 
     def items(self, deltas: pa.Table) -> Items:
-        """The deltas as they were sent."""
         return Items(
             sequences=deltas["ordinal"].to_numpy(),
             payloads=deltas["payload"].combine_chunks(),

@@ -124,7 +124,6 @@ class EngineTopicWriter:
     def append(
         self, topic: str, *, producer: str, epoch: int, items: Items, partition: int
     ) -> None:
-        """Durable on return; what was appended before under the same keys is left as it is."""
         if not len(items):
             return
         config = self._engine.topic(topic).config
@@ -150,7 +149,6 @@ class EngineTopicWriter:
         await answered
 
     def create(self, topic: str) -> None:
-        """Make a topic for letters."""
         work = self._engine.administration.create_topic(letters_config(topic), exists_ok=True)
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 

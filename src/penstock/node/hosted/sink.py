@@ -73,7 +73,6 @@ class AttachedPartition:
 
     @property
     def filled(self) -> bool:
-        """Whether the sink holds what it found when it began."""
         return self.subscription is not None and self.subscription.handled(self._found)
 
 
@@ -116,7 +115,6 @@ class HostedSink:
         self.thread.runner.start()
 
     def _opened(self, held: int | None) -> None:
-        """The sink can be reached: follow what is served here."""
         self._held, self._ready = held, True
         for partition in self.hub.topic.local:
             self.serve(partition.index)
@@ -264,7 +262,6 @@ class HostedSink:
         return emit
 
     def _done(self, parcels: list[Parcel]) -> None:
-        """Parcels of one partition are written."""
         senders = {id(parcel.sender): parcel.sender for parcel in parcels if not parcel.moved}
         for sender in senders.values():
             self._settle(sender, [parcel for parcel in parcels if parcel.sender is sender])
@@ -313,7 +310,6 @@ class HostedSink:
         )
 
     def status(self, now_ms: int) -> list[dict[str, Any]]:
-        """A row for each partition that this node serves."""
         meter, now = self.thread.runner.meter, time.monotonic()
         shared = {
             "name": self.name,

@@ -115,7 +115,6 @@ class SinkThread:
         return write.handover is None or write.handover.refused is None
 
     def stop(self) -> None:
-        """Begin to stop: the write under way is finished, nothing else is begun."""
         self.runner.stop()
         with self._news:
             self._news.notify()

@@ -103,7 +103,6 @@ class Cursors:
         return bool(self._noted) and not self._writing
 
     async def flush(self) -> None:
-        """Write what is noted."""
         self._writing = True
         try:
             for place in list(self._noted):

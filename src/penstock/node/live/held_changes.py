@@ -54,7 +54,6 @@ class HeldChanges:
         return found
 
     def keep(self, rows: ReleasedRows, now_ms: int) -> bool:
-        """Let rows wait; False: they do not fit."""
         if self._window is None:
             return self.outbox.add(rows, now_ms)
         self._window.add(rows.packed(), now_ms)
@@ -62,7 +61,6 @@ class HeldChanges:
         return True
 
     def collect(self, now_ms: int) -> None:
-        """Put what has gathered for long enough into the outbox."""
         window = self._window
         if window is None or not window.entries:
             return
@@ -88,7 +86,6 @@ class HeldChanges:
         return None if found is None else max(found, 0.0)
 
     def take(self, entries: int, bytes_: int, now_ms: int, through: int) -> ReleasedRows | None:
-        """What goes next."""
         rows = self.outbox.take(entries, bytes_)
         if rows is None:
             return None

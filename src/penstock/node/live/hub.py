@@ -189,7 +189,6 @@ class Hub:
             )
 
     async def activated(self, index: int) -> LivePartition:
-        """The partition, once its log is folded."""
         live = self.partitions.get(index)
         if live is None or live.closed:
             live = self.partitions[index] = LivePartition(
@@ -236,7 +235,6 @@ class Hub:
             sink.unserve(index)
 
     def close(self) -> None:
-        """The topic is closed, for good or until the node starts again."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -303,7 +301,6 @@ class Hub:
     # --- how things are ---
 
     def reading(self) -> LiveReading:
-        """For the metrics."""
         partitions = self.partitions.items()
         found = [s for live in self.partitions.values() for s in live.subscriptions]
         readers = [s for s in found if not s.terms.hosted]

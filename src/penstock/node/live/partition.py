@@ -108,7 +108,6 @@ class LivePartition:
     # --- the beginning and the end ---
 
     async def activate(self) -> None:
-        """Fold what the log holds, then follow it."""
         try:
             await self._fold_log()
         except PenstockError as error:
@@ -194,7 +193,6 @@ class LivePartition:
 
     @property
     def quiet(self) -> bool:
-        """Whether no thread reads the log for it."""
         self._readers = [s for s in self._readers if s.reading]
         return not self._thread.busy and not self._readers
 
@@ -243,7 +241,6 @@ class LivePartition:
         return at
 
     def opened_at(self, first: int) -> dict[str, int]:
-        """What a subscriber is told of where it starts."""
         releases = self.releases
         ordinal = releases.ordinal_at(first - 1) if first <= self.sequence else releases.ordinal
         return {
@@ -293,7 +290,6 @@ class LivePartition:
         self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        """Fold and deliver what is committed."""
         self._due = False
         if self._thread.busy or self.closed:
             return
@@ -303,7 +299,6 @@ class LivePartition:
             self._fail_fold(error)
 
     def _run_ahead(self) -> None:
-        """Fold what is being written."""
         self._ahead_due = False
         if not self._ahead or self._due or self._thread.busy or self.closed:
             return
@@ -338,7 +333,6 @@ class LivePartition:
         return FoldedFeed(deltas, last, [outcome], time.perf_counter() - began)
 
     def _deliver_folded(self) -> None:
-        """Tell of what was folded ahead and is committed by now."""
         folded = self._folded
         ready: list[FoldedFeed] = []
         while folded and folded[0].last <= self._target:
@@ -376,7 +370,6 @@ class LivePartition:
             self._run_soon()
 
     def _finish(self, *ready: FoldedFeed) -> None:
-        """Tell all subscriptions of what is folded and committed."""
         ready_at = time.perf_counter()
         for folded in ready:
             self.releases.on_feed(folded.deltas.sequences, *folded.outcomes)

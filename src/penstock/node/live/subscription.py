@@ -76,7 +76,6 @@ class Outgoing:
 
 
 def encode(rows: ReleasedRows) -> bytes:
-    """Rows in CHANGES layout."""
     batch = rows.batch
     return CHANGES.encode(
         len(rows.positions),
@@ -151,7 +150,6 @@ class Subscription:
 
     @property
     def reading(self) -> bool:
-        """Whether a thread reads the log for it."""
         return self._reading is not None and self._reading.errand.busy
 
     @property
@@ -184,7 +182,6 @@ class Subscription:
 
     @property
     def waiting(self) -> int:
-        """Deltas that are kept for it."""
         return self._waiting.rows
 
     def status(self, now_ms: int, **known: Any) -> dict[str, Any]:
@@ -220,7 +217,6 @@ class Subscription:
         self._pump()
 
     def acknowledge(self, position: int) -> None:
-        """It has handled everything up to here."""
         if position > self._told:
             raise InvalidArgument(
                 f"position {position} was not sent, only up to {self._told}",
@@ -277,7 +273,6 @@ class Subscription:
             self._fall_behind()
 
     def _from_start(self, rows: ReleasedRows, through: int) -> ReleasedRows:
-        """Without what was released before the position that it starts at."""
         if through < self._start:
             return ReleasedRows.empty()
         later = rows.positions >= self._start
@@ -346,7 +341,6 @@ class Subscription:
             self.fail(error)
 
     def _room(self) -> tuple[int, int]:
-        """Rows and bytes that credit and connection allow."""
         if self._blocked or (self.terms.needs_fold and not self.source.fold_idle):
             return 0, 0
         credit = self._credit
@@ -422,7 +416,6 @@ class Subscription:
         return found
 
     def _fall_behind(self) -> None:
-        """Drop what waits, and read on from the log."""
         first = self.settled + 1
         sent = self._waiting.drop()
         self.state = SubscriptionState.BEHIND

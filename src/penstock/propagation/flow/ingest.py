@@ -90,7 +90,6 @@ class IngestQueue(Generic[T]):
         return found
 
     def remove(self, group: int) -> list[T]:
-        """All that waits in a group, out of the queue."""
         lanes, found = self._groups.pop(group, None), list[T]()
         if lanes is not None and lanes.count:
             self._changed(group, -lanes.count)
@@ -118,7 +117,6 @@ class IngestQueue(Generic[T]):
         return self._drained * exp(min(self._drained_ms - now_ms, 0.0) / MEMORY_MS)
 
     def drain_rate(self, now_ms: float) -> float:
-        """Entries per second that were taken lately."""
         return self._recently(now_ms) * 1000 / MEMORY_MS
 
     def retry_after_s(self, now_ms: float) -> float:

@@ -44,7 +44,6 @@ class _Chunk:
         self.bytes_left -= bytes_
 
     def pack(self) -> None:
-        """Let go of what was taken."""
         rows, places = self.rest()
         if len(places) < len(rows):
             rows = rows.take(places)
@@ -70,7 +69,6 @@ class DeltaOutbox:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all that waits."""
         self.entries = self.bytes = 0
         self._chunks: deque[_Chunk] = deque()  # in the order in which they came
         self._held = 0  # bytes that chunks hold on to, those of rows that have gone too
@@ -159,7 +157,6 @@ class DeltaOutbox:
         return parts
 
     def _sorted(self) -> LaneQueue[tuple[_Chunk, int]]:
-        """The lanes, with all that waits."""
         if self._lanes is None:
             self._lanes = LaneQueue(ageing_ms=self._ageing_ms)
         put = self._lanes.put

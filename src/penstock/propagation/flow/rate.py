@@ -61,7 +61,6 @@ class AdaptiveRate:
 
 
 def idle_below(*, held: bool) -> float:
-    """The utilisation below which more is tried."""
     return IDLE_HELD if held else IDLE
 
 

@@ -74,7 +74,6 @@ def restore(data: Buffer, options: PropagationOptions | None = None) -> Propagat
 
 
 def _load(data: Buffer) -> tuple[dict[str, Any], dict[str, Column]]:
-    """The head and the columns."""
     view = memoryview(data).cast("B")
     if len(view) < _PREFIX.size:
         raise Corruption("a snapshot is shorter than its prefix")
@@ -183,7 +182,6 @@ def _raw(column: Column | None) -> bytes | None:
 
 
 def _fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) -> None:
-    """Give an empty fold the state of a snapshot."""
     fold.sequence, fold.ordinal = head["sequence"], head["ordinal"]
     ledger, merge = fold.ledger, fold.merge
     for name, table in _tables(fold).items():

@@ -295,7 +295,6 @@ class Texts:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
 
     def append(self, data: bytes, sizes: Numbers) -> None:
-        """Texts that lie one behind the other."""
         self._make_room(len(data))
         first = self.table.extend(len(sizes))
         self.table["size"][first : self.table.count] = sizes
@@ -328,7 +327,6 @@ class Texts:
         return Binary(offsets.astype(np.int32), found.data)
 
     def joined(self) -> NDArray[np.uint8]:
-        """All texts, one behind the other."""
         return self._arena[: self._end]
 
 
