@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -41,17 +41,6 @@ class Parcel(NamedTuple):
     moved: bool = False  # no rows come any more: the partition is to be forgotten
 
 
-@dataclass(kw_only=True)
-class _Write:
-    """Parcels of one partition on their way."""
-
-    partition: int
-    rows: ReleasedRows
-    parcels: list[Parcel]
-    handover: Handover | None = None  # None: there is no row in them
-    moved: bool = False
-
-
 class SinkThread:
     """`opened` and `done` are called in the sink's thread."""
 
@@ -74,7 +63,7 @@ class SinkThread:
         self.timings = Timings()  # from the commit until `write` has returned
         self._waiting: deque[Parcel] = deque()
         self._taken: deque[list[Parcel]] = deque()  # by partition; the first is being written
-        self._write: _Write | None = None
+        self._handover: Handover | None = None  # of the first
         self._news = threading.Condition()
         self._told = False
         self._resting = False  # the thread waits for parcels: nobody is in the sink
@@ -105,14 +94,15 @@ class SinkThread:
         failed; hand the parcel over, then it is tried again as all others are."""
         if not self._resting or self._waiting or not self.runner.opened:
             return False
-        write = self._write_of([parcel])
+        if not len(parcel.rows):
+            return True
+        handover = Handover(work=self._work_of([parcel]))
         try:
-            self._hand_over(write)
+            self._hand_over(handover, [parcel])
         except Exception as error:  # noqa: BLE001  a sink may fail in any way
             log.warning("sink failed", sink=self.sink.name, error=str(error))
             return False
-        # Letters are the thread's: they wait for the loop.
-        return write.handover is None or write.handover.refused is None
+        return handover.refused is None  # letters are the thread's: they wait for the loop
 
     def stop(self) -> None:
         self.runner.stop()
@@ -125,18 +115,27 @@ class SinkThread:
         """Open the sink, or carry out one write; False if no parcel waits."""
         if not self.runner.opened:
             self.runner.open(self._opened)
-            if self._write is None:  # else the write will show whether it is well
+            if self._handover is None:  # else the write will show whether it is well
                 self.runner.succeeded()
             return True
         if not self._taken and not self._take():
             return False
-        if self._write is None:
-            self._write = self._write_of(self._taken[0])
-        self._carry_out(self._write)
-        self._write = None
+        self._carry_out(self._taken[0])
+        self._handover = None
         self.runner.succeeded()
         self._on_done(self._taken.popleft())
         return True
+
+    def _carry_out(self, parcels: list[Parcel]) -> None:
+        """Write, then the letters of what was refused; it goes on where it failed."""
+        if parcels[0].moved:
+            self.runner.call(lambda: self.sink.forget(parcels[0].partition))  # type: ignore[attr-defined]
+        elif any(len(parcel.rows) for parcel in parcels):
+            if self._handover is None:
+                self._handover = Handover(work=self._work_of(parcels))
+            self._hand_over(self._handover, parcels)
+            if self._handover.refused is not None:
+                self._bury(self._handover, parcels)
 
     def _opened(self, held: int | None) -> None:
         if not self._told:
@@ -157,25 +156,14 @@ class SinkThread:
 
     # --- writing ---
 
-    def _write_of(self, parcels: list[Parcel]) -> _Write:
-        partition = parcels[0].partition
-        if parcels[0].moved:
-            rows = parcels[0].rows
-            return _Write(partition=partition, rows=rows, parcels=parcels, moved=True)
-        rows = ReleasedRows.concat([parcel.rows for parcel in parcels])
-        write = _Write(partition=partition, rows=rows, parcels=parcels)
-        if len(rows):
-            write.handover = Handover(work=self._work_of(write))
-        return write
-
-    def _work_of(self, write: _Write) -> Work:
-        partition, rows = write.partition, write.rows
+    def _work_of(self, parcels: list[Parcel]) -> Work:
+        partition, rows = parcels[0].partition, _joined(parcels)
         deltas = states = None
         if self._wants_deltas:
-            deltas = self._deltas(write, payloads=self._wants_payloads)
+            deltas = self._deltas(rows, partition, payloads=self._wants_payloads)
         tables = [
             states_table(parcel.states, topic=self._topic, partition=partition)
-            for parcel in write.parcels
+            for parcel in parcels
             if parcel.states is not None
         ]
         if tables:
@@ -191,25 +179,18 @@ class SinkThread:
             states=states,
             deltas=deltas,
             rows=rows if self._wants_rows else None,
-            committed_at=_oldest(write.parcels),
+            committed_at=_oldest(parcels),
         )
 
-    def _carry_out(self, write: _Write) -> None:
-        """Write, then the letters of what was refused; it goes on where it failed."""
-        if write.moved:
-            self.runner.call(lambda: self.sink.forget(write.partition))  # type: ignore[attr-defined]
-        self._hand_over(write)
-        if write.handover is not None and write.handover.refused is not None:
-            self._bury(write, write.handover)
-
-    def _hand_over(self, write: _Write) -> None:
-        if write.handover is None or write.handover.written:
+    def _hand_over(self, handover: Handover, parcels: list[Parcel]) -> None:
+        if handover.written:
             return
         began = time.monotonic()
-        self.runner.write(write.handover)
+        self.runner.write(handover)
         now = time.monotonic()
-        self.runner.meter.wrote(len(write.rows), seconds=now - began, now=now)
-        self._time(write.parcels)
+        rows = sum(len(parcel.rows) for parcel in parcels)
+        self.runner.meter.wrote(rows, seconds=now - began, now=now)
+        self._time(parcels)
 
     def _time(self, parcels: list[Parcel]) -> None:
         now = time.perf_counter()
@@ -217,23 +198,26 @@ class SinkThread:
             if parcel.committed_at is not None and len(parcel.rows):
                 self.timings.record(now - parcel.committed_at, len(parcel.rows))
 
-    def _bury(self, write: _Write, handover: Handover) -> None:
+    def _bury(self, handover: Handover, parcels: list[Parcel]) -> None:
         """Letters hold the deltas as they were sent, whatever the sink is fed."""
-        whole = self._deltas(write, payloads=True)
+        whole = self._deltas(_joined(parcels), parcels[0].partition, payloads=True)
         if handover.work.deltas is not None:
             handover.work = replace(handover.work, deltas=whole)
         self.runner.bury(handover, lambda: [whole])
 
-    def _deltas(self, write: _Write, *, payloads: bool) -> pa.Table:
-        rows = write.rows
+    def _deltas(self, rows: ReleasedRows, partition: int, *, payloads: bool) -> pa.Table:
         return deltas_table(
             rows.batch,
             positions=rows.positions,
             ordinals=rows.ordinals,
             topic=self._topic,
-            partition=write.partition,
+            partition=partition,
             payloads=payloads,
         )
+
+
+def _joined(parcels: list[Parcel]) -> ReleasedRows:
+    return ReleasedRows.concat([parcel.rows for parcel in parcels])
 
 
 def _oldest(parcels: list[Parcel]) -> float | None:
