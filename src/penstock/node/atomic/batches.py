@@ -17,8 +17,9 @@ from typing import Final
 
 from penstock.errors import PenstockError
 from penstock.heap.transactions import Doubts
+from penstock.model.batch import Decision
 from penstock.node.atomic.driver import doubts_at, enqueue_atomically, resolve_in_doubt
-from penstock.node.atomic.participant import append_confirmed, prepare_here
+from penstock.node.atomic.participant import append_decision, prepare_here
 from penstock.node.clock import Alarm
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
@@ -143,6 +144,6 @@ async def _confirm_of(topic: Topic, home: Partition, slots: asyncio.Semaphore) -
         if not journal.has_room(len(some) * RECORD_BYTES, enqueue=True):
             journal.grow(len(some) * RECORD_BYTES)
             return at
-        append_confirmed(home, some)
+        append_decision(home, some, Decision.CONFIRMED)
         topic.wake()
     return len(confirmed)

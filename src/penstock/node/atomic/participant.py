@@ -9,7 +9,7 @@ from typing import Final
 from penstock.errors import Backpressure, BatchAborted
 from penstock.heap.transactions import Doubts, SharePlace, pack_places
 from penstock.log.crash import crash_point
-from penstock.model.batch import SCHEMAS, Batch, Decision, Kind
+from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.columns import Value
 from penstock.model.entries import ENQ
 from penstock.node.serve.partition import Partition
@@ -69,7 +69,7 @@ async def decide_here(
         others = [place for place in places if place.partition != home.index]
         own = len(others) < len(places)
         commit = commit and home.heap.transactions.may_commit(transaction, own=own)
-        append_decision(home, transaction, commit=commit, others=others if commit else ())
+        append_decision(home, [transaction], int(commit), others=others if commit else ())
         crash_point("node.atomic.deciding")
     topic.wake()
     await home.journal.committed(home.heap.sequence_applied)
@@ -81,7 +81,7 @@ async def decide_here(
 def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit: bool) -> None:
     """Let a participant follow the home's decision."""
     if transaction in partition.heap.prepared:
-        append_decision(partition, transaction, commit=commit)
+        append_decision(partition, [transaction], int(commit))
         crash_point("node.atomic.applying")
         topic.wake()
 
@@ -96,22 +96,19 @@ async def doubts_here(topic: Topic, partition: Partition, home: int) -> Doubts:
 
 
 def append_decision(
-    partition: Partition, transaction: bytes, *, commit: bool, others: Sequence[SharePlace] = ()
-) -> Batch:
-    values: dict[str, Value | None] = {"transaction": [transaction], "commit": [int(commit)]}
-    if others:
-        values["participants"] = [pack_places(others)]
-    return partition.journal.append_record(Kind.DECIDE, 1, values)
-
-
-def append_confirmed(partition: Partition, transactions: Sequence[bytes]) -> Batch:
-    """All participants have these commits of this home."""
-    count = len(transactions)
+    partition: Partition,
+    transactions: Sequence[bytes],
+    decision: int,
+    *,
+    others: Sequence[SharePlace] = (),
+) -> None:
     values: dict[str, Value | None] = {
         "transaction": transactions,
-        "commit": [int(Decision.CONFIRMED)] * count,
+        "commit": [decision] * len(transactions),
     }
-    return partition.journal.append_record(Kind.DECIDE, count, values)
+    if others:
+        values["participants"] = [pack_places(others)]
+    partition.journal.append_record(Kind.DECIDE, len(transactions), values)
 
 
 async def _leave_known_out(topic: Topic, partition: Partition, part: EnqueuePart) -> None:

@@ -144,19 +144,22 @@ class Router:
             else:
                 self.send(errand)
 
-    async def changed(self, key: Key) -> None:
-        """Returns when something changed about a partition, or after a short while."""
-        served = self._served.setdefault(key, asyncio.Event())
-        events = [
-            asyncio.ensure_future(self.cluster.changed(key)),
-            asyncio.ensure_future(served.wait()),
-        ]
+    async def changed(self, *keys: Key, within_s: float = LOOK_S) -> bool:
+        """Returns when something changed about one of these partitions, or after a while: False."""
+        events: list[asyncio.Future[object]] = []
+        for key in keys:
+            served = self._served.setdefault(key, asyncio.Event())
+            events += map(asyncio.ensure_future, (self.cluster.changed(key), served.wait()))
         try:
-            await asyncio.wait(events, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                events, timeout=within_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for event in events:
                 event.cancel()
-            self._served.pop(key, None)
+            for key in keys:
+                self._served.pop(key, None)
+        return bool(done)
 
 
 def _unfit(node: str) -> Unavailable:

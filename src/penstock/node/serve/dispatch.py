@@ -49,11 +49,13 @@ class Dispatch:
     def add(self, stream: ConsumerStream) -> None:
         self.streams[stream.consumer] = stream
         self.rounds.renew()
+        self._topic.wake()
 
     def remove(self, stream: ConsumerStream) -> None:
         stream.open = False
         if self.streams.pop(stream.consumer, None) is not None:
             self.rounds.forget(stream.consumer)
+        self._topic.wake()
 
     @property
     def unused_credit(self) -> int:
@@ -67,7 +69,8 @@ class Dispatch:
                 return False
         if len(topic.local) < len(topic.partitions):
             return self.rounds.offer()
-        if topic.config.paused or not self.streams or not self._any_waiting():
+        waiting = any(p.heap.ready or p.heap.delayed for p in topic.local)
+        if topic.config.paused or not self.streams or not waiting:
             return True
         hungry = self.hungry()
         if not hungry:
@@ -83,12 +86,6 @@ class Dispatch:
         if self.hungry() and topic.config.inflight_max > topic.leased:
             topic.wake()  # the rest in the next turn, so that others get theirs
         return True
-
-    def _any_waiting(self) -> bool:
-        for partition in self._topic.local:
-            if partition.heap.ready or partition.heap.delayed:
-                return True
-        return False
 
     def hungry(self) -> list[tuple[ConsumerStream, int]]:
         """Streams with room, and how much."""

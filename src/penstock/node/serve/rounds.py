@@ -318,20 +318,11 @@ class Rounds:
 
     async def _watch(self) -> None:
         """While there are streams: look again when a partition moves."""
-        topic_id = self._topic.config.id
         try:
             while self._dispatch.streams and not self._topic.closed:
-                keys = [(topic_id, index) for index in range(len(self._topic.partitions))]
-                changes = [asyncio.ensure_future(self._router.cluster.changed(key)) for key in keys]
-                try:
-                    done, _ = await asyncio.wait(
-                        changes, timeout=LINGER_S, return_when=asyncio.FIRST_COMPLETED
-                    )
-                finally:
-                    for change in changes:
-                        change.cancel()
-                if done:
-                    self._fresh = self._look = True
+                keys = [self._topic.key(index) for index in range(len(self._topic.partitions))]
+                if await self._router.changed(*keys, within_s=LINGER_S):
+                    self.renew()
                     self._topic.wake()
         finally:
             self._watching = False

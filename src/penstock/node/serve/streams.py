@@ -152,14 +152,19 @@ class ReaderStream:
         """Send what is committed and fits the credit, as far as there is room for it."""
         while self._may_send(sequence_committed := self.source.sequence_readable):
             room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
+            taken = 0
             try:
                 # A segment that is not open tells no size: its first slice may have more.
                 size = self._log.slice_size(self.cursor, through=sequence_committed, bytes_max=room)
-                taken = SLICE_BYTES_MAX if size is None else size
-                if not self._room.take(taken):
+                wanted = SLICE_BYTES_MAX if size is None else size
+                if not self._room.take(wanted):
                     return
-                batches = self._read_warm(sequence_committed, room, taken=taken)
+                taken = wanted
+                batches = self._log.read_slice(
+                    self.cursor, through=sequence_committed, bytes_max=room, nowait=True
+                )
             except PenstockError as error:  # dropped by retention, or damaged
+                self._room.give_back(taken)
                 self.fail(error)
                 return
             if batches is None:
@@ -167,17 +172,6 @@ class ReaderStream:
                 return
             if not self._send_slice(batches, sequence_committed, taken=taken):
                 return
-
-    def _read_warm(
-        self, sequence_committed: int, bytes_max: int, *, taken: int
-    ) -> list[Batch] | None:
-        try:
-            return self._log.read_slice(
-                self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=True
-            )
-        except BaseException:
-            self._room.give_back(taken)
-            raise
 
     def _may_send(self, sequence_committed: int) -> bool:
         return (
@@ -190,14 +184,8 @@ class ReaderStream:
 
     def _send_slice(self, batches: list[Batch], sequence_committed: int, *, taken: int) -> bool:
         """Send the leading batches that the credit covers, and give back what was taken for them.
-        Whether something was sent, and more may follow."""
-        try:
-            return self._send_fitting(batches, sequence_committed)
-        finally:
-            self._room.give_back(taken)
-
-    def _send_fitting(self, batches: list[Batch], sequence_committed: int) -> bool:
-        """A batch that comes when nothing is out may exceed the window, in entries and bytes."""
+        A batch that comes when nothing is out may exceed the window, in entries and bytes. Whether
+        something was sent, and more may follow."""
         fitting: list[Buffer] = []
         entries, size, last = self._entries_out, self._bytes_out, 0
         for batch in batches:
@@ -210,15 +198,18 @@ class ReaderStream:
                 break
             fitting += [batch.header, batch.body, bytes(padded - batch.size)]
             entries, size, last = entries + batch.count, size + padded, batch.last
-        if not fitting:
-            return False
-        self._entries_out, self._bytes_out = entries, size
-        self._send(LogSlice(self.partition, batches[0].first, last, sequence_committed), fitting)
-        self.cursor = last + 1
+        try:
+            if fitting:
+                self._entries_out, self._bytes_out = entries, size
+                about = LogSlice(self.partition, batches[0].first, last, sequence_committed)
+                self._send(about, fitting)
+                self.cursor = last + 1
+        finally:
+            self._room.give_back(taken)
         if self._through is not None and last >= self._through:
             self._end()
             return False
-        return True
+        return bool(fitting)
 
     def _read_cold(self, sequence_committed: int, bytes_max: int, *, taken: int) -> None:
         """The page cache misses: read in a thread, then go on."""

@@ -25,7 +25,7 @@ from penstock.node.serve.demand import Demand
 from penstock.node.serve.dispatch import Dispatch
 from penstock.node.serve.ingest import IngestGate
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream
+from penstock.node.serve.streams import LogSource, ReaderStream
 from penstock.node.write.requests import EnqueuePart
 from penstock.propagation.options import LiveOptions
 
@@ -87,7 +87,7 @@ class Topic:
         )
         self.dispatch = Dispatch(self, self._deliveries, clock=clock, router=router)
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
-        self._log_streams: list[ReaderStream] = []
+        self.log_streams: list[ReaderStream] = []
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.Handle | None = None  # the next turn
         self._offered = asyncio.Event()  # set for a moment when all that is ready was offered
@@ -155,7 +155,7 @@ class Topic:
 
     def end_readers(self, source: LogSource) -> None:
         """A log is not to be read here any more: whoever does looks for it elsewhere."""
-        for stream in tuple(self._log_streams):
+        for stream in tuple(self.log_streams):
             if stream.source is source:
                 stream.fail(
                     Unavailable(
@@ -243,14 +243,6 @@ class Topic:
             )
         return self.partitions[index]
 
-    def add_stream(self, stream: ConsumerStream) -> None:
-        self.dispatch.add(stream)
-        self.wake()
-
-    def remove_stream(self, stream: ConsumerStream) -> None:
-        self.dispatch.remove(stream)
-        self.wake()
-
     def streams_of(self, key_id: str | None) -> int:
         return sum(1 for s in self.dispatch.streams.values() if s.key_id == key_id)
 
@@ -266,23 +258,19 @@ class Topic:
         if demand in self._demands:
             self._demands.remove(demand)
 
-    @property
-    def log_streams(self) -> int:
-        return len(self._log_streams)
-
     def add_log_stream(self, stream: ReaderStream) -> None:
-        self._log_streams.append(stream)
+        self.log_streams.append(stream)
         self.wake()
 
     def on_readable(self) -> None:
         """A replica of this node that does not serve its partition may show more of its log."""
-        if self._log_streams:
+        if self.log_streams:
             self.wake()
 
     def remove_log_stream(self, stream: ReaderStream) -> None:
         stream.open = False
-        if stream in self._log_streams:
-            self._log_streams.remove(stream)
+        if stream in self.log_streams:
+            self.log_streams.remove(stream)
 
     def wake(self) -> None:
         if self._due is None and not self.closed:
@@ -339,7 +327,7 @@ class Topic:
                 if partition.settler.gathered:
                     partition.settler.take_turn()
                     partition.journal.flush()
-            for stream in tuple(self._log_streams):
+            for stream in tuple(self.log_streams):
                 stream.pump()
             for demand in self._demands:
                 demand.after_turn()

@@ -292,7 +292,7 @@ class StreamTable:
         )
         self._add(number, topic, stream)
         self.send(FrameType.ACK, number, pack({"consumer": consumer}))
-        topic.add_stream(stream)
+        topic.dispatch.add(stream)
 
     def open_follow(self, number: int, control: OpenFollow) -> None:
         self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
@@ -415,7 +415,7 @@ def _answered(stream: Stream) -> bool:
 
 def _remove(topic: Topic, stream: Stream) -> None:
     if isinstance(stream, ConsumerStream):
-        topic.remove_stream(stream)
+        topic.dispatch.remove(stream)
     elif isinstance(stream, LogRelay | LiveStream):
         stream.close()
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.node.door.budget import Held
 from penstock.node.engine import Engine
 from penstock.node.observe.readings import (
@@ -13,7 +15,7 @@ from penstock.node.observe.readings import (
 from penstock.node.replica.clocks import ClockVerdict
 from penstock.node.replica.host import Host
 from penstock.node.serve.partition import Partition
-from penstock.replication.coordinator import Coordinator, MemberStatus
+from penstock.replication.coordinator import Coordinator
 
 
 def node_reading(engine: Engine) -> NodeReading:
@@ -30,7 +32,7 @@ def node_reading(engine: Engine) -> NodeReading:
         connections=len(engine.connections),
         streams={
             "lease": sum(len(t.dispatch.streams) for t in engine.topics.values()),
-            "log": sum(t.log_streams for t in engine.topics.values()),
+            "log": sum(len(t.log_streams) for t in engine.topics.values()),
         },
         credits={"lease": sum(t.dispatch.unused_credit for t in engine.topics.values())},
         rank_error_max={t.config.name: t.dispatch.rank_error_max for t in engine.topics.values()},
@@ -82,31 +84,25 @@ def replica_reading(host: Host) -> ReplicaReading:
         sequence_last=host.log.sequence_last,
         sequence_applied=host.heap.sequence_applied,
         damaged=bool(host.mending.damage),
-        followers=() if replica.coordinator is None else _followers(replica.coordinator),
+        followers=tuple(_followers(replica.coordinator)) if replica.coordinator else (),
     )
 
 
-def _followers(coordinator: Coordinator) -> tuple[FollowerReading, ...]:
+def _followers(coordinator: Coordinator) -> Iterator[FollowerReading]:
     """Every other member: one that is away is what an alert is for."""
-    return tuple(
-        _follower(standing, learner=not coordinator.record.is_voter(standing.node))
-        for standing in coordinator.standings()
-    )
-
-
-def _follower(standing: MemberStatus, *, learner: bool) -> FollowerReading:
-    credit = standing.credit
-    return FollowerReading(
-        node=standing.node,
-        lag=standing.lag,
-        credit=standing.credit_share,
-        credit_entries=credit.entries if credit else 0,
-        credit_entries_max=credit.entries_window if credit else 0,
-        credit_bytes=credit.bytes if credit else 0,
-        credit_bytes_max=credit.bytes_window if credit else 0,
-        lagging=standing.lagging,
-        learner=learner,
-    )
+    for standing in coordinator.standings():
+        credit = standing.credit
+        yield FollowerReading(
+            node=standing.node,
+            lag=standing.lag,
+            credit=standing.credit_share,
+            credit_entries=credit.entries if credit else 0,
+            credit_entries_max=credit.entries_window if credit else 0,
+            credit_bytes=credit.bytes if credit else 0,
+            credit_bytes_max=credit.bytes_window if credit else 0,
+            lagging=standing.lagging,
+            learner=not coordinator.record.is_voter(standing.node),
+        )
 
 
 def rolled_back(engine: Engine) -> bool:

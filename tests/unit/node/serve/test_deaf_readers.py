@@ -169,7 +169,7 @@ async def test_a_window_bounds_what_comes_although_the_other_node_has_less_of_it
     stream = await cluster["a"].connection.log_stream(
         jobs, partition=0, credit_entries=1000, credit_bytes=6 * MIB
     )
-    (source,) = cluster["b"].engine.topic(jobs)._log_streams
+    (source,) = cluster["b"].engine.topic(jobs).log_streams
     assert source._window_bytes == RELAY_BYTES_MAX
     entries = 6 * MIB // PAYLOAD
     async with asyncio.timeout(60):
