@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from penstock.errors import Corruption
@@ -25,7 +26,7 @@ class OpenedReplica:
     file: ReplicaFile
     facts: LogFacts
     replayed: ReplayedLog
-    aside: bool = False  # damaged copies of it are kept
+    aside: bool  # damaged copies of it are kept
 
 
 def open_replica(
@@ -47,43 +48,38 @@ def open_replica(
     cases nobody else has the data, so damage is refused with `Corruption`. Otherwise a damaged
     replica is set aside, and comes back under a new uuid as a copy of the others.
     """
-    if alone:
-        stored = PartitionLog.open(
-            folder, topic=config.id, partition=index, options=options, accept_rot=accept_rot
-        )
-        file = ReplicaFile(folder)
-        return OpenedReplica(stored, file, _end_of(stored), replay(stored, config))
+    recover = partial(_recover, folder, config, index, options=options, alone=alone)
     try:
-        file = ReplicaFile(folder, uuid=uuid)
-        stored = PartitionLog.open(
-            folder, topic=config.id, partition=index, options=options,
-            accept_rot=accept_rot and only,
-        )  # fmt: skip
-        if stored.seeding:  # a copy was cut short; nothing of it counts yet
-            empty(stored)
-        return _opened(stored, file, config)
+        return recover(accept_rot=accept_rot and (alone or only), uuid=uuid)
     except Corruption as error:
-        if only:
+        if alone or only:
             raise
-        return _start_over(folder, config, index, options=options, why=error)
+        # Nobody knows yet whether the others have all of it.
+        log.critical(
+            "a damaged replica starts over as a copy of the others",
+            topic=config.name, partition=index, error=error.message, kept=str(set_aside(folder)),
+        )  # fmt: skip
+    return recover()
 
 
-def _start_over(
-    folder: Path, config: TopicConfig, index: int, *, options: LogOptions, why: Corruption
+def _recover(
+    folder: Path,
+    config: TopicConfig,
+    index: int,
+    *,
+    options: LogOptions,
+    alone: bool,
+    accept_rot: bool = False,
+    uuid: str = "",
 ) -> OpenedReplica:
-    """Become another replica, without data. Nobody knows yet whether the others have all of it."""
-    log.critical(
-        "a damaged replica starts over as a copy of the others",
-        topic=config.name, partition=index, error=why.message, kept=str(set_aside(folder)),
-    )  # fmt: skip
-    file = ReplicaFile(folder)
-    stored = PartitionLog.open(folder, topic=config.id, partition=index, options=options)
-    return _opened(stored, file, config)
-
-
-def _opened(stored: PartitionLog, file: ReplicaFile, config: TopicConfig) -> OpenedReplica:
-    aside = bool(asides(stored.folder))
-    return OpenedReplica(stored, file, facts_of(stored), replay(stored, config), aside)
+    file = ReplicaFile(folder, uuid=uuid)
+    stored = PartitionLog.open(
+        folder, topic=config.id, partition=index, options=options, accept_rot=accept_rot
+    )
+    if stored.seeding and not alone:  # a copy was cut short; nothing of it counts yet
+        empty(stored)
+    facts = _end_of(stored) if alone else facts_of(stored)
+    return OpenedReplica(stored, file, facts, replay(stored, config), bool(asides(folder)))
 
 
 def empty(stored: PartitionLog) -> None:

@@ -19,7 +19,7 @@ from penstock.model.batch import Kind
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.log_sender import LogSender
-from penstock.node.replica.ports import Slow, Surroundings
+from penstock.node.replica.ports import Surroundings
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.storage.flusher import Flusher
@@ -59,25 +59,12 @@ class Tenure:
 
     # --- the beginning ---
 
-    def begin(self, epoch: int) -> Slow | None:
-        if not self._holds(epoch):
-            return None  # given up while this waited for something slow
-        applying, flusher = self._applying, self._flusher
-        ready = applying.settled and applying.heap.sequence_applied == flusher.log.sequence_last
-        if ready and flusher.has_room(BARRIER_BYTES):
-            self._enter()
-            return None
-        return self._enter_later(epoch)
-
-    def _holds(self, epoch: int) -> bool:
-        coordinator = self._replica.coordinator
-        return coordinator is not None and coordinator.epoch == epoch
-
-    async def _enter_later(self, epoch: int) -> Effects:
+    async def begin(self, epoch: int) -> Effects:
         """Apply the tail first: what is to be served is the state after all of the log."""
 
-        def wanted() -> bool:
-            return self._holds(epoch)
+        def wanted() -> bool:  # else it was given up while this waited for something slow
+            coordinator = self._replica.coordinator
+            return coordinator is not None and coordinator.epoch == epoch
 
         if not await self._applying.catch_up(self._flusher.log.sequence_last, wanted=wanted):
             # Still wanted: some of it is damaged.
