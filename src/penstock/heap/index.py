@@ -115,12 +115,8 @@ def _once(packed: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _sorted_wide(pairs: Pairs) -> Pairs:
     keys, sequences = pairs
-    order = np.argsort(keys)
-    ranked = keys[order]
-    if (ranked[1:] == ranked[:-1]).any():
-        order = np.lexsort((sequences, keys))
-        ranked = keys[order]
-    moved = sequences[order]
+    order = np.lexsort((sequences, keys))
+    ranked, moved = keys[order], sequences[order]
     same = (ranked[1:] == ranked[:-1]) & (moved[1:] == moved[:-1])
     found = Pairs(ranked, moved)
     return found.where(np.concatenate(([True], ~same))) if same.any() else found

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle
-from penstock.log.layout import FOOTER
+from penstock.log.files import FOOTER, Handle
 from penstock.log.segment import OpenedSegment, Segment, verify_sealed
 from penstock.log.walk import BatchIndex, Walk
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, compress, seal_compacted

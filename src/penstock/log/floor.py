@@ -25,8 +25,7 @@ from typing import Final
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle, sync_folder
-from penstock.log.layout import FLOOR, FloorFlag, FloorSlot, padded
+from penstock.log.files import FLOOR, FloorFlag, FloorSlot, Handle, padded, sync_folder
 from penstock.log.segment import (
     OpenedSegment,
     Segment,

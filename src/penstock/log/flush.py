@@ -26,9 +26,19 @@ from typing import Final, NamedTuple
 from penstock.errors import DiskFull
 from penstock.log import crash
 from penstock.log.crash import crash_armed, crash_point
-from penstock.log.files import FULL, TOO_MANY, Handle, sync_folder
+from penstock.log.files import (
+    FOOTER_SIZE,
+    FULL,
+    HEADER_SIZE,
+    MARK_SIZE,
+    TOO_MANY,
+    Handle,
+    Mark,
+    SegmentHeader,
+    padded,
+    sync_folder,
+)
 from penstock.log.floor import Floor
-from penstock.log.layout import FOOTER_SIZE, HEADER_SIZE, MARK_SIZE, Mark, SegmentHeader, padded
 from penstock.log.segment import OpenedSegment, Segment, seal, segment_path
 from penstock.log.walk import BatchIndex
 from penstock.model import batch as batches

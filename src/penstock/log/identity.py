@@ -34,13 +34,17 @@ from typing import Any, Final, TypeVar
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle, make_folder, storage_errors, sync_folder, write_whole
-from penstock.log.layout import (
+from penstock.log.files import (
     GENERATION,
     REPLICA,
     Generation,
     GenerationRecord,
+    Handle,
     ReplicaRecord,
+    make_folder,
+    storage_errors,
+    sync_folder,
+    write_whole,
 )
 
 STRIDE: Final = 512

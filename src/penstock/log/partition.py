@@ -43,10 +43,9 @@ from penstock.errors import (
 from penstock.log import crash
 from penstock.log.compaction import compact
 from penstock.log.crash import crash_point
-from penstock.log.files import make_folder, storage_errors, sync_folder
+from penstock.log.files import FloorFlag, SegmentHeader, make_folder, storage_errors, sync_folder
 from penstock.log.floor import begin_anew, cut_after
 from penstock.log.flush import BatchCache, Flush, FlushWriter, LogOptions, Stager
-from penstock.log.layout import FloorFlag, SegmentHeader
 from penstock.log.reader import Reader
 from penstock.log.recovery import Recovery
 from penstock.log.segment import Segment, SegmentTable, save_index, sidecar

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from penstock.errors import Corruption
-from penstock.log.files import Handle
+from penstock.log.files import Handle, padded
 from penstock.log.flush import BatchCache
-from penstock.log.layout import padded
 from penstock.log.segment import OpenedSegment, Segment, SegmentTable, verify_ends, verify_sealed
 from penstock.log.walk import SegmentFile, Walk, damaged
 from penstock.model import batch as batches

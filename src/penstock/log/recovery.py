@@ -14,10 +14,9 @@ import shutil
 from pathlib import Path
 
 from penstock.errors import Corruption
-from penstock.log.files import Handle, sync_folder
+from penstock.log.files import FloorFlag, FloorSlot, Handle, sync_folder
 from penstock.log.floor import Floor, finish_interrupted
 from penstock.log.identity import REPLICA_FILE
-from penstock.log.layout import FloorFlag, FloorSlot
 from penstock.log.segment import (
     Segment,
     seal,

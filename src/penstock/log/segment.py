@@ -18,12 +18,13 @@ from typing import Final
 
 from penstock.errors import Corruption, NotFound
 from penstock.log.crash import crash_point
-from penstock.log.files import FULL, Handle
-from penstock.log.layout import (
+from penstock.log.files import (
     FOOTER,
     FOOTER_SIZE,
+    FULL,
     HEADER_SIZE,
     Footer,
+    Handle,
     SegmentHeader,
 )
 from penstock.log.walk import BatchIndex, SegmentFile, Walk, damaged

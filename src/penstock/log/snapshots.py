@@ -19,8 +19,7 @@ from crc32c import crc32c
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_armed, crash_point
-from penstock.log.files import Handle, sync_folder
-from penstock.log.layout import SNAPSHOT, SnapshotHeader
+from penstock.log.files import SNAPSHOT, Handle, SnapshotHeader, sync_folder
 from penstock.model.columns import Buffer
 
 KEPT: Final = 2

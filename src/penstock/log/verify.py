@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Corruption
-from penstock.log.files import Handle
+from penstock.log.files import FloorFlag, FloorSlot, Handle
 from penstock.log.floor import load_slot, reach, read_slots, used_slots
 from penstock.log.folder import (
     META_FILE,
@@ -26,7 +26,6 @@ from penstock.log.folder import (
     refuse_if_locked,
 )
 from penstock.log.identity import REPLICA_FILE, read_replica
-from penstock.log.layout import FloorFlag, FloorSlot
 from penstock.log.recovery import check_end, check_follows, refuse_rot
 from penstock.log.segment import (
     Segment,

@@ -25,12 +25,12 @@ from crc32c import crc32c
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import Handle
-from penstock.log.layout import (
+from penstock.log.files import (
     HEADER_SIZE,
     INDEX,
     MARK_MAGIC,
     MARK_SIZE,
+    Handle,
     IndexHeader,
     Mark,
     SegmentHeader,

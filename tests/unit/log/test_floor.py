@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from penstock.log.files import FloorFlag
 from penstock.log.floor import SLOT_STRIDE, Floor
-from penstock.log.layout import FloorFlag
 
 
 def test_the_floor_only_rises(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.log import LogOptions, PartitionLog
-from penstock.log.layout import Mark
+from penstock.log.files import Mark
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 
 OPTIONS = LogOptions(

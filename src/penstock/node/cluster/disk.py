@@ -26,6 +26,7 @@ import msgspec
 from penstock.cluster.store import MetadataStore, Versioned, until_won
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.log.crash import crash_point
+from penstock.log.files import Generation
 from penstock.log.folder import DataFolder
 from penstock.log.identity import (
     GENERATION_FILE,
@@ -34,7 +35,6 @@ from penstock.log.identity import (
     GenerationFile,
     ReplicaFile,
 )
-from penstock.log.layout import Generation
 from penstock.node.observe.logs import get_logger
 
 DISKS: Final = "disks/"
