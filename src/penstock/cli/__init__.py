@@ -2,8 +2,8 @@
 
 `app` is the tree of commands, and each module or folder holds the commands of one subject. A
 command is a function of the options that all share; it returns one answer, for a script or for a
-person, and `command` turns what it raises into an exit code. `output` draws tables. Nothing below
-imports this package.
+person, and `command` turns what it raises into an exit code. Nothing below imports this
+package.
 """
 
 from __future__ import annotations

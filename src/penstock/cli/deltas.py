@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of, time_of
-from penstock.cli.output import Columns, listing, table, when
-from penstock.console import cell, progress, to_json
+from penstock.console import Columns, cell, listing, progress, table, to_json, when
 from penstock.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:

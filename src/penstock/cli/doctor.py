@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Exit, Invocation, command, group
-from penstock.cli.output import size
-from penstock.console import cell, progress
+from penstock.console import cell, progress, size
 from penstock.errors import NotFound, PenstockError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.command import Answer, Force, Invocation, command, group, pairs_of
 from penstock.cli.node import ConfigFile, Options
-from penstock.cli.output import Columns, listing, when
+from penstock.console import Columns, listing, when
 
 app = group()
 KEY: Final[Columns] = {

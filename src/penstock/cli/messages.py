@@ -9,8 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Force, Invocation, TopicName, command, group, pairs_of
-from penstock.cli.output import Columns, listing, preview, when
-from penstock.console import cell, progress
+from penstock.console import Columns, cell, listing, preview, progress, when
 from penstock.errors import InvalidArgument, NotFound
 
 app = group()

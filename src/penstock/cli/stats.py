@@ -19,7 +19,7 @@ from penstock.cli.command import (
     listed,
     looked,
 )
-from penstock.cli.output import Columns, duration, listing, size
+from penstock.console import Columns, duration, listing, size
 
 app = group()
 Stats = dict[str, Any]

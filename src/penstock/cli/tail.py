@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.command import Answer, Invocation, TopicName, command, group
-from penstock.cli.output import preview, when
-from penstock.console import to_json
+from penstock.console import preview, to_json, when
 
 if TYPE_CHECKING:
     from penstock.client.network.connection import Connection

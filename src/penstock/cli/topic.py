@@ -15,8 +15,7 @@ from penstock.cli.command import (
     group,
     values_of,
 )
-from penstock.cli.output import Columns, duration, listing, size, table
-from penstock.console import cell
+from penstock.console import Columns, cell, duration, listing, size, table
 from penstock.errors import InvalidArgument
 
 app = group()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.cli.cluster.status import Status, place_of, status_of, told_of, under_way
 from penstock.cli.command import Answer, Exit
-from penstock.cli.output import Columns, listing
-from penstock.console import console, progress
+from penstock.console import Columns, console, listing, progress
 from penstock.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cli.output import Columns, listing
-from penstock.console import console, say, to_json
+from penstock.console import Columns, console, listing, say, to_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

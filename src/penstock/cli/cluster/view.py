@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.cluster.status import Status, absence, troubles, under_way, warnings
-from penstock.cli.output import duration
-from penstock.console import cell
+from penstock.console import cell, duration
 
 PARTITIONS_SHOWN: Final = 40  # of a topic; the troubled ones are among them
 BAR: Final = 10

@@ -12,8 +12,7 @@ import msgspec
 import typer
 
 from penstock.cli.command import Answer, Exit, Force, Invocation, command, group, time_of
-from penstock.cli.output import Columns, listing
-from penstock.console import cell, progress
+from penstock.console import Columns, cell, listing, progress
 from penstock.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:

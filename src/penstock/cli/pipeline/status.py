@@ -12,8 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.cli.command import Answer, Exit, Invocation, Rounds, Watch, command, group, looked
-from penstock.cli.output import Columns, duration, listing, size, table, when
-from penstock.console import cell
+from penstock.console import Columns, cell, duration, listing, size, table, when
 from penstock.errors import NotFound
 
 app = group()
