@@ -122,7 +122,7 @@ def _pydantic(of: Any) -> Content[Any]:
     return Content(encode, decode)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Item:
     """A value for `put_many` with what `put` would take beside it."""
 
