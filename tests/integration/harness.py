@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.client.network.connection import Connection
-from penstock.client.network.streams import DeliveredBatch, LeaseStream
+from penstock.client.network.connection import Connection, DeliveredBatch, LeaseStream
 from penstock.config import Config
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import LeaseToken, MessageId

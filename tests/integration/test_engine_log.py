@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.integration.harness import Node
 
-from penstock.client.network.streams import LogStream
+from penstock.client.network.connection import LogStream
 from penstock.errors import InvalidArgument, NotFound
 from penstock.model.batch import Batch, Kind
 

@@ -11,9 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from penstock.client.network.connection import Connection
+from penstock.client.network.connection import ChangeStream, Connection
 from penstock.client.network.endpoints import open_connection
-from penstock.client.network.streams import ChangeStream
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
 from penstock.cluster.records import Records
 from penstock.errors import Unavailable

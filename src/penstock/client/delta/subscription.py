@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.network.connection import Connection
+from penstock.client.network.connection import ChangeStream, Connection, SubscriptionStart
 from penstock.client.network.link import passing
-from penstock.client.network.streams import ChangeStream, SubscriptionStart
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary, Columns

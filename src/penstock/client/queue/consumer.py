@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Generic, Self, TypeVar
 
+from penstock.client.network.connection import DeliveredBatch, LeaseStream
 from penstock.client.network.link import passing
-from penstock.client.network.streams import DeliveredBatch, LeaseStream
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.leases import Keeper, LeasedMessage, MessageBatch
 from penstock.errors import PenstockError

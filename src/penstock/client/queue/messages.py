@@ -11,8 +11,7 @@ from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
-from penstock.client.network.connection import Connection
-from penstock.client.network.streams import LogStream
+from penstock.client.network.connection import Connection, LogStream
 from penstock.client.queue.entries import Content
 from penstock.client.queue.handle import TopicHandle
 from penstock.errors import LimitExceeded, Unavailable

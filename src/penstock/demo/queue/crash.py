@@ -16,8 +16,7 @@ from penstock.model.ids import LeaseToken
 from penstock.testing.process import ServerProcess
 
 if TYPE_CHECKING:
-    from penstock.client.network.connection import Connection
-    from penstock.client.network.streams import DeliveredBatch
+    from penstock.client.network.connection import Connection, DeliveredBatch
 
 TOPIC: Final = "changes"
 MESSAGES: Final = 6_000

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from penstock.client.network.streams import DeliveredBatch
+from penstock.client.network.connection import DeliveredBatch
 from penstock.errors import InvalidArgument
 from penstock.model.ids import MessageId
 from penstock.model.plain import headers_of

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from penstock.client.delta.subscription import Released
-from penstock.client.network.streams import DeliveredBatch, LeaseStream
+from penstock.client.network.connection import DeliveredBatch, LeaseStream
 from penstock.errors import InvalidArgument, Unavailable
 from penstock.node.door.budget import Account
 from penstock.server import arguments as ask

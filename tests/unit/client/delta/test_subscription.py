@@ -11,10 +11,9 @@ import pytest
 
 from penstock.client.client import Client
 from penstock.client.delta.subscription import DeltaSubscription, Filter, SubscriptionProgress
-from penstock.client.network.connection import Connection
+from penstock.client.network.connection import ChangeStream, Connection
 from penstock.client.network.endpoints import open_connection
 from penstock.client.network.link import ConnectionSource
-from penstock.client.network.streams import ChangeStream
 from penstock.client.options import Options
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument

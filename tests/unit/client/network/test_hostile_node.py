@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.network.connection import Connection
-from penstock.client.network.streams import ChangeStream
+from penstock.client.network.connection import ChangeStream, Connection
 from penstock.errors import Corruption, PenstockError, from_wire
 from penstock.model.columns import HEADER
 from penstock.model.delivery import CHANGES

@@ -12,8 +12,7 @@ from tests.unit.node.conftest import Cluster
 from tests.unit.node.replica.hosting import SlowDisk
 from tests.unit.node.replica.tenures import take_over
 
-from penstock.client.network.connection import PeerConnection
-from penstock.client.network.streams import LeaseStream
+from penstock.client.network.connection import LeaseStream, PeerConnection
 from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import LeaseToken

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.node.conftest import Cluster
 from tests.unit.node.live.subscribing import LateStore
 
-from penstock.client.network.streams import LogStream
+from penstock.client.network.connection import LogStream
 from penstock.errors import NotFound, Unavailable
 
 
