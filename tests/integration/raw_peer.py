@@ -11,8 +11,7 @@ from penstock.model.batch import Codec
 from penstock.node.engine import Engine
 from penstock.node.session.session import listen, port_of
 from penstock.wire import frame
-from penstock.wire.compression import expanded
-from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType, expanded
 from penstock.wire.messages import Hello, Welcome, pack, unpack
 
 WANTED = FrameFlag.ACK_WANTED

@@ -26,8 +26,7 @@ from penstock.node.door.flow import INFLIGHT_BYTES_MAX
 from penstock.node.session.session import Session
 from penstock.propagation.options import LiveOptions
 from penstock.wire import frame
-from penstock.wire.compression import compressed
-from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.frame import FrameFlag, FrameType, compressed, flags_of_class
 from penstock.wire.messages import (
     Call,
     Enqueue,

@@ -12,8 +12,7 @@ import numpy as np
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress
 from penstock.model.delta import Delta, Op, encode
 from penstock.replication.messages import Ack, Fence, Fenced, Follow, Probe, Probed
-from penstock.wire.compression import compressed
-from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
+from penstock.wire.frame import FrameFlag, FrameType, compressed, flags_of_class
 from penstock.wire.messages import (
     Call,
     Enqueue,

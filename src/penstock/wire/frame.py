@@ -8,6 +8,12 @@
 
 Everything is big-endian. `length` counts the payload alone and is checked against the limit before
 anything is kept. `sequence` is the sender's request or stream number; an answer repeats it.
+
+Where the greeting has agreed on a codec, a payload may be compressed:
+
+    u8 codec | 3 zeros | u32 length of the payload before, big-endian | compressed payload
+
+That length is checked before anything is decompressed, and no more than that comes out.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import Final, NamedTuple
 from crc32c import crc32c
 
 from penstock.errors import Corruption, InvalidArgument
+from penstock.model.batch import Codec, compress, decompress
 
 MAGIC: Final = 0xD3
 VERSION: Final = 1
@@ -29,6 +36,9 @@ HEADER: Final = struct.Struct(">BBBBQI")
 TRAILER: Final = struct.Struct(">I")
 OVERHEAD: Final = HEADER.size + TRAILER.size
 PAYLOAD_BYTES_MAX: Final = 64 << 20
+CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}  # as a greeting names them
+COMPRESS_BYTES_MIN: Final = 1024  # smaller payloads stay as they are
+_COMPRESSED: Final = struct.Struct(">B3xI")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -176,3 +186,42 @@ class FrameDecoder:
         self._kept = bytearray()
         self.buffered, self.need = 0, HEADER.size
         return sequence
+
+
+# --- compressed payloads ---
+
+
+def compressed(codec: Codec, payload: Sequence[Buffer]) -> list[Buffer] | None:
+    """The compressed payload; None if it is too small, or does not shrink by an eighth."""
+    size = sum(map(len, payload))
+    if size < COMPRESS_BYTES_MIN:
+        return None
+    packed = compress(codec, payload[0] if len(payload) == 1 else b"".join(payload))
+    if len(packed) + _COMPRESSED.size > size - size // 8:
+        return None
+    return [_COMPRESSED.pack(codec, size), packed]
+
+
+def raw_length(frame: Frame) -> int:
+    """How long a frame's payload is once it is decompressed, as it says."""
+    if not frame.flags & FrameFlag.COMPRESSED:
+        return len(frame.payload)
+    if len(frame.payload) < _COMPRESSED.size:
+        raise Corruption("a compressed frame is shorter than its own header")
+    length: int = _COMPRESSED.unpack_from(frame.payload)[1]
+    return length
+
+
+def expanded(frame: Frame, codec: Codec, *, bytes_max: int) -> Frame:
+    """The frame with its payload as it was; `codec` is the one that was agreed on."""
+    if not frame.flags & FrameFlag.COMPRESSED:
+        return frame
+    length = raw_length(frame)
+    if codec is Codec.NONE or frame.payload[0] != codec:
+        raise Corruption(f"a frame is compressed by codec {frame.payload[0]}, not {codec:d}")
+    if length > bytes_max:
+        raise Corruption(f"a compressed frame of {length} bytes is over {bytes_max}")
+    raw = decompress(codec, frame.payload[_COMPRESSED.size :], length + 1)
+    if len(raw) != length:
+        raise Corruption(f"a compressed frame is not of the {length} bytes that it says")
+    return Frame(frame.type, frame.flags & ~FrameFlag.COMPRESSED, frame.sequence, memoryview(raw))

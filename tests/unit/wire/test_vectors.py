@@ -45,8 +45,15 @@ from penstock.replication.messages import (
     Probed,
 )
 from penstock.wire import limits, messages, supply
-from penstock.wire.compression import compressed, expanded
-from penstock.wire.frame import FrameDecoder, FrameFlag, FrameType, encode, flags_of_class
+from penstock.wire.frame import (
+    FrameDecoder,
+    FrameFlag,
+    FrameType,
+    compressed,
+    encode,
+    expanded,
+    flags_of_class,
+)
 from penstock.wire.messages import (
     Call,
     Changes,

@@ -20,8 +20,17 @@ from typing import Any, Final, Protocol, cast
 from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
 from penstock.model.batch import Codec
 from penstock.wire import frame
-from penstock.wire.compression import CODECS, compressed, expanded
-from penstock.wire.frame import VERSIONS, Buffer, Frame, FrameDecoder, FrameFlag, FrameType
+from penstock.wire.frame import (
+    CODECS,
+    VERSIONS,
+    Buffer,
+    Frame,
+    FrameDecoder,
+    FrameFlag,
+    FrameType,
+    compressed,
+    expanded,
+)
 from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
 from penstock.wire.outbox import WireTransport
 

@@ -50,8 +50,16 @@ from penstock.node.session.tokens import Make, Tokens
 from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
 from penstock.wire.calls import traits_of
-from penstock.wire.compression import CODECS, compressed, expanded, raw_length
-from penstock.wire.frame import Frame, FrameFlag, FrameType, choose_version
+from penstock.wire.frame import (
+    CODECS,
+    Frame,
+    FrameFlag,
+    FrameType,
+    choose_version,
+    compressed,
+    expanded,
+    raw_length,
+)
 from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
     Call,
