@@ -285,10 +285,6 @@ class EngineLocal:
         engine.unopened.forget(config.id, index)
         return host
 
-    def promised(self, key: Key) -> int:
-        host = self._engine.hosts.get(key)
-        return host.replica.promised if host else 0
-
     async def renew_replica(self, key: Key) -> None:
         engine = self._engine
         host = engine.hosts.get(key)

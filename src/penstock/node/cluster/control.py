@@ -53,9 +53,6 @@ class Local(Protocol):
 
     async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> Host: ...
 
-    def promised(self, key: Key) -> int:
-        """The highest epoch that the replica here has promised to follow."""
-
     async def renew_replica(self, key: Key) -> None:
         """Close the host and set its folder aside: what is opened next is another replica."""
 
@@ -130,7 +127,8 @@ class ClusterControl:
             held = await self._records.get(key)
             if held.record.epoch != known.record.epoch or not held.record.is_voter(self.node):
                 return  # somebody was faster, or we are replaced; the watch tells the host
-            promised = self._local.promised(key)
+            host = self._local.hosts.get(key)
+            promised = host.replica.promised if host is not None else 0
             taken = await self._records.take_epoch(key, held, node=self.node, above=promised)
         except (RevisionConflict, NotFound):
             return

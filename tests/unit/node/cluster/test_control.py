@@ -48,7 +48,6 @@ class FakeLocal:
         self.topics: list[str] = []
         self.dropped: list[object] = []
         self.renewed: list[FakeHost] = []
-        self.promise = 0
         self.removing: asyncio.Event | None = None  # what removing files waits for
         self.troubles: list[Exception] = []  # of the next attempts to add or change a topic
 
@@ -69,9 +68,6 @@ class FakeLocal:
 
     async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> FakeHost:
         return self.hosts.setdefault((config.id, index), FakeHost((config.id, index)))
-
-    def promised(self, key: Key) -> int:
-        return self.promise
 
     async def renew_replica(self, key: Key) -> None:
         self.renewed.append(self.hosts.pop(key))
@@ -167,7 +163,7 @@ async def test_an_epoch_that_is_won_is_told(scene: Scene) -> None:
 
 async def test_an_epoch_is_above_what_was_promised(scene: Scene) -> None:
     await scene.start(OURS)
-    scene.local.promise = 41
+    scene.local.hosts[KEY].replica.promised = 41
     scene.control.take_epoch(KEY)
     await scene.spawn.done()
     assert (await scene.records.get(KEY)).record.epoch == 42

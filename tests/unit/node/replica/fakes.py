@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -119,6 +120,7 @@ class FakeHost:
     def __init__(self, key: Key) -> None:
         self.key = key
         self.told: list[tuple[Any, ...]] = []
+        self.replica = SimpleNamespace(promised=0)
         self.head = SeedHead(1, 0, 0, 0)
         self.batches: list[Batch] = []
 
