@@ -14,6 +14,7 @@ batches stay in the cache, for a sender that need not wait for the disk.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import OrderedDict
@@ -46,6 +47,8 @@ from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
 
 _PADDING: Final = tuple(bytes(n) for n in range(8))
+FULL_RETRY_S: Final = 1.0
+_log = logging.getLogger(__name__)
 _OVERHEAD: Final = 512  # bytes that the objects round a body take
 
 
@@ -101,6 +104,9 @@ class Stager:
         self.segment: Segment | None = None
         self.spare: Spare | None = None
         self._spares_made = 0
+        half = min(options.allocate_bytes, options.segment_bytes) // 2
+        self._ahead_bytes = half - options.reserve_bytes  # room that is kept for enqueues
+        self._ahead_due = 0.0  # a full disk is not asked for space again before this time
         self.pieces: list[FlushPiece] = []  # what is staged and not taken yet
 
     def restart(self, newest: Segment | None) -> None:
@@ -210,6 +216,22 @@ class Stager:
             spare.path.unlink()
             raise
         self.spare = spare
+
+    def grow_ahead(self) -> None:
+        """Set space aside before it is asked for; a full disk is the asker's to hear of."""
+        if self.is_grown_ahead():
+            return
+        try:
+            self.grow(max(self._ahead_bytes, 8))
+        except DiskFull as error:
+            self._ahead_due = time.monotonic() + FULL_RETRY_S
+            _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
+
+    def is_grown_ahead(self) -> bool:
+        """Whether enough space is set aside, or a full disk said lately that there is none."""
+        if self.room(enqueue=True) >= self._ahead_bytes:
+            return True
+        return time.monotonic() < self._ahead_due
 
     def close(self) -> None:
         if self.spare is not None:

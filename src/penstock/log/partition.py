@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import (
     Corruption,
-    DiskFull,
     FailedPrecondition,
     NotFound,
     StorageFailed,
@@ -53,7 +52,6 @@ from penstock.log.snapshots import SnapshotFiles, StoredSnapshot
 from penstock.model.batch import Batch, verify_chain
 from penstock.model.columns import Buffer
 
-FULL_RETRY_S: Final = 1.0
 BEGIN_BYTES_MAX: Final = 256 << 10  # copied to the page cache on the loop; more takes a thread
 _log = logging.getLogger(__name__)
 
@@ -84,9 +82,6 @@ class PartitionLog:
         self._stager = Stager(folder, options)
         self._writer = FlushWriter(found.floor, floor_s=options.floor_s)
         self._failure = ""  # why nothing may be acknowledged any more
-        half = min(options.allocate_bytes, options.segment_bytes) // 2
-        self._ahead_bytes = half - options.reserve_bytes  # room that is kept for enqueues
-        self._ahead_due = 0.0  # a full disk is not asked for space again before this time
         self._restart(found.segments)
 
     @classmethod
@@ -105,7 +100,7 @@ class PartitionLog:
             found.run()
             options = options or LogOptions()
             log = cls(folder, found, topic=topic, partition=partition, options=options)
-            log._grow_ahead()
+            log._stager.grow_ahead()
             return log
 
     def _restart(self, segments: list[Segment]) -> None:
@@ -158,8 +153,7 @@ class PartitionLog:
         A batch that was `received` from another node is checked against the hash chain first. It
         may be a compacted one only while the log is seeding.
         """
-        if self._failure:
-            raise self._refusal()
+        self._check_health()
         if batch.first != self.sequence_last + 1 or batch.epoch_previous != self.epoch_last:
             raise ValueError(
                 f"batch {batch.first} after epoch {batch.epoch_previous} does not follow"
@@ -251,12 +245,11 @@ class PartitionLog:
         It returns None if the writer thread has to `write` the flush, because the flush is large or
         begins a segment, or because more space has to be set aside.
         """
-        if self._failure:
-            raise self._refusal()
+        self._check_health()
         piece = flush.pieces[0]
         if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
             return None
-        if not self._is_grown_ahead():
+        if not self._stager.is_grown_ahead():
             return None
         try:
             return self._writer.begin(piece)
@@ -288,7 +281,7 @@ class PartitionLog:
             self._cache.durable = self._writer.durable
             if self.floor_due:  # the floor may lag: it only sharpens the search for rot
                 self._writer.raise_floor()
-            self._grow_ahead()
+            self._stager.grow_ahead()
         except OSError as error:
             self._fail(error)
         return self._writer.durable
@@ -462,7 +455,7 @@ class PartitionLog:
                     publish=lambda kept: self._table.restart(kept, empty_at=sequence + 1),
                 )  # fmt: skip
                 self._restart(kept)
-                self._grow_ahead()
+                self._stager.grow_ahead()
 
     def reset(self, *, first: int, chain: int, epoch: int) -> None:
         """Durably forget everything and be an empty log: next comes `first`, after chain and epoch.
@@ -478,7 +471,7 @@ class PartitionLog:
             self._writer.committed = first - 1
             self._cache.forget(0, 1 << 64)
             self._restart([])
-            self._grow_ahead()
+            self._stager.grow_ahead()
 
     def install_snapshot(
         self, *, sequence: int, chain: int, epoch: int, parts: Sequence[Buffer]
@@ -547,22 +540,6 @@ class PartitionLog:
             raise Corruption(f"{self.folder}: the log at {found} is not what the snapshot is of")
         return snapshot.sequence
 
-    def _grow_ahead(self) -> None:
-        """Set space aside before it is asked for; a full disk is the asker's to hear of."""
-        if self._is_grown_ahead():
-            return
-        try:
-            self._stager.grow(max(self._ahead_bytes, 8))
-        except DiskFull as error:
-            self._ahead_due = time.monotonic() + FULL_RETRY_S
-            _log.warning("%s: no space can be set aside: %s", self.folder, error.message)
-
-    def _is_grown_ahead(self) -> bool:
-        """Whether enough space is set aside, or a full disk said lately that there is none."""
-        if self._stager.room(enqueue=True) >= self._ahead_bytes:
-            return True
-        return time.monotonic() < self._ahead_due
-
     def _check_held(self, sequence: int) -> None:
         if not self._table.first <= sequence <= self._writer.durable:
             held = f"{self.sequence_first} to {self.sequence_durable}"
@@ -583,12 +560,9 @@ class PartitionLog:
             raise ValueError(f"batch {batch.first} is compacted, and this log is not seeding")
         verify_chain(batch, self.chain_last)
 
-    def _refusal(self) -> StorageFailed:
-        return StorageFailed(f"an earlier write failed: {self._failure}")
-
     def _check_health(self) -> None:
         if self._failure:
-            raise self._refusal()
+            raise StorageFailed(f"an earlier write failed: {self._failure}")
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
