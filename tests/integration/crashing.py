@@ -273,7 +273,7 @@ async def check(folder: Path, ledger: Ledger, *, drain: bool) -> None:
 def present(node: Node) -> list[bytes]:
     """The payload of every living message, as the log has it."""
     found: list[bytes] = []
-    for partition in node.engine.topic(TOPIC).local:
+    for partition in node.engine.topics[TOPIC].local:
         partition.heap.validate()
         sequences = partition.heap.alive(1, partition.log.sequence_last).tolist()
         if sequences:
@@ -312,7 +312,7 @@ async def _compare(node: Node, ledger: Ledger) -> None:
 def _compare_leases(node: Node, ledger: Ledger) -> None:
     """What was delivered and not settled is still whose it was."""
     for payload, token in ledger.leased.items():
-        heap = node.engine.topic(TOPIC).local[token.partition].heap
+        heap = node.engine.topics[TOPIC].local[token.partition].heap
         _, held = heap.resolve(np.array([token.sequence], np.uint64))
         ledger.note(bool(held[0]), f"a lease is lost: {payload[:40]!r}")
 

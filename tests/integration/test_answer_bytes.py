@@ -126,7 +126,7 @@ async def test_a_pop_whose_caller_is_gone_leases_nothing(node: Node) -> None:
     await node.topic("jobs")
     other = await node.connect()
     waiting = asyncio.ensure_future(other.pop("jobs", wait_ms=60_000))
-    topic = node.engine.topic("jobs")
+    topic = node.engine.topics["jobs"]
     while not len(topic.dispatch.streams):
         await asyncio.sleep(0)
     other.connection.abort()

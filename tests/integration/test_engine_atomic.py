@@ -59,7 +59,7 @@ async def test_if_one_partition_refuses_none_has_it(node: Node) -> None:
     with pytest.raises(StaleProducer):
         await put(node.connection, topic)
     assert await node.popped(topic) == [b"newer"]
-    status = node.engine.topic(topic)
+    status = node.engine.topics[topic]
     assert not any(p.heap.prepared for p in status.partitions)
     await node.restart()
     assert await node.counts() == (0, 0, 1, 0)
@@ -78,7 +78,7 @@ async def test_what_was_refused_can_be_sent_again(node: Node) -> None:
 async def test_what_is_prepared_is_invisible_until_it_is_decided(node: Node) -> None:
     topic = await node.topic(partitions=3)
     stream = await node.stream(topic, credits=100)
-    heaps = [p.heap for p in node.engine.topic(topic).partitions]
+    heaps = [p.heap for p in node.engine.topics[topic].partitions]
     asked = asyncio.create_task(put(node.connection, topic))
     while not any(heap.prepared for heap in heaps):
         await asyncio.sleep(0)

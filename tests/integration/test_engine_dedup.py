@@ -164,10 +164,10 @@ async def test_a_log_with_such_numbers_still_has_snapshots(node: Node) -> None:
     """It was written before they were refused. Before, each snapshot failed with an OverflowError,
     and so nothing of the log was ever let go."""
     topic = await node.topic(partitions=1)
-    partition = node.engine.topic(topic).here(0)
+    partition = node.engine.topics[topic].here(0)
     packed = body([{"payload": b"x"}], producer=("p", 1, (1 << 64) - 1))
     batch = partition.journal.append(Kind.ENQ, packed, 1)
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await partition.journal.committed(batch.last)
     await node.call("snapshot")
     await node.crash()

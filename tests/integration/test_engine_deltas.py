@@ -42,7 +42,7 @@ async def delta_topic(node: Node, **config: Any) -> str:
 async def test_deltas_are_in_the_log_and_nowhere_else(node: Node) -> None:
     topic = await delta_topic(node)
     await node.enqueue(topic, [row(number=i) for i in range(1, 6)])
-    [partition] = node.engine.topic(topic).partitions
+    [partition] = node.engine.topics[topic].partitions
     batches = [b for b in partition.log.scan(1) if b.kind is Kind.ENQ]
     assert [b.entries for b in batches] == [5]
     assert await node.counts(topic) == (0, 0, 0, 0)
@@ -133,7 +133,7 @@ async def test_retention_drops_old_deltas_only_if_asked(small_node: Node) -> Non
     for name in ("kept", "dropped"):
         for _ in range(2):
             await node.call("snapshot", topic=name)
-        topic = node.engine.topic(name)
+        topic = node.engine.topics[name]
         await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
         firsts[name] = topic.partitions[0].log.sequence_first
     assert firsts["kept"] == 1 < firsts["dropped"]

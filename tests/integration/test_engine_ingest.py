@@ -29,7 +29,7 @@ class Room:
     """A live path that has room for so many more deltas, of those that the log has by then."""
 
     def __init__(self, node: Node, topic: str) -> None:
-        self.node, self.topic = node, node.engine.topic(topic)
+        self.node, self.topic = node, node.engine.topics[topic]
         self.allowed = 0
         self.topic.live_room = self
 
@@ -42,7 +42,7 @@ class Room:
 
 
 def queue_of(node: Node, topic: str) -> IngestQueue[Any]:
-    ingest = node.engine.topic(topic).ingest
+    ingest = node.engine.topics[topic].ingest
     assert ingest is not None
     return ingest.queue
 
@@ -65,7 +65,7 @@ def rows(count: int, name: str = "v", **fields: Any) -> list[dict[str, Any]]:
 
 
 def log_of(node: Node, topic: str, partition: int = 0) -> DeltaBatch:
-    log = node.engine.topic(topic).partitions[partition].log
+    log = node.engine.topics[topic].partitions[partition].log
     parts = [b.columns().binary("payload") for b in log.scan(1) if b.kind is Kind.ENQ]
     return DeltaBatch.concat([DeltaBatch.of(part) for part in parts])
 
@@ -97,7 +97,7 @@ async def test_what_is_on_its_way_is_bounded_by_a_turn(node: Node) -> None:
     topic = await delta_topic(node)
     queue, many = queue_of(node, topic), rows(1000, priority=LOW)
     most = 0
-    partition = node.engine.topic(topic).local[0]
+    partition = node.engine.topics[topic].local[0]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(node.enqueue(topic, many)) for _ in range(40)]
         while not all(task.done() for task in tasks):
@@ -139,13 +139,13 @@ async def test_a_full_queue_refuses_and_loses_nothing(narrow_node: Node) -> None
 
 
 def written_deltas(node: Node, topic: str) -> int:
-    log = node.engine.topic(topic).partitions[0].log
+    log = node.engine.topics[topic].partitions[0].log
     return sum(b.entries for b in log.scan(1) if b.kind is Kind.ENQ)
 
 
 async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> None:
     node, got, failed = narrow_node, list[int](), list[Exception]()
-    topic = node.engine.topic(await delta_topic(node))
+    topic = node.engine.topics[await delta_topic(node)]
     await node.engine.hub(topic).subscribe(
         0, OpenSubscription("vectors", 0, start="sequence", at=1),
         send=lambda changes, *_: got.append(changes.count), fail=failed.append,
@@ -203,7 +203,7 @@ async def test_a_partition_that_cannot_write_does_not_hold_up_the_others(node: N
     topic = await delta_topic(node, partitions=2)
     queue, done = queue_of(node, topic), Event()
     stuck, free = ([f"v{i}" for i in range(99) if home(f"v{i}", 2) == p] for p in (0, 1))
-    flusher = node.engine.topic(topic).local[0].journal.flusher
+    flusher = node.engine.topics[topic].local[0].journal.flusher
     writer = asyncio.create_task(flusher.alone(lambda: done.wait(60)))
     some = [row(stuck[0], number=i + 1) for i in range(1000)]
     waiting = [asyncio.create_task(node.enqueue(topic, some)) for _ in range(10)]
@@ -212,7 +212,7 @@ async def test_a_partition_that_cannot_write_does_not_hold_up_the_others(node: N
     assert queue.depths == {0: 1000}
     done.set()
     await writer
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await asyncio.gather(*waiting)
     assert written_deltas(node, topic) == 10_000
 
@@ -231,4 +231,4 @@ async def test_those_who_wait_are_told_when_the_topic_goes(node: Node) -> None:
 
 async def test_a_queue_topic_has_none_of_it(node: Node) -> None:
     topic = await node.topic("jobs")
-    assert node.engine.topic(topic).ingest is None
+    assert node.engine.topics[topic].ingest is None

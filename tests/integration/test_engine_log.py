@@ -14,7 +14,7 @@ from penstock.model.batch import Batch, Kind
 
 
 def stored(node: Node, topic: str = "jobs", partition: int = 0) -> list[bytes]:
-    log = node.engine.topic(topic).partitions[partition].log
+    log = node.engine.topics[topic].partitions[partition].log
     return [batch.encode() for batch in log.scan(log.sequence_first)]
 
 
@@ -180,7 +180,7 @@ async def test_a_time_is_found_in_the_log(node: Node) -> None:
 async def test_the_log_is_stable_up_to_an_undecided_batch(node: Node) -> None:
     topic = await node.topic(partitions=2)
     await node.put(topic, b"plain")
-    partition = node.engine.topic(topic).partitions[1]
+    partition = node.engine.topics[topic].partitions[1]
     values: dict[str, Any] = {"priority": [0], "payload": [b"x"], "transaction": [b"t" * 16]}
     prepared = partition.journal.append_record(Kind.PREPARE, 1, values | {"home": [0]})
     [sure, waiting] = (await node.call("log_status", topic=topic))["partitions"]

@@ -29,7 +29,7 @@ async def test_everything_acknowledged_is_there(node: Node, how: str) -> None:
     assert await node.counts() == (12, 2, 2, 2)
     await (node.restart() if how == "clean" else node.crash())
     assert await node.counts() == (12, 2, 2, 2)
-    digests = [p.heap.digest() for p in node.engine.topic(topic).partitions]
+    digests = [p.heap.digest() for p in node.engine.topics[topic].partitions]
     assert await node.ack(topic, messages[6:]) == []  # tokens of before still hold
     assert await node.popped(topic) == [b"%d" % i for i in range(8, 20)]
     assert len(set(digests)) == 2

@@ -10,7 +10,7 @@ from penstock.errors import FailedPrecondition, InvalidArgument, NotFound
 
 async def waiting_ms(node: Node, topic: str) -> int:
     """How long until the one message of the topic is ready."""
-    heap = node.engine.topic(topic).partitions[0].heap
+    heap = node.engine.topics[topic].partitions[0].heap
     due_ms = heap.next_wakeup()
     return 0 if due_ms is None else due_ms - node.clock.now_ms()
 

@@ -62,7 +62,7 @@ async def payload_bytes_max(node: Node, topic: str) -> None:
 async def compression(node: Node, topic: str) -> None:
     await node.update(topic, compression="zstd")
     await node.put(topic, b"x" * 5000)
-    log = node.engine.topic(topic).partitions[0].log
+    log = node.engine.topics[topic].partitions[0].log
     assert list(log.scan(1))[-1].codec is Codec.ZSTD
 
 
@@ -138,13 +138,13 @@ async def paused(node: Node, topic: str) -> None:
 
 async def k(node: Node, topic: str) -> None:
     await node.update(topic, k=7)
-    assert node.engine.topic(topic).dispatch.spine.k == 7
+    assert node.engine.topics[topic].dispatch.spine.k == 7
 
 
 async def retention_ms(node: Node, topic: str) -> None:
     await node.nack(topic, await node.pop(topic), reject=True)
     await node.update(topic, retention_ms=1000)
-    assert node.engine.topic(topic).config.retention_ms == 1000
+    assert node.engine.topics[topic].config.retention_ms == 1000
     await node.advance(2)
     await retained(node, topic)
     assert len(await node.dead()) == 1
@@ -161,7 +161,7 @@ async def dlq_retention_ms(node: Node, topic: str) -> None:
 async def retained(node: Node, topic: str) -> None:
     from penstock.node.upkeep.sweeps import retain
 
-    found = node.engine.topic(topic)
+    found = node.engine.topics[topic]
     for partition in found.partitions:
         await retain(node.engine.hosts[found.key(partition.index)], node.clock.now_ms())
     await node.settled()
@@ -194,7 +194,7 @@ async def test_changes_are_there_after_a_restart(node: Node) -> None:
     changed = await node.update(topic, max_retries=9, paused=True)
     await node.restart()
     assert await node.call("topic_get", topic=topic) == changed
-    assert node.engine.topic(topic).partitions[0].heap.config.max_retries == 9
+    assert node.engine.topics[topic].partitions[0].heap.config.max_retries == 9
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ async def test_a_topic_is_made_once(node: Node) -> None:
 async def test_deleting_a_topic_takes_everything_with_it(node: Node) -> None:
     topic = await node.topic()
     await node.put(topic, b"x")
-    old = node.engine.topic(topic).config.id
+    old = node.engine.topics[topic].config.id
     stream = await node.stream(topic, credits=1)
     await node.delivered(stream)
     with pytest.raises(FailedPrecondition):
@@ -237,7 +237,7 @@ async def test_deleting_a_topic_takes_everything_with_it(node: Node) -> None:
         await node.put(topic, b"x")
     assert not list(Path(node.path, "topics").iterdir())
     await node.topic()
-    assert node.engine.topic(topic).config.id != old
+    assert node.engine.topics[topic].config.id != old
     assert await node.counts() == (0, 0, 0, 0)
 
 

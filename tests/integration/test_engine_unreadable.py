@@ -32,7 +32,7 @@ def body_with(headers: Sequence[bytes], payloads: Sequence[bytes]) -> bytes:
 
 
 def local(node: Node, topic: str, index: int = 0) -> Partition:
-    found = node.engine.topic(topic).partitions[index]
+    found = node.engine.topics[topic].partitions[index]
     assert isinstance(found, Partition)
     return found
 
@@ -44,7 +44,7 @@ async def write_below_the_door(
     partition = local(node, topic)
     body = body_with(headers, payloads)
     batch = partition.journal.append(Kind.ENQ, body, len(headers))
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await partition.journal.committed(batch.last)
 
 
@@ -72,7 +72,7 @@ async def test_a_refused_part_of_an_atomic_batch_changes_nothing(node: Node) -> 
         await node.connection.enqueue(topic, [(0, 1, good), (1, 1, bad)], atomic=True)
     await node.settled()
     assert await node.counts() == (0, 0, 0, 0)
-    assert all(not p.heap.prepared for p in node.engine.topic(topic).local)
+    assert all(not p.heap.prepared for p in node.engine.topics[topic].local)
 
 
 # --- what is in a log all the same ---
@@ -147,7 +147,7 @@ async def test_a_body_that_holds_no_columns_is_a_dead_letter_too(node: Node) -> 
     columns = ENQ.decode(body_with([b"", b""], [b"a", b"b"]), 2)
     partition = local(node, topic)
     batch = partition.journal.append(Kind.ENQ, b"nonsense", 2, columns=columns)
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await partition.journal.committed(batch.last)
     await node.put(topic, b"good")
     assert len((await node.call("peek", topic=topic))["messages"]) == 3
@@ -166,7 +166,7 @@ async def test_a_dead_letter_of_an_unknown_reason_is_listed(node: Node) -> None:
     sequences = partition.heap.select(1, node.clock.now_ms())
     values: dict[str, Any] = {"message": np.array(sequences), "reason": [200]}
     batch = partition.journal.append_record(Kind.DEAD, 1, values)
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await partition.journal.committed(batch.last)
     assert [d["reason"] for d in await node.dead()] == ["200"]
 

@@ -22,7 +22,7 @@ def disk_bytes(node: Node) -> int:
 async def looked_after(node: Node, topic: str = "jobs") -> int:
     """One round of upkeep: the last two snapshots both cover all, then retention."""
     freed = 0
-    found = node.engine.topic(topic)
+    found = node.engine.topics[topic]
     for _ in range(2):
         await node.call("snapshot", topic=topic)
     for partition in found.partitions:
@@ -158,7 +158,7 @@ async def test_a_compacted_log_still_reads_as_a_stream(small_node: Node) -> None
     await node.ack(topic, messages[1:])
     await node.advance(1)
     assert await looked_after(node) > 0
-    log = node.engine.topic(topic).partitions[0].log
+    log = node.engine.topics[topic].partitions[0].log
     last = log.sequence_durable
     stream = await node.connection.log_stream(topic, partition=0)
     found = []
@@ -214,7 +214,7 @@ async def test_a_delivery_between_a_rewrite_and_its_end(small_node: Node) -> Non
     await fill(node, topic)
     await node.ack(topic, [before, gone])
     await node.nack(topic, [kept], delay_ms=0, counted=False)
-    partition = node.engine.topic(topic).partitions[0]
+    partition = node.engine.topics[topic].partitions[0]
     oldest = partition.log.segments()[0]
     alive = partition.heap.alive(oldest.first, oldest.last)
     assert await asyncio.to_thread(partition.log.rewrite, oldest.first, lambda *_: alive) > 0

@@ -131,17 +131,17 @@ async def test_a_topic_without_any_room_left_does_not_keep_the_node_from_startin
     await node.put(other, b"x")
     await fill_up(node, topic)
     fill(disk)
-    log = node.engine.topic(topic).local[0].log
+    log = node.engine.topics[topic].local[0].log
     async with asyncio.timeout(60):
         while log.room(False) > 2000:
             messages = await node.pop(topic, 5)
             if not messages:
                 break
             await node.nack(topic, messages, delay_ms=0)
-    partition = node.engine.topic(topic).local[0]
+    partition = node.engine.topics[topic].local[0]
     while partition.journal.has_room(900):  # what leases leave, for instance to a purge
         partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [1]})
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await node.settled()
     node.engine.reserve.release()
     fill(disk)

@@ -48,7 +48,7 @@ class Site:
             await deltas.put_columns(names, np.ones((len(names), dimensions)))
 
     def subscription(self) -> Any:
-        (found,) = self.engine.topic("vectors").live.partitions[0].subscriptions
+        (found,) = self.engine.topics["vectors"].live.partitions[0].subscriptions
         return found
 
     def unsent(self) -> int:
@@ -175,7 +175,7 @@ async def at_rest(site: Site) -> int:
     async with asyncio.timeout(120):
         while rounds < 100 or not sent:
             await site.deltas(WIDE).get("v0")
-            live = site.engine.topic("vectors").live
+            live = site.engine.topics["vectors"].live
             now = 0 if live is None or not live.subscribers else site.subscription().delivered
             sent, rounds = now, rounds + 1 if now == sent else 0
     return sent

@@ -38,7 +38,7 @@ class Site:
 
     async def opened(self) -> None:
         """Until all partitions are subscribed to."""
-        while (live := self.engine.topic("vectors").live) is None or live.subscribers < 2:
+        while (live := self.engine.topics["vectors"].live) is None or live.subscribers < 2:
             await asyncio.sleep(0.001)
 
     async def fill(self) -> list[str]:
@@ -61,7 +61,7 @@ class Site:
     @asynccontextmanager
     async def away(self, partition: int) -> AsyncIterator[None]:
         """Nobody coordinates a partition meanwhile."""
-        topic = self.engine.topic("vectors")
+        topic = self.engine.topics["vectors"]
         tenure = topic.here(partition)
         topic.unserve(partition)
         yield

@@ -109,7 +109,7 @@ async def test_keys_come_by_the_page_and_the_oldest_first(node: Node) -> None:
 async def test_cursors_come_by_the_page(node: Node) -> None:
     """Before, all were in one answer."""
     await node.topic("vectors", kind="delta", dimensions=2, partitions=2)
-    topic_id = node.engine.topic("vectors").config.id
+    topic_id = node.engine.topics["vectors"].config.id
     places = [CursorPlace(topic_id, name, partition) for name in NAMES for partition in (0, 1)]
     for place in places:
         await node.engine.cursors.get(place)

@@ -37,7 +37,7 @@ class Site:
 
     @property
     def _sinks(self) -> list[dict[str, Any]]:
-        live = self._engine.topic("vectors").live
+        live = self._engine.topics["vectors"].live
         assert live is not None
         return [row for _, kind, row in live.rows(range(1024), "") if kind == "sinks"]
 

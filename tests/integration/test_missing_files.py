@@ -109,7 +109,7 @@ async def test_a_folder_that_nothing_names_is_not_taken_over(node: Node) -> None
     shutil.copytree(node.path / "topics" / "00000001", node.path / "topics" / "00000002")
     await node.start()
     await node.topic("other")
-    assert node.engine.topic("other").config.id == 3
+    assert node.engine.topics["other"].config.id == 3
     assert await node.counts("other") == (0, 0, 0, 0)
     await node.stop()
     report = verify_folder(node.path)

@@ -85,7 +85,7 @@ async def test_a_fold_reads_only_what_is_new(node: Node, vectors: Deltas) -> Non
     await vectors.put_many([delta(i) for i in range(1, 100)])
     assert await first(vectors) == 99
     await vectors.put(delta(100))
-    last = node.engine.topic("v").partitions[0].log.sequence_last
+    last = node.engine.topics["v"].partitions[0].log.sequence_last
     fold = vectors.folds.kept(0)
     released = [len(o.released) async for o in fold.outcomes(sequence_first=1, through=last)]
     assert released == [1]
@@ -103,7 +103,7 @@ async def test_what_retention_dropped_does_not_stop_a_fold(small_node: Node) -> 
         await node.advance(10)
         await node.call("snapshot", topic="v")
         await node.call("snapshot", topic="v")
-        topic = node.engine.topic("v")
+        topic = node.engine.topics["v"]
         await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
         assert topic.partitions[0].log.sequence_first > 1
         assert await first(vectors, f"1-{'x' * 480}") == 0

@@ -41,7 +41,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
     url = f"penstock://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with penstock.connect(url, options=Options(retry_s=60)) as client:
         vectors = await client.deltas("vectors", dimensions=2, create=True, partitions=1)
-        place = Place(vectors, node.engine.topic("vectors"))
+        place = Place(vectors, node.engine.topics["vectors"])
         place.topic.live_room = lambda: place.room
         yield place
         place.room = 1000

@@ -59,7 +59,7 @@ async def fill(vectors: penstock.Deltas, names: range) -> None:
 
 async def opened(engine: Engine, count: int = 3) -> None:
     """Until so many partitions are subscribed to."""
-    while (live := engine.topic("v").live) is None or live.subscribers < count:
+    while (live := engine.topics["v"].live) is None or live.subscribers < count:
         await asyncio.sleep(0.001)
 
 
@@ -286,7 +286,7 @@ async def test_headers_that_cannot_be_read_do_not_end_a_subscription(
     """They are in a log from before they were checked. Before, the subscriber got an error there
     and nothing that followed."""
     headers = list(MALFORMED_MAPS.values())
-    partition = engine.topic("v").here(0)
+    partition = engine.topics["v"].here(0)
     await vectors.create("a", ZEROS)
     [one] = await some(vectors.subscribe(), 1)
     payloads = [
@@ -298,7 +298,7 @@ async def test_headers_that_cannot_be_read_do_not_end_a_subscription(
     ]
     packed = SCHEMAS[Kind.ENQ].encode(len(headers), {"headers": headers, "payload": payloads})
     batch = partition.journal.append(Kind.ENQ, packed, len(headers))
-    engine.topic("v").wake()
+    engine.topics["v"].wake()
     await partition.journal.committed(batch.last)
     routed = vectors.subscribe(routes=["header:a=b"])
     found = await some(vectors.subscribe(), len(headers) + 1)

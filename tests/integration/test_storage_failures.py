@@ -176,7 +176,7 @@ async def test_a_message_that_cannot_be_read_is_given_back_and_does_not_die(
     async with asyncio.timeout(60):
         with pytest.raises(Corruption):
             await node.pop(topic)
-        heap = node.engine.topic(topic).local[0].heap
+        heap = node.engine.topics[topic].local[0].heap
         while heap.leased:
             await node.call("node_status")
     assert (heap.delayed, heap.dead, heap.ready) == (1, 0, 29)
@@ -190,7 +190,7 @@ async def test_a_damaged_message_does_not_keep_its_neighbours(small_node: Node) 
     async with asyncio.timeout(60):
         while got < 9:
             got += (await anext(stream)).delivery.count
-    assert node.engine.topic(topic).local[0].heap.delayed == 1
+    assert node.engine.topics[topic].local[0].heap.delayed == 1
 
 
 # --- disks that are full ---
@@ -247,7 +247,7 @@ async def test_enqueues_go_on_once_there_is_space(config: Config) -> None:
     count = await fill_up(node, topic)
     await node.ack(topic, await node.pop(topic, count))
     await node.advance(2)
-    found = node.engine.topic(topic)
+    found = node.engine.topics[topic]
     for _ in range(2):
         await node.call("snapshot", topic=topic)
     assert await retain(node.engine.hosts[found.key(0)], node.clock.now_ms()) > 1 << 20

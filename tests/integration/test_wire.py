@@ -324,7 +324,7 @@ async def test_credit_that_was_never_out_ends_a_subscription(node: Node, grant: 
         found = await peer.frame()
         assert found is not None and (found.type, found.sequence) == (FrameType.UNSUBSCRIBE, 1)
         assert unpack(found.payload, dict)[0]["code"] == "invalid_argument"
-        assert node.engine.topic("vectors").live.subscribers == 0  # type: ignore[union-attr]
+        assert node.engine.topics["vectors"].live.subscribers == 0  # type: ignore[union-attr]
 
 
 # --- slowing down ---
@@ -335,7 +335,7 @@ async def test_producers_of_a_topic_whose_queue_is_high_are_told(tmp_path: Path)
     node = Node(tmp_path / "data", Config(data=tmp_path / "data", live=live, drain_s=5.0))
     await node.start()
     await node.topic("vectors", kind="delta", dimensions=4)
-    node.engine.topic("vectors").live_room = lambda: 0  # the live path is far behind
+    node.engine.topics["vectors"].live_room = lambda: 0  # the live path is far behind
     async with raw_peer(node.engine) as peer:
         await peer.greet()
         for number in range(1, 5):
@@ -347,7 +347,7 @@ async def test_producers_of_a_topic_whose_queue_is_high_are_told(tmp_path: Path)
         peer.send(FrameType.HEARTBEAT, 9)
         found = await peer.frame()  # not another one at once
         assert found is not None and found.type is FrameType.HEARTBEAT
-    node.engine.topic("vectors").live_room = None
+    node.engine.topics["vectors"].live_room = None
     await node.stop()
 
 

@@ -235,7 +235,7 @@ class EngineModel(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         """Time passes; timers that fall due one after the other need a moment each."""
         self.run(self.node.advance(seconds))
-        heaps = [p.heap for p in self.node.engine.topic("jobs").partitions]
+        heaps = [p.heap for p in self.node.engine.topics["jobs"].partitions]
         while any((due := h.leases.next_ms()) is not None and due <= self.now_ms for h in heaps):
             self.run(self.node.advance(0.001))
         for m in self.those("leased"):
@@ -289,7 +289,7 @@ class EngineModel(RuleBasedStateMachine):
         """Upkeep when everything is past its retention: dead letters go, and dead bytes."""
         for _ in range(2):
             self.run(self.node.call("snapshot", topic="jobs"))
-        topic = self.node.engine.topic("jobs")
+        topic = self.node.engine.topics["jobs"]
         for partition in topic.partitions:
             self.run(
                 retain(
@@ -310,7 +310,7 @@ class EngineModel(RuleBasedStateMachine):
         ready = len(self.ready())
         waiting, leased, dead = (len(self.those(s)) for s in ("waiting", "leased", "dead"))
         assert self.run(self.node.counts()) == (ready, waiting - ready, leased, dead)
-        for partition in self.node.engine.topic("jobs").partitions:
+        for partition in self.node.engine.topics["jobs"].partitions:
             partition.heap.validate()
 
     @invariant()

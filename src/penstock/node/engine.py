@@ -32,7 +32,7 @@ from penstock.node.door.outlet import ReadPace
 from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
-from penstock.node.local_topics import LocalTopics, Trouble, Unopened
+from penstock.node.local_topics import LocalTopics, Unopened
 from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.observe.metrics import Metrics
@@ -67,6 +67,21 @@ class NodeIdentity(msgspec.Struct, frozen=True):
     cluster_uuid: str = ""  # of the metadata that the topics' ids are from
 
 
+class _OpenTopics(dict[str, Topic]):
+    """Topics by their names. Who asks for one that is not open is told why."""
+
+    def __init__(self, unopened: Unopened) -> None:
+        super().__init__()
+        self._unopened = unopened
+
+    def __missing__(self, name: str) -> Topic:
+        trouble = self._unopened.topic(name)
+        if trouble is None:
+            raise topic_not_found(name)
+        error = trouble.error
+        raise type(error)(f"topic {name} is not open: {error.message}", **error.details)
+
+
 class Engine:
     def __init__(
         self,
@@ -93,10 +108,10 @@ class Engine:
         self.cache = ReadCache(config.cache_bytes)
         # Space for snapshots on a full disk.
         self.reserve = Reserve(folder.path / "snapshot.reserve", config.log.reserve_bytes)
-        self.topics: dict[str, Topic] = {}
+        self.unopened = Unopened()
+        self.topics = _OpenTopics(self.unopened)
         self.hubs: dict[int, Hub] = {}  # of delta topics that are pushed, by id
         self.hosts: dict[Key, Host] = {}
-        self.unopened = Unopened()
         self.damages: dict[Key, str] = {}  # what was found, for status and health
         # Part of consumers' names: a lease of an earlier run is no credit of a stream of this one.
         self.run_id = secrets.token_hex(4)
@@ -157,13 +172,6 @@ class Engine:
 
     # --- topics ---
 
-    def topic(self, name: str) -> Topic:
-        found = self.topics.get(name)
-        if found is None:
-            trouble = self.unopened.topic(name)
-            raise topic_not_found(name) if trouble is None else _not_open(trouble)
-        return found
-
     def configs(self) -> list[TopicConfig]:
         """Of all topics, by name, also of those that cannot be opened for now."""
         opened = [topic.config for topic in self.topics.values()]
@@ -172,11 +180,11 @@ class Engine:
 
     def config_of(self, name: str) -> TopicConfig:
         trouble = self.unopened.topic(name)
-        return self.topic(name).config if trouble is None else trouble.config
+        return self.topics[name].config if trouble is None else trouble.config
 
     def queue(self, name: str) -> Topic:
         """A topic whose messages are leased and settled."""
-        found = self.topic(name)
+        found = self.topics[name]
         if found.config.kind is TopicKind.DELTA:
             raise reject_delta_topic(name)
         return found
@@ -435,11 +443,6 @@ class Engine:
         for topic in self.topics.values():
             if not topic.reached():
                 topic.end_pops(_cut_off())
-
-
-def _not_open(trouble: Trouble) -> PenstockError:
-    error = trouble.error
-    return type(error)(f"topic {trouble.config.name} is not open: {error.message}", **error.details)
 
 
 def _cut_off() -> Unavailable:

@@ -259,7 +259,7 @@ class EngineLocal:
     async def change_topic(self, config: TopicConfig) -> None:
         """Who serves the topic writes the change into its log."""
         engine = self._engine
-        topic = engine.topic(config.name)
+        topic = engine.topics[config.name]
         topic.reconfigure(config)
         if any(partition.heap.config != config for partition in topic.local):
             engine.spawn(engine.write_config(topic), name=f"config-{config.name}")
@@ -276,7 +276,7 @@ class EngineLocal:
         try:
             engine.room.check_files(1)
             host = await engine.open_host(
-                engine.topic(config.name), index, uuid=uuid, only=only,
+                engine.topics[config.name], index, uuid=uuid, only=only,
                 recorded=record.uuids.get(engine.identity.node, ""),
             )  # fmt: skip
         except Backpressure as error:

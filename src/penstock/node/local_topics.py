@@ -55,12 +55,12 @@ class LocalTopics:
             )
             if new:
                 await self._open_new(config)
-            return engine.topic(config.name).config
+            return engine.topics[config.name].config
 
     async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig:
         """Change the catalogue first, then tell each partition's log."""
         async with self._lock:
-            topic = self._engine.topic(name)
+            topic = self._engine.topics[name]
             topic.reconfigure(await self._engine.catalog.update(name, changes))
             await self._engine.write_config(topic)
             return topic.config

@@ -54,7 +54,7 @@ async def test_a_topic_gets_an_id_that_no_folder_has(tmp_path: Path, running: bo
                 await restore(etcd, copy)
                 await until(lambda: _available(node))
             assert await make(node, "new") == 4
-            assert node.topic("new").local
+            assert node.topics["new"].local
             folders = [node.folder.partition(topic, 0) for topic in (1, 2, 3, 4)]
             assert all([await asyncio.to_thread(folder.exists) for folder in folders])
             await stack.aclose()

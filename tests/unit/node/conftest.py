@@ -82,7 +82,7 @@ class Cluster:
         for node in self.nodes.values():
             await node.topic(name, partitions=len(placed), **config)
         for owner, node in self.nodes.items():
-            topic = node.engine.topic(name)
+            topic = node.engine.topics[name]
             for index, coordinator in enumerate(placed):
                 key = (topic.config.id, index)
                 self._tenures[owner, key] = topic.here(index)
@@ -93,13 +93,13 @@ class Cluster:
 
     def give(self, name: str, index: int, to: str) -> None:
         """Have another node serve a partition: with what it has of it, which is nothing."""
-        topic_id = next(iter(self.nodes.values())).engine.topic(name).config.id
+        topic_id = next(iter(self.nodes.values())).engine.topics[name].config.id
         key = (topic_id, index)
         before, self.coordinators[key] = self.coordinators[key], to
         if before:
-            self[before].engine.topic(name).unserve(index)
+            self[before].engine.topics[name].unserve(index)
         if to:
-            self[to].engine.topic(name).serve(index, self._tenures[to, key])
+            self[to].engine.topics[name].serve(index, self._tenures[to, key])
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -110,7 +110,7 @@ class Cluster:
 
     def lose_quorum(self, name: str, topic: str) -> None:
         """Let nothing be committed any more in the topic's first partition, which `name` serves."""
-        journal = self[name].engine.topic(topic).here(0).journal
+        journal = self[name].engine.topics[topic].here(0).journal
         journal._writable = lambda: QuorumUnavailable("no majority is alive")
 
 

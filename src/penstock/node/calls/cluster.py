@@ -58,7 +58,7 @@ class RemoveReplicaArguments(TopicArguments, frozen=True):
 @method(RoutesArguments)
 async def routes(engine: Engine, _: Caller, a: RoutesArguments) -> Result:
     """Where the nodes are and, of one topic, who serves its partitions."""
-    topic = engine.topic(a.topic) if a.topic else None
+    topic = engine.topics[a.topic] if a.topic else None
     alive = sorted(engine.nodes.alive.items()) if engine.config.cluster.enabled else []
     answer: Result = {
         "cluster": engine.config.cluster_name,
@@ -133,7 +133,7 @@ async def cluster_moves(engine: Engine, _: Caller, a: Arguments) -> Result:
 
 @method(RemoveReplicaArguments)
 async def cluster_remove_replica(engine: Engine, _: Caller, a: RemoveReplicaArguments) -> Result:
-    topic = engine.topic(a.topic)
+    topic = engine.topics[a.topic]
     topic.partition(a.partition)
     key = (topic.config.id, a.partition)
     return {"voters": await engine.replica_sets.remove_replica(key, a.node)}

@@ -81,7 +81,7 @@ async def share(engine: Engine, _: Caller, a: ShareArguments) -> Result:
     if found is None:
         raise InvalidArgument(f"nobody has a share in {a.of}", field="of")
     arguments = parse(found.arguments, a.arguments)
-    topic = engine.queue(a.topic) if found.of_queues else engine.topic(a.topic)
+    topic = engine.queue(a.topic) if found.of_queues else engine.topics[a.topic]
     check_id(topic, a.topic_id)
     here = [topic.here(index) for index in sorted(set(a.partitions))]
     return await found.run(NodeShare(engine, topic, here, arguments))

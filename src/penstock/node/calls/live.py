@@ -55,7 +55,7 @@ class CursorArguments(TopicArguments, frozen=True):
 
 
 def delta_topic(engine: Engine, name: str) -> Topic:
-    topic = engine.topic(name)
+    topic = engine.topics[name]
     if topic.config.kind is not TopicKind.DELTA:
         raise FailedPrecondition(f"{name} is no delta topic", topic=name)
     return topic

@@ -60,7 +60,7 @@ class ExtentShare(Arguments, frozen=True):
 @method(TopicArguments)
 async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> Result:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
-    results = await fan_out(engine, engine.topic(a.topic), log_status_share)
+    results = await fan_out(engine, engine.topics[a.topic], log_status_share)
     return {"partitions": merged(results, "partitions")}
 
 
@@ -102,7 +102,7 @@ async def _stable(topic: Topic, partition: Partition) -> int:
 @method(LogFindArguments)
 async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> Result:
     """The first committed batch that is not from before `time_ms`; past the end if none is."""
-    topic = engine.topic(a.topic)
+    topic = engine.topics[a.topic]
     index = topic.partition(a.partition).index
     wanted = FindShare(time_ms=a.time_ms)
     (result,) = await fan_out(engine, topic, log_find_share, wanted, indices=[index])
@@ -120,7 +120,7 @@ async def log_find_share(share: NodeShare) -> Result:
 @method(LogExtentArguments)
 async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> Result:
     """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
-    topic = engine.topic(a.topic)
+    topic = engine.topics[a.topic]
     indices = {topic.partition(extent.partition).index for extent in a.extents}
     placed = [
         PlacedExtent(place=place, **msgspec.structs.asdict(extent))
@@ -180,7 +180,7 @@ async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> Result
     record in the log is replicated and recovered as any other; whoever coordinates the partition
     knows it.
     """
-    topic = engine.topic(a.topic)
+    topic = engine.topics[a.topic]
     longest = a.id_in(len(topic.partitions) - 1)
     if not a.producer or len(longest) > PRODUCER_ID_BYTES_MAX:
         raise InvalidArgument(

@@ -28,7 +28,7 @@ class SnapshotArguments(Arguments, frozen=True):
 
 @method(StatsArguments)
 async def stats(engine: Engine, _: Caller, a: StatsArguments) -> Result:
-    chosen = {a.topic: engine.topic(a.topic)} if a.topic else engine.topics
+    chosen = {a.topic: engine.topics[a.topic]} if a.topic else engine.topics
     topics, more = topics_behind(chosen, a.after)
     rows = await asyncio.gather(*(_topic_stats(engine, topic) for topic in topics))
     page = page_of(((row["name"], row) for row in rows), more=more)
@@ -120,7 +120,7 @@ def _unserved(index: int) -> dict[str, Any]:
 async def snapshot(engine: Engine, _: Caller, a: SnapshotArguments) -> Result:
     """Take snapshots now, of every partition at its coordinator. All are taken, also those that
     the answer has no room for."""
-    chosen = [engine.topic(a.topic)] if a.topic else list(engine.topics.values())
+    chosen = [engine.topics[a.topic]] if a.topic else list(engine.topics.values())
     page, left = Page(), 0
     for topic in chosen:
         for taken in merged(await fan_out(engine, topic, snapshot_share), "snapshots"):

@@ -126,7 +126,7 @@ class EngineTopicWriter:
     ) -> None:
         if not len(items):
             return
-        config = self._engine.topic(topic).config
+        config = self._engine.topics[topic].config
         appended = item_requests(items, config, producer=producer, epoch=epoch, partition=partition)
         for parts in appended:
             asyncio.run_coroutine_threadsafe(self._enqueue(topic, parts), self._loop).result()
@@ -145,7 +145,7 @@ class EngineTopicWriter:
 
         data = memoryview(b"".join([bytes(body) for _, _, body in parts]))
         limit = self._engine.config.limits.raw_bytes_max
-        enqueue(self._engine.topic(topic), control, data, reply, raw_bytes_max=limit)
+        enqueue(self._engine.topics[topic], control, data, reply, raw_bytes_max=limit)
         await answered
 
     def create(self, topic: str) -> None:

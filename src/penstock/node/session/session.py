@@ -345,7 +345,7 @@ class Session(asyncio.Protocol):
             raw = min(sum(control.raw_lengths), limits.raw_bytes_max)
             size = max(size, raw)
         self._flow.account.check(size)
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.topics[control.topic]
         reply = self._reply(frame, size)
         try:
             enqueue(topic, control, data, reply, raw_bytes_max=limits.raw_bytes_max)
@@ -364,7 +364,7 @@ class Session(asyncio.Protocol):
 
     def _delta(self, frame: Frame) -> tuple[Enqueue, memoryview]:
         control, data = unpack(frame.payload, PutDelta)
-        if self._engine.topic(control.topic).config.kind is not TopicKind.DELTA:
+        if self._engine.topics[control.topic].config.kind is not TopicKind.DELTA:
             raise InvalidArgument(f"{control.topic} is no delta topic", field="topic")
         request, body = enqueue_of_delta(control, data)
         return request, memoryview(body)

@@ -300,7 +300,7 @@ class StreamTable:
     def open_log(self, number: int, control: OpenLog) -> None:
         """From a replica of this node, at its commit; if there is none that will do, from the
         coordinator."""
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.topics[control.topic]
         check_id(topic, control.topic_id)
         check_window(control.credit_entries, control.credit_bytes)
         source: LogSource
@@ -343,7 +343,7 @@ class StreamTable:
 
     def open_subscription(self, number: int, control: OpenSubscription) -> None:
         """From this node's hub if it coordinates the partition, else from the one that does."""
-        topic = self._engine.topic(control.topic)
+        topic = self._engine.topics[control.topic]
         check_id(topic, control.topic_id)
         _check_subscription(control, topic)
         self._engine.check_reach(control.topic, control.partition)

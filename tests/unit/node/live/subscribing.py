@@ -115,7 +115,7 @@ async def subscribe(
     reader = Reader()
     reader.stalled = stalled
     asked = OpenSubscription(TOPIC, partition, **request)
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     reader.subscription = await node.engine.hub(topic).subscribe(
         partition, asked, send=reader.send, fail=reader.fail
     )
@@ -160,7 +160,7 @@ def payloads_of(some: Corpus, first: int = 0, end: int | None = None) -> list[by
 
 def expected(node: Node, partition: int = 0, *, first: int = 1, routes: str = "") -> list[Row]:
     """What the pipeline's fold makes of the whole log."""
-    log = node.engine.topic(TOPIC).here(partition).log
+    log = node.engine.topics[TOPIC].here(partition).log
     deltas = deltas_of(list(log.scan(1)))
     fold = Propagator(DIMENSIONS)
     outcome = fold.feed(deltas, through=log.sequence_last)
@@ -178,7 +178,7 @@ async def cut(node: Node) -> int:
     await node.advance(10)
     for _ in range(2):
         await node.call("snapshot", topic=TOPIC)
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     await retain(node.engine.hosts[topic.key(0)], node.clock.now_ms())
     first = topic.here(0).log.sequence_first
     assert first > 5
@@ -193,7 +193,7 @@ def home_of(payload: bytes, partitions: int) -> int:
 
 
 def feed_of(node: Node) -> LivePartition:
-    live = node.engine.topic(TOPIC).live
+    live = node.engine.topics[TOPIC].live
     assert live is not None
     return live.partitions[0]
 
@@ -201,7 +201,7 @@ def feed_of(node: Node) -> LivePartition:
 @asynccontextmanager
 async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIterator[None]:
     """Requests that are staged while nothing reaches the disk; afterwards it all does."""
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     journal, log = topic.here(0).journal, topic.here(0).log
     flush, journal.flush = journal.flush, lambda: None
     end = log.sequence_last + len(payloads)

@@ -220,7 +220,7 @@ async def test_coalescing_gives_one_delta_for_several(node: Node) -> None:
     assert not reader.rows
     await node.advance(0.1)
     await until(
-        lambda: reader.opened.settled == node.engine.topic("vectors").here(0).sequence_readable
+        lambda: reader.opened.settled == node.engine.topics["vectors"].here(0).sequence_readable
     )
     wanted = expected(node)
     assert len(reader.rows) < len(wanted) / 2

@@ -27,7 +27,7 @@ async def test_status_tells_of_every_subscription(node: Node) -> None:
     await until(lambda: len(reader.rows) == len(expected(node, routes="namespace=a")))
     found = (await node.call("live_status", topic=TOPIC))["topics"][0]
     [fold] = found["partitions"]
-    committed = node.engine.topic(TOPIC).here(0).sequence_readable
+    committed = node.engine.topics[TOPIC].here(0).sequence_readable
     assert (fold["state"], fold["position"], fold["lag_entries"]) == ("live", committed, 0)
     assert fold["released"] == len(expected(node))
     first, second = found["subscriptions"]

@@ -40,7 +40,7 @@ async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
     reader = await subscribe(node, cursor="me")
     await put(node, payloads_of(some, 0, 150))
     await until(lambda: reader.rows == expected(node))
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     partition = topic.here(0)
     topic.unserve(0)
     assert isinstance(reader.failed, Unavailable)
@@ -59,7 +59,7 @@ async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
 async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     told: list[PenstockError] = []
     stream = LiveStream(1, 0, send=lambda *_: None, end=told.append)
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     partition = topic.here(0)
     topic.unserve(0)
     await stream.subscribe(node.engine.hub(topic), OpenSubscription(TOPIC, 0))
@@ -68,7 +68,7 @@ async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
 
 
 async def test_who_leaves_before_it_is_open_takes_no_cursor(node: Node) -> None:
-    store, hub = LateStore(node), node.engine.hub(node.engine.topic(TOPIC))
+    store, hub = LateStore(node), node.engine.hub(node.engine.topics[TOPIC])
     opening = await store.opening(node, TOPIC)
     opening.cancel()
     await asyncio.wait([opening])
@@ -86,7 +86,7 @@ async def test_a_deleted_topic_takes_its_cursors_along(node: Node) -> None:
     await until(lambda: reader.rows == expected(node))
     await node.advance(0.3)
     await node.engine.cursors.flush()
-    old = node.engine.topic(TOPIC).config.id
+    old = node.engine.topics[TOPIC].config.id
     assert [*await node.engine.cursors.rows(old)]
     await node.engine.administration.delete_topic(TOPIC)
     assert reader.failed is not None
@@ -196,5 +196,5 @@ async def test_a_fold_may_take_longer_than_it_is_kept_unused(
     reader.opened.close()
     for _ in range(7):
         await node.advance(0.1)
-    assert not node.engine.hub(node.engine.topic(TOPIC)).partitions
+    assert not node.engine.hub(node.engine.topics[TOPIC]).partitions
     await node.stop()

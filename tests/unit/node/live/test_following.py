@@ -46,14 +46,14 @@ async def test_many_subscribers_get_the_same(node: Node) -> None:
 async def test_a_queue_topic_knows_nothing_of_it(node: Node) -> None:
     await node.topic("jobs")
     await node.put("jobs", b"a")
-    jobs = node.engine.topic("jobs")
+    jobs = node.engine.topics["jobs"]
     assert jobs.live is None
     assert all(partition.journal.live is None for partition in jobs.local)
 
 
 async def test_the_fold_is_given_up_after_the_last_has_left(node: Node) -> None:
     reader = await subscribe(node)
-    topic = node.engine.topic("vectors")
+    topic = node.engine.topics["vectors"]
     assert topic.live is not None
     reader.opened.close()
     await node.advance(59)

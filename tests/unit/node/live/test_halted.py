@@ -54,7 +54,7 @@ async def goes_on(node: Hosting) -> None:
     await put(node, payloads_of(more))
     await settled(node)
     assert (await node.status())["state"] != "halted"
-    assert node.sink.works[-1].last == node.engine.topic(TOPIC).here(0).sequence_readable
+    assert node.sink.works[-1].last == node.engine.topics[TOPIC].here(0).sequence_readable
 
 
 async def test_it_goes_on_once_its_cursor_is_deleted(
@@ -64,13 +64,13 @@ async def test_it_goes_on_once_its_cursor_is_deleted(
     await is_halted(node)
     await node.call("cursor_delete", topic=TOPIC, name="sink-memory")
     await goes_on(node)
-    first = node.engine.topic(TOPIC).here(0).log.sequence_first
+    first = node.engine.topics[TOPIC].here(0).log.sequence_first
     assert first <= node.sink.works[0].first < first + 60, "what had waited since before is gone"
 
 
 async def test_a_new_tenure_tries_anew(node: Hosting) -> None:
     await is_halted(node)
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     partition = topic.here(0)
     topic.unserve(0)
     assert not node.hosted.halted

@@ -55,7 +55,7 @@ class Hosting(Node):
 
     @property
     def hosted(self) -> HostedSink:
-        live = self.engine.topic(TOPIC).live
+        live = self.engine.topics[TOPIC].live
         assert live is not None
         return live.sinks[0]
 
@@ -95,7 +95,7 @@ async def test_a_sink_gets_every_release_in_order(node: Hosting) -> None:
     await put(node, payloads_of(corpus(800)), size=30)
     await node.caught_up()
     assert {work.pipeline for work in node.sink.works} == {
-        f"live-{node.engine.identity.replica_uuid}-{node.engine.topic(TOPIC).config.id}-0"
+        f"live-{node.engine.identity.replica_uuid}-{node.engine.topics[TOPIC].config.id}-0"
     }
     spans = [(work.first, work.last) for work in node.sink.works]
     assert spans == sorted(spans)
@@ -216,7 +216,7 @@ async def test_a_sink_of_states_ends_up_with_the_fold(tmp_path: Path, kind: str)
     await put(node, payloads_of(some, 400), size=100)
     await settled(node)
     fold = Propagator(DIMENSIONS)
-    log = node.engine.topic(TOPIC).here(0).log
+    log = node.engine.topics[TOPIC].here(0).log
     fold.feed(deltas_of(list(log.scan(1))), through=log.sequence_last)
     states = fold.states()
     names = [names.tolist() for names in (states.namespace, states.vector_id)]
@@ -236,7 +236,7 @@ async def settled(node: Hosting) -> None:
 
     def done() -> bool:
         readings = node.hosted.readings()
-        committed = node.engine.topic(TOPIC).here(0).sequence_readable
+        committed = node.engine.topics[TOPIC].here(0).sequence_readable
         return (
             bool(readings)
             and readings[0][1].settled == committed

@@ -68,7 +68,7 @@ async def test_all_that_wait_are_looked_for_together(node: Node, reads: list[int
 
 async def test_what_was_looked_at_is_not_read_again(node: Node, reads: list[int]) -> None:
     await put(node, [change(number) for number in range(1, 31)], size=10)
-    parents = ParentSearch(node.engine.topic(TOPIC).here(0).log)
+    parents = ParentSearch(node.engine.topics[TOPIC].here(0).log)
     late, never = b"%016d" % 15, b"n" * 16
     assert parents.find({never}, waiting={late}, horizon=12) == set()
     assert parents.find({late}, waiting={never}, horizon=12) == set()
@@ -85,7 +85,7 @@ async def test_who_was_not_reached_is_looked_for_from_there(
 ) -> None:
     monkeypatch.setattr("penstock.node.live.catch_up.SEARCH_BYTES", 1)
     await put(node, [change(number) for number in range(1, 31)], size=10)
-    parents = ParentSearch(node.engine.topic(TOPIC).here(0).log)
+    parents = ParentSearch(node.engine.topics[TOPIC].here(0).log)
     soon, later = b"%016d" % 5, b"%016d" % 25
     assert parents.find({soon}, waiting={later}, horizon=32) == {soon}
     assert reads == [1, 2]

@@ -36,7 +36,7 @@ async def time_out(node: Node, number: int) -> None:
     await node.advance(PENDING_S + 1)
     await put(node, [change(number)])
     feed = feed_of(node)
-    await until(lambda: feed.sequence == node.engine.topic(TOPIC).here(0).sequence_readable)
+    await until(lambda: feed.sequence == node.engine.topics[TOPIC].here(0).sequence_readable)
 
 
 async def partition_status(node: Node) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def test_what_is_no_route_is_refused(node: Node) -> None:
 async def test_a_position_is_told_though_nothing_is_wanted(node: Node) -> None:
     reader = await subscribe(node, routes=["namespace=nobody"])
     await put(node, payloads_of(corpus(50)))
-    committed = node.engine.topic("vectors").here(0).sequence_readable
+    committed = node.engine.topics["vectors"].here(0).sequence_readable
     await until(lambda: reader.opened.settled == committed)
     await node.advance(1.2)
     assert [(f.count, f.position) for f in reader.frames] == [(0, committed)]

@@ -121,7 +121,7 @@ async def test_who_is_refused_leaves_the_cursor_to_its_holder(small_node: Node) 
 async def test_an_unknown_cursor_begins_now(node: Node) -> None:
     await put(node, payloads_of(corpus(50)))
     reader = await subscribe(node, start="cursor", cursor="new")
-    committed = node.engine.topic("vectors").here(0).sequence_readable
+    committed = node.engine.topics["vectors"].here(0).sequence_readable
     assert reader.opened.opened["position"] == committed
 
 
@@ -133,7 +133,7 @@ async def test_what_retention_has_dropped_is_refused(small_node: Node) -> None:
     await put(node, payloads_of(corpus(1500)))
     wanted = expected(node)
     first = await cut(node)
-    topic = node.engine.topic(TOPIC)
+    topic = node.engine.topics[TOPIC]
     with pytest.raises(NotFound, match="is gone") as refused:
         await subscribe(node, start="sequence", at=5)
     assert refused.value.details["sequence_first"] >= first

@@ -28,7 +28,7 @@ async def enter(
 ) -> None:
     """Begin another tenure of a partition, with a clock that is ahead by so much."""
     engine = node.engine
-    home, around = engine.topic(topic), engine.around
+    home, around = engine.topics[topic], engine.around
     clock = ManualClock(node.clock.now_ms() + ahead_ms)
     engine.around = replace(around, clock=clock, clocks=cast("Any", doubt) or around.clocks)
     try:
@@ -43,7 +43,7 @@ async def enter(
 async def take_over(node: Node, topic: str, index: int) -> None:
     """Take over a partition from a node whose clock is an hour ahead."""
     await enter(node, topic, index, ahead_ms=HOUR_MS)
-    await node.engine.close_hosts([node.engine.topic(topic).key(index)])
-    host = await node.engine.open_host(node.engine.topic(topic), index)
+    await node.engine.close_hosts([node.engine.topics[topic].key(index)])
+    host = await node.engine.open_host(node.engine.topics[topic], index)
     assert host.log.time_ms_last == node.clock.now_ms() + HOUR_MS
     await node.engine.local.enter([host])

@@ -57,7 +57,7 @@ async def test_time_begins_no_later_than_it_may_and_catches_up(
     await node.advance(10)
     doubt = Doubt(START_MS + latest_s * 1000)
     await enter(node, topic, 0, doubt=doubt)
-    journal = node.engine.topic(topic).here(0).journal
+    journal = node.engine.topics[topic].here(0).journal
     assert journal.now_ms() == START_MS + begins_s * 1000  # nor behind its log
     doubt.agreed = True
     for host in node.engine.hosts.values():
@@ -123,10 +123,10 @@ async def test_a_stream_gets_what_falls_due_without_being_asked(node: Node) -> N
 async def test_what_is_in_doubt_there_asks_in_time(node: Node) -> None:
     topic = await node.topic()
     await take_over(node, topic, 0)
-    partition = node.engine.topic(topic).here(0)
+    partition = node.engine.topics[topic].here(0)
     values = {"payload": [b"x"], "transaction": [b"t" * 16], "home": [0]}
     partition.journal.append_record(Kind.PREPARE, 1, values)
-    node.engine.topic(topic).wake()
+    node.engine.topics[topic].wake()
     await node.settled()
     await node.advance(4.999)
     assert partition.heap.prepared
@@ -140,7 +140,7 @@ async def test_retention_counts_from_its_own_time(node: Node) -> None:
     await take_over(node, topic, 0)
     await node.put(topic, b"x")
     await node.nack(topic, await node.pop(topic), reject=True)
-    found = node.engine.topic(topic)
+    found = node.engine.topics[topic]
     for seconds, dead in ((60, 1), (0.001, 0)):
         await node.advance(seconds)
         await retain(node.engine.hosts[found.key(0)], node.clock.now_ms())

@@ -24,7 +24,7 @@ async def test_an_enqueue_reaches_the_node_that_serves_the_partition(cluster: Cl
     assert len(set(ids_of(answer))) == 12
     for name, index in (("a", 0), ("b", 1), ("c", 2)):
         placed = sum(p.count for p in answer.placed if p.partition == index)
-        assert cluster[name].engine.topic("jobs").here(index).heap.ready == placed > 0
+        assert cluster[name].engine.topics["jobs"].here(index).heap.ready == placed > 0
 
 
 async def test_bodies_are_written_as_they_came(cluster: Cluster) -> None:
@@ -35,7 +35,7 @@ async def test_bodies_are_written_as_they_came(cluster: Cluster) -> None:
     await cluster["a"].connection.enqueue(
         "jobs", [(0, 80, packed)], codec=int(Codec.ZSTD), raw_lengths=[len(raw)]
     )
-    log = cluster["b"].engine.topic("jobs").here(0).log
+    log = cluster["b"].engine.topics["jobs"].here(0).log
     (stored,) = [b for b in log.scan(2) if b.entries == 80]
     assert bytes(stored.body) == packed
 
@@ -120,7 +120,7 @@ async def test_a_node_that_does_not_serve_it_says_who_does(cluster: Cluster) -> 
 
 async def test_a_stale_view_is_looked_up_again(cluster: Cluster) -> None:
     await cluster.topic("jobs", "b")
-    key = (cluster["a"].engine.topic("jobs").config.id, 0)
+    key = (cluster["a"].engine.topics["jobs"].config.id, 0)
     cluster.coordinators[key] = "c"  # it is not, yet
     put = asyncio.create_task(cluster["a"].put("jobs", b"x"))
     while not cluster.waiters:
@@ -160,7 +160,7 @@ async def test_a_lost_connection_leaves_the_outcome_open(cluster: Cluster) -> No
         await put
     await cluster.connect("a", "b")
     await cluster["a"].enqueue("jobs", [{"payload": b"x"}], producer=("p", 1, 1))
-    assert cluster["b"].engine.topic("jobs").here(0).heap.ready == 1
+    assert cluster["b"].engine.topics["jobs"].here(0).heap.ready == 1
 
 
 async def made_again(cluster: Cluster) -> list[LeaseToken]:

@@ -38,13 +38,13 @@ async def put_all(
 def ready(cluster: Cluster) -> list[int]:
     """Ready messages of each partition, wherever it is served."""
     found = {p.index: p.heap.ready for n in cluster.nodes.values()
-             for p in n.engine.topic("jobs").local}  # fmt: skip
+             for p in n.engine.topics["jobs"].local}  # fmt: skip
     return [found[i] for i in sorted(found)]
 
 
 def undecided(cluster: Cluster) -> int:
     return sum(
-        len(p.heap.prepared) for n in cluster.nodes.values() for p in n.engine.topic("jobs").local
+        len(p.heap.prepared) for n in cluster.nodes.values() for p in n.engine.topics["jobs"].local
     )
 
 
@@ -62,7 +62,7 @@ async def confirmed(cluster: Cluster, but: int = 0) -> None:
     async with asyncio.timeout(60):
         while but < sum(
             len(p.heap.transactions.unconfirmed)
-            for n in cluster.nodes.values() for p in n.engine.topic("jobs").local
+            for n in cluster.nodes.values() for p in n.engine.topics["jobs"].local
         ):  # fmt: skip
             for node in cluster.nodes.values():
                 node.clock.advance(11)
@@ -193,7 +193,7 @@ async def test_a_home_that_is_away_keeps_nobody_else_in_doubt(
         async with asyncio.timeout(60):
             while "c" not in cluster.views["a"].peers:
                 await asyncio.sleep(0.005)
-    partition = cluster["c"].engine.topic("jobs").here(2)
+    partition = cluster["c"].engine.topics["jobs"].here(2)
     assert [t.home for t in partition.heap.prepared.values()] == [0, 1]
     cluster.give("jobs", 0, "")
     async with asyncio.timeout(20):  # the home that is away is asked for longer than that
@@ -207,7 +207,7 @@ async def test_a_home_that_is_away_keeps_nobody_else_in_doubt(
 
 
 def transactions(cluster: Cluster, name: str, index: int) -> Transactions:
-    return cluster[name].engine.topic("jobs").here(index).heap.transactions
+    return cluster[name].engine.topics["jobs"].here(index).heap.transactions
 
 
 async def test_a_commit_is_not_forgotten_while_a_participant_may_ask(cluster: Cluster) -> None:

@@ -54,7 +54,7 @@ async def test_a_request_of_which_a_part_was_done_is_not_sent_elsewhere(alone: C
     with pytest.raises(Unavailable) as refused:
         await alone["a"].ack("jobs", held)
     assert "elsewhere" not in refused.value.details
-    topic = alone["a"].engine.topic("jobs")
+    topic = alone["a"].engine.topics["jobs"]
     assert (topic.here(0).heap.ready, topic.here(0).heap.totals.acked) == (1, 1)
 
 
@@ -125,7 +125,7 @@ async def test_a_subscription_that_would_wait_in_vain_is_refused(alone: Cluster)
     assert refused.value.details["elsewhere"]
     store.answer()
     engine = alone["a"].engine
-    topic = engine.topic("vectors")
+    topic = engine.topics["vectors"]
     while engine.hub(topic)._opening:
         await asyncio.sleep(0)
     assert engine.hub(topic).subscribers == 0
@@ -144,7 +144,7 @@ async def test_a_subscription_of_a_topic_that_is_deleted_meanwhile_is_refused(
 
 async def test_a_pop_that_waits_for_nothing_is_answered(alone: Cluster) -> None:
     waiting = asyncio.ensure_future(alone["a"].connection.call("pop", topic="jobs", wait_ms=60_000))
-    topic = alone["a"].engine.topic("jobs")
+    topic = alone["a"].engine.topics["jobs"]
     while not len(topic.dispatch.streams):
         await asyncio.sleep(0)
     cut_off(alone)

@@ -169,7 +169,7 @@ async def test_a_window_bounds_what_comes_although_the_other_node_has_less_of_it
     stream = await cluster["a"].connection.log_stream(
         jobs, partition=0, credit_entries=1000, credit_bytes=6 * MIB
     )
-    (source,) = cluster["b"].engine.topic(jobs).log_streams
+    (source,) = cluster["b"].engine.topics[jobs].log_streams
     assert source._window_bytes == RELAY_BYTES_MAX
     entries = 6 * MIB // PAYLOAD
     async with asyncio.timeout(60):
@@ -207,7 +207,7 @@ async def test_a_cursor_moves_although_the_connection_is_full(cluster: Cluster, 
             pass
         position = unpack(frame.payload, Changes)[0].position
         peer.send(FrameType.ACK, 1, pack(Grant(0, 0, position)))
-        live = cluster["b"].engine.topic(wide).live
+        live = cluster["b"].engine.topics[wide].live
         assert live is not None
         async with asyncio.timeout(60):
             while live.partitions[0].subscriptions[0].acknowledged < position:

@@ -104,7 +104,7 @@ async def test_after_a_round_that_found_little_the_next_one_gathers(
     monkeypatch.setattr("penstock.node.serve.rounds.LULL_S", 0.5)
     await cluster.topic("jobs", "bc")
     stream = await cluster["a"].stream("jobs", credits=1000)
-    rounds = cluster["a"].engine.topic("jobs").dispatch.rounds
+    rounds = cluster["a"].engine.topics["jobs"].dispatch.rounds
     loop = asyncio.get_running_loop()
     began = loop.time()
     for i in range(10):
@@ -121,7 +121,7 @@ async def test_credit_bounds_what_is_out_and_comes_back(cluster: Cluster) -> Non
     while len(seen) < 90:
         some = await receive(stream, 1)
         seen += [p for p, _ in some]
-        leased = sum(n.engine.topic("jobs").leased for n in cluster.nodes.values())
+        leased = sum(n.engine.topics["jobs"].leased for n in cluster.nodes.values())
         assert leased <= 9
         await cluster["a"].connection.settle("jobs", [t for _, t in some])
     assert sorted(seen) == list(range(90))
@@ -199,7 +199,7 @@ async def test_what_came_for_a_closed_stream_goes_back(cluster: Cluster) -> None
     for _ in range(50):
         await asyncio.sleep(0.01)
         taken = len(stream._arrived)
-    b = cluster["b"].engine.topic("jobs")
+    b = cluster["b"].engine.topics["jobs"]
     assert b.leased + sum(p.heap.ready for p in b.local) == 50
     assert taken == 0
 
@@ -231,7 +231,7 @@ async def test_a_pop_ends_when_the_partition_it_has_leased_of_moves(cluster: Clu
     """The lease was not committed: it gets nothing of it, and does not wait for it either."""
     await cluster.topic("jobs", "a")
     await fill(cluster, "jobs", [[1, 2, 3]])
-    topic = cluster["a"].engine.topic("jobs")
+    topic = cluster["a"].engine.topics["jobs"]
     disk = SlowDisk(cluster["a"].engine.hosts[topic.key(0)])
     pop = asyncio.create_task(cluster["a"].pop("jobs", 3))
     try:
@@ -250,11 +250,11 @@ async def test_credit_at_another_node_comes_back_when_that_one_s_tenure_ends(
     """It has leased for us, and is replaced before that is committed."""
     await cluster.topic("jobs", "b")
     await fill(cluster, "jobs", [[1, 2, 3, 4]])
-    there = cluster["b"].engine.topic("jobs")
+    there = cluster["b"].engine.topics["jobs"]
     disk = SlowDisk(cluster["b"].engine.hosts[there.key(0)])
     try:
         await cluster["a"].stream("jobs", credits=4)
-        here = cluster["a"].engine.topic("jobs")
+        here = cluster["a"].engine.topics["jobs"]
         async with asyncio.timeout(30):
             while here.dispatch.unused_credit or not there.leased:
                 await asyncio.sleep(0.001)
@@ -272,7 +272,7 @@ async def test_a_pop_does_not_wait_for_ever_for_what_another_node_has_leased(
     monkeypatch.setattr(message_calls, "ARRIVE_MS_MAX", 100)
     await cluster.topic("jobs", "b")
     await fill(cluster, "jobs", [[1, 2, 3]])
-    there = cluster["b"].engine.topic("jobs")
+    there = cluster["b"].engine.topics["jobs"]
     disk = SlowDisk(cluster["b"].engine.hosts[there.key(0)])
     try:
         async with asyncio.timeout(30):
@@ -291,11 +291,11 @@ async def test_what_cannot_be_read_on_another_node_dies_there(cluster: Cluster) 
     """Headers from before they were checked. Before, the node that was asked could not decode what
     it was lent, and the pop failed with Unavailable."""
     await cluster.topic("jobs", "ab")
-    away = cluster["b"].engine.topic("jobs").here(1)
+    away = cluster["b"].engine.topics["jobs"].here(1)
     headers = [MALFORMED_MAPS["980-deep"], b"", MALFORMED_MAPS["array"]]
     packed = SCHEMAS[Kind.ENQ].encode(3, {"headers": headers, "payload": [b"x", b"good", b"y"]})
     batch = away.journal.append(Kind.ENQ, packed, 3)
-    cluster["b"].engine.topic("jobs").wake()
+    cluster["b"].engine.topics["jobs"].wake()
     await away.journal.committed(batch.last)
     async with asyncio.timeout(60):
         found = await cluster["a"].pop("jobs", 3, wait_ms=30_000)

@@ -80,5 +80,5 @@ async def test_an_acknowledgement_does_not_share_the_fate_of_another_partition(
         assert not acks[1].done()
         cluster.give("jobs", 1, "b")
         await acks[1]
-    served = [cluster[name].engine.topic("jobs").here(i) for i, name in enumerate("ab")]
+    served = [cluster[name].engine.topics["jobs"].here(i) for i, name in enumerate("ab")]
     assert [partition.heap.totals.acked for partition in served] == [1, 1]

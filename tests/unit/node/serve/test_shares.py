@@ -74,7 +74,7 @@ async def test_live_rows_of_all_nodes_are_told_once_and_in_order_over_pages(
     wanted = []
     for partition, count in enumerate([3, 12, 1, 2, 9, 1]):
         engine = cluster["abcabc"[partition]].engine
-        hub = engine.hub(engine.topic("vectors"))
+        hub = engine.hub(engine.topics["vectors"])
         for number in range(count):
             asked = OpenSubscription("vectors", partition, start="cursor", cursor=f"s{number:02}")
             await hub.subscribe(partition, asked, send=lambda *_: None, fail=lambda _: None)

@@ -31,7 +31,7 @@ async def test_a_log_is_read_through_any_node(cluster: Cluster) -> None:
     await cluster["c"].put("jobs", b"later")
     assert await entries(stream, 22) == [22]
     await stream.close()
-    assert cluster["b"].engine.topic("jobs").log_streams == []
+    assert cluster["b"].engine.topics["jobs"].log_streams == []
 
 
 async def test_a_relayed_stream_ends_where_it_was_told_to(cluster: Cluster) -> None:
@@ -48,7 +48,7 @@ async def test_credit_of_the_reader_holds_back_the_other_node(cluster: Cluster) 
     stream = await cluster["a"].connection.log_stream("jobs", partition=0, credit_entries=5)
     await asyncio.sleep(0.05)
     assert 0 < len(stream._arrived) <= 5
-    b = cluster["b"].engine.topic("jobs")
+    b = cluster["b"].engine.topics["jobs"]
     assert next(iter(b.log_streams)).cursor <= 6
 
 
