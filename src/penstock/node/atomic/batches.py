@@ -48,13 +48,11 @@ class AtomicBatches:
         self._under_way: set[str] = set()  # what a timer has begun and is not done
 
     def enqueue(self, parts: Sequence[tuple[PartitionPort, EnqueuePart]]) -> None:
-        """Write all parts or none; each part's request is answered."""
         self._spawn(enqueue_atomically(self._topic, parts), name="atomic-enqueue")
 
     def prepare(
         self, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
     ) -> None:
-        """Prepare a part of a batch that another node drives."""
 
         async def prepare() -> None:
             try:

@@ -33,8 +33,8 @@ from penstock.node.atomic.participant import (
     stage_here,
 )
 from penstock.node.observe.logs import get_logger
-from penstock.node.route.errands import WAIT_S, in_request, not_there
 from penstock.node.route.ports import PartitionPort, PeerPort
+from penstock.node.route.router import WAIT_S, in_request, not_there
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
 from penstock.node.write.requests import EnqueuePart
@@ -267,7 +267,6 @@ async def decide_at(
 
 
 async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool) -> None:
-    """Give a participant the decision."""
 
     async def here(partition: Partition) -> None:
         apply_here(topic, partition, transaction, commit=commit)

@@ -18,7 +18,7 @@ import msgspec
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments, method, parse
 from penstock.node.engine import Engine
-from penstock.node.route.errands import WAIT_S, not_there
+from penstock.node.route.router import WAIT_S, not_there
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic, check_id
 from penstock.wire.frame import FrameType

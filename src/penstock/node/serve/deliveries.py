@@ -37,7 +37,6 @@ class LeasedPart(NamedTuple):
     visibility_ms: int
 
     def part(self, start: int, end: int) -> LeasedPart:
-        """The same for some of the messages."""
         return self._replace(
             token_first=self.token_first + start, messages=self.messages[start:end]
         )
@@ -66,7 +65,6 @@ class Deliveries:
         *,
         visibility_ms: int,
     ) -> int:
-        """Lease ready messages to a stream; returns how many."""
         started = time.perf_counter()
         batch = partition.lease(messages, consumer=stream.consumer, visibility_ms=visibility_ms)
         stream.on_leased(len(messages))

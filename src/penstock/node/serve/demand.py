@@ -103,7 +103,6 @@ class Demand:
                 self._lease(message)
 
     def after_turn(self) -> None:
-        """Tell what this turn has changed."""
         if self._changed:
             consumers = list(self._changed)
             self._changed.clear()

@@ -88,7 +88,6 @@ class Dispatch:
         return True
 
     def hungry(self) -> list[tuple[ConsumerStream, int]]:
-        """Streams with room, and how much."""
         leases_max = self._topic.config.consumer_leases_max
         rooms = [(s, s.room(leases_max)) for s in self.streams.values()]
         return [(stream, room) for stream, room in rooms if room > 0]
@@ -120,7 +119,6 @@ class Dispatch:
         return self._deliveries.lease(stream, partition, messages, visibility_ms=visibility_ms)
 
     def on_ranked(self, error: int) -> None:
-        """The rank error of a pick was measured."""
         self.rank_error_max = max(self.rank_error_max, error)
         self._topic.metrics.rank_error.observe((self._topic.config.name,), error)
 

@@ -74,7 +74,6 @@ class IngestGate:
         self._topic.wake()
 
     def _free(self, parts: Placed) -> bool:
-        """Whether none of them has to wait."""
         room, waiting = self._topic.live_room, self.queue.depths
         if room is not None and room() <= 0:
             return False
@@ -136,7 +135,6 @@ class IngestGate:
             self.fail(index, error)
 
     def status(self) -> dict[str, Any]:
-        """For `live_status`."""
         queue = self.queue
         return {
             "depth": queue.depth,

@@ -12,8 +12,8 @@ from penstock.model.batch import Codec, decompress
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ, PRODUCER_NUMBER_MAX
 from penstock.model.topic import TopicKind
-from penstock.node.route.errands import forwarded
 from penstock.node.route.ports import PartitionPort
+from penstock.node.route.router import forwarded
 from penstock.node.serve.topic import Topic, check_id
 from penstock.node.write.bodies import (
     check_body,

@@ -163,7 +163,6 @@ class MessageRows:
         return left < 0
 
     def encode(self, attempts: NDArray[np.uint32]) -> bytes:
-        """The rows as a DELIVERY body."""
         times: list[bytes] = []
         priorities: list[int] = []
         payloads: list[Buffer] = []
@@ -229,8 +228,6 @@ class ReadCache:
 
 
 class MessageReader:
-    """Messages of one partition."""
-
     _owners = count()
 
     def __init__(self, log: PartitionLog, cache: ReadCache) -> None:

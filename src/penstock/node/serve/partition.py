@@ -65,7 +65,6 @@ class Partition:
     # --- leasing ---
 
     def lease(self, messages: Sequences, *, consumer: bytes, visibility_ms: int) -> Batch:
-        """Lease the given ready messages to one consumer."""
         body = SCHEMAS[Kind.LEASE].encode(
             len(messages),
             {

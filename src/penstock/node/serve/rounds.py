@@ -99,7 +99,6 @@ class Rounds:
         self._fresh = self._look = True
 
     def forget(self, consumer: bytes) -> None:
-        """A stream is gone."""
         for supply in self.supplies.values():
             supply.forget(consumer)
 

@@ -78,7 +78,6 @@ class ConsumerStream:
     unreadable: int = 0  # messages that were leased to it and became dead letters instead
 
     def room(self, leases_max: int) -> int:
-        """How many messages may be leased to it now."""
         if self.blocked or not self.open:
             return 0
         return min(self.window, leases_max) - self.out - self.away

@@ -17,9 +17,8 @@ from penstock.heap import Applied
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
-from penstock.node.route.errands import RemotePartition
 from penstock.node.route.ports import AlwaysHere, Key, PartitionPort
-from penstock.node.route.router import Router
+from penstock.node.route.router import RemotePartition, Router
 from penstock.node.serve.deliveries import Deliveries
 from penstock.node.serve.demand import Demand
 from penstock.node.serve.dispatch import Dispatch
@@ -210,7 +209,6 @@ class Topic:
         return (self.config.id, index)
 
     def served(self, index: int) -> Partition | None:
-        """A partition, if this node serves it."""
         return None if self.closed else self._served.get(index)
 
     def here(self, index: int) -> Partition:
@@ -359,7 +357,6 @@ class Topic:
             self.atomic.arm()
 
     def rearm(self) -> None:
-        """Set the timers anew, whatever was appended."""
         self._armed_for = []
         self.wake()
 

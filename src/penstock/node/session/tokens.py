@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.node.route.errands import forwarded
 from penstock.node.route.ports import PartitionPort
+from penstock.node.route.router import forwarded
 from penstock.node.serve.topic import Topic, has_id
 from penstock.node.write.requests import Gathered, Reply, TokenRequest, as_one
 from penstock.wire.messages import Extend, Return, Settle, Settled, TokenPart

@@ -124,7 +124,6 @@ class WriterPool:
         self._turns = cycle(self._threads)
 
     def pin(self) -> Submit:
-        """A submit function bound to one of the threads."""
         return partial(self._loop.run_in_executor, next(self._turns))
 
     async def close(self) -> None:

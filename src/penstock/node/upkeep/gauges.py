@@ -19,7 +19,6 @@ from penstock.replication.coordinator import Coordinator
 
 
 def node_reading(engine: Engine) -> NodeReading:
-    """What the node holds now, for the metrics."""
     now_ms, clocks = engine.clock.now_ms(), engine.around.clocks
     return NodeReading(
         partitions=[

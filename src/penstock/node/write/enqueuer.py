@@ -40,7 +40,6 @@ class Enqueuer:
         self._journal.wake()
 
     def fail(self, error: PenstockError) -> None:
-        """Answer everybody who waits with `error`."""
         parts, self._parts, self.gathered = self._parts, [], 0
         for part in parts:
             part.request.part_failed(error)

@@ -40,7 +40,6 @@ class Gathered:
         self._remaining, self._whole, self._reply = parts, whole, reply
 
     def part(self, index: int) -> Reply:
-        """What takes the result of one part."""
 
         def done(result: object) -> None:
             self._results[index] = result

@@ -62,13 +62,11 @@ class LeaseSettler:
                 self._process([request])
 
     def fail(self, error: PenstockError) -> None:
-        """Answer everybody who waits with `error`."""
         waiting, self._waiting, self.gathered = self._waiting, [], 0
         for request in waiting:
             request.reply(error)
 
     def expire(self) -> None:
-        """Take back leases whose deadline has passed."""
         now_ms = self._journal.now_ms()
         tokens = self._heap.expired(now_ms, EXPIRE_MAX)
         need = len(tokens) * RETURN_BYTES + RETURN_BYTES_APART

@@ -15,7 +15,7 @@ from penstock.client.network.link import Fleet, Link
 from penstock.client.options import Options
 from penstock.client.queue.settler import Settler
 from penstock.model.ids import LeaseToken
-from penstock.node.route import errands
+from penstock.node.route import router
 from penstock.node.session.session import Session
 
 ROWS = [{"payload": b"x"}]
@@ -70,7 +70,7 @@ async def leased(cluster: Cluster) -> list[LeaseToken]:
 async def test_an_acknowledgement_does_not_share_the_fate_of_another_partition(
     cluster: Cluster, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errands, "WAIT_S", 0.05)
+    monkeypatch.setattr(router, "WAIT_S", 0.05)
     here, away = await leased(cluster)
     settler = Settler(link, "jobs")
     cluster.give("jobs", 1, "")  # it is being taken over

@@ -12,7 +12,7 @@ from penstock.errors import SequenceConflict, Unavailable, WrongEpoch
 from penstock.model.batch import Codec, compress
 from penstock.model.ids import LeaseToken
 from penstock.node.calls import fan_out as shares
-from penstock.node.route import errands
+from penstock.node.route import router
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Duplicate, Enqueue, Forwarded, Outcome, Part, pack
 
@@ -90,7 +90,7 @@ async def test_leases_are_settled_returned_and_extended_from_any_node(cluster: C
 async def test_nobody_serves_it_is_said_after_a_while(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errands, "WAIT_S", 0.1)
+    monkeypatch.setattr(router, "WAIT_S", 0.1)
     await cluster.topic("jobs", "-")
     with pytest.raises(Unavailable, match="nobody serves partition 0"):
         await cluster["a"].put("jobs", b"x")
@@ -191,7 +191,7 @@ async def test_a_node_that_knows_another_topic_of_the_name_is_not_taken_for_the_
 ) -> None:
     """Here a has not heard that the topic was made again. Before, what it sent on, and its share of
     a call, reached the successor at b."""
-    monkeypatch.setattr(errands, "WAIT_S", 0.1)
+    monkeypatch.setattr(router, "WAIT_S", 0.1)
     monkeypatch.setattr(shares, "WAIT_S", 0.1)
     await cluster.topic("jobs", "b")
     await cluster["b"].forced("topic_delete", "jobs")
