@@ -131,15 +131,24 @@ def batch_of(
 
 
 def run(
-    fold: Propagator, log: DeltaBatch, ends: list[int], *, found: set[bytes] | None = None
+    fold: Propagator,
+    log: DeltaBatch,
+    ends: list[int],
+    *,
+    found: set[bytes] | None = None,
+    touched: list[VectorStates] | None = None,
 ) -> list[FeedOutcome]:
-    """Feed a log in pieces; what is missing is answered from `found`."""
+    """Feed a log in pieces; what is missing is answered from `found`. What each piece changed is
+    added to `touched`."""
     outcomes = []
     for a, b in pairwise(ends):
         piece = log.take(np.arange(a, b))
-        outcomes.append(fold.feed(piece, through=int(piece.sequences[-1]) if b > a else 0))
+        through = int(piece.sequences[-1]) if b > a else 0
+        outcomes.append(fold.feed(piece, through=through, states=touched is not None))
         while missing := fold.missing():
             outcomes.append(fold.resolve((found or set()) & set(missing)))
+        if touched is not None:
+            touched.append(fold.take_touched())
         fold.validate()
     return outcomes
 

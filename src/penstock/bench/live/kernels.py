@@ -86,7 +86,8 @@ def _states(batches: int) -> Iterator[Callable[[int], Any]]:
             sequences=np.arange(first + 1, first + 1 + BATCH, dtype=np.uint64),
             log_times_ms=np.full(BATCH, 1, np.int64),
         )
-        touched = fold.feed(deltas, through=first + BATCH).touched
+        fold.feed(deltas, through=first + BATCH, states=True)
+        touched = fold.take_touched()
 
         def work(number: int, touched: Any = touched) -> Work:
             states = states_table(touched, topic="bench", partition=0)

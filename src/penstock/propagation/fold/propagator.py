@@ -52,20 +52,12 @@ class FeedOutcome(msgspec.Struct, frozen=True, eq=False):
     released: DeltaBatch  # in causal order
     positions: NDArray[np.uint64]  # the sequence whose arrival released each
     ordinals: NDArray[np.uint64]  # 1, 2, 3 … over the whole life of the partition
-    states: VectorStates | None  # of the vectors changed; None if the feed did not ask for them
     quarantined: DeltaBatch
     reasons: list[str]
     missing: list[bytes]  # the parent each quarantined delta lacks, or zeros
     # read, duplicates, released and quarantined in this feed; pending at its end, and how long the
     # eldest of those has waited by then in log time (pending_oldest_ms)
     counts: dict[str, int]
-
-    @property
-    def touched(self) -> VectorStates:
-        """The vectors that were changed, as they were when the feed ended."""
-        if self.states is None:
-            raise FailedPrecondition("the feed was told to leave states out")
-        return self.states
 
 
 @dataclass(slots=True)
@@ -104,15 +96,14 @@ class Propagator:
         self._through = 0
         self._position = 0  # the sequence at which the fold paused
         self._stretch = STRETCH_MAX
-        self._states = True
 
     # --- folding ---
 
-    def feed(self, deltas: DeltaBatch, *, through: int, states: bool = True) -> FeedOutcome:
+    def feed(self, deltas: DeltaBatch, *, through: int, states: bool = False) -> FeedOutcome:
         """Fold deltas, in log order and behind `sequence`; `through` is the last sequence read.
 
-        Without `states` the outcome, and those of `resolve` after it, do not have `touched`: to
-        gather whole vectors costs as much as the fold.
+        With `states` the vectors that it changes, and those that `resolve` changes after it, are
+        noted for `take_touched`.
         """
         if self._rest is not None:
             raise FailedPrecondition("the fold is paused: resolve what is missing first")
@@ -120,7 +111,7 @@ class Propagator:
         count = len(deltas)
         tally = _Tally([], [], read=count)
         self._through = through
-        self._states = self.merge.noting = states
+        self.merge.noting = states
         stop = self._take_rows(deltas, tally) if count <= self.rows_few else 0
         if stop < count:
             rest = deltas.take(np.arange(stop, count)) if stop else deltas
@@ -257,11 +248,14 @@ class Propagator:
             "pending": len(self.waitlist.by_id),
             "pending_oldest_ms": oldest_ms,
         }
-        states = self.merge.take_touched() if self._states else None
         return FeedOutcome(
-            batch, positions, ordinals, states, refused.batch, refused.reasons, refused.missing,
-            counts,
-        )  # fmt: skip
+            batch, positions, ordinals, refused.batch, refused.reasons, refused.missing, counts
+        )
+
+    def take_touched(self) -> VectorStates:
+        """The vectors that were noted since this was last called, each once and as it is now, in
+        the most urgent lane of its changes."""
+        return self.merge.take_touched()
 
     def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
         """All vectors, deleted ones too, ascending by their newest sequence."""

@@ -36,7 +36,7 @@ from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
-from penstock.sinks.schema import DELTAS, deltas_table, newest, states_table, vector_keys
+from penstock.sinks.schema import DELTAS, deltas_table, states_table
 from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
 from penstock.spark.fold.state_folder import FoldSnapshots
 from penstock.spark.source.access import Decisions, NodeAccess
@@ -173,7 +173,7 @@ class PartitionStep:
         feeds = read_deltas(self._access, **self._place, first=first, last=last)
         states = Feed.STATES in self._plan.feed
         outcomes = list(fold_deltas(state, feeds, answer=ask, states=states))
-        part = self._write(outcomes, quarantined=head.quarantined)
+        part = self._write(outcomes, state, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
         keep(state, self._cache, self._key)
@@ -214,12 +214,14 @@ class PartitionStep:
 
     # --- what is kept ---
 
-    def _write(self, outcomes: list[FeedOutcome], *, quarantined: int) -> ChangePart:
+    def _write(
+        self, outcomes: list[FeedOutcome], state: Propagator, *, quarantined: int
+    ) -> ChangePart:
         """Write what the plan's feed names, and the quarantine; so many of it came before."""
         feed, place, counts = self._plan.feed, self._place, dict[str, int]()
         writer = ChangeWriter(self._plan.state / "changes" / "data", **place)
         if Feed.STATES in feed:
-            states = _newest([states_table(outcome.touched, **place) for outcome in outcomes])
+            states = states_table(state.take_touched(), **place)
             lanes = states["lane"].to_numpy()
             for lane in range(LANES):
                 mine = lanes == lane
@@ -298,18 +300,3 @@ def _quarantine(
     missing = [id_ if id_ != NO_ID else None for outcome in outcomes for id_ in outcome.missing]
     told = pa.array(reasons, pa.utf8()), pa.array(missing, pa.binary(16))
     return pa.table([*table.columns, *told], schema=QUARANTINE)
-
-
-def _newest(tables: Sequence[pa.Table]) -> pa.Table:
-    """One row per vector: the newest one, in the most urgent lane."""
-    full = [table for table in tables if table.num_rows]
-    if len(full) <= 1:
-        return full[0] if full else tables[0]
-    table = pa.concat_tables(full)
-    keys = vector_keys(table)
-    vectors = keys.dictionary_encode().indices.to_numpy()
-    urgent = np.full(len(table), LANES, np.int8)  # by vector
-    np.minimum.at(urgent, vectors, table["lane"].to_numpy())
-    at = table.schema.get_field_index("lane")
-    table = table.set_column(at, table.schema.field(at), pa.array(urgent[vectors]))
-    return table.filter(pa.array(newest(keys, table["revision"].to_numpy())))

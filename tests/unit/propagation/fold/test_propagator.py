@@ -23,6 +23,7 @@ from tests.unit.propagation.world import (
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.delta import Delta, Op, encode
 from penstock.model.delta_batch import DeltaBatch
+from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest, dump, restore
 
@@ -87,17 +88,17 @@ def test_a_restored_fold_has_the_same_future(luck: Luck, size: int) -> None:
     ends = luck.cuts(len(log))
     bounds = options(operations_max=3, pending_max=4)
     straight, other = Propagator(DIMENSIONS, bounds), Propagator(DIMENSIONS, bounds)
-    expected = run(straight, log, ends)
+    wanted: list[VectorStates] = []
+    touched: list[VectorStates] = []
+    expected = run(straight, log, ends, touched=wanted)
     outcomes = []
     for a, b in pairwise(ends):
         other = restore(b"".join(dump(other)), bounds)
         other.validate()
-        outcomes += run(other, log, [a, b])
+        outcomes += run(other, log, [a, b], touched=touched)
     assert story(outcomes) == story(expected)
-    assert [plain(o.touched) for o in outcomes] == [plain(o.touched) for o in expected]
-    assert [o.touched.lane.tolist() for o in outcomes] == [
-        o.touched.lane.tolist() for o in expected
-    ]
+    assert [plain(states) for states in touched] == [plain(states) for states in wanted]
+    assert [s.lane.tolist() for s in touched] == [s.lane.tolist() for s in wanted]
     assert [o.counts for o in outcomes] == [o.counts for o in expected]
     assert digest(other) == digest(straight)
 
@@ -126,9 +127,11 @@ def test_states_of_touched_vectors_add_up_to_all(luck: Luck, size: int) -> None:
     log = batch_of(luck.arrivals(luck.history(size)))
     fold = Propagator(DIMENSIONS)
     latest: dict[str, tuple[Any, ...]] = {}
-    for outcome in run(fold, log, luck.cuts(len(log))):
-        latest |= plain(outcome.touched)
-        sequences = outcome.touched.sequence.tolist()
+    touched: list[VectorStates] = []
+    run(fold, log, luck.cuts(len(log)), touched=touched)
+    for states in touched:
+        latest |= plain(states)
+        sequences = states.sequence.tolist()
         assert sequences == sorted(sequences)
     assert latest == plain(fold.states())
 
@@ -332,19 +335,21 @@ def test_a_feed_without_states_folds_the_same(luck: Luck, size: int) -> None:
     told, quiet = Propagator(DIMENSIONS), Propagator(DIMENSIONS)
     for piece in (log.take(np.arange(half)), log.take(np.arange(half, len(log)))):
         through = int(piece.sequences[-1]) if len(piece) else 0
-        expected = told.feed(piece, through=through)
-        outcome = quiet.feed(piece, through=through, states=luck.maybe())
+        noted = luck.maybe()
+        expected = told.feed(piece, through=through, states=True)
+        outcome = quiet.feed(piece, through=through, states=noted)
         assert story([outcome]) == story([expected]) and outcome.counts == expected.counts
-        if outcome.states is not None:
-            assert plain(outcome.touched) == plain(expected.touched)
-            assert outcome.touched.lane.tolist() == expected.touched.lane.tolist()
+        touched, wanted = quiet.take_touched(), told.take_touched()
+        if noted:
+            assert plain(touched) == plain(wanted)
+            assert touched.lane.tolist() == wanted.lane.tolist()
     assert digest(quiet) == digest(told)
 
 
 def test_states_that_were_left_out_are_not_there() -> None:
-    outcome = Propagator(DIMENSIONS).feed(batch_of([orphan()]), through=1, states=False)
-    with pytest.raises(FailedPrecondition, match="states"):
-        _ = outcome.touched
+    fold = Propagator(DIMENSIONS)
+    fold.feed(batch_of([orphan()]), through=1)
+    assert plain(fold.take_touched()) == {}
 
 
 def test_ids_past_their_time_are_forgotten() -> None:

@@ -28,6 +28,7 @@ from penstock.model.delta import Op, encode, head_of
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
 from penstock.propagation.fold import registers
+from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.row_fold import DeltaRow
 from penstock.propagation.fold.snapshot import digest, dump, restore
@@ -42,8 +43,12 @@ def by_columns(dimensions: int, bounds: PropagationOptions | None = None) -> Pro
     return fold
 
 
-def touched(outcomes: list[FeedOutcome]) -> list[tuple[Any, ...]]:
-    return [(plain(o.touched), o.touched.lane.tolist(), o.counts) for o in outcomes]
+def lanes(touched: list[VectorStates]) -> list[tuple[Any, ...]]:
+    return [(plain(states), states.lane.tolist()) for states in touched]
+
+
+def counts(outcomes: list[FeedOutcome]) -> list[dict[str, int]]:
+    return [outcome.counts for outcome in outcomes]
 
 
 def assert_equal(a: Propagator, b: Propagator) -> None:
@@ -81,10 +86,13 @@ def test_pieces_of_any_size_fold_as_the_whole(luck: Luck, shape: dict[str, Any])
     bounds = options(operations_max=4, pending_max=20, pending_ms=luck.choice((5, 50, 30_000)))
     ends = pieces(luck, len(log))
     whole, columns, mixed = by_columns(48, bounds), by_columns(48, bounds), Propagator(48, bounds)
-    at_once, in_columns = run(whole, log, [0, len(log)]), run(columns, log, ends)
-    in_pieces = run(mixed, log, ends)
+    expected: list[VectorStates] = []
+    touched: list[VectorStates] = []
+    at_once = run(whole, log, [0, len(log)])
+    in_columns = run(columns, log, ends, touched=expected)
+    in_pieces = run(mixed, log, ends, touched=touched)
     assert story(at_once) == story(in_pieces)
-    assert touched(in_columns) == touched(in_pieces)
+    assert (lanes(touched), counts(in_pieces)) == (lanes(expected), counts(in_columns))
     assert_equal(whole, mixed)
 
 
@@ -96,8 +104,12 @@ def test_one_by_one_folds_as_the_whole(luck: Luck) -> None:
     bounds = options(operations_max=luck.randint(2, 9), dedup_ms=luck.choice((0, 10, 10**6)))
     each = list(range(len(log) + 1))
     columns, single = by_columns(DIMENSIONS, bounds), Propagator(DIMENSIONS, bounds)
-    expected, outcomes = run(columns, log, each), run(single, log, each)
-    assert story(expected) == story(outcomes) and touched(expected) == touched(outcomes)
+    wanted: list[VectorStates] = []
+    touched: list[VectorStates] = []
+    expected = run(columns, log, each, touched=wanted)
+    outcomes = run(single, log, each, touched=touched)
+    assert story(expected) == story(outcomes) and counts(expected) == counts(outcomes)
+    assert lanes(touched) == lanes(wanted)
     assert_equal(columns, single)
 
 
@@ -111,7 +123,11 @@ def test_damaged_payloads_are_judged_alike(luck: Luck) -> None:
     log = DeltaBatch.of([bytes(row) for row in rows])
     ends = luck.cuts(len(log))
     columns, rows = by_columns(DIMENSIONS), Propagator(DIMENSIONS)
-    assert touched(run(columns, log, ends)) == touched(run(rows, log, ends))
+    expected: list[VectorStates] = []
+    touched: list[VectorStates] = []
+    in_columns = run(columns, log, ends, touched=expected)
+    assert counts(run(rows, log, ends, touched=touched)) == counts(in_columns)
+    assert lanes(touched) == lanes(expected)
     assert story(run(by_columns(DIMENSIONS), log, ends)) == story(
         run(Propagator(DIMENSIONS), log, ends)
     )
@@ -125,9 +141,10 @@ def test_a_fold_goes_on_by_rows_after_a_snapshot(luck: Luck) -> None:
     straight, other = Propagator(48), Propagator(48)
     for a, b in pairwise(pieces(luck, len(log))):
         piece = log.take(np.arange(a, b))
-        expected = straight.feed(piece, through=b)
+        expected = straight.feed(piece, through=b, states=True)
         other = restore(b"".join(dump(other)))
-        assert touched([other.feed(piece, through=b)]) == touched([expected])
+        assert other.feed(piece, through=b, states=True).counts == expected.counts
+        assert lanes([other.take_touched()]) == lanes([straight.take_touched()])
     assert_equal(straight, other)
 
 

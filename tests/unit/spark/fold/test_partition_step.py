@@ -6,6 +6,7 @@ On a real node, without Spark.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,18 @@ def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path
     (tmp_path / "away").rename(steps.data)
     again, _ = steps.run(head, 11, 50, cache=cache)
     assert again == steps.run(head, 11, 50)[0]
+
+
+def test_a_range_in_many_feeds_has_each_vector_once_as_it_is_at_the_end(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, pieces = Steps(node, tmp_path / "whole"), Steps(node, tmp_path / "pieces")
+    _, expected = whole.run(None, 1, 700)
+    monkeypatch.setattr(partition_step, "read_deltas", partial(read_deltas, bytes_max=1))
+    _, part = pieces.run(None, 1, 700)
+    for kind in ("states", "deltas"):
+        assert pieces.rows(part, kind) == whole.rows(expected, kind)
+    assert part.counts == expected.counts
 
 
 def test_the_least_recently_used_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
