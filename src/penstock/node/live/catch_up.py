@@ -189,19 +189,7 @@ class CatchUp:
 def oldest_position(source: ReleaseSource) -> int:
     """From where on the log has all that was released. That may be a little behind its first
     sequence: what was released there had perhaps waited since before."""
-    log, releases = source.log, source.releases
-    first = log.sequence_first
-    if first == 1:
-        return first  # nothing was ever dropped
-    low, high = first, max(source.sequence, first - 1) + 1
-    while low < high:
-        middle = (low + high) // 2
-        late = releases.late_sequences(middle, source.sequence)
-        if len(late) and int(late[0]) < first:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return source.releases.whole_from(source.log.sequence_first)
 
 
 def deltas_at(log: PartitionLog, sequences: Sequences, *, nowait: bool) -> DeltaBatch | None:

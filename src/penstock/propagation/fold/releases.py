@@ -253,6 +253,15 @@ class Releases:
         found = self._released_in(a, b)
         return np.unique(found[found < first])
 
+    def whole_from(self, first: int) -> int:
+        """The first position from which on nothing was released of the log before `first`."""
+        lost = np.flatnonzero(self._late.rows("sequence") < first)
+        if not len(lost):
+            return first
+        last = lost[-1] + self._late_trimmed
+        turn = np.searchsorted(self._turns.rows("end"), last, side="right")
+        return max(first, int(self._turns["at"][turn]) + 1)
+
     def rows(self, deltas: DeltaBatch, first: int, last: int, late: DeltaBatch) -> ReleasedRows:
         """What positions first … last released, in order.
 

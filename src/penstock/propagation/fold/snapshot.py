@@ -129,13 +129,18 @@ def _columns(fold: Propagator) -> Iterator[tuple[str, Column]]:
     metadata = Texts()
     metadata.extend(list(registers.metadata.values()))
     yield "metadata.vector", np.fromiter(registers.metadata, np.int64, len(registers.metadata))
-    for name, texts in (
+    for name, texts in _texts(fold, metadata):
+        yield f"{name}.size", texts.table.rows("size")
+        yield f"{name}.bytes", texts.joined()
+
+
+def _texts(fold: Propagator, metadata: Texts) -> list[tuple[str, Texts]]:
+    ledger = fold.ledger
+    return [
         ("namespaces", ledger.namespaces),
         ("vector_ids", ledger.vector_ids),
         ("metadata", metadata),
-    ):
-        yield f"{name}.size", texts.table.rows("size")
-        yield f"{name}.bytes", texts.joined()
+    ]
 
 
 def _tables(fold: Propagator) -> dict[str, Table]:
@@ -191,11 +196,7 @@ def _fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) ->
         keys.keep(np.arange(len(keys)))  # which gives each key its place
     ledger.time_ms = head["time_ms"]
     metadata = Texts()
-    for name, texts in (
-        ("namespaces", ledger.namespaces),
-        ("vector_ids", ledger.vector_ids),
-        ("metadata", metadata),
-    ):
+    for name, texts in _texts(fold, metadata):
         texts.append(columns[f"{name}.bytes"].tobytes(), columns[f"{name}.size"])
     ledger.rank_origins()
     vectors = columns["metadata.vector"].tolist()

@@ -13,7 +13,6 @@ takes over when it has them all. Rows only ever come at the end, so nothing has 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -309,28 +308,13 @@ class Texts:
             self._arena = grown
 
     def take(self, numbers: Numbers) -> Binary:
-        """Texts by number, as a column: those of one size are moved together."""
+        """Texts by number, as a column."""
         starts, sizes = self.table["start"][numbers], self.table["size"][numbers]
         offsets = np.zeros(len(numbers) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])
-        found = np.empty(offsets[-1], np.uint8)
-        order = stable_order(sizes)
-        ranked = sizes[order]
-        cuts = np.flatnonzero(ranked[1:] != ranked[:-1]) + 1
-        for a, b in pairwise([0, *cuts.tolist(), len(order)]):
-            size = int(ranked[a]) if b > a else 0
-            if size:
-                rows = order[a:b]
-                _everywhere(found, size)[offsets[rows]] = _everywhere(self._arena, size)[
-                    starts[rows]
-                ]
-        return Binary(offsets.astype(np.int32), found.data)
+        at = np.repeat(starts - offsets[:-1], sizes)
+        at += np.arange(len(at))
+        return Binary(offsets.astype(np.int32), self._arena[at].data)
 
     def joined(self) -> NDArray[np.uint8]:
         return self._arena[: self._end]
-
-
-def _everywhere(data: NDArray[np.uint8], size: int) -> NDArray[Any]:
-    """The texts of one size that begin at each byte."""
-    places = len(data) - size + 1
-    return np.ndarray((places,), f"V{size}", data, strides=(1,))

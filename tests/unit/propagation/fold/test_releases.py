@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.unit.propagation.world import (
     DIMENSIONS,
     START_MS,
@@ -111,6 +112,19 @@ def test_a_log_in_order_leaves_nothing_to_keep() -> None:
     assert (index._runs.count, index._turns.count, index._late.count) == (1, 0, 0)
     with pytest.raises(InvalidArgument):
         index.on_feed(log.sequences)
+
+
+@settings(max_examples=40)
+@given(lucks, sizes, st.integers(1, 60))
+def test_from_where_on_the_rest_of_a_log_is_enough(luck: Luck, size: int, first: int) -> None:
+    log, fold = corpus(luck, size)
+    index = Releases()
+    feed(index, fold, log, [0, len(log)], set())
+    whole = index.whole_from(first)
+    lost = index.late_sequences(whole, index.through)
+    assert whole >= first and not (lost < first).any()
+    if whole > first:
+        assert (index.late_sequences(whole - 1, index.through) < first).any()
 
 
 def test_a_late_delta_that_the_log_has_lost_is_missed() -> None:
