@@ -262,7 +262,7 @@ class Topic(Generic[T]):
     def _keeper(self, visibility_ms: int) -> Keeper:
         keeper = self._keepers.get(visibility_ms)
         if keeper is None:
-            keeper = Keeper(self.link, self.handle.settler, visibility_ms)
+            keeper = Keeper(self.handle, visibility_ms)
             self._keepers[visibility_ms] = keeper
         return keeper
 

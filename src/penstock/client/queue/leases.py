@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 
 from penstock.client import spans
 from penstock.client.network.connection import HowReturned
-from penstock.client.network.link import Link
 from penstock.client.options import Duration, milliseconds, optional_ms
 from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.messages import Message, cells_of, fields_of
-from penstock.client.queue.settler import Settler
 from penstock.errors import InvalidArgument, LeaseLost, PenstockError
 from penstock.model.columns import Columns
 from penstock.model.ids import LeaseToken
@@ -331,8 +329,8 @@ class Keeper:
     a consumer is open: what has arrived there meanwhile is then brought in by its `absorb`.
     """
 
-    def __init__(self, link: Link, settler: Settler, visibility_ms: int) -> None:
-        self._link, self._settler, self._visibility_ms = link, settler, visibility_ms
+    def __init__(self, topic: TopicHandle[Any], visibility_ms: int) -> None:
+        self._topic, self._visibility_ms = topic, visibility_ms
         self._absorbing: list[Callable[[], None]] = []  # of each consumer that is open
         self._batches: set[MessageBatch[Any]] = set()
         self._running = self._stopped = False
@@ -370,7 +368,7 @@ class Keeper:
     def _ensure(self) -> None:
         if not self._running and self._needed:
             self._running = True
-            self._link.spawn(self._run())
+            self._topic.link.spawn(self._run())
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -404,7 +402,7 @@ class Keeper:
         try:
             async with asyncio.timeout(within_s):
                 tokens = [batch.token(row) for batch, row in held]
-                lost = await self._settler.extend(tokens, self._visibility_ms)
+                lost = await self._topic.settler.extend(tokens, self._visibility_ms)
         except (PenstockError, TimeoutError) as error:
             log.warning("%d leases were not extended: %s", len(held), error or "no answer")
             return

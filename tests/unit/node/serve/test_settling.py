@@ -13,7 +13,7 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.exchange import memory_pair
 from penstock.client.network.link import Fleet, Link
 from penstock.client.options import Options
-from penstock.client.queue.settler import Settler
+from penstock.client.queue.handle import Settler
 from penstock.model.ids import LeaseToken
 from penstock.node.route import router
 from penstock.node.session.session import Session
