@@ -237,7 +237,7 @@ class NodeAccess:
 
         They are ENQ batches, and PREPARE batches whose atomic batch was decided for; a decision
         beyond `last` is looked up there. The first and the last batch may reach over the edges:
-        `rows.within` trims. `last` must be committed (`LogStatus.readable`).
+        `rows.pieces` trims. `last` must be committed (`LogStatus.readable`).
         """
         decisions = Decisions(last)
         for batches in self.read_log(topic, partition, first, last, decisions=decisions):
