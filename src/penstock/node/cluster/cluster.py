@@ -55,7 +55,7 @@ class Cluster:
         spawn: Callable[..., object],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        self.node, self.options = info.id, options
+        self.node, self.options, self.policy = info.id, options, Policy(options.policy)
         self.catalog, self.records = catalog, Records(store)
         self.plans, self.store = Plans(store), store
         self.disk, self._on_fatal, self._local = disk, on_fatal, local
@@ -141,10 +141,6 @@ class Cluster:
     @property
     def alive(self) -> Mapping[str, NodeInfo]:
         return self.members.alive
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(self.options.policy)
 
     @property
     def is_oldest(self) -> bool:

@@ -24,7 +24,7 @@ from penstock.model.batch import Batch, decode_all
 from penstock.model.columns import Buffer
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
-from penstock.node.replica.ports import Key, SeedTarget
+from penstock.node.replica.ports import FetchSeed, Key
 from penstock.node.route.ports import PeerPort
 from penstock.replication.messages import (
     Ack,
@@ -53,8 +53,6 @@ PAUSE_S_MAX: Final = 1.0
 TOLD_MAX: Final = 10_000  # messages that gather for one node in a turn; more get lost
 ACK_AGAIN_S: Final = 0.05  # until an acknowledgement that says nothing new is sent all the same
 log = get_logger(__name__)
-
-FetchSeed = Callable[[str, Key, SeedTarget], Any]
 
 
 class PeerLink(PeerPort, Protocol):
@@ -254,7 +252,7 @@ class PeerTransport:
         self, node: str, *, peers: Peers, hosts: Mapping[Key, Host], fetch_seed: FetchSeed
     ) -> None:
         self._node, self._peers, self._hosts = node, peers, hosts
-        self._fetch_seed = fetch_seed
+        self.fetch_seed = fetch_seed
         self._readings: dict[Key, _Reading] = {}
         self._sendings: dict[tuple[str, Key], FollowOutput] = {}
         self._acked: dict[Key, tuple[Ack, float]] = {}  # what was said last, and when
@@ -306,9 +304,6 @@ class PeerTransport:
             payload += [batch.header, batch.body, _PADDING[: -batch.size & 7]]
         sending.output.send(FrameType.BATCH, sending.number, *payload, flags=FrameFlag.BATCHED)
         return True
-
-    async def fetch_seed(self, source: str, key: Key, into: SeedTarget) -> None:
-        await self._fetch_seed(source, key, into)
 
     # --- what connections tell ---
 

@@ -13,14 +13,13 @@ from penstock.model.batch import Batch
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.opener import empty, facts_of
-from penstock.node.replica.ports import Key, SeedHead, SeedTarget, Slow
+from penstock.node.replica.ports import FetchSeed, Key, SeedHead, Slow
 from penstock.node.storage.flusher import Flusher
 from penstock.replication.effects import Effects
 from penstock.replication.facts import LogFacts
 from penstock.replication.replica import Replica
 
 RETRY_S: Final = 1.0  # after a copy that failed
-Fetch = Callable[[str, Key, SeedTarget], Coroutine[Any, Any, None]]
 log = get_logger(__name__)
 
 
@@ -96,11 +95,11 @@ class FollowerLog:
     def copying(self) -> bool:
         return self._copying is not None
 
-    def reseed(self, source: str, fetch: Fetch) -> None:
+    def reseed(self, source: str, fetch: FetchSeed) -> None:
         """Take a copy, beside everything else: it may take long, and promises do not wait."""
         self._copying = self._spawn(self._copy(source, fetch))
 
-    async def _copy(self, source: str, fetch: Fetch) -> None:
+    async def _copy(self, source: str, fetch: FetchSeed) -> None:
         await self._applying.drop()
         try:
             await fetch(source, self._key, self)

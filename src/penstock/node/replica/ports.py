@@ -58,6 +58,9 @@ class SeedTarget(Protocol):
         """The next batches, in order. Returns once they are durable: then send more."""
 
 
+FetchSeed = Callable[[str, Key, SeedTarget], Coroutine[Any, Any, None]]
+
+
 class ReplicaTransport(Protocol):
     def send(self, to: str, key: Key, message: Letter) -> None:
         """Give a message to a node. An `Ack` goes on the stream that we have opened there, a
@@ -74,7 +77,7 @@ class ReplicaTransport(Protocol):
         """Send on the stream that `to` has opened here. False: nothing was sent, its buffer is
         full or it is gone; `on_writable` or `on_follower_lost` comes later."""
 
-    async def fetch_seed(self, source: str, key: Key, into: SeedTarget) -> None:
+    async def fetch_seed(self, source: str, key: Key, into: SeedTarget, /) -> None:
         """Copy a replica: one `begin`, then `write` until `through` is reached. Raises a
         `PenstockError` if that is not possible now."""
 
