@@ -61,6 +61,13 @@ class Tokens:
                 topic.metrics.leases_lost.add((topic.config.name,), len(result.lost))
             answer(result)
 
+        if len(self._parts) == 1:
+
+            def only(lost: object) -> None:
+                whole(Settled(lost) if isinstance(lost, list) else lost)
+
+            _settle(self._partitions[0], make(self._tokens, only))
+            return
         shares = self._by_partition()
         positions = [some for _, some in shares]
         gathered = Gathered(len(shares), partial(_lost_of, positions), whole)
@@ -70,8 +77,6 @@ class Tokens:
     def _by_partition(self) -> list[tuple[PartitionPort | None, NDArray[np.intp]]]:
         """Each partition once, with the positions of its tokens: a partition acts on many as fast
         as on one, and a request may have thousands of parts."""
-        if len(self._parts) == 1:
-            return [(self._partitions[0], np.arange(len(self._tokens)))]
         pairs = list(zip(self._parts, self._partitions, strict=True))
         numbers = [-1 if port is None else part.partition for part, port in pairs]
         numbered = np.repeat(np.array(numbers), [part.count for part in self._parts])
