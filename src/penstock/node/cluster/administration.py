@@ -259,15 +259,10 @@ class ClusterAdministration:
     # --- looking after ---
 
     async def run(self) -> None:
-        """The oldest node completes what another has left half done."""
-        while True:
-            await asyncio.sleep(REPAIR_S)
-            if not self.cluster.is_oldest:
-                continue
-            try:
-                await self._complete()
-            except PenstockError as error:
-                log.warning("topics were not looked after", error=error.message)
+        """A pause, and one look: the oldest node completes what another has left half done."""
+        await asyncio.sleep(REPAIR_S)
+        if self.cluster.is_oldest:
+            await self._complete()
 
     async def _complete(self) -> None:
         """Records of topics that lack some, and no records of topics that are gone."""
@@ -353,16 +348,16 @@ class Returner:
         self._asked: dict[Key, float] = {}
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            itself = self._cluster.alive.get(self._cluster.node)
-            if self._cluster.policy is not Policy.BALANCED or self._cluster.leaving:
-                continue
-            if itself is None or itself.draining or self._cluster.clocks.barred:
-                continue
-            wanted = [key for key, host in self._hosts.items() if self._wanted(key, host)]
-            for key in wanted[:RETURNS_MAX]:
-                await self._ask(key)
+        """A pause, and one look."""
+        await asyncio.sleep(LOOK_S)
+        itself = self._cluster.alive.get(self._cluster.node)
+        if self._cluster.policy is not Policy.BALANCED or self._cluster.leaving:
+            return
+        if itself is None or itself.draining or self._cluster.clocks.barred:
+            return
+        wanted = [key for key, host in self._hosts.items() if self._wanted(key, host)]
+        for key in wanted[:RETURNS_MAX]:
+            await self._ask(key)
 
     def _wanted(self, key: Key, host: Host) -> bool:
         held = self._cluster.control.records.get(key)
