@@ -18,6 +18,9 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
@@ -108,9 +111,6 @@ def _format_of(path: Path) -> Format:
 
 
 def _parquet(path: Path, number: int) -> list[Unit]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         metadata = pq.read_metadata(path)
     except pa.ArrowException as error:
@@ -194,22 +194,20 @@ def read_rows(unit: Unit, named: Named, *, dimensions: int) -> ImportedRows:
     vector_name = _column(columns, named.vector, VECTORS, unit)
     ids = [_text(value, unit, row, ids_name) for row, value in enumerate(columns[ids_name])]
     values = _matrix(columns[vector_name], unit, name=vector_name, dimensions=dimensions)
-    spaces = _optional(columns, named.namespace, "namespace", unit)
-    described = _optional(columns, named.metadata, "metadata", unit)
-    default = named.namespace_default
+    for name in filter(None, (named.namespace, named.metadata)):
+        _column(columns, name, (), unit)
+    absent, default = [None] * len(ids), named.namespace_default
+    spaces = columns.get(named.namespace or "namespace", absent)
+    described = columns.get(named.metadata or "metadata", absent)
     return ImportedRows(
         ids,
         values,
-        [default] * len(ids) if spaces is None else [str(s) if s else default for s in spaces],
-        [b""] * len(ids)
-        if described is None
-        else [_metadata(value, unit, row) for row, value in enumerate(described)],
+        [str(space) if space else default for space in spaces],
+        [_metadata(value, unit, row) for row, value in enumerate(described)],
     )
 
 
 def _arrow_columns(unit: Unit) -> dict[str, Any]:
-    import pyarrow.parquet as pq
-
     if unit.format == "parquet":
         groups = list(range(unit.first, unit.last + 1))
         table = pq.ParquetFile(unit.path).read_row_groups(groups)
@@ -224,8 +222,6 @@ def _arrow_columns(unit: Unit) -> dict[str, Any]:
 
 def _plain(column: Any) -> Any:
     """Vectors stay in Arrow; everything else is read value by value."""
-    import pyarrow as pa
-
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
         return column.combine_chunks()
@@ -265,21 +261,11 @@ def _column(columns: dict[str, Any], given: str | None, usual: Sequence[str], un
     )
 
 
-def _optional(
-    columns: dict[str, Any], given: str | None, usual: str, unit: Unit
-) -> Sequence[Any] | None:
-    if given:
-        return columns[_column(columns, given, (), unit)]  # type: ignore[no-any-return]
-    return columns.get(usual)
-
-
 def _matrix(column: Any, unit: Unit, *, name: str, dimensions: int) -> NDArray[np.float32]:
     """One row per vector, all of them finite."""
     if isinstance(column, list):
         lengths = np.array([len(v) if isinstance(v, list) else -1 for v in column], np.int64)
     else:
-        import pyarrow.compute as pc
-
         lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy().astype(np.int64)
     wrong = np.flatnonzero(lengths != dimensions)
     if len(wrong):
