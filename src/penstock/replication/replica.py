@@ -421,7 +421,10 @@ class Replica:
             raise RuntimeError(f"a batch of epoch {batch.epoch} in epoch {self.coordinator.epoch}")
         if batch.first != self.log.last + 1:
             raise RuntimeError(f"a batch at {batch.first} does not follow {self.log.last}")
-        self.log.extend(epoch=batch.epoch, last=batch.last)
+        if batch.first == self.coordinator.sequence_barrier:  # a run of our epoch begins
+            self.log.extend(epoch=batch.epoch, last=batch.last)
+        else:
+            self.log.last = batch.last
 
     def on_durable(self, sequence: int) -> Effects:
         self.log.durable = max(self.log.durable, min(sequence, self.log.last))

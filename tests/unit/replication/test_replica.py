@@ -246,3 +246,10 @@ def test_a_role_is_not_skipped() -> None:
         with pytest.raises(RuntimeError, match="illegal"):
             machine._become(role)
     assert machine.role is Role.IDLE
+
+
+def test_what_a_coordinator_appends_is_one_run_of_its_epoch() -> None:
+    machine = serving(log=facts(1, 1), epoch=2)
+    machine.on_staged(batch(4, epoch=2, count=3))
+    assert machine.log.tail(0) == [(1, 2), (2, 6)]
+    assert machine.log.end == (2, 6)
