@@ -97,20 +97,15 @@ def sorted_pairs(pairs: Pairs) -> Pairs:
     packed <<= np.uint64(bits)
     packed |= sequences - np.uint64(sequence_low)
     packed.sort()
-    packed = _once(packed)
+    fresh = packed[1:] != packed[:-1]
+    if not fresh.all():
+        packed = packed[np.concatenate(([True], fresh))]
     low = packed & np.uint64((1 << bits) - 1)
     low += np.uint64(sequence_low)
     packed >>= np.uint64(bits)
     high = packed.view(np.int64)
     high += np.int64(key_low)
     return Pairs(high, low)
-
-
-def _once(packed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    fresh = packed[1:] != packed[:-1]
-    if fresh.all():
-        return packed
-    return packed[np.concatenate(([True], fresh))]
 
 
 def _sorted_wide(pairs: Pairs) -> Pairs:

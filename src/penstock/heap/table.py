@@ -321,17 +321,15 @@ class MessageTable:
         row = self._rows[index]
         if page != self._page_tail:
             left, self._page_tail = self._page_tail, page
-            if left >= 0:
-                self._close_if_dead(left)
+            left_row = self._row_of[left - self._page_zero] if left >= 0 else 0
+            if left_row and not self.living[left_row]:
+                self._close(left)
         if not row:
-            row = self._rows[index] = self._take_row()
+            if not self._free:
+                self._grow(max(ROWS_MIN, len(self.living) // 4))
+            row = self._rows[index] = self._free.pop()
             self._page_by_row[row] = page
         return row
-
-    def _take_row(self) -> int:
-        if not self._free:
-            self._grow(max(ROWS_MIN, len(self.living) // 4))
-        return self._free.pop()
 
     def reserve(self, rows: int) -> None:
         """Have at least this many free rows."""
@@ -371,11 +369,6 @@ class MessageTable:
         if len(empty):
             for row in set(empty.tolist()):
                 self._close(self._page_by_row[row])
-
-    def _close_if_dead(self, page: int) -> None:
-        row = self._row_of[page - self._page_zero]
-        if row and not self.living[row]:
-            self._close(page)
 
     def _close(self, page: int) -> None:
         """Give a dead page's row back, unless messages still enter there."""

@@ -263,7 +263,7 @@ def reach(walk: Walk, sequence: int) -> None:
     except Corruption:
         # A first attempt at this cut may have torn the mark of the last group. Its batches are as
         # they were; if they lead to the cut, they are what it stood for.
-        if not walk.at_mark:
+        if walk.flush_end != walk.offset:
             raise
         walk.pass_mark()
         _advance(walk, sequence)

@@ -365,7 +365,8 @@ class FlushWriter:
         if crash.armed:
             crash_point("log.write.before")
             if crash_armed("log.write.torn"):
-                _write_half(handle, piece.buffers, offset)
+                whole = b"".join(piece.buffers)
+                handle.write([whole[: len(whole) // 2]], offset)
             crash_point("log.write.torn")
         handle.write(piece.buffers, offset)
         if crash.armed:
@@ -376,8 +377,3 @@ class FlushWriter:
         assert piece.segment.opened is not None
         os.fdatasync(piece.segment.opened.handle.fd)
         crash_point("log.sync.after")
-
-
-def _write_half(handle: Handle, buffers: list[Buffer], offset: int) -> None:
-    whole = b"".join(buffers)
-    handle.write([whole[: len(whole) // 2]], offset)

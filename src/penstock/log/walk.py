@@ -130,11 +130,6 @@ class Walk:
         self.start_at(offset, previous)
         self.flush_end, self.batches = offset, batches_before
 
-    @property
-    def at_mark(self) -> bool:
-        """Whether the next record has to be a flush mark."""
-        return self.flush_end == self.offset
-
     def pass_mark(self) -> None:
         """Take it on trust that a group begins here, whatever its mark says."""
         mark = Mark(0, self.sequence, self.sequence + 1, 0)

@@ -151,14 +151,10 @@ class DeltaBatch:
 
     def name_bytes(self) -> tuple[list[bytes], list[bytes]]:
         """Namespaces and vector ids of all rows."""
-        pairs = list(self._names())
+        pairs = list(self.names_by_row())
         return [namespace for namespace, _ in pairs], [vector_id for _, vector_id in pairs]
 
-    def hashed_names(self) -> list[bytes]:
-        """What the vector hash is taken of, by row."""
-        return [namespace + b"\0" + vector_id for namespace, vector_id in self._names()]
-
-    def _names(self) -> Iterator[tuple[bytes, bytes]]:
+    def names_by_row(self) -> Iterator[tuple[bytes, bytes]]:
         at = self.names_at
         middle = at + self.fixed["namespace_bytes"]
         end = middle + self.fixed["vector_id_bytes"]

@@ -177,7 +177,7 @@ def _origin_fits(origin: bytes) -> bool:
 
 
 def _names_fit(batch: DeltaBatch) -> bool:
-    names = batch.hashed_names()
+    names = [namespace + b"\0" + vector_id for namespace, vector_id in batch.names_by_row()]
     text = b"".join(names)
     if not text.isascii() or text.count(0) != len(names):
         return False
