@@ -16,7 +16,6 @@ import pytest
 
 import penstock
 import penstock.sync
-from penstock.client.queue.entries import PutEntry
 from penstock.errors import InvalidArgument
 from penstock.model.plain import DEPTH_MAX, HEADERS_VALUES_MAX
 
@@ -145,9 +144,9 @@ async def test_a_batch_that_cannot_be_built_fails_its_callers(
     """What passes every check and still cannot be encoded. Before, its callers waited for ever."""
     producer = await topic.handle.opened()
     waiters = [
-        producer.add(PutEntry(b"fine")),
-        producer.add(PutEntry(b"not a number", 1.5)),  # type: ignore[arg-type]
-        producer.add(PutEntry(b"fine")),
+        producer.add((b"fine", 0, b"", b"", 0, -1)),
+        producer.add((b"not a number", 1.5, b"", b"", 0, -1)),  # type: ignore[arg-type]
+        producer.add((b"fine", 0, b"", b"", 0, -1)),
     ]
     async with asyncio.timeout(30):
         found = await asyncio.gather(*waiters, return_exceptions=True)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -33,6 +33,9 @@ from penstock.model.topic import TopicConfig
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Consumer[Any, Any])
+
+
+UNTRACED: Final = nullcontext()
 
 
 class PartitionStats(msgspec.Struct, frozen=True):
@@ -129,15 +132,19 @@ class Topic(Generic[T]):
         producer = self.handle.producer
         if producer is None or not producer.ready:
             producer = await self._admitted()
-        item = Item(
-            value, priority=priority, key=key, delay=delay, headers=headers, max_retries=max_retries
-        )
-        with spans.putting(self.name) if spans.API in sys.modules else nullcontext() as context:
+        with spans.putting(self.name) if spans.API in sys.modules else UNTRACED as context:
             if context:
                 check_map(headers)
-                item.headers = {**context, **(headers or {})}
-            payload = self.handle.content.encode(value)
-            entry = checked(item, payload, limit=producer.config.payload_bytes_max)
+                headers = {**context, **(headers or {})}
+            entry = checked(
+                self.handle.content.encode(value),
+                priority=priority,
+                key=key,
+                delay=delay,
+                headers=headers,
+                max_retries=max_retries,
+                limit=producer.config.payload_bytes_max,
+            )
             return await producer.add(entry)
 
     async def _admitted(self, room_by: float | None = None) -> Producer:
@@ -161,7 +168,7 @@ class Topic(Generic[T]):
         room_by = deadline(timeout)
         producer = await self._admitted(room_by)
         ids: list[str] = []
-        with spans.putting(self.name) if spans.API in sys.modules else nullcontext() as context:
+        with spans.putting(self.name) if spans.API in sys.modules else UNTRACED as context:
             for entries in chunked(
                 items,
                 self.handle.content,

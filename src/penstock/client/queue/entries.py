@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import repeat
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -135,58 +136,49 @@ class Item:
     max_retries: int | None = None
 
 
-class PutEntry(NamedTuple):
-    """What is put, as it is stored. The fields are columns of an ENQ body, with their defaults."""
-
-    payload: bytes
-    priority: int = 0
-    key: bytes = b""
-    headers: bytes = b""
-    delay_ms: int = 0
-    max_retries: int = -1  # as the topic says
+# What is put, as it is stored: the values of the columns of an ENQ body that have these defaults.
+PutEntry = tuple[bytes, int, bytes, bytes, int, int]
+DEFAULTS: Final[dict[str, Any]] = {
+    "payload": None, "priority": 0, "key": b"", "headers": b"", "delay_ms": 0, "max_retries": -1,
+}  # fmt: skip
 
 
-class EntryColumns:
+class EntryGroup:
     """Entries that will share a request, and who waits for the message id of each."""
 
-    __slots__ = ("bytes", "columns", "waiters")
+    __slots__ = ("bytes", "rows", "waiters")
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {name: [] for name in PutEntry._fields}
+        self.rows: list[PutEntry] = []
         self.waiters: list[asyncio.Future[str]] = []  # none of them for `put_many`
         self.bytes = 0
 
-    def __len__(self) -> int:
-        return len(self.columns["payload"])
-
     def add(self, entry: PutEntry) -> None:
         """Append one entry that was checked against the topic's limits."""
-        for column, value in zip(self.columns.values(), entry, strict=True):
-            column.append(value)
-        self.bytes += len(entry.payload) + len(entry.key) + len(entry.headers) + 16
+        self.rows.append(entry)
+        self.bytes += len(entry[0]) + len(entry[2]) + len(entry[3]) + 16
 
-    def fill(self, payloads: list[bytes], entry: PutEntry) -> None:
-        """Take many payloads at once that have all else in common with `entry`."""
-        columns = entry._asdict()
-        self.columns = {name: [value] * len(payloads) for name, value in columns.items()}
-        self.columns["payload"] = payloads
-        self.bytes = sum(map(len, payloads)) + len(payloads) * (len(entry.headers) + 16)
+    def fill(self, payloads: list[bytes], headers: bytes) -> None:
+        """Take many payloads at once that have nothing but headers beside them."""
+        empty = repeat(b"")
+        self.rows = list(
+            zip(payloads, repeat(0), empty, repeat(headers), repeat(0), repeat(-1), strict=False)
+        )
+        self.bytes = sum(map(len, payloads)) + len(payloads) * (len(headers) + 16)
 
-    def only(self, rows: Iterable[int]) -> EntryColumns:
+    def only(self, rows: Iterable[int]) -> EntryGroup:
         """Some entries by themselves."""
-        some = EntryColumns()
+        some = EntryGroup()
         for row in rows:
-            some.add(PutEntry(*(column[row] for column in self.columns.values())))
+            some.add(self.rows[row])
             some.waiters += self.waiters[row : row + 1]
         return some
 
-    def present(self, rows: Sequence[int] | None) -> dict[str, Any]:
+    def columns(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """The columns of all rows, or of the given ones, that do not have their default."""
-        columns = self.columns
-        if rows is not None:
-            columns = {name: [column[row] for row in rows] for name, column in columns.items()}
-        defaults = PutEntry._field_defaults
-        return {n: c for n, c in columns.items() if c.count(defaults.get(n)) < len(c)}
+        entries = self.rows if rows is None else [self.rows[row] for row in rows]
+        found = zip(DEFAULTS.items(), zip(*entries, strict=True), strict=True)
+        return {name: c for (name, default), c in found if c.count(default) < len(c)}
 
     def answer(self, ids: Sequence[str]) -> None:
         """Tell everybody the id of the message."""
@@ -269,32 +261,41 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     return raw
 
 
-def checked(item: Item, payload: bytes, *, limit: int, context: bytes = b"") -> PutEntry:
-    """An item and its payload as they are stored; what the node would refuse is refused here.
-    `limit` is that of the payload, `context` the headers of an item that has none."""
-    delay_ms = 0 if item.delay is None else milliseconds(item.delay, field="delay")
-    priority, retries = item.priority, item.max_retries
+def checked(
+    payload: bytes,
+    *,
+    priority: int,
+    key: str | bytes | None,
+    delay: Duration | None,
+    headers: Mapping[str, Any] | None,
+    max_retries: int | None,
+    limit: int,
+    context: bytes = b"",
+) -> PutEntry:
+    """An entry as it is stored; what the node would refuse is refused here. `limit` is that of the
+    payload, `context` the headers of an entry that has none."""
+    delay_ms = 0 if delay is None else milliseconds(delay, field="delay")
     if len(payload) > limit:
         raise _over("payload", len(payload), limit)
     if type(priority) is not int and not _is_integer(priority):
         raise _wrong("priority", "an integer", priority)
     if not -PRIORITY_MAX - 1 <= priority <= PRIORITY_MAX:
         raise InvalidArgument("priority is not a signed 64-bit integer", field="priority")
-    if retries is not None and not _is_integer(retries):
-        raise _wrong("max_retries", "an integer or None", retries)
-    if retries is not None and not 0 <= retries <= RETRIES_MAX:
+    if max_retries is not None and not _is_integer(max_retries):
+        raise _wrong("max_retries", "an integer or None", max_retries)
+    if max_retries is not None and not 0 <= max_retries <= RETRIES_MAX:
         raise InvalidArgument(
-            f"max_retries is {retries}, must be from 0 to {RETRIES_MAX}, or None",
+            f"max_retries is {max_retries}, must be from 0 to {RETRIES_MAX}, or None",
             field="max_retries",
             limit=RETRIES_MAX,
         )
-    return PutEntry(
+    return (
         payload,
         priority,
-        encode_key(item.key),
-        encode_headers(item.headers) or context if item.headers is not None else context,
+        b"" if key is None else encode_key(key),
+        context if headers is None else encode_headers(headers) or context,
         delay_ms,
-        -1 if retries is None else retries,
+        -1 if max_retries is None else max_retries,
     )
 
 
@@ -310,22 +311,22 @@ def chunked(
     *,
     context: bytes,
     atomic: bool,
-) -> list[EntryColumns]:
+) -> list[EntryGroup]:
     """The items as columns, in as many requests as the limits ask for; in one if atomic.
 
     `context` are the headers of items that have none.
     """
     encode, limit = content.encode, config.payload_bytes_max
     items = list(items)
-    chunks = [entries := EntryColumns()]
+    chunks = [entries := EntryGroup()]
     if len(items) <= BATCH_ENTRIES_MAX and Item not in set(map(type, items)):
         payloads = list(map(encode, items))
-        entries.fill(payloads, PutEntry(b"", headers=context))
+        entries.fill(payloads, context)
         if entries.bytes <= REQUEST_BYTES_MAX and max(map(len, payloads), default=0) <= limit:
             return chunks if items else []
-        chunks = [entries := EntryColumns()]
+        chunks = [entries := EntryGroup()]
     for item in items:
-        if len(entries) >= BATCH_ENTRIES_MAX or entries.bytes >= REQUEST_BYTES_MAX:
+        if len(entries.rows) >= BATCH_ENTRIES_MAX or entries.bytes >= REQUEST_BYTES_MAX:
             if atomic:
                 raise InvalidArgument(
                     f"an atomic batch has at most {BATCH_ENTRIES_MAX} entries"
@@ -333,10 +334,15 @@ def chunked(
                     field="items",
                     limit=BATCH_ENTRIES_MAX,
                 )
-            chunks.append(entries := EntryColumns())
-        found = item if isinstance(item, Item) else Item(item)
-        entries.add(checked(found, encode(found.value), limit=limit, context=context))
-    return [entries for entries in chunks if len(entries)]
+            chunks.append(entries := EntryGroup())
+        i = item if isinstance(item, Item) else Item(item)
+        entries.add(
+            checked(
+                encode(i.value), priority=i.priority, key=i.key, delay=i.delay, headers=i.headers,
+                max_retries=i.max_retries, limit=limit, context=context,
+            )
+        )  # fmt: skip
+    return [entries for entries in chunks if entries.rows]
 
 
 def _wrong(field: str, wanted: str, value: object) -> InvalidArgument:

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from penstock.client.network.link import Fleet, Link, Where
-from penstock.client.queue.entries import EntryColumns, ProducerIdentity, PutEntry
+from penstock.client.queue.entries import EntryGroup, ProducerIdentity, PutEntry
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.entries import ENQ
@@ -98,7 +98,7 @@ class Producer:
         self.config = config
         self._link, self._identity, self._options = link, identity, link.options
         self._loop = asyncio.get_running_loop()
-        self._gathered: deque[EntryColumns] = deque()
+        self._gathered: deque[EntryGroup] = deque()
         self._requests = 0
         # What was accepted and is not answered; neither number is ever below zero.
         self.inflight_entries = self.inflight_bytes = 0
@@ -176,7 +176,7 @@ class Producer:
             or len((last := gathered[-1]).waiters) >= options.batch_entries_max
             or last.bytes >= options.batch_bytes_max
         ):
-            last = EntryColumns()
+            last = EntryGroup()
             gathered.append(last)
         before = last.bytes
         last.add(entry)
@@ -205,7 +205,7 @@ class Producer:
                     return
             self._send(self._gathered.popleft(), partition)
 
-    def _send(self, group: EntryColumns, partition: int) -> None:
+    def _send(self, group: EntryGroup, partition: int) -> None:
         self._requests += 1
         try:
             if self._link.closed:
@@ -255,7 +255,7 @@ class Producer:
 
     # --- requests ---
 
-    def _apart(self, entries: EntryColumns, partition: int) -> list[Sequence[int]]:
+    def _apart(self, entries: EntryGroup, partition: int) -> list[Sequence[int]]:
         """The rows that belong together because one node coordinates their partitions."""
         by_node: dict[str | None, list[int]] = {}
         for target, rows in self._groups(entries, partition).items():
@@ -263,11 +263,11 @@ class Producer:
             by_node.setdefault(node, []).extend(rows)
         return [sorted(rows) for rows in by_node.values()]
 
-    def _groups(self, entries: EntryColumns, sticky: int) -> dict[int, Sequence[int]]:
+    def _groups(self, entries: EntryGroup, sticky: int) -> dict[int, Sequence[int]]:
         """The rows of each partition: those with a key go where it belongs, others to `sticky`."""
-        config, keys = self.config, entries.columns["key"]
+        config, keys = self.config, [entry[2] for entry in entries.rows]
         if config.kind is TopicKind.DELTA:
-            targets = partitions_of_deltas(entries.columns["payload"], config.partitions)
+            targets = partitions_of_deltas([entry[0] for entry in entries.rows], config.partitions)
         elif not any(keys):
             return {sticky: range(len(keys))}
         else:
@@ -277,14 +277,14 @@ class Producer:
 
     def _seal(
         self,
-        entries: EntryColumns,
+        entries: EntryGroup,
         partition: int,
         *,
         atomic: bool = False,
         expected_sequence: int | None = None,
     ) -> Shipment:
         """A request for entries, under keys of their own."""
-        groups: dict[int, Sequence[int]] = {0: range(len(entries.columns["payload"]))}
+        groups: dict[int, Sequence[int]] = {0: range(len(entries.rows))}
         if self.config.partitions > 1:
             groups = self._groups(entries, partition)
         order = None
@@ -292,7 +292,7 @@ class Producer:
             order = [row for rows in groups.values() for row in rows]
         keyed = [
             KeyedPart(target, self._identity.take(target, len(rows)), len(rows),
-                      entries.present(None if order is None else rows))
+                      entries.columns(None if order is None else rows))
             for target, rows in groups.items()
         ]  # fmt: skip
         return self._shipment(keyed, order, atomic=atomic, expected_sequence=expected_sequence)
@@ -313,7 +313,7 @@ class Producer:
     # --- the answer ---
 
     def _on_answer(
-        self, group: EntryColumns, shipment: Shipment, answer: asyncio.Future[Enqueued]
+        self, group: EntryGroup, shipment: Shipment, answer: asyncio.Future[Enqueued]
     ) -> None:
         try:
             group.answer(shipment.ids(answer.result()))
@@ -324,7 +324,7 @@ class Producer:
             group.fail(_told(error))
         self._end(group)
 
-    def _end(self, group: EntryColumns) -> None:
+    def _end(self, group: EntryGroup) -> None:
         self._requests -= 1
         self._release(len(group.waiters), group.bytes)
         if self._gathered and not self._scheduled:
@@ -351,7 +351,7 @@ class Producer:
             and expected_sequence is None
         )
 
-    async def _mend(self, group: EntryColumns, shipment: Shipment, failed: BaseException) -> None:
+    async def _mend(self, group: EntryGroup, shipment: Shipment, failed: BaseException) -> None:
         """Try something else for puts that were refused, for which they may not be at fault."""
         try:
             if _shared_fault(group, failed):
@@ -373,11 +373,11 @@ class Producer:
         self.config = msgspec.convert(found, TopicConfig)
         await self._succeed()
 
-    async def _deliver_apart(self, group: EntryColumns, shipment: Shipment) -> None:
+    async def _deliver_apart(self, group: EntryGroup, shipment: Shipment) -> None:
         """Entry by entry, in their order, each under the key that it had."""
         for row, partition, sequence in shipment.keyed():
             one = group.only((row,))
-            alone = self._shipment([KeyedPart(partition, sequence, 1, one.present(None))])
+            alone = self._shipment([KeyedPart(partition, sequence, 1, one.columns())])
             try:
                 one.answer(alone.ids(await self._sent(alone)))
             except PenstockError as error:
@@ -400,7 +400,7 @@ class Producer:
 
     async def put_many(
         self,
-        entries: EntryColumns,
+        entries: EntryGroup,
         *,
         atomic: bool,
         expected_sequence: int | None,
@@ -408,7 +408,7 @@ class Producer:
     ) -> list[str]:
         """One request of its own for `entries`, or one for each node; their message ids."""
         await self.room(room_by)
-        self.inflight_entries += len(entries)
+        self.inflight_entries += len(entries.rows)
         self.inflight_bytes += entries.bytes
         put = partial(
             self._put_once,
@@ -426,17 +426,17 @@ class Producer:
             await self._renew()
             return await put()
         finally:
-            self._release(len(entries), entries.bytes)
+            self._release(len(entries.rows), entries.bytes)
 
     async def _put_once(
         self,
-        entries: EntryColumns,
+        entries: EntryGroup,
         *,
         atomic: bool,
         expected_sequence: int | None,
         room_by: float | None,
     ) -> list[str]:
-        partition = self._turn(len(entries))
+        partition = self._turn(len(entries.rows))
         rows: list[Sequence[int]] = []
         if not atomic and self._link.fleet is not None:
             rows = self._apart(entries, partition)
@@ -448,7 +448,7 @@ class Producer:
         shipments = [self._seal(entries.only(some), partition) for some in rows]
         sending = [self._sent(shipment, room_by) for shipment in shipments]
         answers = await asyncio.gather(*sending, return_exceptions=True)
-        found = [""] * len(entries)
+        found = [""] * len(entries.rows)
         for some, shipment, answer in zip(rows, shipments, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
@@ -480,7 +480,7 @@ class Producer:
             self._release(count, size)
 
 
-def _shared_fault(group: EntryColumns, error: BaseException) -> bool:
+def _shared_fault(group: EntryGroup, error: BaseException) -> bool:
     """Whether some put of several is at fault, and nobody knows which."""
     return isinstance(error, InvalidArgument) and len(group.waiters) > 1
 

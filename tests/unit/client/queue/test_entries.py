@@ -5,7 +5,7 @@ import msgspec
 import pydantic
 import pytest
 
-from penstock.client.queue.entries import EntryColumns, Item, PutEntry, checked, content_of
+from penstock.client.queue.entries import DEFAULTS, EntryGroup, checked, content_of
 from penstock.errors import InvalidArgument
 
 
@@ -74,13 +74,13 @@ def test_a_type_that_json_cannot_carry_is_refused_at_once() -> None:
 
 
 def test_a_body_has_only_the_columns_it_needs() -> None:
-    entries = EntryColumns()
-    entries.fill([b"a", b""], PutEntry(b""))
-    assert entries.present(None) == {"payload": [b"a", b""]}
-    item = Item(b"", priority=3, key="k", delay=0.005, headers={"h": "1"}, max_retries=0)
-    entries.add(checked(item, b"c", limit=1))
-    assert set(entries.present(None)) == set(PutEntry._fields)
-    assert set(entries.present([0, 1])) == {"payload"}
+    entries = EntryGroup()
+    entries.fill([b"a", b""], b"")
+    assert entries.columns() == {"payload": (b"a", b"")}
+    how: dict[str, Any] = {"key": "k", "delay": 0.005, "headers": {"h": "1"}, "max_retries": 0}
+    entries.add(checked(b"c", priority=3, limit=1, **how))
+    assert set(entries.columns()) == set(DEFAULTS)
+    assert set(entries.columns([0, 1])) == {"payload"}
     alone = entries.only([2])
-    assert alone.present(None)["max_retries"] == [0] and alone.present(None)["delay_ms"] == [5]
+    assert alone.columns()["max_retries"] == (0,) and alone.columns()["delay_ms"] == (5,)
     assert entries.bytes == sum(entries.only([row]).bytes for row in range(3))
