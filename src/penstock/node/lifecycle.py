@@ -76,7 +76,10 @@ async def running_engine(
         partial(DataFolder.open, config.data, accept_missing=config.accept_missing)
     )
     try:
-        store = await _open_store(config, folder)
+        if config.cluster.enabled:
+            store: EmbeddedStore | EtcdStore = cluster_store(config.cluster)
+        else:
+            store = await asyncio.to_thread(_open_embedded, folder)
         try:
             async with asyncio.TaskGroup() as tasks:
                 engine = await _start(
@@ -97,12 +100,6 @@ async def running_engine(
             await store.close()
     finally:
         folder.close()
-
-
-async def _open_store(config: Config, folder: DataFolder) -> EmbeddedStore | EtcdStore:
-    if not config.cluster.enabled:
-        return await asyncio.to_thread(_open_embedded, folder)
-    return cluster_store(config.cluster)
 
 
 def _open_embedded(folder: DataFolder) -> EmbeddedStore:

@@ -57,33 +57,24 @@ class LogRelay:
         self._entries_granted = self._bytes_granted = 0  # to the other node, since the beginning
         # A batch that exceeds what is lent comes when nothing else is out; a delta does anyway.
         self._bytes_least = self.bytes_lent // 4 if self._changes else 0
-        self._blocked = False
+        self.blocked = False  # the reader's connection takes no more for now
         self.open = True
         control = msgspec.structs.replace(control, credit_bytes=self.bytes_lent)
         self._number = peer.open(control, self)
-
-    @property
-    def blocked(self) -> bool:
-        return self._blocked
-
-    @blocked.setter
-    def blocked(self, blocked: bool) -> None:
-        self._blocked = blocked
-        self._grant_due()
 
     def grant(self, grant: Grant) -> None:
         self._credit.give_back(grant.entries, grant.bytes)
         if grant.position:  # a cursor moves, however full the connection is
             self._peer.send(FrameType.ACK, self._number, pack(Grant(0, 0, grant.position)))
-        self._grant_due()
+        self.grant_due()
 
     def close(self) -> None:
         if self.open:
             self.open = False
             self._peer.close_stream(self._number)
 
-    def _grant_due(self) -> None:
-        if self._blocked or not self.open:
+    def grant_due(self) -> None:
+        if self.blocked or not self.open:
             return
         credit = self._credit
         kept = credit.bytes_window - self.bytes_lent
@@ -114,15 +105,13 @@ class LogRelay:
             entries = piece.last - piece.first + 1
         self._credit.use(entries, len(body))
         self._send(FrameType.BATCH, self._reader, payload, flags=flags)
-        self._grant_due()
+        self.grant_due()
 
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:
             self.open = False
-            self._end(None if error is None else _of_the_stream(error))
-
-
-def _of_the_stream(error: PenstockError) -> PenstockError:
-    """Without what is true of the other node alone."""
-    theirs = isinstance(error, WrongEpoch) or error.details.get("elsewhere")
-    return Unavailable(error.message) if theirs else error
+            if error is not None and (
+                isinstance(error, WrongEpoch) or error.details.get("elsewhere")
+            ):
+                error = Unavailable(error.message)  # the rest is true of the other node alone
+            self._end(error)

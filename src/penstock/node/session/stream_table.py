@@ -95,12 +95,9 @@ class LiveStream:
             self._refuse(PenstockError("internal error"))
             raise
         else:
-            self._accept(found)
-
-    def _accept(self, found: Subscription) -> None:
-        self._opening, self._subscription = None, found
-        found.blocked = self._blocked
-        self._send(FrameType.ACK, self._number, pack(found.opened))  # nothing is sent on it before
+            self._opening, self._subscription = None, found
+            found.blocked = self._blocked
+            self._send(FrameType.ACK, self._number, pack(found.opened))  # before all else on it
 
     def _refuse(self, error: PenstockError) -> None:
         self._opening = None
@@ -179,6 +176,8 @@ class StreamTable:
         for topic, stream in self._streams.values():
             stream.blocked = blocked
             topic.wake()
+            if isinstance(stream, LogRelay):
+                stream.grant_due()
         for topic, demand in self._demands.values():
             demand.blocked = blocked
             topic.wake()
@@ -309,7 +308,7 @@ class StreamTable:
         host = self._engine.hosts.get(topic.key(control.partition))
         if served is not None:
             source = served
-        elif host is not None and _readable(host) and _has(host, control):
+        elif host is not None and _can_show(host, control):
             source = host
         else:
             self._relay(number, control, topic)
@@ -397,15 +396,11 @@ def _check_size(field: str, text: str, limit: int) -> None:
         raise InvalidArgument(f"{field} has at most {limit} bytes", field=field, limit=limit)
 
 
-def _readable(host: Host) -> bool:
-    """Whether a replica that does not serve may show its log."""
-    return host.role is Role.FOLLOWING and host.replica.health is LogHealth.SOUND
-
-
-def _has(host: Host, control: OpenLog) -> bool:
-    """Whether a replica that follows can give what is asked: not what commits *from now on*, which
-    it hears of late, and not what it has never had."""
-    return control.from_sequence >= host.log.sequence_first and control.from_sequence > 0
+def _can_show(host: Host, control: OpenLog) -> bool:
+    """Whether a replica that does not serve can give what is asked: not what commits *from now on*,
+    which it hears of late, and not what it has never had."""
+    sound = host.role is Role.FOLLOWING and host.replica.health is LogHealth.SOUND
+    return sound and control.from_sequence >= max(1, host.log.sequence_first)
 
 
 def _answered(stream: Stream) -> bool:
