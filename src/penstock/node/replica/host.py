@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -95,6 +95,9 @@ class Host:
         self._credit_told_ms: dict[tuple[str, str], int] = {}  # (follower, what) -> when
         self.halted = ""  # why nothing is done any more
         self.closed = False
+        # What the metadata store and connections tell that has no effects goes straight there.
+        self.on_members, self.on_change_lost = self.replica.on_members, self.replica.on_change_lost
+        self.on_writable = self.sending.on_writable
 
     @property
     def heap(self) -> Heap:
@@ -133,12 +136,6 @@ class Host:
     def on_epoch_taken(self, record: PartitionRecord, revision: int) -> None:
         self._perform(self.replica.on_epoch_taken(record, revision, self.around.now()))
 
-    def on_change_lost(self) -> None:
-        self.replica.on_change_lost()
-
-    def on_members(self, alive: Mapping[str, int]) -> None:
-        self.replica.on_members(alive)
-
     # --- from other nodes ---
 
     def on_message(self, message: Letter) -> None:
@@ -161,10 +158,6 @@ class Host:
     def on_follower_lost(self, node: str, stream: int) -> None:
         self.sending.closed(node, stream)
         self.replica.on_follower_lost(node, stream)
-
-    def on_writable(self, node: str) -> None:
-        """There is room again after a `send_slice` that was refused."""
-        self.sending.on_writable(node)
 
     async def seed_head(self) -> SeedHead:
         return await asyncio.to_thread(self._seed_head, self.committed)
@@ -207,8 +200,9 @@ class Host:
 
     async def on_shrunk(self) -> None:
         """The log was compacted: what can be streamed as it was written begins later now."""
-        first = await asyncio.to_thread(self.log.first_as_written)
-        self.replica.log.first = max(self.replica.log.first, first)
+        if not self.around.alone:  # else nobody asks for it
+            first = await asyncio.to_thread(self.log.first_as_written)
+            self.replica.log.first = max(self.replica.log.first, first)
 
     async def resign(self) -> None:
         """Give up the epoch, after what is under way: another takes over at once."""
