@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
     from penstock.client.client import Client
     from penstock.client.network.connection import Connection
+
+
+T = TypeVar("T")
 
 
 class Exit(IntEnum):
@@ -146,6 +149,8 @@ class Invocation:
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """A native connection to the node at `url`, or to one run inside the folder `url`."""
+        from penstock.client.network.endpoints import open_connection
+
         quiet_logs()
         async with AsyncExitStack() as stack:
             folder = self.folder
@@ -156,21 +161,10 @@ class Invocation:
                 stack.push_async_callback(node.close)
                 connection = await node.connect()
             else:
-                connection = await self._reached()
+                opening = open_connection(self.url, api_key=self.api_key, tls=self.ca)
+                connection = await self._reached(opening)
             stack.push_async_callback(connection.close)
             yield connection
-
-    async def _reached(self) -> Connection:
-        from penstock.client.network.endpoints import open_connection
-
-        try:
-            return await open_connection(self.url, api_key=self.api_key, tls=self.ca)
-        except Unavailable as error:
-            raise Unavailable(
-                f"{error.message}; start a node with `penstock serve`,"
-                " or name a data folder with --url",
-                url=self.url,
-            ) from error
 
     @asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[Client]:
@@ -178,9 +172,24 @@ class Invocation:
         from penstock import Options, connect
 
         quiet_logs()
-        where = self.folder or self.url
-        async with connect(where, self.api_key, self.ca, options=Options(**options)) as client:
+        client = connect(self.folder or self.url, self.api_key, self.ca, options=Options(**options))
+        await self._reached(client.__aenter__())
+        try:
             yield client
+        finally:
+            await client.close()
+
+    async def _reached(self, opening: Awaitable[T]) -> T:
+        try:
+            return await opening
+        except Unavailable as error:
+            if self.folder is not None:
+                raise
+            raise Unavailable(
+                f"{error.message}; start a node with `penstock serve`,"
+                " or name a data folder with --url",
+                url=self.url,
+            ) from error
 
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """The answer to one administrative call; arguments of None are left out."""
