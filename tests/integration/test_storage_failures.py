@@ -20,7 +20,7 @@ from penstock.client.network.endpoints import open_connection
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import Corruption, DiskFull, StorageFailed, Unavailable
 from penstock.log import LogOptions, verify_folder
-from penstock.node.storage.syncer import Syncer
+from penstock.node.storage.flusher import Syncer
 from penstock.node.upkeep.sweeps import retain
 
 # --- disks that fail ---

@@ -45,8 +45,8 @@ from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
+from penstock.node.storage.flusher import WriterPool, open_syncer
 from penstock.node.storage.room import Room
-from penstock.node.storage.syncer import WriterPool, open_syncer
 
 if TYPE_CHECKING:
     from penstock.node.cluster.administration import ClusterAdministration

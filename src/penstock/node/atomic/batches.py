@@ -25,7 +25,7 @@ from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.enqueuer import EnqueuePart
 
 IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
 DOUBT_PAUSE_MS: Final = 500  # before the next question, at least

@@ -37,7 +37,7 @@ from penstock.node.route.ports import PartitionPort, PeerPort
 from penstock.node.route.router import WAIT_S, in_request, not_there
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.enqueuer import EnqueuePart
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, Enqueue, Forwarded, Part, Placed, pack
 

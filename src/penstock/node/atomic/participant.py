@@ -14,7 +14,7 @@ from penstock.model.columns import Value
 from penstock.model.entries import ENQ
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.enqueuer import EnqueuePart
 from penstock.wire.messages import Placed
 
 PREPARE = SCHEMAS[Kind.PREPARE]

@@ -39,7 +39,7 @@ from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.serve.topic import Topic
-from penstock.node.write.requests import unused
+from penstock.node.write.settler import unused
 from penstock.wire.limits import bounded
 from penstock.wire.messages import Delivery
 

@@ -41,7 +41,6 @@ from penstock.node.live.telemetry import Commits, Quarantine, Stretch, Timings
 from penstock.node.observe.logs import get_logger
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import gone
-from penstock.node.write.requests import EnqueuePart
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.releases import ReleasedRows, Releases
 
@@ -258,10 +257,10 @@ class LivePartition:
         if self._staged.add(batch, columns) and not self.partition.journal.flusher.writing:
             self._plan_ahead()
 
-    def on_enqueued(self, parts: Sequence[EnqueuePart]) -> None:
+    def on_enqueued(self, arrivals: Sequence[tuple[float, int]]) -> None:
         now = time.perf_counter()
-        for part in parts:
-            self.timings["staged"].record(now - part.request.started, part.count)
+        for started, count in arrivals:
+            self.timings["staged"].record(now - started, count)
 
     def _plan_ahead(self) -> None:
         """Fold what is staged in a step of its own: this one goes on to have it written. What is

@@ -19,7 +19,7 @@ from penstock.node.clock import Clock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.clocks import Clocks, undisputed
 from penstock.node.serve.message_reader import ReadCache
-from penstock.node.storage.syncer import Syncer, WriterPool
+from penstock.node.storage.flusher import Syncer, WriterPool
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.effects import Effects
 from penstock.replication.messages import Append, Follow, Letter

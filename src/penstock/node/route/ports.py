@@ -10,7 +10,8 @@ import asyncio
 from typing import Any, Protocol
 
 from penstock.errors import PenstockError
-from penstock.node.write.requests import EnqueuePart, TokenRequest
+from penstock.node.write.enqueuer import EnqueuePart
+from penstock.node.write.settler import TokenRequest
 from penstock.wire.frame import Buffer, FrameType
 
 Key = tuple[int, int]  # (topic id, partition)

@@ -36,15 +36,9 @@ from penstock.errors import (
 from penstock.model.columns import Buffer
 from penstock.model.entries import BATCH_ENTRIES_MAX
 from penstock.node.route.ports import ClusterView, Key, PartitionPort
-from penstock.node.write.requests import (
-    EnqueuePart,
-    ExtendRequest,
-    Gathered,
-    Reply,
-    ReturnRequest,
-    TokenRequest,
-    stretches,
-)
+from penstock.node.write.enqueuer import EnqueuePart, Gathered, stretches
+from penstock.node.write.journal import Reply
+from penstock.node.write.settler import ExtendRequest, ReturnRequest, TokenRequest
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import (
     Duplicate,

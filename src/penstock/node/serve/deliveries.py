@@ -18,7 +18,7 @@ from penstock.node.observe.metrics import Metrics
 from penstock.node.serve.message_reader import MessageRows
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.requests import ReturnRequest, ignore, unused
+from penstock.node.write.settler import ReturnRequest, ignore, unused
 from penstock.wire.limits import ANSWER_BYTES_MAX
 from penstock.wire.messages import Delivery
 

@@ -22,7 +22,7 @@ from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.enqueuer import EnqueuePart
 from penstock.propagation.flow.ingest import IngestQueue
 from penstock.propagation.options import LiveOptions
 

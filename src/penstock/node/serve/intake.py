@@ -1,4 +1,8 @@
-"""From an Enqueue frame to the parts that wait in partitions."""
+"""From an Enqueue frame to the parts that wait in partitions.
+
+Bodies are checked as they came. Those of a delta topic hold valid deltas, each in the partition of
+its vector.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,41 @@ import time
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import Corruption, InvalidArgument, PenstockError
 from penstock.model.batch import Codec, decompress
-from penstock.model.columns import Buffer, Columns, Value
-from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ, PRODUCER_NUMBER_MAX
-from penstock.model.topic import TopicKind
+from penstock.model.columns import Binary, Buffer, Columns, Value
+from penstock.model.delta_batch import DeltaBatch, explain
+from penstock.model.delta_checks import validate
+from penstock.model.entries import (
+    BATCH_ENTRIES_MAX,
+    DELAY_MS_MAX,
+    ENQ,
+    HEADERS_BYTES_MAX,
+    KEY_BYTES_MAX,
+    PRODUCER_ID_BYTES_MAX,
+    PRODUCER_NUMBER_MAX,
+    RETRIES_MAX,
+)
+from penstock.model.partitioning import partitions_of, partitions_of_deltas, partitions_of_digests
+from penstock.model.plain import fault_in
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.route.ports import PartitionPort
 from penstock.node.route.router import forwarded
 from penstock.node.serve.topic import Topic, check_id
-from penstock.node.write.bodies import (
-    check_body,
-    check_partition,
-    homes_of_deltas,
-    homes_of_entries,
-    subset,
-)
-from penstock.node.write.requests import EnqueuePart, EnqueueRequest, Reply
+from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest, producer_entries, subset
+from penstock.node.write.journal import Reply
 from penstock.wire.messages import Enqueue, Enqueued, Part, PutDelta
 
+_BYTES_MAX: Final = (
+    ("key", KEY_BYTES_MAX),
+    ("headers", HEADERS_BYTES_MAX),
+    ("run_producer", PRODUCER_ID_BYTES_MAX),
+)
+_RANGES: Final = (("delay_ms", 0, DELAY_MS_MAX), ("max_retries", -1, RETRIES_MAX))
+FEW: Final = 20  # deltas that are looked at one by one
+_MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
 PARTS_MIN: Final = 64  # that an enqueue may have, however few partitions its topic has
 Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its first entry's place
 
@@ -233,3 +253,149 @@ def _timed(topic: Topic, control: Enqueue, reply: Reply) -> Reply:
         reply(result)
 
     return answer
+
+
+# --- bodies ---
+
+
+def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
+    """Decode an untrusted ENQ body and hold it against the topic's limits."""
+    if not 1 <= count <= BATCH_ENTRIES_MAX:
+        raise InvalidArgument(
+            f"a batch has {count} entries, must be from 1 to {BATCH_ENTRIES_MAX}",
+            field="entries",
+            limit=BATCH_ENTRIES_MAX,
+        )
+    try:
+        columns = ENQ.decode(body, count)
+        columns.validate()
+    except Corruption as error:
+        raise InvalidArgument(f"malformed batch: {error.message}", field="body") from error
+    if "sequence" in columns.views:
+        raise InvalidArgument("a batch must not name its sequences", field="sequence")
+    for name, limit in (("payload", config.payload_bytes_max), *_BYTES_MAX):
+        if len(body) > limit:  # else none of its values can be
+            _check_sizes(columns, name, limit)
+    if "headers" in columns.views:
+        _check_headers(columns)
+    for name, low, high in _RANGES:
+        if name in columns.views:
+            _check_range(columns, name, low, high)
+    if columns.runs:
+        _check_runs(columns)
+    return columns
+
+
+def _check_runs(columns: Columns) -> None:
+    counts = columns.views.get("run_count")
+    if counts is None or sum(counts) != columns.count:
+        raise InvalidArgument("producer runs do not cover the batch", field="run_count")
+    if "run_producer" not in columns.views:
+        raise InvalidArgument("producer runs name no producer", field="run_producer")
+    epochs, firsts = columns.views.get("run_epoch"), columns.views.get("run_sequence")
+    if epochs is not None and max(epochs) > PRODUCER_NUMBER_MAX:
+        raise _too_large("run_epoch")
+    if firsts is not None and any(
+        first + count > PRODUCER_NUMBER_MAX for first, count in zip(firsts, counts, strict=True)
+    ):
+        raise _too_large("run_sequence")
+
+
+def _too_large(field: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field} is over {PRODUCER_NUMBER_MAX}", field=field, limit=PRODUCER_NUMBER_MAX
+    )
+
+
+def _check_sizes(columns: Columns, name: str, limit: int) -> None:
+    if name not in columns.blobs or len(columns.blobs[name]) <= limit:
+        return
+    ends = np.asarray(columns.views[name])
+    sizes = np.diff(ends)
+    if int(sizes.max()) > limit:
+        index = int(sizes.argmax())
+        raise InvalidArgument(
+            f"{name} of entry {index} has {int(sizes[index])} bytes, at most {limit}",
+            field=name,
+            limit=limit,
+            index=index,
+        )
+
+
+def _check_headers(columns: Columns) -> None:
+    """Refuse headers that somebody who gets the message could not read."""
+    column = columns.binary("headers")
+    assert column is not None
+    found = fault_in(column)
+    if found is not None:
+        index, fault = found
+        raise InvalidArgument(
+            f"headers of entry {index} are not a msgpack map of plain values: {fault.text}",
+            field="headers",
+            limit=fault.limit,
+            index=index,
+        )
+
+
+def _check_range(columns: Columns, name: str, low: int, high: int) -> None:
+    values = columns.fixed(name)
+    if int(values.min()) < low or int(values.max()) > high:
+        raise InvalidArgument(f"{name} must be from {low} to {high}", field=name, limit=high)
+
+
+def homes_of_entries(columns: Columns, partitions: int, *, fallback: int) -> NDArray[np.int64]:
+    """Where each entry goes: by key, else by producer sequence, else to `fallback`."""
+    if partitions == 1:
+        return np.zeros(columns.count, np.int64)
+    keys = columns.binary("key")
+    names = [b""] * columns.count if keys is None else list(keys)
+    keyless = [i for i, key in enumerate(names) if not key]
+    if keyless and columns.runs:
+        producer, sequence, run = producer_entries(columns)
+        for i in keyless:
+            if producer[run[i]]:
+                names[i] = b"%s:%d" % (producer[run[i]], sequence[i])
+    where = partitions_of(names, partitions)
+    where[[i for i in keyless if not names[i]]] = fallback
+    return where
+
+
+def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> NDArray[np.int64]:
+    """Where each delta of a checked ENQ body belongs: all deltas of a vector lie in one log.
+
+    Raises `InvalidArgument` for the first entry that is no valid delta.
+    """
+    payloads = columns.binary("payload")
+    if payloads is None:
+        raise InvalidArgument("a delta has no payload", field="payload")
+    for name in _MEANINGLESS:
+        if name in columns.views and (columns.fixed(name) > 0).any():
+            raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
+    if len(payloads) <= FEW:
+        return _homes_of_few(payloads, config, now_ms)
+    deltas = DeltaBatch.of(payloads)
+    validate(deltas, dimensions=config.dimensions, now_ms=now_ms)
+    return partitions_of_digests(np.ascontiguousarray(deltas.vector[:, 0]), config.partitions)
+
+
+def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray[np.int64]:
+    """The same without columns, which take longer to set up than a few deltas to check."""
+    rows = payloads.tolist()
+    for row, payload in enumerate(rows):
+        explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
+    if config.partitions == 1:
+        return np.zeros(len(rows), np.int64)
+    return partitions_of_deltas(rows, config.partitions)
+
+
+def check_partition(homes: NDArray[np.int64], partition: int, partitions: int) -> None:
+    """Refuse a part whose producer has another idea of where its vectors belong."""
+    if partitions == 1:
+        return
+    wrong = homes != partition
+    if wrong.any():
+        raise InvalidArgument(
+            f"delta {int(np.argmax(wrong))}: its vector does not belong in partition {partition}",
+            field="partition",
+            limit=partitions - 1,
+        )

@@ -34,7 +34,7 @@ from penstock.node.route.ports import PeerPort
 from penstock.node.route.router import Router
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.write.journal import COALESCE_ENTRIES
-from penstock.node.write.requests import unused
+from penstock.node.write.settler import unused
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Delivery, pack, unpack
 from penstock.wire.supply import (

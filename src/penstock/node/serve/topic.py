@@ -25,7 +25,7 @@ from penstock.node.serve.dispatch import Dispatch
 from penstock.node.serve.ingest import IngestGate
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import LogSource, ReaderStream
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.enqueuer import EnqueuePart
 from penstock.propagation.options import LiveOptions
 
 

@@ -47,7 +47,8 @@ from penstock.node.serve.intake import enqueue, enqueue_of_delta
 from penstock.node.serve.topic import Topic
 from penstock.node.session.stream_table import StreamTable
 from penstock.node.session.tokens import Make, Tokens
-from penstock.node.write.requests import ExtendRequest, Reply, ReturnRequest, TokenRequest
+from penstock.node.write.journal import Reply
+from penstock.node.write.settler import ExtendRequest, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
 from penstock.wire.calls import traits_of
 from penstock.wire.frame import (

@@ -13,7 +13,9 @@ from penstock.errors import InvalidArgument, PenstockError
 from penstock.node.route.ports import PartitionPort
 from penstock.node.route.router import forwarded
 from penstock.node.serve.topic import Topic, has_id
-from penstock.node.write.requests import Gathered, Reply, TokenRequest, as_one
+from penstock.node.write.enqueuer import Gathered, as_one
+from penstock.node.write.journal import Reply
+from penstock.node.write.settler import TokenRequest
 from penstock.wire.messages import Extend, Return, Settle, Settled, TokenPart
 
 TOKENS_MAX: Final = 100_000

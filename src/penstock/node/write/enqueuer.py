@@ -1,17 +1,25 @@
-"""Enqueues of one partition: many small ones become one batch, a large one goes in as it came."""
+"""Enqueues of one partition: many small ones become one batch, a large one goes in as it came.
+
+A request has a part for each partition that it goes to, and is answered once all of them are.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from penstock.errors import PenstockError, SequenceConflict
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidArgument, PenstockError, SequenceConflict, from_wire
 from penstock.log import crash
 from penstock.model.batch import Codec, Kind, compress
+from penstock.model.columns import RUNS_MAX, Binary, Buffer, Columns, Domain, Value
 from penstock.model.entries import ENQ
 from penstock.model.topic import Compression
-from penstock.node.write.bodies import merge
-from penstock.node.write.journal import COALESCE_ENTRIES, Journal
-from penstock.node.write.requests import EnqueuePart
+from penstock.node.write.journal import COALESCE_ENTRIES, Journal, Reply
+from penstock.wire.messages import Duplicate, Enqueued, Placed
 
 COALESCE_BYTES: Final = 1 << 20  # parts are not merged into more than this
 MERGE_BYTES: Final = 64  # what an entry may grow by: columns that only its new neighbours had
@@ -22,6 +30,136 @@ _CODECS: Final = {
     Compression.ZSTD: Codec.ZSTD,
     Compression.LZ4: Codec.LZ4,
 }
+_ENTRY_FIXED: Final = tuple(
+    c.name
+    for c in ENQ.columns
+    if c.domain is Domain.ENTRY and not c.binary and c.name != "sequence"
+)
+_ENTRY_BINARY: Final = tuple(c.name for c in ENQ.columns if c.domain is Domain.ENTRY and c.binary)
+
+
+def as_one(errors: Sequence[PenstockError], parts: int) -> PenstockError:
+    """The first of what some parts of a request failed with, as the answer to all of it. It says
+    `elsewhere`, which means that nothing was done, only if every part does."""
+    first = errors[0]
+    undone = [error for error in errors if error.details.get("elsewhere")]
+    if "elsewhere" not in first.details or len(undone) == parts:
+        return first
+    return from_wire({n: value for n, value in first.to_wire().items() if n != "elsewhere"})
+
+
+class Gathered:
+    """The results of a request's parts, which come in any order. Once all are here, `whole` makes
+    one answer of them, in the order of the parts."""
+
+    __slots__ = ("_remaining", "_reply", "_results", "_whole")
+
+    def __init__(self, parts: int, whole: Callable[[list[object]], object], reply: Reply) -> None:
+        self._results: list[object] = [None] * parts
+        self._remaining, self._whole, self._reply = parts, whole, reply
+
+    def part(self, index: int) -> Reply:
+
+        def done(result: object) -> None:
+            self._results[index] = result
+            self._remaining -= 1
+            if not self._remaining:
+                self._reply(self._whole(self._results))
+
+        return done
+
+
+class EnqueueRequest:
+    """A producer's request: answered once all of its parts are, which are made before any of them
+    is handed on."""
+
+    __slots__ = (
+        "_duplicates", "_ended", "_errors", "_placed", "parts", "reply", "started", "topic",
+    )  # fmt: skip
+
+    def __init__(self, topic: int, reply: Reply) -> None:
+        self.topic, self.reply = topic, reply
+        self.started = time.perf_counter()
+        self.parts = self._ended = 0
+        self._placed: list[Placed] = []
+        self._duplicates: list[Duplicate] = []
+        self._errors: list[PenstockError] = []
+
+    def part_placed(self, placed: Sequence[Placed], duplicates: Sequence[Duplicate] = ()) -> None:
+        self._placed.extend(placed)
+        self._duplicates.extend(duplicates)
+        self._ended += 1
+        if self._ended < self.parts:
+            return
+        if self._errors:
+            self.reply(as_one(self._errors, self.parts))
+        else:
+            self._duplicates.sort(key=lambda known: known.index)  # parts end in any order
+            self.reply(Enqueued(self.topic, self._placed, self._duplicates))
+
+    def part_failed(self, error: PenstockError) -> None:
+        self._errors.append(error)
+        self.part_placed(())
+
+
+class EnqueuePart:
+    """One partition's share. `indices` are its entries' places in the request."""
+
+    __slots__ = (
+        "body", "codec", "columns", "count", "expected_sequence", "indices", "known", "request",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: EnqueueRequest,
+        columns: Columns,
+        *,
+        indices: NDArray[np.int64] | range,
+        body: Buffer,
+        codec: int = 0,
+        expected_sequence: int | None = None,
+    ) -> None:
+        request.parts += 1
+        self.request, self.columns, self.count = request, columns, columns.count
+        self.indices = indices
+        self.body, self.codec = body, codec  # as received, compressed or not
+        self.expected_sequence = expected_sequence
+        self.known: list[Duplicate] = []
+
+    def leave_out(self, duplicates: list[tuple[int, int, int]], partition: int) -> None:
+        """Entries were written before: they are answered as they were then, and only the others are
+        written now. `duplicates` are their places here, sequences and times."""
+        indices = np.asarray(self.indices, np.int64)
+        self.known = [
+            Duplicate(int(indices[i]), partition, sequence, time_ms)
+            for i, sequence, time_ms in duplicates
+        ]
+        fresh = np.delete(np.arange(self.count), [i for i, _, _ in duplicates])
+        self.indices, self.count = indices[fresh], len(fresh)
+        if self.count:
+            self.body, self.codec = subset(self.columns, fresh), 0
+            self.columns = ENQ.decode(self.body, self.count)
+
+    def placed(self, partition: int, first: int, time_ms: int) -> list[Placed]:
+        """Where the entries went when they were all written from sequence `first` on."""
+        if isinstance(self.indices, range):
+            return [Placed(self.indices.start, self.count, partition, first, time_ms)]
+        return stretches(self.indices, np.arange(first, first + self.count), partition, time_ms)
+
+
+def stretches(
+    indices: NDArray[np.int64], sequences: NDArray[np.int64], partition: int, time_ms: int
+) -> list[Placed]:
+    """Describe entries by the stretches in which index and sequence run on together."""
+    breaks = np.flatnonzero((np.diff(indices) != 1) | (np.diff(sequences) != 1)) + 1
+    starts = np.concatenate([[0], breaks]).astype(np.int64)
+    counts = np.diff(np.append(starts, len(indices)))
+    return [
+        Placed(i, n, partition, s, time_ms)
+        for i, n, s in zip(
+            indices[starts].tolist(), counts.tolist(), sequences[starts].tolist(), strict=True
+        )
+    ]
 
 
 class Enqueuer:
@@ -143,7 +281,7 @@ class Enqueuer:
         if crash.armed:
             crash.crash_point("node.enqueue.staged")
         if journal.live is not None:
-            journal.live.on_enqueued(group)
+            journal.live.on_enqueued([(part.request.started, part.count) for part in group])
 
         def answer() -> None:
             first = batch.first
@@ -170,3 +308,82 @@ class Enqueuer:
         first = parts[0]
         need = len(first.columns.body) + MERGE_BYTES * first.count
         self._journal.grow(need + _APART_BYTES)
+
+
+# --- bodies ---
+
+
+def merge(bodies: Sequence[Columns]) -> bytes:
+    """One body with the entries of all, in order: what many small enqueues become in the log."""
+    values: dict[str, Value | None] = {}
+    for name in _ENTRY_FIXED:
+        if any(name in c.views for c in bodies):
+            values[name] = np.concatenate([c.fixed(name) for c in bodies])
+    for name in _ENTRY_BINARY:
+        if any(name in c.views for c in bodies):
+            values[name] = _concat([(c.binary(name), c.count) for c in bodies])
+    runs = 0
+    if any(c.runs for c in bodies):
+        runs = sum(c.runs or 1 for c in bodies)
+        values["run_count"] = np.concatenate(
+            [c.fixed("run_count") if c.runs else np.array([c.count], np.uint32) for c in bodies]
+        )
+        for name in ("run_epoch", "run_sequence"):
+            values[name] = np.concatenate(
+                [c.fixed(name) if c.runs else np.zeros(1, np.uint64) for c in bodies]
+            )
+        values["run_producer"] = _concat([(c.binary("run_producer"), c.runs or 1) for c in bodies])
+    return ENQ.encode(sum(c.count for c in bodies), values, runs=runs)
+
+
+def _concat(cells: Sequence[tuple[Binary | None, int]]) -> Binary:
+    sizes = [np.zeros(n, np.int32) if c is None else np.diff(c.offsets) for c, n in cells]
+    offsets = np.zeros(sum(map(len, sizes)) + 1, np.int32)
+    np.cumsum(np.concatenate(sizes), out=offsets[1:])
+    return Binary(offsets, b"".join(c.blob for c, _ in cells if c is not None))
+
+
+def subset(columns: Columns, indices: NDArray[np.int64]) -> bytes:
+    """The body with only the entries at `indices` (ascending)."""
+    values: dict[str, Value | None] = {
+        name: columns.fixed(name)[indices] for name in _ENTRY_FIXED if name in columns.views
+    }
+    for name in _ENTRY_BINARY:
+        cell = columns.binary(name)
+        if cell is not None:
+            values[name] = cell.take(indices)
+    if columns.runs:
+        values |= _run_subset(columns, indices)
+    runs = values.get("run_count")
+    return ENQ.encode(len(indices), values, runs=0 if runs is None else len(runs))
+
+
+def _run_subset(columns: Columns, indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Runs of the chosen entries: a run stays one only where its entries stay neighbours."""
+    producer, sequence, run = producer_entries(columns)
+    chosen_run, chosen_sequence = run[indices], sequence[indices]
+    breaks = np.flatnonzero((np.diff(chosen_run) != 0) | (np.diff(chosen_sequence) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    if len(starts) > RUNS_MAX:
+        raise InvalidArgument("too many producer runs", field="run_count", limit=RUNS_MAX)
+    first_run = chosen_run[starts]
+    return {
+        "run_count": np.diff(np.append(starts, len(indices))),
+        "run_epoch": columns.fixed("run_epoch")[first_run],
+        "run_sequence": chosen_sequence[starts],
+        "run_producer": [producer[i] for i in first_run.tolist()],
+    }
+
+
+def producer_entries(
+    columns: Columns,
+) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64]]:
+    """Producer ids by run, and for each entry its producer sequence and its run."""
+    counts = columns.fixed("run_count").astype(np.int64)
+    run = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    sequence = columns.fixed("run_sequence").astype(np.int64)[run] + (
+        np.arange(columns.count) - starts[run]
+    )
+    producers = columns.binary("run_producer")
+    return ([] if producers is None else list(producers)), sequence, run

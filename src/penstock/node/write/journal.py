@@ -21,23 +21,23 @@ from penstock.model.batch import SCHEMAS, Batch, Codec, DeadReason, Kind, seal
 from penstock.model.columns import Buffer, Columns, Value
 from penstock.node.clock import Clock
 from penstock.node.storage.flusher import BATCH_OVERHEAD, Flusher
-from penstock.node.write.requests import EnqueuePart
 from penstock.replication.replica import Replica
 
 COALESCE_ENTRIES: Final = 64  # so many are worth a batch of their own
 LEASE_BYTES: Final = 512  # of a LEASE batch besides its messages, consumer included
 
 Answer = Callable[[], None]
+Reply = Callable[[object], None]  # called once, with a result or a PenstockError
 Refuse = Callable[[PenstockError], None]
 
 
 class JournalListener(Protocol):
     """Hears of every batch: when it is staged, and when all up to a sequence are committed. Of
-    enqueues it is told, too, when they came."""
+    enqueues it is told, too, when they came, and how many entries each has."""
 
     def on_staged(self, batch: Batch, columns: Columns) -> None: ...
 
-    def on_enqueued(self, parts: Sequence[EnqueuePart]) -> None: ...
+    def on_enqueued(self, arrivals: Sequence[tuple[float, int]]) -> None: ...
 
     def on_commit(self, sequence: int) -> None: ...
 

@@ -6,6 +6,7 @@ Requests gather here until the partition's turn; acknowledgements of one turn be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,14 +17,46 @@ from penstock.heap import ReturnPlan
 from penstock.log.crash import crash_point
 from penstock.model.batch import DeadReason, Kind
 from penstock.model.columns import Value
-from penstock.node.write.journal import COALESCE_ENTRIES, Journal
-from penstock.node.write.requests import ExtendRequest, ReturnRequest, TokenRequest
+from penstock.node.write.journal import COALESCE_ENTRIES, Journal, Reply
 
 EXPIRE_MAX: Final = 1000  # leases expired in one turn
 SETTLE_WRITES_MAX: Final = 2  # that may pass a few settlements by
 # What a token takes in a record, and what a return takes once more when some of it is dead.
 ACK_BYTES, EXTEND_BYTES, RETURN_BYTES, RETURN_BYTES_APART = 8, 16, 32, 256
 REASONS_BYTES_MAX: Final = 1 << 20  # of one request; what very many share is cut short
+
+
+@dataclass(slots=True, eq=False)
+class TokenRequest:
+    """Leases of one partition to acknowledge; `reply` gets the lost positions."""
+
+    tokens: NDArray[np.uint64]
+    reply: Reply
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ReturnRequest(TokenRequest):
+    """Leases to give back, or messages to reject."""
+
+    delay_ms: int | None = None
+    reject: bool = False
+    counted: bool = True
+    reason: bytes = b""
+    cause: DeadReason = DeadReason.REJECTED  # of death, if it is rejected
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ExtendRequest(TokenRequest):
+    extend_ms: int
+
+
+def unused(tokens: NDArray[np.uint64], *, delay_ms: int = 0) -> ReturnRequest:
+    """Leases end whose messages nobody was told of, and no attempt is counted."""
+    return ReturnRequest(tokens, ignore, delay_ms=delay_ms, counted=False)
+
+
+def ignore(_: object) -> None:
+    """Nobody waits for this answer."""
 
 
 class LeaseSettler:

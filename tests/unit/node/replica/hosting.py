@@ -27,8 +27,9 @@ from penstock.node.route.ports import AlwaysHere
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.topic import Topic
-from penstock.node.storage.syncer import WriterPool
-from penstock.node.write.requests import EnqueuePart, EnqueueRequest, ReturnRequest, TokenRequest
+from penstock.node.storage.flusher import WriterPool
+from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest
+from penstock.node.write.settler import ReturnRequest, TokenRequest
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.messages import Append, Follow, Letter
 from penstock.replication.options import ReplicationOptions

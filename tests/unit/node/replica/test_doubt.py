@@ -20,7 +20,7 @@ from penstock.node.calls.messages import MoveShare, move_share, purge_share
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.requests import EnqueuePart, EnqueueRequest
+from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest
 from penstock.replication.replica import Role
 from penstock.wire.messages import Delivery
 

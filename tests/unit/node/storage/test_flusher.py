@@ -11,8 +11,7 @@ from penstock.log import LogOptions, PartitionLog
 from penstock.log.floor import read_slots
 from penstock.node.clock import ManualClock
 from penstock.node.observe.metrics import Metrics
-from penstock.node.storage.flusher import Flusher
-from penstock.node.storage.syncer import open_syncer
+from penstock.node.storage.flusher import Flusher, open_syncer
 
 EAGER = LogOptions(segment_bytes=64 << 10, allocate_bytes=32 << 10, reserve_bytes=0, floor_s=0)
 

@@ -13,7 +13,8 @@ from penstock.model.columns import Columns
 from penstock.model.entries import BATCH_ENTRIES_MAX, DELAY_MS_MAX, ENQ
 from penstock.model.partitioning import partition_of
 from penstock.model.topic import TopicConfig
-from penstock.node.write.bodies import check_body, homes_of_entries, merge, producer_entries, subset
+from penstock.node.serve.intake import check_body, homes_of_entries
+from penstock.node.write.enqueuer import merge, producer_entries, subset
 
 CONFIG = TopicConfig(name="t", payload_bytes_max=100)
 
