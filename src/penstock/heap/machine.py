@@ -116,6 +116,22 @@ class Heap(HeapState):
     # The spine may take every candidate of a heap; only a remote partition hands out a cut list.
     cut: Final = False
 
+    @property
+    def ready(self) -> int:
+        return self.table.counts[MessageState.READY]
+
+    @property
+    def delayed(self) -> int:
+        return self.table.counts[MessageState.DELAYED]
+
+    @property
+    def leased(self) -> int:
+        return self.table.counts[MessageState.LEASED]
+
+    @property
+    def dead(self) -> int:
+        return self.table.counts[MessageState.DEAD]
+
     def apply(self, batch: Batch, columns: Columns) -> Applied:
         """Let the next batch of the log take effect. Its time is the batch's, not the clock's."""
         if batch.first != self.sequence_applied + 1:

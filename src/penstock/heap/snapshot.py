@@ -107,8 +107,9 @@ def _load_totals(heap: HeapState, counted: dict[str, int] | None) -> Totals:
     messages came, at least, and so many of them are dead."""
     if counted is not None:
         return msgspec.convert(counted, Totals)
-    alive = heap.ready + heap.delayed + heap.leased + heap.dead
-    return Totals(enqueued=alive, dead=heap.dead)
+    counts = heap.table.counts
+    alive = sum(counts) - counts[MessageState.PREPARED]
+    return Totals(enqueued=alive, dead=counts[MessageState.DEAD])
 
 
 def _columns(heap: HeapState) -> dict[str, NDArray[Any]]:

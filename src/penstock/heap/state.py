@@ -76,22 +76,6 @@ class HeapState:
         )
         self._due_ms: int | None = None  # no delayed message falls due before this
 
-    @property
-    def ready(self) -> int:
-        return self.table.counts[MessageState.READY]
-
-    @property
-    def delayed(self) -> int:
-        return self.table.counts[MessageState.DELAYED]
-
-    @property
-    def leased(self) -> int:
-        return self.table.counts[MessageState.LEASED]
-
-    @property
-    def dead(self) -> int:
-        return self.table.counts[MessageState.DEAD]
-
     # --- which pairs of an index still count ---
 
     def _is_ready(self, _: int, sequence: int) -> bool:

@@ -306,7 +306,7 @@ class ReleasedBatch:
             position=position,
             ordinal=ordinal,
             time_ms=time_ms,
-            headers=headers_of(packed),
+            headers=headers_of(packed) if packed else {},
         )
 
     # --- being done ---
