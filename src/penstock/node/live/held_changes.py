@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from penstock.model.delta_batch import sixteens
-from penstock.propagation.flow.outbox import DeltaOutbox, bytes_of
+from penstock.propagation.flow.outbox import DeltaOutbox
 from penstock.propagation.flow.route import Routes
 from penstock.propagation.flow.window import CoalesceWindow
 from penstock.propagation.fold.releases import ReleasedRows
@@ -26,8 +26,9 @@ class HeldChanges:
             bytes_max=terms.outbox_bytes,
             ageing_ms=terms.ageing_ms,
         )
-        self._window = CoalesceWindow(terms.coalesce_ms) if terms.coalesce_ms else None
-        self._window_bytes = 0
+        self._window: CoalesceWindow | None = None
+        if terms.coalesce_ms:
+            self._window = CoalesceWindow(terms.coalesce_ms, bytes_max=terms.outbox_bytes)
         # What was sent while others, released before it, still wait: by vector, the position and
         # the ordinal of the last. Deltas of a vector go in order, so that says all of it.
         self._ahead: dict[bytes, tuple[int, int]] = {}
@@ -57,19 +58,13 @@ class HeldChanges:
         if self._window is None:
             return self.outbox.add(rows, now_ms)
         self._window.add(rows.packed(), now_ms)
-        self._window_bytes += bytes_of(rows)
         return True
 
     def collect(self, now_ms: int) -> None:
         window = self._window
-        if window is None or not window.entries:
-            return
-        first = window.first_position
-        full = self._window_bytes >= self._terms.outbox_bytes
-        rows = window.flush() if full else window.due(now_ms)
-        if rows is not None:
-            self._window_bytes = 0
-            if not self.outbox.add(rows, now_ms):
+        if window is not None:
+            first, rows = window.first_position, window.due(now_ms)
+            if rows is not None and not self.outbox.add(rows, now_ms):
                 self._lost = first
 
     def wait_ms(self, now_ms: int) -> float | None:
@@ -113,7 +108,6 @@ class HeldChanges:
         self.outbox.clear()
         if self._window is not None:
             self._window.clear()
-            self._window_bytes = 0
         self._lost = None
         return sent
 

@@ -29,6 +29,7 @@ from penstock.model.delta import (
     Op,
 )
 from penstock.model.delta_batch import FIXED, DeltaBatch, gather, halves
+from penstock.propagation.flow.outbox import bytes_of
 from penstock.propagation.fold.releases import Merged, ReleasedRows
 from penstock.propagation.fold.table import Numbers
 
@@ -36,17 +37,18 @@ ENTRIES_MAX: Final = 10_000
 
 
 class CoalesceWindow:
-    """It opens with the first rows and is due `ms` later, or when `entries_max` wait."""
+    """It opens with the first rows and is due `ms` later, or when so much waits."""
 
-    __slots__ = ("_opened_ms", "_parts", "entries", "entries_max", "ms")
+    __slots__ = ("_bytes", "_opened_ms", "_parts", "bytes_max", "entries", "entries_max", "ms")
 
-    def __init__(self, ms: float, *, entries_max: int = ENTRIES_MAX) -> None:
+    def __init__(
+        self, ms: float, *, entries_max: int = ENTRIES_MAX, bytes_max: int = 8 << 20
+    ) -> None:
         if not ms > 0 or entries_max < 1:
             raise InvalidArgument("a window has a length and room", field="coalesce_ms", limit=1)
-        self.ms, self.entries_max = ms, entries_max
-        self.entries = 0
-        self._parts: list[ReleasedRows] = []
+        self.ms, self.entries_max, self.bytes_max = ms, entries_max, bytes_max
         self._opened_ms = 0.0
+        self.clear()
 
     def add(self, rows: ReleasedRows, now_ms: float) -> None:
         """Let rows wait for the end of the window."""
@@ -56,13 +58,15 @@ class CoalesceWindow:
             self._opened_ms = now_ms
         self._parts.append(rows)
         self.entries += len(rows)
+        self._bytes += bytes_of(rows)
 
     @property
     def due_ms(self) -> float | None:
         """When the window ends; None: it is not open."""
         if not self._parts:
             return None
-        return self._opened_ms + (0 if self.entries >= self.entries_max else self.ms)
+        full = self.entries >= self.entries_max or self._bytes >= self.bytes_max
+        return self._opened_ms + (0 if full else self.ms)
 
     @property
     def first_position(self) -> int | None:
@@ -81,7 +85,8 @@ class CoalesceWindow:
         return coalesced(ReleasedRows.concat(parts)) if parts else None
 
     def clear(self) -> None:
-        self._parts, self.entries = [], 0
+        self._parts: list[ReleasedRows] = []
+        self.entries = self._bytes = 0
 
 
 def coalesced(rows: ReleasedRows) -> ReleasedRows:

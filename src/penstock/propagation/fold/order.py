@@ -271,16 +271,20 @@ class DeltaOrder:
         return fine
 
     def _parents_known(self, rows: _Rows, some: Numbers) -> Mask:
-        ledger, table = self.ledger, self.ledger.ids.table
-        entry = ledger.ids.find(*halves(rows.batch.parent[some]))
-        vectors, times_ms = rows.vectors[some], rows.times_ms[some]
-        known = ledger.known(entry, times_ms) & (table["vector"][entry] == vectors + 1)
-        row = np.minimum(table["row"][entry], len(rows.batch) - 1)
+        """Rows whose parent was released before, or stands earlier in the batch."""
+        entry, known = self._parents_released(rows, some)
+        row = np.minimum(self.ledger.ids.table["row"][entry], len(rows.batch) - 1)
         here = (entry >= 0) & (rows.entries[row] == entry) & (row < some)
-        here &= rows.vectors[row] == vectors
-        here &= rows.times_ms[row] >= times_ms - ledger.dedup_ms
+        here &= rows.vectors[row] == rows.vectors[some]
+        here &= rows.times_ms[row] >= rows.times_ms[some] - self.ledger.dedup_ms
         fine: Mask = known | here
         return fine
+
+    def _parents_released(self, rows: _Rows, some: Numbers) -> tuple[Numbers, Mask]:
+        """Where the ids of parents are entered, and which were released before this batch."""
+        entry = self.ledger.ids.find(*halves(rows.batch.parent[some]))
+        same = self.ledger.ids.table["vector"][entry] == rows.vectors[some] + 1
+        return entry, same & self.ledger.known(entry, rows.times_ms[some])
 
     def _others_fine(self, rows: _Rows, others: Causes, queue: Numbers) -> Mask:
         """Causes of other chains that were seen, or stand earlier in the batch, in order."""
@@ -318,8 +322,10 @@ class DeltaOrder:
             for number, other, count in entries:
                 causes.setdefault(number, []).append((other, count))
         parents: list[bytes | None] = list(sixteens(batch.parent[some]))
-        for settled in np.flatnonzero(self._parents_settled(rows, some)).tolist():
-            parents[settled] = None
+        settled = self._parents_released(rows, some)[1]
+        settled |= (batch.fixed["flags"][some] & HAS_PARENT) == 0
+        for number in np.flatnonzero(settled).tolist():
+            parents[number] = None
         numbers = some.tolist()
         columns = (
             numbers, batch.sequences[some].tolist(), rows.times_ms[some].tolist(),
@@ -328,14 +334,6 @@ class DeltaOrder:
             [causes.get(number, ()) for number in numbers],
         )  # fmt: skip
         return [WaitingDelta(*fields) for fields in zip(*columns, strict=True)]
-
-    def _parents_settled(self, rows: _Rows, some: Numbers) -> Mask:
-        """Without a parent, or with one that had been released before this batch."""
-        entry = self.ledger.ids.find(*halves(rows.batch.parent[some]))
-        same = self.ledger.ids.table["vector"][entry] == rows.vectors[some] + 1
-        known = self.ledger.known(entry, rows.times_ms[some])
-        settled: Mask = (same & known) | ((rows.batch.fixed["flags"][some] & HAS_PARENT) == 0)
-        return settled
 
     # --- writing down what happened ---
 
