@@ -20,6 +20,7 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import Remote, open_connection
 from penstock.client.options import Options
 from penstock.client.queue.entries import Item, ProducerIdentity, encode_key
+from penstock.client.queue.producer import ids_in
 from penstock.errors import CallerError, PenstockError, SequenceConflict, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.ids import MessageId
@@ -222,7 +223,7 @@ class Appender:
             answer = await self._connection.enqueue(
                 LEDGER, [(partition, 1, body)], expected_sequence=expected
             )
-        [message_id] = answer.ids(1)
+        [message_id] = ids_in(answer, 1)
         if not message_id:
             raise Unavailable("the answer names no message")
         return MessageId.parse(message_id).sequence

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.network.connection import Connection
+from penstock.client.queue.producer import ids_in
 from penstock.errors import InvalidArgument, PenstockError, StaleProducer, from_wire
 from penstock.model.entries import (
     BATCH_ENTRIES_MAX,
@@ -319,7 +320,7 @@ class Desk:
 
 
 def settle(flight: list[Waiter], enqueued: Enqueued) -> None:
-    ids = enqueued.ids(len(flight))
+    ids = ids_in(enqueued, len(flight))
     known = {duplicate.index for duplicate in enqueued.duplicates}
     for position, ((_, future), message_id) in enumerate(zip(flight, ids, strict=True)):
         if not future.done():

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from penstock.client.network.connection import Connection
+from penstock.client.queue.producer import ids_in
 from penstock.errors import (
     CallerError,
     InvalidArgument,
@@ -109,7 +110,7 @@ class GatewayLink:
             self.forget(topic)
             raise
         duplicates = [known.index for known in enqueued.duplicates]
-        return BatchWritten(enqueued.ids(count), duplicates, _sequence_last(enqueued))
+        return BatchWritten(ids_in(enqueued, count), duplicates, _sequence_last(enqueued))
 
     @contextmanager
     def held(self) -> Iterator[GatewayLink]:

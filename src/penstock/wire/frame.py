@@ -9,6 +9,12 @@
 Everything is big-endian. `length` counts the payload alone and is checked against the limit before
 anything is kept. `sequence` is the sender's request or stream number; an answer repeats it.
 
+A payload is
+
+    u32 control length | control (msgpack) | zero padding to 8 bytes | data …
+
+so that columns in `data` stay aligned. `messages` has what a control may be.
+
 Where the greeting has agreed on a codec, a payload may be compressed:
 
     u8 codec | 3 zeros | u32 length of the payload before, big-endian | compressed payload
@@ -18,12 +24,14 @@ That length is checked before anything is decompressed, and no more than that co
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
+import msgspec
 from crc32c import crc32c
 
 from penstock.errors import Corruption, InvalidArgument
@@ -37,10 +45,15 @@ TRAILER: Final = struct.Struct(">I")
 OVERHEAD: Final = HEADER.size + TRAILER.size
 PAYLOAD_BYTES_MAX: Final = 64 << 20
 CODECS: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}  # as a greeting names them
+CONTROL_BYTES_MAX: Final = 4 << 20
 COMPRESS_BYTES_MIN: Final = 1024  # smaller payloads stay as they are
+_LENGTH: Final = struct.Struct(">I")
 _COMPRESSED: Final = struct.Struct(">B3xI")
 
 Buffer = bytes | bytearray | memoryview
+M = TypeVar("M")
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 class FrameType(IntEnum):
@@ -186,6 +199,76 @@ class FrameDecoder:
         self._kept = bytearray()
         self.buffered, self.need = 0, HEADER.size
         return sequence
+
+
+# --- what stands in a payload ---
+
+
+def pack(control: Any) -> bytes:
+    """The start of a payload: control length, control, padding."""
+    body = _encoder.encode(control)
+    return b"".join((_LENGTH.pack(len(body)), body, bytes(-(len(body) + _LENGTH.size) & 7)))
+
+
+def unpack(
+    payload: Buffer, type: type[M], *, bytes_max: int = CONTROL_BYTES_MAX
+) -> tuple[M, memoryview]:
+    """The control message and the data behind it. `type` may be a union of tagged messages."""
+    view = memoryview(payload)
+    if len(view) < _LENGTH.size:
+        raise Corruption("a payload is shorter than its control length")
+    (length,) = _LENGTH.unpack_from(view)
+    end = _LENGTH.size + length
+    if length > bytes_max:
+        raise InvalidArgument(
+            f"a control message of {length} bytes is over {bytes_max}",
+            field="control",
+            limit=bytes_max,
+        )
+    if end > len(view):
+        raise Corruption(f"a control message of {length} bytes does not fit its payload")
+    decoder = _decoders.get(type)
+    if decoder is None:
+        decoder = _decoders[type] = msgspec.msgpack.Decoder(type)
+    try:
+        control = decoder.decode(view[_LENGTH.size : end])
+    except msgspec.ValidationError as error:
+        raise _malformed(type, view[_LENGTH.size : end], error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corruption(f"a control message is not msgpack: {error}") from error
+    return control, view[(end + 7) & ~7 :]
+
+
+_PLACE: Final = re.compile(r"\$\[(\d+)\]")
+_LIMIT: Final = re.compile(r"<= (\d+)")
+
+
+def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -> InvalidArgument:
+    """The refusal of a message, with the field that is wrong and the limit that it passes."""
+    known = [t for t in get_args(type) or (type,) if issubclass(t, msgspec.Struct)]
+    found = known[0] if len(known) == 1 else next(filter(_tagged(control), known), None)
+    if found is None:
+        return InvalidArgument(f"malformed control message: {error}", field="control")
+    place, limit = _PLACE.search(str(error)), _LIMIT.search(str(error))
+    fields = found.__struct_fields__
+    at = int(place[1]) - (found.__struct_config__.tag is not None) if place else -1
+    field = fields[at] if 0 <= at < len(fields) else "control"
+    return InvalidArgument(
+        f"malformed {found.__name__}, {field}: {error}",
+        field=field,
+        limit=int(limit[1]) if limit else None,
+    )
+
+
+def _tagged(control: memoryview) -> Callable[[Any], bool]:
+    """Whether a message is of a type, by the tag that it begins with."""
+    head = bytes(control[:32])
+
+    def matches(type: Any) -> bool:
+        tag = str(type.__struct_config__.tag).encode()
+        return head.find(bytes((0xA0 | len(tag),)) + tag, 1, 6 + len(tag)) > 0
+
+    return matches
 
 
 # --- compressed payloads ---

@@ -12,9 +12,9 @@ from msgspec import Meta
 
 from penstock.errors import InvalidArgument
 from penstock.model.entries import BATCH_ENTRIES_MAX, HEADERS_BYTES_MAX
+from penstock.wire.frame import CONTROL_BYTES_MAX as CONTROL_BYTES_MAX
 from penstock.wire.frame import PAYLOAD_BYTES_MAX
 
-CONTROL_BYTES_MAX: Final = 4 << 20
 GREETING_BYTES_MAX: Final = 64 << 10  # of the payload that a greeting is
 OPENING_BYTES_MAX: Final = 1 << 20  # of the control that opens a stream or calls something
 OFFERS_MAX: Final = 64  # versions, or codecs, in a greeting

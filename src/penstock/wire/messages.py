@@ -1,10 +1,6 @@
 """Control messages: what stands in a frame's payload before (or instead of) columns.
 
-A payload is
-
-    u32 control length | control (msgpack) | zero padding to 8 bytes | data …
-
-so that columns in `data` stay aligned. Which message a frame carries follows from its type, its
+Which message a frame carries follows from its type, its
 direction and, for Subscribe, the message's own tag:
 
     client → server                                   server → client
@@ -30,19 +26,15 @@ Tokens in `data` are u64 little-endian columns, grouped by partition as `parts` 
 
 from __future__ import annotations
 
-import re
-import struct
-from collections.abc import Callable
-from typing import Annotated, Any, Final, TypeVar, get_args
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from penstock.errors import Corruption, InvalidArgument
-from penstock.model.ids import LeaseToken, MessageId, message_ids
-from penstock.wire.frame import Buffer
+from penstock.model.ids import LeaseToken
+from penstock.wire.frame import pack as pack
+from penstock.wire.frame import unpack as unpack
 from penstock.wire.limits import (
-    CONTROL_BYTES_MAX,
     ROUTES_MAX,
     TOLD_MAX,
     Count,
@@ -53,9 +45,6 @@ from penstock.wire.limits import (
     Route,
     Text,
 )
-
-_LENGTH: Final = struct.Struct(">I")
-_encoder: Final = msgspec.msgpack.Encoder()
 
 
 class ControlMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -138,19 +127,6 @@ class Enqueued(ControlMessage, frozen=True):
     topic: int
     placed: list[Placed]
     duplicates: list[Duplicate] = []
-
-    def ids(self, count: int) -> list[str]:
-        """The message id of each of `count` entries; empty where the answer names none."""
-        ids = [""] * count
-        for run in self.placed:
-            sequences = range(run.sequence, run.sequence + run.count)
-            ids[run.index : run.index + run.count] = message_ids(
-                run.time_ms, self.topic, run.partition, sequences
-            )
-        for known in self.duplicates:
-            place = MessageId(known.time_ms, self.topic, known.partition, known.sequence)
-            ids[known.index] = str(place)
-        return ids
 
 
 class TokenPart(ControlMessage, frozen=True):
@@ -336,74 +312,3 @@ class SlowDown(ControlMessage, frozen=True):
     retry_after_ms: int
     reason: str = ""
     topic: str = ""  # empty: any
-
-
-M = TypeVar("M")
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-
-
-def pack(control: Any) -> bytes:
-    """The start of a payload: control length, control, padding."""
-    body = _encoder.encode(control)
-    return b"".join((_LENGTH.pack(len(body)), body, bytes(-(len(body) + _LENGTH.size) & 7)))
-
-
-def unpack(
-    payload: Buffer, type: type[M], *, bytes_max: int = CONTROL_BYTES_MAX
-) -> tuple[M, memoryview]:
-    """The control message and the data behind it. `type` may be a union of tagged messages."""
-    view = memoryview(payload)
-    if len(view) < _LENGTH.size:
-        raise Corruption("a payload is shorter than its control length")
-    (length,) = _LENGTH.unpack_from(view)
-    end = _LENGTH.size + length
-    if length > bytes_max:
-        raise InvalidArgument(
-            f"a control message of {length} bytes is over {bytes_max}",
-            field="control",
-            limit=bytes_max,
-        )
-    if end > len(view):
-        raise Corruption(f"a control message of {length} bytes does not fit its payload")
-    decoder = _decoders.get(type)
-    if decoder is None:
-        decoder = _decoders[type] = msgspec.msgpack.Decoder(type)
-    try:
-        control = decoder.decode(view[_LENGTH.size : end])
-    except msgspec.ValidationError as error:
-        raise _malformed(type, view[_LENGTH.size : end], error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption(f"a control message is not msgpack: {error}") from error
-    return control, view[(end + 7) & ~7 :]
-
-
-_PLACE: Final = re.compile(r"\$\[(\d+)\]")
-_LIMIT: Final = re.compile(r"<= (\d+)")
-
-
-def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -> InvalidArgument:
-    """The refusal of a message, with the field that is wrong and the limit that it passes."""
-    known = [t for t in get_args(type) or (type,) if issubclass(t, ControlMessage)]
-    found = known[0] if len(known) == 1 else next(filter(_tagged(control), known), None)
-    if found is None:
-        return InvalidArgument(f"malformed control message: {error}", field="control")
-    place, limit = _PLACE.search(str(error)), _LIMIT.search(str(error))
-    fields = found.__struct_fields__
-    at = int(place[1]) - (found.__struct_config__.tag is not None) if place else -1
-    field = fields[at] if 0 <= at < len(fields) else "control"
-    return InvalidArgument(
-        f"malformed {found.__name__}, {field}: {error}",
-        field=field,
-        limit=int(limit[1]) if limit else None,
-    )
-
-
-def _tagged(control: memoryview) -> Callable[[Any], bool]:
-    """Whether a message is of a type, by the tag that it begins with."""
-    head = bytes(control[:32])
-
-    def matches(type: Any) -> bool:
-        tag = str(type.__struct_config__.tag).encode()
-        return head.find(bytes((0xA0 | len(tag),)) + tag, 1, 6 + len(tag)) > 0
-
-    return matches

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.client.queue.producer import ids_in
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.ids import MessageId
 from penstock.wire.limits import OFFERS_MAX, OPENING_BYTES_MAX, ROUTES_MAX
@@ -91,6 +92,6 @@ def test_every_entry_gets_its_own_id_in_the_order_of_the_request() -> None:
         [Placed(0, 2, 0, 5, 100), Placed(3, 1, 1, 9, 100)],
         [Duplicate(2, 1, 4, 50)],
     )
-    found = [MessageId.parse(text) for text in enqueued.ids(4)]
+    found = [MessageId.parse(text) for text in ids_in(enqueued, 4)]
     assert [(m.partition, m.sequence) for m in found] == [(0, 5), (0, 6), (1, 4), (1, 9)]
     assert found[2].time_ms == 50

@@ -40,10 +40,11 @@ from penstock.client.queue.entries import EntryGroup, ProducerIdentity, PutEntry
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.entries import ENQ
+from penstock.model.ids import MessageId, message_ids
 from penstock.model.partitioning import partitions_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.wire.frame import FrameType
-from penstock.wire.messages import Enqueue, Enqueued, Part, pack
+from penstock.wire.frame import FrameType, pack
+from penstock.wire.messages import Enqueue, Enqueued, Part
 
 TELL_AGAIN: Final = 0.5  # the part of `dedup_ms` after which partitions are told again
 
@@ -80,7 +81,7 @@ class Shipment(NamedTuple):
     def ids(self, answer: Enqueued) -> list[str]:
         """The message id of each entry, in the caller's order."""
         count = sum([part.entries for part in self.parts])
-        found = answer.ids(count)
+        found = ids_in(answer, count)
         if len(found) != count or not all(found):
             raise Corruption("the answer to an enqueue does not name every message")
         if self.order is None:
@@ -89,6 +90,20 @@ class Shipment(NamedTuple):
         for at, index in enumerate(self.order):
             sorted_ids[index] = found[at]
         return sorted_ids
+
+
+def ids_in(answer: Enqueued, count: int) -> list[str]:
+    """The message id of each of `count` entries; empty where the answer names none."""
+    ids = [""] * count
+    for run in answer.placed:
+        sequences = range(run.sequence, run.sequence + run.count)
+        ids[run.index : run.index + run.count] = message_ids(
+            run.time_ms, answer.topic, run.partition, sequences
+        )
+    for known in answer.duplicates:
+        place = MessageId(known.time_ms, answer.topic, known.partition, known.sequence)
+        ids[known.index] = str(place)
+    return ids
 
 
 class Producer:
