@@ -25,7 +25,7 @@ class View:
     def __init__(self, node: str, cluster: Cluster) -> None:
         self.node, self._cluster = node, cluster
         self.peers: dict[str, PeerConnection] = {}
-        self.cut_off = False
+        self.alone = self.cut_off = False
         self.available = True
 
     def coordinator(self, key: Key) -> str:

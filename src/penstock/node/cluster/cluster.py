@@ -76,6 +76,7 @@ class Cluster:
         self.available = True  # the metadata store answered when it was asked last
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
+        self.alone = False
         self.cut_off = False  # neither the metadata store nor a majority of the members is reached
         self._info, self._spawn = info, spawn
         self._membership: asyncio.Task[Any] | None = None

@@ -68,6 +68,10 @@ class ClusterView(Protocol):
         """This node's name."""
 
     @property
+    def alone(self) -> bool:
+        """There are no other nodes."""
+
+    @property
     def cut_off(self) -> bool:
         """This node reaches neither a majority of the others nor the metadata store: whoever it
         does not serve itself is better off with another node."""
@@ -89,6 +93,7 @@ class ClusterView(Protocol):
 class AlwaysHere:
     """A node that runs alone: whatever there is, is here."""
 
+    alone = True
     cut_off = False
     available = True
 

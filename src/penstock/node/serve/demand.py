@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import InvalidArgument
 from penstock.heap.spine import bounded
 from penstock.model.columns import Buffer
-from penstock.node.clock import Clock
 from penstock.node.serve.deliveries import Deliveries
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
@@ -43,15 +42,9 @@ COUNT_MAX: Final = 10_000  # messages of one partition that are asked for, or or
 
 class Demand:
     def __init__(
-        self,
-        topic: Topic,
-        deliveries: Deliveries,
-        *,
-        consumers: bytes,
-        clock: Clock,
-        send: Callable[..., None],
+        self, topic: Topic, deliveries: Deliveries, *, consumers: bytes, send: Callable[..., None]
     ) -> None:
-        self._topic, self._deliveries, self._clock = topic, deliveries, clock
+        self._topic, self._deliveries = topic, deliveries
         self._prefix, self._send = consumers, send
         self._inbox: deque[Asked] = deque()
         self._streams: dict[bytes, ConsumerStream] = {}  # of consumers that hold something here
@@ -124,7 +117,7 @@ class Demand:
         return any(p.heap.ready for p in self._serving())
 
     def _tell_heads(self, ask: Ask) -> None:
-        now_ms = self._clock.now_ms()
+        now_ms = self._topic.clock.now_ms()
         heads: list[SupplyHead] = []
         data: list[bytes] = []
         for partition in self._serving():
@@ -138,7 +131,7 @@ class Demand:
         self._say(Heads(ask.round, self._topic.leased, heads), *data)
 
     def _lease(self, message: LeaseAt) -> None:
-        now_ms = self._clock.now_ms()
+        now_ms = self._topic.clock.now_ms()
         leased = sum(self._carry_out(order, now_ms) for order in message.orders)
         held = [self._held(order.consumer) for order in message.orders]
         better = None

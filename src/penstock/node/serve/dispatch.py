@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.heap import Spine
-from penstock.node.clock import Clock
-from penstock.node.route.router import Router
 from penstock.node.serve.deliveries import Deliveries
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.rounds import STRETCH, Rounds
@@ -31,16 +29,14 @@ RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exact
 
 
 class Dispatch:
-    def __init__(
-        self, topic: Topic, deliveries: Deliveries, *, clock: Clock, router: Router
-    ) -> None:
-        self._topic, self._deliveries, self._clock = topic, deliveries, clock
+    def __init__(self, topic: Topic, deliveries: Deliveries) -> None:
+        self._topic, self._deliveries = topic, deliveries
         self.streams: dict[bytes, ConsumerStream] = {}
         self.rank_error_max = 0
         self.spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._picks = 0
         self._awaited: list[tuple[Flusher, int]] | None = None  # writes that a small lease awaits
-        self.rounds = Rounds(topic, self, clock=clock, router=router)
+        self.rounds = Rounds(topic, self)
 
     def reconfigure(self) -> None:
         config = self._topic.config
@@ -77,7 +73,7 @@ class Dispatch:
             return True
         if self._better_later(sum([room for _, room in hungry])):
             return False
-        now_ms = self._clock.now_ms()
+        now_ms = topic.clock.now_ms()
         budget = min(LEASES_PER_TURN, topic.config.inflight_max - topic.leased)
         for stream, wanted in self.shares(budget):
             picked = self._pick(wanted, now_ms)

@@ -18,8 +18,7 @@ import numpy as np
 
 from penstock.errors import Backpressure, PenstockError
 from penstock.model.delta import PriorityClass
-from penstock.node.clock import Alarm, Clock
-from penstock.node.observe.metrics import Metrics
+from penstock.node.clock import Alarm
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
 from penstock.node.write.enqueuer import EnqueuePart
@@ -37,14 +36,12 @@ Placed = list[tuple[PartitionPort, EnqueuePart]]
 
 
 class IngestGate:
-    def __init__(
-        self, topic: Topic, *, options: LiveOptions, clock: Clock, metrics: Metrics
-    ) -> None:
-        self._topic, self._clock, self._metrics = topic, clock, metrics
+    def __init__(self, topic: Topic, options: LiveOptions) -> None:
+        self._topic, self._clock, self._metrics = topic, topic.clock, topic.metrics
         self.queue: IngestQueue[EnqueuePart] = IngestQueue(
             options.ingest_max, options.ingest_high_water, options.ageing_ms
         )
-        self._again = Alarm(clock, topic.wake)
+        self._again = Alarm(topic.clock, topic.wake)
         self._turns = 0
 
     # --- arrival ---

@@ -28,10 +28,8 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption, PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
-from penstock.node.clock import Clock
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PeerPort
-from penstock.node.route.router import Router
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.write.journal import COALESCE_ENTRIES
 from penstock.node.write.settler import unused
@@ -77,8 +75,9 @@ class _Round:
 
 
 class Rounds:
-    def __init__(self, topic: Topic, dispatch: Dispatch, *, clock: Clock, router: Router) -> None:
-        self._topic, self._dispatch, self._clock, self._router = topic, dispatch, clock, router
+    def __init__(self, topic: Topic, dispatch: Dispatch) -> None:
+        self._topic, self._dispatch, self._router = topic, dispatch, topic.router
+        self.wake = topic.wake
         self._loop = asyncio.get_running_loop()
         self.supplies: dict[str, Supply] = {}
         self._round: _Round | None = None
@@ -127,7 +126,7 @@ class Rounds:
         if not (self._fresh or self._anything_ready()):
             return True
         if self._loop.time() < self._stalled_until:
-            self._call_in(self._topic.wake, self._stalled_until - self._loop.time())
+            self._call_in(self.wake, self._stalled_until - self._loop.time())
             return True
         if not self._may_begin(sum(rooms)):
             return False
@@ -147,7 +146,7 @@ class Rounds:
         wait_s = self._began + (LULL_S if self._sparse else PACE_S) - self._loop.time()
         if worth or wait_s <= 0 or self._fresh:
             return True
-        self._call_in(self._topic.wake, wait_s)
+        self._call_in(self.wake, wait_s)
         return False
 
     def _begin(self, wanted: int) -> None:
@@ -162,9 +161,9 @@ class Rounds:
         for supply in supplies:
             supply.ask(self._number, min(wanted, share * self._width))
         if supplies:
-            self._call_in(self._topic.wake, ANSWER_S)
+            self._call_in(self.wake, ANSWER_S)
         else:
-            self._topic.wake()
+            self.wake()
 
     def _still_awaited(self, round: _Round) -> bool:
         if round.awaited and self._loop.time() - round.started < ANSWER_S:
@@ -180,7 +179,7 @@ class Rounds:
     def _conclude(self, round: _Round) -> None:
         """All lists are here: pick by the spine, lease here, and order there."""
         self._round = None
-        topic, dispatch, now_ms = self._topic, self._dispatch, self._clock.now_ms()
+        topic, dispatch, now_ms = self._topic, self._dispatch, self._topic.clock.now_ms()
         local = topic.local
         lists = [listed for supply in self.supplies.values() for listed in supply.lists]
         orders: dict[Supply, dict[ConsumerStream, Order]] = {}
@@ -322,7 +321,7 @@ class Rounds:
                 keys = [self._topic.key(index) for index in range(len(self._topic.partitions))]
                 if await self._router.changed(*keys, within_s=LINGER_S):
                     self.renew()
-                    self._topic.wake()
+                    self.wake()
         finally:
             self._watching = False
 
@@ -332,7 +331,7 @@ class Rounds:
         if self._round is not None and heads.round == self._round.number:
             self._round.awaited.discard(supply)
             if not self._round.awaited:
-                self._topic.wake()
+                self.wake()
 
     def on_taken(self, supply: Supply, taken: Taken) -> None:
         sample = self._samples.get(taken.round)
@@ -344,7 +343,7 @@ class Rounds:
                 self._dispatch.on_ranked(sample.better)
         if not taken.leased and taken.more:
             self._stall()
-        self._topic.wake()
+        self.wake()
 
     def on_lent(self, consumer: bytes, delivery: Delivery, body: Buffer) -> None:
         stream = self._dispatch.streams.get(consumer)
@@ -355,23 +354,20 @@ class Rounds:
         tokens = np.arange(first, first + delivery.count, dtype=np.uint64)
         self._topic.partitions[delivery.partition].settle(unused(tokens))
 
-    def on_ready(self) -> None:
-        self._topic.wake()
-
     def on_away(self, consumer: bytes, change: int) -> None:
         stream = self._dispatch.streams.get(consumer)
         if stream is not None and change:
             stream.on_away(change)
             if change < 0:
-                self._topic.wake()
+                self.wake()
 
     def on_lost(self, supply: Supply, error: PenstockError | None) -> None:
         self._leave_out(supply)
-        self._topic.wake()
+        self.wake()
 
     def _look_again(self) -> None:
         self._look = True
-        self._topic.wake()
+        self.wake()
 
     def _call_in(self, action: Callable[[], None], seconds: float) -> None:
         """Do something after so long, unless it is done before."""
@@ -531,7 +527,7 @@ class Supply:
 
     def _on_ready(self, _: Ready, __: memoryview) -> None:
         self.ready = True
-        self._rounds.on_ready()
+        self._rounds.wake()
 
     _HANDLERS: Final[dict[type[msgspec.Struct], Callable[[Any, Any, memoryview], None]]] = {
         Heads: _on_heads,

@@ -17,7 +17,7 @@ from penstock.heap import Applied
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
-from penstock.node.route.ports import AlwaysHere, Key, PartitionPort
+from penstock.node.route.ports import Key, PartitionPort
 from penstock.node.route.router import RemotePartition, Router
 from penstock.node.serve.deliveries import Deliveries
 from penstock.node.serve.demand import Demand
@@ -78,13 +78,11 @@ class Topic:
         self.local: list[Partition] = []  # those that this node serves, by index
         self._served: dict[int, Partition] = {}  # the same, by their indices
         self._add_ports()
-        self.metrics = metrics
-        self.clock = clock
-        self._on_fatal = on_fatal
+        self.metrics, self.clock, self._on_fatal = metrics, clock, on_fatal
         self._deliveries = Deliveries(
             config.name, metrics=metrics, on_damage=on_damage, on_fatal=on_fatal
         )
-        self.dispatch = Dispatch(self, self._deliveries, clock=clock, router=router)
+        self.dispatch = Dispatch(self, self._deliveries)
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
         self.log_streams: list[ReaderStream] = []
         self._loop = asyncio.get_running_loop()
@@ -97,7 +95,7 @@ class Topic:
         self.live: LivePath | None = None  # of a delta topic, once somebody subscribed
         self.ingest: IngestGate | None = None  # of a delta topic
         if live is not None:
-            self.ingest = IngestGate(self, options=live, clock=clock, metrics=metrics)
+            self.ingest = IngestGate(self, live)
         # How many more deltas may be written before the live path lags too much; None: any.
         self.live_room: Callable[[], int] | None = None
         self.message_bytes = 0  # of messages in answers, on average; 0: there was none yet
@@ -246,7 +244,7 @@ class Topic:
 
     def add_demand(self, consumers: bytes, send: Callable[..., None]) -> Demand:
         """Consumers of another node, whose names begin so, may lease our messages."""
-        demand = Demand(self, self._deliveries, consumers=consumers, clock=self.clock, send=send)
+        demand = Demand(self, self._deliveries, consumers=consumers, send=send)
         self._demands.append(demand)
         self.wake()
         return demand
@@ -349,9 +347,7 @@ class Topic:
     def _arm(self) -> None:
         due = [when - p.ahead_ms for p in self.local if (when := p.heap.next_wakeup()) is not None]
         if due:
-            earliest_ms, set_ms = min(due), self._alarm.when_ms
-            if set_ms is None or set_ms > earliest_ms:
-                self._alarm.set(max(earliest_ms, self.clock.now_ms() + 1))
+            self._alarm.set(max(min(due), self.clock.now_ms() + 1))
         batches = [p.heap.transactions for p in self.local]
         if any(b.prepared or b.unconfirmed for b in batches):
             self.atomic.arm()
@@ -392,7 +388,7 @@ def has_id(topic: Topic, topic_id: int) -> bool:
     greater one is of a successor that this node has not heard of yet: that raises."""
     if topic_id == topic.config.id:
         return True
-    if topic_id > topic.config.id and not isinstance(topic.router.cluster, AlwaysHere):
+    if topic_id > topic.config.id and not topic.router.cluster.alone:
         raise Unavailable(
             f"this node does not know yet that {topic.config.name} was made again", elsewhere=True
         )

@@ -17,7 +17,6 @@ from penstock.log import crash
 from penstock.model.batch import Codec, Kind, compress
 from penstock.model.columns import RUNS_MAX, Binary, Buffer, Columns, Domain, Value
 from penstock.model.entries import ENQ
-from penstock.model.topic import Compression
 from penstock.node.write.journal import COALESCE_ENTRIES, Journal, Reply
 from penstock.wire.messages import Duplicate, Enqueued, Placed
 
@@ -25,11 +24,6 @@ COALESCE_BYTES: Final = 1 << 20  # parts are not merged into more than this
 MERGE_BYTES: Final = 64  # what an entry may grow by: columns that only its new neighbours had
 _APART_BYTES: Final = 256  # what a second batch costs besides its entries
 COMPRESS_BYTES_MIN: Final = 512
-_CODECS: Final = {
-    Compression.NONE: Codec.NONE,
-    Compression.ZSTD: Codec.ZSTD,
-    Compression.LZ4: Codec.LZ4,
-}
 _ENTRY_FIXED: Final = tuple(
     c.name
     for c in ENQ.columns
@@ -267,7 +261,7 @@ class Enqueuer:
             body, codec = merge([part.columns for part in group]), 0
             columns = ENQ.decode(body, sum(part.count for part in group))
         raw_length = len(columns.body)
-        wanted = _CODECS[self._heap.config.compression]
+        wanted = Codec[self._heap.config.compression.name]
         if not codec and wanted and raw_length >= COMPRESS_BYTES_MIN:
             body, codec = compress(wanted, body), wanted
         batch = journal.append(
