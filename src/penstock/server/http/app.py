@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any, Final
 
@@ -132,7 +132,8 @@ class HttpApp:
             await exchange.refuse(Unavailable("the gateway failed; its log says why"))
         finally:
             self._active -= 1
-            exchange.release()
+            for kind in (Held.BODIES, Held.READS):
+                exchange.caller.account.hold(0, kind)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
@@ -151,11 +152,13 @@ class HttpApp:
             raise
         link = await self._link(exchange)
         with link.held():
-            body = await self._body(match.route, exchange)
-            request = match.route.parse(
+            route = match.route
+            limit = route.body_bytes_max or self._body_bytes_max
+            body = await exchange.body(limit if route.in_body else 0)
+            request = route.parse(
                 parameters=match.parameters, query=scope["query_string"], body=body
             )
-            content = await self._content(link, match.route, request, exchange)
+            content = await self._content(link, route, request, exchange)
         await exchange.respond(200, JSON, content)
 
     async def _content(
@@ -164,17 +167,19 @@ class HttpApp:
         """The answer to a call. If nobody is left to read it, or there is no room for it, what the
         call has done is undone."""
         operation, gone = route.operation, False
+        account = exchange.caller.account
 
         def encode(result: Result) -> bytes:
             if gone:
                 raise Disconnected
             content = route.encode(result)
-            exchange.check_room(len(content))
+            account.hold(0, Held.READS)
+            account.check(len(content))
             return content
 
         reads = route.name in READS
         if reads:
-            await exchange.hold(READ_BYTES, Held.READS)
+            await account.acquire(READ_BYTES, Held.READS)
         async with self._reads if reads else nullcontext():
             work = operation.run(link, request)
             if route.name == "Pop":
@@ -189,7 +194,8 @@ class HttpApp:
         elif path == "/healthz":
             await exchange.respond(200, JSON, b'{"status":"ok"}')
         elif path == "/readyz":
-            await self._ready()
+            with suppress(Unauthenticated):  # that the engine wants a key is an answer too
+                await self._pool.link(None)
             await exchange.respond(200, JSON, b'{"status":"ready"}')
         else:
             await self._link(exchange)
@@ -202,18 +208,6 @@ class HttpApp:
         link = await self._pool.link(exchange.api_key)
         exchange.caller.admit(exchange.api_key)
         return link
-
-    async def _ready(self) -> None:
-        """Raises `Unavailable` unless the engine answers; that it wants a key is an answer."""
-        try:
-            await self._pool.link(None)
-        except Unauthenticated:
-            pass
-
-    async def _body(self, route: HttpRoute, exchange: HttpExchange) -> bytes | bytearray:
-        if not route.in_body:
-            return await exchange.body(0)
-        return await exchange.body(route.body_bytes_max or self._body_bytes_max)
 
     async def _stream(self, topic: str, exchange: HttpExchange) -> None:
         """Send events until the caller goes away or the gateway stops."""
@@ -325,7 +319,7 @@ class HttpExchange:
         if self._length > limit:
             raise too_large(limit)
         if self._length:
-            await self.hold(self._length, Held.BODIES)
+            await self.caller.account.acquire(self._length, Held.BODIES)
         event = await self._receive()
         if event["type"] == "http.request" and not event.get("more_body"):
             self._read = True
@@ -339,24 +333,12 @@ class HttpExchange:
             if len(joined) > limit:
                 raise too_large(limit)
             if not self._length:  # it comes in chunks, and nobody has said how many
-                await self.hold(len(event["body"]), Held.BODIES)
+                await self.caller.account.acquire(len(event["body"]), Held.BODIES)
             if not event.get("more_body"):
                 self._read = True
                 return joined
             event = await self._receive()
         raise Disconnected
-
-    async def hold(self, size: int, kind: Held) -> None:
-        await self.caller.account.acquire(size, kind)
-
-    def check_room(self, size: int) -> None:
-        """Raise `Backpressure` unless there is room for an answer of this size."""
-        self.caller.account.hold(0, Held.READS)
-        self.caller.account.check(size)
-
-    def release(self) -> None:
-        self.caller.account.hold(0, Held.BODIES)
-        self.caller.account.hold(0, Held.READS)
 
     async def _drained(self) -> bool:
         """Read what is left of a refused body and forget it, if it is little: closing a connection
