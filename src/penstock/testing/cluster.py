@@ -74,18 +74,17 @@ class ClusterProcesses:
         arguments = ["--cluster", f"etcd://{self.etcd.endpoint}", "--node-id", node]
         if zone:
             arguments += ["--zone", zone]
+        environment = self._bytecode()
+        if self._key:  # arguments are seen in the list of processes
+            environment["PENSTOCK_CLUSTER_KEY"] = self._key
         self.nodes[node] = ServerProcess(
             data=self.folder / node,
             options={"cluster.name": self.name, **self._options},
             ports=off | ports,
             arguments=arguments,
-            environment=self._bytecode() | self._secret(),
+            environment=environment,
         )
         return node
-
-    def _secret(self) -> dict[str, str]:
-        """The key goes by the environment: arguments are seen in the list of processes."""
-        return {"PENSTOCK_CLUSTER_KEY": self._key} if self._key else {}
 
     def _bytecode(self) -> dict[str, str]:
         """Where Python may not keep bytecode beside the source, keep it with the cluster: a node

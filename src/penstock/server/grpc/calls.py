@@ -62,7 +62,7 @@ class Calls:
         self._total = 0
 
     def connection(self, context: Context) -> FrontConnection:
-        found = self._front.find(context.peer())
+        found = self._front.named.get(context.peer())
         if found is None:
             raise Unavailable("the connection is gone")
         return found
@@ -143,14 +143,10 @@ def answered(run: Callable[[Bytes, Context], Awaitable[Any]]) -> Any:
         except PenstockError as error:
             return await refuse(context, error)
         except Exception:
-            log.exception("call failed", path=context_method(context))
+            log.exception("call failed", path=str(getattr(context, "_method", "")))
             return await refuse(context, Unavailable("the gateway failed; its log says why"))
 
     return answer
-
-
-def context_method(context: Context) -> str:
-    return str(getattr(context, "_method", ""))
 
 
 def identify(context: Context) -> str | None:

@@ -288,7 +288,7 @@ class GrpcFront:
         self.path = Path(self._folder.name) / "socket"
         self._prefix = f"penstock-{secrets.token_hex(8)}"
         self._numbers = 0
-        self._named: dict[str, FrontConnection] = {}
+        self.named: dict[str, FrontConnection] = {}  # as the library names who calls
         self._opening: set[asyncio.Task[None]] = set()
         self.connections: set[FrontConnection] = set()
         self._server: asyncio.Server | None = None
@@ -314,9 +314,6 @@ class GrpcFront:
             connection.abort()
         self._folder.cleanup()
 
-    def find(self, peer: str) -> FrontConnection | None:
-        return self._named.get(peer)
-
     def open_back(self, connection: FrontConnection) -> None:
         self._numbers += 1
         task = asyncio.ensure_future(self._open_back(connection, f"{self._prefix}-{self._numbers}"))
@@ -337,10 +334,10 @@ class GrpcFront:
             return
         peer = f"unix-abstract:{name}"
         if connection in self.connections:
-            self._named[peer] = connection
+            self.named[peer] = connection
         connection.joined(back, peer)
 
     def on_lost(self, connection: FrontConnection) -> None:
         self.connections.discard(connection)
         self.doorway.leave(connection)
-        self._named.pop(connection.name, None)
+        self.named.pop(connection.name, None)

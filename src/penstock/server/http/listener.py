@@ -346,8 +346,12 @@ class HttpServer:
         self._uvicorn.load()
         config = self._config
         tls = server_context(config.tls) if config.tls_enabled else None
+        connection = partial(
+            BoundedHttp, self._uvicorn, self._state, {},
+            limits=config.limits, budget=self._budget, doorway=self._doorway,
+        )  # fmt: skip
         self._server, self.port = await listen(
-            self._protocol,
+            connection,
             host=config.host, port=config.http_port, doorway=self._doorway, tls=tls,
         )  # fmt: skip
         self._sweep()
@@ -371,12 +375,6 @@ class HttpServer:
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._server = None
-
-    def _protocol(self) -> BoundedHttp:
-        return BoundedHttp(
-            self._uvicorn, self._state, {},
-            limits=self._config.limits, budget=self._budget, doorway=self._doorway,
-        )  # fmt: skip
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()

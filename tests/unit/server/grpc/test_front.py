@@ -54,9 +54,9 @@ async def test_nothing_is_left_of_a_connection_that_is_gone(gateway: Gateway) ->
     async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ports['grpc']}") as channel:
         stub: Any = PenstockStub(channel)  # type: ignore[no-untyped-call]
         await stub.Enqueue(pb.EnqueueRequest(topic="jobs", payload=b"x" * 200_000))
-        assert len(front.connections) == len(front._named) == 1
+        assert len(front.connections) == len(front.named) == 1
         assert gateway.budget.held == 0
     async with asyncio.timeout(60):
         while front.connections:
             await asyncio.sleep(0.001)
-    assert not front._named
+    assert not front.named
