@@ -215,61 +215,6 @@ class Collector:
 Valid = Callable[[Pairs], NDArray[np.bool_]]
 
 
-class Runs:
-    def __init__(self, valid: Valid) -> None:
-        self._valid = valid
-        self.items: list[Pairs] = []  # each sorted and not empty
-
-    @property
-    def size(self) -> int:
-        return sum(run.size for run in self.items)
-
-    def add(self, pairs: Pairs) -> None:
-        """Make a run of pairs in any order."""
-        run = sorted_pairs(pairs.where(self._valid(pairs)))
-        if not run.size:
-            return
-        tier = _tier(run)
-        peers = [other for other in self.items if _tier(other) <= tier]
-        if len(peers) + 1 < FAN:
-            self.items.append(run)
-            return
-        self.items = [other for other in self.items if _tier(other) > tier]
-        self.add(join([*peers, run]))
-
-    def take_heads(self, wanted: int) -> tuple[Pairs, Bound]:
-        """Cut all pairs up to a bound off the runs, `wanted` or somewhat more; and that bound."""
-        runs = self.items
-        width = max(HEAD_MIN, 2 * wanted // len(runs))
-        while True:
-            # The bound is the least end of a head that has more behind it: no run can hold a
-            # better pair that was not looked at. Runs made one after the other in time hardly
-            # overlap when priorities are alike; then the heads must be longer.
-            partial = [run.at(width - 1) for run in runs if width < run.size]
-            if not partial:
-                self.items = []
-                taken = sorted_pairs(join(runs))
-                return taken, taken.last()
-            bound = min(partial)
-            cuts = [rank_in(run, bound, inclusive=True) for run in runs]
-            if width >= wanted or 2 * sum(cuts) >= wanted:
-                break
-            width *= 2
-        heads = [run.cut(0, cut) for run, cut in zip(runs, cuts, strict=True) if cut]
-        rest = [_trim(run.cut(cut)) if cut else run for run, cut in zip(runs, cuts, strict=True)]
-        self.items = [run for run in rest if run.size]
-        return sorted_pairs(join(heads)), bound
-
-    def below(self, bound: Bound) -> list[Pairs]:
-        """What comes strictly before the bound, run by run."""
-        return [run.cut(0, rank_in(run, bound, inclusive=False)) for run in self.items]
-
-    def sweep(self) -> None:
-        """Drop every pair that is not valid."""
-        swept = [run.where(self._valid(run)) for run in self.items]
-        self.items = [run for run in swept if run.size]
-
-
 def _tier(run: Pairs) -> int:
     return run.size.bit_length() // TIER_BITS
 
@@ -298,14 +243,15 @@ class RunIndex:
         self._looked = False
         self._fresh = Collector()
         self._back = Collector()
-        self._runs = Runs(self._valid)
+        self._runs: list[Pairs] = []  # each sorted and not empty
         self._bound = (0, 0)  # meaningful while anything is behind the front
         self._set_front(0)
 
     @property
     def size(self) -> int:
         """Pairs held, valid or not."""
-        return self._end - self._at + self._fresh.size + self._back.size + self._runs.size
+        in_runs = sum([run.size for run in self._runs])
+        return self._end - self._at + self._fresh.size + self._back.size + in_runs
 
     # --- changes ---
 
@@ -396,7 +342,7 @@ class RunIndex:
         parts = [front.cut(0, rank_in(front, bound, inclusive=False))]
         if self._behind() and bound > self._bound:
             self._seal()
-            parts += self._runs.below(bound)
+            parts += [run.cut(0, rank_in(run, bound, inclusive=False)) for run in self._runs]
         below = join(parts)
         return sorted_pairs(below.where(self._valid(below))).size
 
@@ -412,7 +358,7 @@ class RunIndex:
     # --- fresh to front and back ---
 
     def _behind(self) -> bool:
-        return bool(self._back.size or self._runs.items)
+        return bool(self._back.size or self._runs)
 
     def _front_pairs(self) -> Pairs:
         return self._front.cut(self._at, self._end)
@@ -503,7 +449,19 @@ class RunIndex:
     def _seal(self) -> None:
         """Make the back a run."""
         if self._back.size:
-            self._runs.add(self._back.take())
+            self._add_run(self._back.take())
+
+    def _add_run(self, pairs: Pairs) -> None:
+        run = sorted_pairs(pairs.where(self._valid(pairs)))
+        if not run.size:
+            return
+        tier = _tier(run)
+        peers = [other for other in self._runs if _tier(other) <= tier]
+        if len(peers) + 1 < FAN:
+            self._runs.append(run)
+            return
+        self._runs = [other for other in self._runs if _tier(other) > tier]
+        self._add_run(join([*peers, run]))
 
     def _refill(self, wanted: int) -> bool:
         """Bring the best of what is behind into the front; False if nothing valid is left.
@@ -512,14 +470,37 @@ class RunIndex:
         """
         self._seal()
         wanted = max(wanted, FRONT)
-        while self._runs.items:
-            taken, self._bound = self._runs.take_heads(wanted)
+        while self._runs:
+            taken, self._bound = self._take_heads(wanted)
             taken = taken.where(self._valid(taken))
             if taken.size:
                 self._append(taken)
                 return True
             wanted *= 2
         return False
+
+    def _take_heads(self, wanted: int) -> tuple[Pairs, Bound]:
+        """Cut all pairs up to a bound off the runs, `wanted` or somewhat more; and that bound."""
+        runs = self._runs
+        width = max(HEAD_MIN, 2 * wanted // len(runs))
+        while True:
+            # The bound is the least end of a head that has more behind it: no run can hold a
+            # better pair that was not looked at. Runs made one after the other in time hardly
+            # overlap when priorities are alike; then the heads must be longer.
+            partial = [run.at(width - 1) for run in runs if width < run.size]
+            if not partial:
+                self._runs = []
+                taken = sorted_pairs(join(runs))
+                return taken, taken.last()
+            bound = min(partial)
+            cuts = [rank_in(run, bound, inclusive=True) for run in runs]
+            if width >= wanted or 2 * sum(cuts) >= wanted:
+                break
+            width *= 2
+        heads = [run.cut(0, cut) for run, cut in zip(runs, cuts, strict=True) if cut]
+        rest = [_trim(run.cut(cut)) if cut else run for run, cut in zip(runs, cuts, strict=True)]
+        self._runs = [run for run in rest if run.size]
+        return sorted_pairs(join(heads)), bound
 
     # --- stale pairs ---
 
@@ -532,7 +513,8 @@ class RunIndex:
         front = self._front_pairs()
         self._at = self._end = 0
         self._append(front.where(self._valid(front)))
-        self._runs.sweep()
+        swept = [run.where(self._valid(run)) for run in self._runs]
+        self._runs = [run for run in swept if run.size]
         back = self._back.take()
         self._back.add(back.where(self._valid(back)))
 
@@ -540,15 +522,13 @@ class RunIndex:
 
     def everything(self) -> Pairs:
         """All pairs held, in no order, for checks."""
-        return join(
-            [self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs.items]
-        )
+        return join([self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs])
 
     def validate(self) -> None:
-        for run in (self._front_pairs(), *self._runs.items):
+        for run in (self._front_pairs(), *self._runs):
             pairs = list(zip(run.keys.tolist(), run.sequences.tolist(), strict=True))
             assert all(a < b for a, b in pairwise(pairs)), "a run is unsorted"
-        behind = join([*self._back.peek(), *self._runs.items])
+        behind = join([*self._back.peek(), *self._runs])
         if behind.size and self._looked and self._end > self._at:
             key, sequence = self._bound
             worse = (behind.keys > key) | (

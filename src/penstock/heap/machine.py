@@ -284,23 +284,12 @@ class Heap(HeapState):
 
     def forget_dead_before(self, time_ms: int) -> Sequences:
         """Dead letters that died before `time_ms`, some at a time, for an ACK by message."""
-        found: list[Sequences] = []
-        if self.dead:
-            for sequences in self.table.scan(frozenset({MessageState.DEAD})):
-                old = self.table.until_ms[self.table.places(sequences)] < time_ms
-                found.append(sequences[old])
-                if sum(map(len, found)) >= FORGET_MAX:
-                    break
-        return np.concatenate(found)[:FORGET_MAX] if found else np.empty(0, np.uint64)
+        dead = self.table.all_in(frozenset({MessageState.DEAD}))
+        return dead[self.table.until_ms[self.table.places(dead)] < time_ms][:FORGET_MAX]
 
     def alive(self, first: int, last: int) -> Sequences:
         """Messages in [first, last] that the log must keep, ascending."""
-        found: list[Sequences] = []
-        for sequences in self.table.scan(ALIVE, after=first - 1):
-            found.append(sequences[: sequences.searchsorted(np.uint64(last), side="right")])
-            if int(sequences[-1]) >= last:
-                break
-        return np.concatenate(found) if found else np.empty(0, np.uint64)
+        return self.table.all_in(ALIVE, after=first - 1, through=last)
 
     def oldest_alive(self) -> int | None:
         return next((int(found[0]) for found in self.table.scan(ALIVE)), None)

@@ -231,7 +231,7 @@ def on_ack(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         _end_leases_of(heap, messages, applied.released)
         _finish(heap, messages)
     if "through" in columns.views:
-        _finish(heap, _waiting_through(heap, int(columns.fixed("through").max())))
+        _finish(heap, heap.table.all_in(WAITING, through=int(columns.fixed("through").max())))
     return applied
 
 
@@ -256,15 +256,6 @@ def _end_leases_of(heap: HeapState, messages: Sequences, released: dict[bytes, i
     leased = messages[heap.table.states(messages) == MessageState.LEASED]
     if len(leased):
         _release(heap, heap.leases.tokens_of(set(leased.tolist())), released)
-
-
-def _waiting_through(heap: HeapState, through: int) -> Sequences:
-    found = []
-    for messages in heap.table.scan(WAITING):
-        if int(messages[0]) > through:
-            break
-        found.append(messages[messages <= np.uint64(through)])
-    return np.concatenate(found) if found else _NO_MESSAGES
 
 
 # --- back ---

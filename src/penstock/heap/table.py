@@ -303,8 +303,16 @@ class MessageTable:
             if len(found):
                 yield found
 
-    def all_in(self, wanted: frozenset[MessageState]) -> Sequences:
-        chunks = list(self.scan(wanted))
+    def all_in(
+        self, wanted: frozenset[MessageState], *, after: int = 0, through: int | None = None
+    ) -> Sequences:
+        """Sequences past `after`, and up to `through`, in one of the wanted states, ascending."""
+        chunks: list[Sequences] = []
+        for found in self.scan(wanted, after=after):
+            chunks.append(found)
+            if through is not None and int(found[-1]) >= through:
+                chunks[-1] = found[: found.searchsorted(np.uint64(through), side="right")]
+                break
         return np.concatenate(chunks) if chunks else np.empty(0, np.uint64)
 
     # --- pages ---
