@@ -89,6 +89,8 @@ class HostedSink:
         spawn: Callable[..., object],
     ) -> None:
         self.hub, self.sink, self.routes, self.options = hub, sink, routes, options
+        self.name = sink.name
+        self._with_states = bool(sink.feed & Feed.STATES)
         self._spawn, self._loop = spawn, asyncio.get_running_loop()
         self.thread = SinkThread(
             sink, topic=hub.topic.config.name, pipeline=pipeline, box=box, patience=options,
@@ -100,10 +102,6 @@ class HostedSink:
         self._ready = False
         self.halted: dict[int, str] = {}  # by partition, why it cannot go on
         self.stopped = False
-
-    @property
-    def name(self) -> str:
-        return self.sink.name
 
     def _in_loop(self, call: Callable[[Any], None], value: Any) -> None:
         if not self._loop.is_closed():
@@ -225,10 +223,6 @@ class HostedSink:
             rate_min=live.rate_min,
             rate_max=live.rate_max,
         )
-
-    @property
-    def _with_states(self) -> bool:
-        return bool(self.sink.feed & Feed.STATES)
 
     def _parcel_rows(self) -> int:
         """Rows of one parcel: no more than there may be states, should each be of a vector."""
