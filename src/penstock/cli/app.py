@@ -109,14 +109,9 @@ def completion(
     return None
 
 
-def _answer_shell() -> None:
-    """Let the running process answer a shell that asks for completions."""
-    if VARIABLE in os.environ:
+def run() -> None:
+    if VARIABLE in os.environ:  # a shell asks for completions
         from typer.completion import completion_init  # type: ignore[attr-defined]  # imported there
 
         completion_init()
-
-
-def run() -> None:
-    _answer_shell()
     app(prog_name="penstock")

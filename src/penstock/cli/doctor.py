@@ -91,7 +91,8 @@ def doctor(
 def examine(data: Path) -> Iterator[Check]:
     yield check_python()
     yield from check_packages()
-    probe = data if data.is_dir() else _existing(data)
+    # Where the data folder is, or would be made.
+    probe = next(p for p in (data.absolute(), *data.absolute().parents) if p.is_dir())
     yield check_space(probe)
     yield check_fsync(probe)
     yield check_clock()
@@ -171,11 +172,6 @@ def check_folder(data: Path) -> Check:
     if report.ok:
         return Check("data folder", "ok", f"{report.messages} messages verified")
     return Check("data folder", "fail", f"damaged: {report.first_bad}")
-
-
-def _existing(path: Path) -> Path:
-    """The nearest folder that exists, where the data folder would be made."""
-    return next(p for p in (path.absolute(), *path.absolute().parents) if p.is_dir())
 
 
 def view_of(checks: list[Check]) -> Any:

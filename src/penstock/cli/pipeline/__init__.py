@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,20 +54,13 @@ def run(
     settings = PipelineSettings.load(config, overrides=overrides)
     configure(log_level or "info")
     pipeline = Pipeline(settings, metrics=metrics)
-    _stop_on_signals(pipeline)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: pipeline.request_stop())
     pipeline.start(available_now=available_now)
     _announce(pipeline, as_json=cli.json)
     pipeline.wait()
     found = status.look(settings.state)
     return Answer(found, status.view_of, Exit.FAILED if pipeline.delivery.halted else Exit.OK)
-
-
-def _stop_on_signals(pipeline: Pipeline) -> None:
-    def stop(number: int, frame: FrameType | None) -> None:
-        pipeline.request_stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
 
 
 def _announce(pipeline: Pipeline, *, as_json: bool) -> None:
