@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -36,12 +36,14 @@ def _builtin(field: FieldDescriptor, value: Any) -> Any:
         known = field.enum_type.values_by_number.get(value)
         return known.name.lower() if known else str(value)
     if field.is_repeated:
-        return dict(value) if _is_map(field) else list(value)
+        of = field.message_type
+        return dict(value) if of is not None and of.GetOptions().map_entry else list(value)
     return value
 
 
 def message_of(type: type[M], values: Mapping[str, Any]) -> M:
-    return type(**_known(_descriptor(type), values))
+    descriptor: Any = type.DESCRIPTOR
+    return type(**_known(descriptor, values))
 
 
 def _known(descriptor: Descriptor, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,18 +62,9 @@ def _known(descriptor: Descriptor, values: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _descriptor(type: type[Message]) -> Descriptor:
-    found: Any = type.DESCRIPTOR
-    return cast(Descriptor, found)
-
-
 @cache
 def _fields(descriptor: Descriptor) -> list[tuple[str, FieldDescriptor]]:
     return list(descriptor.fields_by_name.items())
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def items_of(batch: DeliveredBatch) -> list[pb.PopItem]:
