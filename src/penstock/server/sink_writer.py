@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import msgspec
-
 from penstock.client.client import Client
 from penstock.client.network.endpoints import Remote
 from penstock.client.options import Options
@@ -30,7 +28,6 @@ class RemoteTopicWriter:
         self._source = Remote(url, api_key=api_key, tls=ca, client="penstock-sink")
         self._loop = asyncio.get_running_loop()
         self._client: Client | None = None
-        self._configs: dict[str, TopicConfig] = {}  # of each only what never changes is used
 
     def append(
         self, topic: str, *, producer: str, epoch: int, items: Items, partition: int
@@ -47,7 +44,6 @@ class RemoteTopicWriter:
 
     def close(self) -> None:
         client, self._client = self._client, None
-        self._configs.clear()
         if client is not None:
             self._run(client.close())
 
@@ -64,11 +60,9 @@ class RemoteTopicWriter:
         return self._client
 
     async def _config(self, topic: str) -> TopicConfig:
-        found = self._configs.get(topic)
-        if found is None:
-            answer = await (await self._connected()).call("topic_get", topic=topic)
-            found = self._configs[topic] = msgspec.convert(answer, TopicConfig)
-        return found
+        """As it was when the topic was first written to: only what never changes is used."""
+        client = await self._connected()
+        return (await client.topic(topic, bytes, create=False)).config
 
     async def _enqueue(self, topic: str, parts: list[Part]) -> None:
         """The bodies carry producer keys: they are sent again until they are answered."""
