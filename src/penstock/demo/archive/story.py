@@ -252,7 +252,6 @@ async def lose_a_sink(play: Play, chapter: Chapter) -> None:
             lambda: _sink(house, FAILING).lag_s > BEHIND_TIMES * _others_lag(house, since=began),
             within_s=BREAKER_S_MAX, what="the shop stays closed, the others go on",
         )  # fmt: skip
-        behind = _sink(house, FAILING).lag_s
         house.pipeline.outage.unlink()
         house.recording.spans.append(Span(began, house.now(), f"the {FAILING} is closed"))
         house.mark("the shop is open again")
@@ -262,13 +261,14 @@ async def lose_a_sink(play: Play, chapter: Chapter) -> None:
         )  # fmt: skip
     level = await house.until(house.in_step, within_s=CATCH_UP_S_MAX, what="the shop catches up")
     house.mark("all sinks in step")
-    _judge_outage(play, chapter, began=began, opened=opened, back=back and level, behind=behind)
+    _judge_outage(play, chapter, began=began, opened=opened, back=back and level)
 
 
-def _judge_outage(
-    play: Play, chapter: Chapter, *, began: float, opened: bool, back: bool, behind: float
-) -> None:
+def _judge_outage(play: Play, chapter: Chapter, *, began: float, opened: bool, back: bool) -> None:
+    """All sinks are judged by their worst moment since the shop closed: a busy machine delays what
+    every one of them shows."""
     house = play.house
+    behind = house.recording.worst_lag(FAILING, since=began)
     others = {name: house.recording.worst_lag(name, since=began) for name in QUICK_SINKS}
     worst = max(others.values())
     shop = next(sink for sink in house.status["sinks"] if sink["name"] == FAILING)
