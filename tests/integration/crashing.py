@@ -277,7 +277,7 @@ def present(node: Node) -> list[bytes]:
         partition.heap.validate()
         sequences = partition.heap.alive(1, partition.log.sequence_last).tolist()
         if sequences:
-            rows = partition.reader.gather(sequences, nowait=False)
+            rows = partition.reader.load(sequences)
             assert rows is not None
             columns = DELIVERY.decode(
                 rows.encode(np.zeros(len(sequences), np.uint32)), len(sequences)

@@ -90,7 +90,7 @@ class Deliveries:
         crash_point("node.lease.undelivered")
         sequences: list[int] = messages.tolist()
         try:
-            rows = rows or partition.reader.gather(sequences, nowait=True)
+            rows = rows or partition.reader.gather(sequences)
             if rows is None:
                 loading = self._loop.run_in_executor(
                     None, partition.reader.load, sequences, ANSWER_BYTES_MAX

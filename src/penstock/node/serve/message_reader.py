@@ -234,14 +234,14 @@ class MessageReader:
         self._log, self._cache = log, cache
         self._owner = next(self._owners)
 
-    def gather(self, sequences: list[int], *, nowait: bool) -> MessageRows | None:
-        """The messages in the order asked for; None if `nowait` and one is not in memory."""
+    def gather(self, sequences: list[int]) -> MessageRows | None:
+        """The messages in the order asked for; None if one is not in memory."""
         picks: _Picks = []
         places: list[int] = []
         batch, first, last = None, 1, 0
         for sequence in sequences:
             if batch is None or not first <= sequence <= last:
-                batch = self._batch(sequence, nowait, guess=last + 1)
+                batch = self._batch(sequence, guess=last + 1)
                 if batch is None:
                     return None
                 first, last = batch.first, batch.last
@@ -280,7 +280,7 @@ class MessageReader:
         """The log's files changed (compaction), or the partition is closed."""
         self._cache.drop_all(self._owner)
 
-    def _batch(self, sequence: int, nowait: bool, *, guess: int) -> _Decoded | None:
+    def _batch(self, sequence: int, *, guess: int) -> _Decoded | None:
         """The batch of a message; `guess` is where it begins if it follows the one before."""
         found = self._cache.get(self._owner, guess)
         if found is not None and found.first <= sequence <= found.last:
@@ -289,7 +289,7 @@ class MessageReader:
         found = None if first is None else self._cache.get(self._owner, first)
         # After a rewrite an older, shorter batch may still be here under the same first sequence.
         if found is None or sequence > found.last:
-            batch = self._log.read(sequence, nowait=nowait)
+            batch = self._log.read(sequence, nowait=True)
             if batch is None:
                 return None
             found = _Decoded(batch)

@@ -113,57 +113,53 @@ class ConsumerStream:
             )
 
 
+@dataclass(slots=True, eq=False)
 class ReaderStream:
     """Committed batches of one partition from a cursor on, verbatim."""
 
-    def __init__(
-        self,
-        source: LogSource,
-        *,
-        partition: int,
-        from_sequence: int,
-        window_entries: int,
-        window_bytes: int,
-        send: Callable[[LogSlice, list[Buffer]], None],
-        fail: Callable[[BaseException], None],
-        end: Callable[[], None],
-        room: SendRoom,
-        through: int | None = None,
-    ) -> None:
-        self.source, self._log, self.partition = source, source.log, partition
-        self.cursor = from_sequence
-        self._window_entries, self._window_bytes = window_entries, window_bytes
-        self._entries_out = self._bytes_out = 0
-        self._send, self.fail, self._end, self._room = send, fail, end, room
-        self._through = through  # the batch that covers it is the last; None: there is none
-        self._reading = False
-        self.open = True
-        self.blocked = False
+    source: LogSource
+    _: KW_ONLY
+    partition: int
+    cursor: int
+    window_entries: int
+    window_bytes: int
+    send: Callable[[LogSlice, list[Buffer]], None]
+    fail: Callable[[BaseException], None]
+    end: Callable[[], None]
+    send_room: SendRoom
+    through: int | None = None  # the batch that covers it is the last; None: there is none
+    open: bool = True
+    blocked: bool = False
+    entries_out: int = 0
+    bytes_out: int = 0
+    reading: bool = False
 
     def acknowledge(self, entries: int, bytes_: int) -> None:
         """The reader took this much: its credit comes back."""
-        if not (0 <= entries <= self._entries_out and 0 <= bytes_ <= self._bytes_out):
+        if not (0 <= entries <= self.entries_out and 0 <= bytes_ <= self.bytes_out):
             raise InvalidArgument("more credit returned than is out", field="entries")
-        self._entries_out -= entries
-        self._bytes_out -= bytes_
+        self.entries_out -= entries
+        self.bytes_out -= bytes_
 
     def pump(self) -> None:
         """Send what is committed and fits the credit, as far as there is room for it."""
         while self._may_send(sequence_committed := self.source.sequence_readable):
-            room = min(SLICE_BYTES_MAX, max(1, self._window_bytes - self._bytes_out))
+            room = min(SLICE_BYTES_MAX, max(1, self.window_bytes - self.bytes_out))
             taken = 0
             try:
                 # A segment that is not open tells no size: its first slice may have more.
-                size = self._log.slice_size(self.cursor, through=sequence_committed, bytes_max=room)
+                size = self.source.log.slice_size(
+                    self.cursor, through=sequence_committed, bytes_max=room
+                )
                 wanted = SLICE_BYTES_MAX if size is None else size
-                if not self._room.take(wanted):
+                if not self.send_room.take(wanted):
                     return
                 taken = wanted
-                batches = self._log.read_slice(
+                batches = self.source.log.read_slice(
                     self.cursor, through=sequence_committed, bytes_max=room, nowait=True
                 )
             except PenstockError as error:  # dropped by retention, or damaged
-                self._room.give_back(taken)
+                self.send_room.give_back(taken)
                 self.fail(error)
                 return
             if batches is None:
@@ -176,9 +172,9 @@ class ReaderStream:
         return (
             self.open
             and not self.blocked
-            and not self._reading
+            and not self.reading
             and self.cursor <= sequence_committed
-            and (self._bytes_out < self._window_bytes or not self._bytes_out)
+            and (self.bytes_out < self.window_bytes or not self.bytes_out)
         )
 
     def _send_slice(self, batches: list[Batch], sequence_committed: int, *, taken: int) -> bool:
@@ -186,45 +182,45 @@ class ReaderStream:
         A batch that comes when nothing is out may exceed the window, in entries and bytes. Whether
         something was sent, and more may follow."""
         fitting: list[Buffer] = []
-        entries, size, last = self._entries_out, self._bytes_out, 0
+        entries, size, last = self.entries_out, self.bytes_out, 0
         for batch in batches:
             padded = batch.size + (-batch.size & 7)
-            if entries and entries + batch.count > self._window_entries:
+            if entries and entries + batch.count > self.window_entries:
                 break
-            if size and size + padded > self._window_bytes:
+            if size and size + padded > self.window_bytes:
                 break
-            if self._through is not None and batch.first > self._through:
+            if self.through is not None and batch.first > self.through:
                 break
             fitting += [batch.header, batch.body, bytes(padded - batch.size)]
             entries, size, last = entries + batch.count, size + padded, batch.last
         try:
             if fitting:
-                self._entries_out, self._bytes_out = entries, size
+                self.entries_out, self.bytes_out = entries, size
                 about = LogSlice(self.partition, batches[0].first, last, sequence_committed)
-                self._send(about, fitting)
+                self.send(about, fitting)
                 self.cursor = last + 1
         finally:
-            self._room.give_back(taken)
-        if self._through is not None and last >= self._through:
-            self._end()
+            self.send_room.give_back(taken)
+        if self.through is not None and last >= self.through:
+            self.end()
             return False
         return bool(fitting)
 
     def _read_cold(self, sequence_committed: int, bytes_max: int, *, taken: int) -> None:
         """The page cache misses: read in a thread, then go on."""
-        self._reading = True
+        self.reading = True
         future = asyncio.get_running_loop().run_in_executor(
             None,
-            lambda: self._log.read_slice(
+            lambda: self.source.log.read_slice(
                 self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=False
             ),
         )
 
         def done(future: asyncio.Future[list[Batch] | None]) -> None:
-            self._reading = False
+            self.reading = False
             error = future.exception()
             if error is not None or not self.open:
-                self._room.give_back(taken)
+                self.send_room.give_back(taken)
                 if error is not None and self.open:
                     self.fail(error)
             elif self._send_slice(future.result() or [], sequence_committed, taken=taken):

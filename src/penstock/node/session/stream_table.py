@@ -327,13 +327,13 @@ class StreamTable:
         stream = ReaderStream(
             source,
             partition=control.partition,
-            from_sequence=start,
+            cursor=start,
             window_entries=control.credit_entries,
             window_bytes=control.credit_bytes,
             send=send,
             fail=fail,
             end=lambda: self.end(number),
-            room=self._outlet,
+            send_room=self._outlet,
             through=control.through or None,
         )
         self._add(number, topic, stream)

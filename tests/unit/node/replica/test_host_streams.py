@@ -52,9 +52,9 @@ class Reader:
         self.last = 0
         self.failed: list[BaseException] = []
         stream = ReaderStream(
-            host, partition=0, from_sequence=1, window_entries=1000, window_bytes=1 << 20,
+            host, partition=0, cursor=1, window_entries=1000, window_bytes=1 << 20,
             send=self._take, fail=self.failed.append, end=lambda: None,
-            room=Outlet(ReadPace(), Budget(1 << 30).account(), lambda: None),
+            send_room=Outlet(ReadPace(), Budget(1 << 30).account(), lambda: None),
         )  # fmt: skip
         host.topic.add_log_stream(stream)
 
