@@ -96,7 +96,7 @@ class ChangeWriter:
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         buffer = sink.getvalue()
-        low, high = _log_times(table)
+        times = pc.min_max(table["log_time_ms"]).as_py()
         self._sections.append(
             Section(
                 kind=kind,
@@ -104,8 +104,8 @@ class ChangeWriter:
                 rows=table.num_rows,
                 offset=self._size,
                 length=buffer.size,
-                log_time_ms_min=low,
-                log_time_ms_max=high,
+                log_time_ms_min=times["min"],
+                log_time_ms_max=times["max"],
             )
         )
         self._buffers.append(buffer)
@@ -134,13 +134,6 @@ def write_apart(path: Path, buffers: Sequence[Any]) -> None:
     does not matter who is last."""
     with storage_errors(path.parent):
         write_whole(path, buffers, new=path.with_name(f".{path.name}.{uuid.uuid4().hex}"))
-
-
-def _log_times(table: pa.Table) -> tuple[int, int]:
-    if "log_time_ms" not in table.column_names:
-        return 0, 0
-    found = pc.min_max(table["log_time_ms"]).as_py()
-    return found["min"] or 0, found["max"] or 0
 
 
 VERSION: Final = 1

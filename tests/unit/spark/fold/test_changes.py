@@ -132,7 +132,7 @@ def written(folder: Path, *values: int) -> ChangePart:
     writer = ChangeWriter(folder, topic="vectors", partition=3)
     writer.add("states", pa.table({"n": values, "log_time_ms": [v * 10 for v in values]}), lane=1)
     writer.add("states", pa.table({"n": pa.array([], pa.int64())}), lane=2)
-    writer.add("deltas", pa.table({"id": ["a", "b"]}))
+    writer.add("deltas", pa.table({"id": ["a", "b"], "log_time_ms": [1, 2]}))
     return writer.finish(first=5, last=9, counts={"read": 2})
 
 
