@@ -12,7 +12,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -36,14 +36,6 @@ KEYS_MAX: Final = 256  # connections kept, one per API key
 CONFIGS_MAX: Final = 1024
 CONFIG_S: Final = 2.0  # for which a topic's configuration is believed
 FRAME_SLACK: Final = 64 << 10  # for offsets, numbers and the control message of a frame
-
-
-class BatchWritten(NamedTuple):
-    """A batch's message ids in its order, and the positions of duplicates."""
-
-    message_ids: list[str]
-    duplicates: list[int]
-    sequence_last: int | None
 
 
 class GatewayLink:
@@ -87,7 +79,8 @@ class GatewayLink:
 
     async def put_batch(
         self, topic: str, entries: GatewayEntries, *, atomic: bool, expected_sequence: int | None
-    ) -> BatchWritten:
+    ) -> dict[str, Any]:
+        """A batch's message ids in its order, and the positions of duplicates."""
         config = await self.config(topic)
         entries.check(config)
         if entries.size > self.body_bytes_max:
@@ -109,8 +102,11 @@ class GatewayLink:
         except CallerError:
             self.forget(topic)
             raise
-        duplicates = [known.index for known in enqueued.duplicates]
-        return BatchWritten(ids_in(enqueued, count), duplicates, _sequence_last(enqueued))
+        return {
+            "message_ids": ids_in(enqueued, count),
+            "duplicates": [known.index for known in enqueued.duplicates],
+            "sequence_last": _sequence_last(enqueued),
+        }
 
     @contextmanager
     def held(self) -> Iterator[GatewayLink]:

@@ -113,7 +113,7 @@ async def enqueue(link: GatewayLink, request: pb.EnqueueRequest, _: Any) -> pb.E
         run,
     )
     written = await link.put(topic_of(request.topic), entry)
-    return pb.EnqueueResponse(message_id=written.message_id, duplicate=written.duplicate)
+    return pb.EnqueueResponse(**written._asdict())
 
 
 async def enqueue_batch(
@@ -125,7 +125,7 @@ async def enqueue_batch(
         atomic=request.atomic if request.HasField("atomic") else True,
         expected_sequence=expected_of(request),
     )
-    return pb.EnqueueBatchResponse(**written._asdict())
+    return pb.EnqueueBatchResponse(**written)
 
 
 def entries_of(request: pb.EnqueueBatchRequest) -> GatewayEntries:

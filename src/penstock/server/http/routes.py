@@ -31,18 +31,16 @@ _JSON_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 async def enqueue(link: GatewayLink, request: ask.EnqueueCall) -> Result:
-    written = await link.put(request.topic, entry_of(request))
-    return {"message_id": written.message_id, "duplicate": written.duplicate}
+    return (await link.put(request.topic, entry_of(request)))._asdict()
 
 
 async def enqueue_batch(link: GatewayLink, request: ask.EnqueueBatchCall) -> Result:
-    written = await link.put_batch(
+    return await link.put_batch(
         request.topic,
         entries_of(request),
         atomic=request.atomic,
         expected_sequence=request.expected_sequence,
     )
-    return written._asdict()
 
 
 ENQUEUES: Final = {
