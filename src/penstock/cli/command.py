@@ -357,12 +357,12 @@ async def looked(
     rounds: int | None,
 ) -> Answer | None:
     """What `look` finds; to watch, it is shown again and again: for ever, or so many times."""
+    if not watch:
+        return await look()
     import asyncio
 
     from rich.live import Live
 
-    if not watch:
-        return await look()
     done = 0
     with Live(console=console(), auto_refresh=False) as live:
         while rounds is None or done < rounds:
