@@ -21,10 +21,6 @@ def same(value: Any, count: int, kind: pa.DataType) -> pa.Array:
     return pa.repeat(pa.scalar(value, kind), count)
 
 
-def flags(values: NDArray[np.bool_]) -> pa.Array:
-    return pa.Array.from_buffers(pa.bool_(), len(values), [None, bits(values)])
-
-
 def bits(values: NDArray[np.bool_]) -> pa.Buffer:
     return pa.py_buffer(np.packbits(values, bitorder="little"))
 
@@ -68,9 +64,7 @@ def ragged(
 
 
 def lists(offsets: NDArray[Any], values: NDArray[Any], kind: pa.DataType) -> pa.Array:
-    narrow = pa.Array.from_buffers(
-        pa.int32(), len(offsets), [None, pa.py_buffer(np.ascontiguousarray(offsets, np.int32))]
-    )
+    narrow = pa.array(np.ascontiguousarray(offsets, np.int32))
     return pa.ListArray.from_arrays(narrow, fixed(values, kind))
 
 

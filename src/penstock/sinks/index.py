@@ -27,7 +27,6 @@ from lancedb.index import IvfPq
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, SinkRejected, Unavailable
-from penstock.sinks import arrays
 from penstock.sinks.files import NewFiles, local_path
 from penstock.sinks.neighbours import (
     Metric,
@@ -365,16 +364,12 @@ def index_rows(states: pa.Table) -> tuple[pa.Table, NDArray[np.int64]]:
     deleted = states["deleted"].to_numpy()
     values, finite = values_of(states["vector"]), finite_rows(states)
     chosen = newest(keys, states["revision"].to_numpy()) & finite
-    vectors = pa.Array.from_buffers(
-        pa.list_(pa.float32(), dimensions),
-        len(states),
-        [arrays.bits(~deleted)],
-        children=[arrays.fixed(values.reshape(-1), pa.float32())],
+    vectors = pa.FixedSizeListArray.from_arrays(
+        pa.array(values.reshape(-1)), dimensions, mask=pa.array(deleted)
     )
-    columns = {name: states[name] for name in table_schema(dimensions).names[3:]}
-    columns |= {"key": keys, "vector": vectors}
-    columns |= {name: states[name] for name in ("namespace", "vector_id")}
     schema = table_schema(dimensions)
+    columns = {name: states[name] for name in schema.names if name != "key"}
+    columns |= {"key": keys, "vector": vectors}
     rows = pa.table([columns[name] for name in schema.names], schema=schema)
     if not chosen.all():
         rows = rows.filter(pa.array(chosen))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import (
@@ -92,7 +91,8 @@ class LakeSink:
         if work.states is not None and len(work.states):
             self._append(self.vectors, "vectors", vectors_of(work.states), work)
         if work.deltas is not None and len(work.deltas):
-            self._append(self.history, "history", history_of(work.deltas), work)
+            rows = work.deltas.select(HISTORY.names).cast(HISTORY)
+            self._append(self.history, "history", rows, work)
 
     def cursor(self) -> int | None:
         held = [
@@ -175,28 +175,8 @@ def latest(path: str, *, storage_options: Mapping[str, str] | None = None) -> pa
     return pa.RecordBatchReader.from_batches(schema, _living(table))
 
 
-def history_of(deltas: pa.Table) -> pa.Table:
-    """DELTAS as the lake stores them. Indices are below 4096: their sign is no matter."""
-    indices = [
-        pa.ListArray.from_arrays(chunk.offsets, chunk.values.view(pa.int16()))
-        for chunk in deltas["indices"].chunks
-    ]
-    at = deltas.schema.get_field_index("indices")
-    column = pa.chunked_array(indices, pa.list_(pa.int16()))
-    return deltas.set_column(at, "indices", column).select(HISTORY.names).cast(HISTORY)
-
-
 def vectors_of(states: pa.Table) -> pa.Table:
-    lists = [_unsized(chunk) for chunk in states["vector"].chunks]
-    at = states.schema.get_field_index("vector")
-    column = pa.chunked_array(lists, pa.list_(pa.float32()))
-    return states.set_column(at, "vector", column).select(VECTORS.names).cast(VECTORS)
-
-
-def _unsized(vectors: pa.FixedSizeListArray) -> pa.ListArray:
-    width = vectors.type.list_size
-    offsets = pa.array(np.arange(0, (len(vectors) + 1) * width, width, dtype=np.int32))
-    return pa.ListArray.from_arrays(offsets, vectors.flatten())
+    return states.select(VECTORS.names).cast(VECTORS)
 
 
 def _living(table: DeltaTable) -> Iterator[pa.RecordBatch]:

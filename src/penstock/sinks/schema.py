@@ -89,7 +89,7 @@ def states_table(states: VectorStates, *, topic: str, partition: int) -> pa.Tabl
         _column(states.vector_id, pa.utf8()),
         arrays.vectors(states.values),
         _column(states.metadata, pa.binary(), empty_is_null=True),
-        arrays.flags(np.asarray(states.deleted, np.bool_)),
+        pa.array(np.asarray(states.deleted, np.bool_)),
         arrays.fixed(states.revision, pa.int64()),
         arrays.fixed(states.time, pa.int64()),
         arrays.fixed(states.sequence, pa.int64()),

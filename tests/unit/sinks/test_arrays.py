@@ -39,8 +39,7 @@ def test_chosen_bytes_of_rows() -> None:
     assert (offsets.tolist(), data.tobytes()) == ([0, 2, 3], b"ace")
 
 
-def test_flags_and_ids() -> None:
-    assert arrays.flags(np.array([True, False] * 6)).to_pylist() == [True, False] * 6
+def test_ids() -> None:
     ids = np.arange(32, dtype=np.uint8).reshape(2, 16)
     found = arrays.ids(ids, valid=np.array([False, True]))
     assert found.to_pylist() == [None, bytes(range(16, 32))]
