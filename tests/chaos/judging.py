@@ -81,7 +81,7 @@ def read_disk(data: Path, configs: dict[str, TopicConfig], through: dict[Place, 
         config = configs[topic]
         folder = data / "topics" / f"{config.id:08x}" / f"{partition:04x}"
         log = PartitionLog.open(folder, topic=config.id, partition=partition, options=LogOptions())
-        batches = list(log.scan(1))
+        batches = list(log.reader.scan(1))
         found.ends[topic, partition] = [(b.last, b.chain) for b in batches if b.last <= last]
         heap = Heap(config, partition=partition)
         for batch in batches:

@@ -43,7 +43,7 @@ async def test_deltas_are_in_the_log_and_nowhere_else(node: Node) -> None:
     topic = await delta_topic(node)
     await node.enqueue(topic, [row(number=i) for i in range(1, 6)])
     [partition] = node.engine.topics[topic].partitions
-    batches = [b for b in partition.log.scan(1) if b.kind is Kind.ENQ]
+    batches = [b for b in partition.log.reader.scan(1) if b.kind is Kind.ENQ]
     assert [b.entries for b in batches] == [5]
     assert await node.counts(topic) == (0, 0, 0, 0)
     stats = await node.stats(topic)

@@ -66,7 +66,7 @@ def rows(count: int, name: str = "v", **fields: Any) -> list[dict[str, Any]]:
 
 def log_of(node: Node, topic: str, partition: int = 0) -> DeltaBatch:
     log = node.engine.topics[topic].partitions[partition].log
-    parts = [b.columns().binary("payload") for b in log.scan(1) if b.kind is Kind.ENQ]
+    parts = [b.columns().binary("payload") for b in log.reader.scan(1) if b.kind is Kind.ENQ]
     return DeltaBatch.concat([DeltaBatch.of(part) for part in parts])
 
 
@@ -140,7 +140,7 @@ async def test_a_full_queue_refuses_and_loses_nothing(narrow_node: Node) -> None
 
 def written_deltas(node: Node, topic: str) -> int:
     log = node.engine.topics[topic].partitions[0].log
-    return sum(b.entries for b in log.scan(1) if b.kind is Kind.ENQ)
+    return sum(b.entries for b in log.reader.scan(1) if b.kind is Kind.ENQ)
 
 
 async def test_a_live_path_that_lags_stops_the_writers(narrow_node: Node) -> None:

@@ -15,7 +15,7 @@ from penstock.model.batch import Batch, Kind
 
 def stored(node: Node, topic: str = "jobs", partition: int = 0) -> list[bytes]:
     log = node.engine.topics[topic].partitions[partition].log
-    return [batch.encode() for batch in log.scan(log.sequence_first)]
+    return [batch.encode() for batch in log.reader.scan(log.sequence_first)]
 
 
 async def read(stream: LogStream, through: int) -> list[Batch]:

@@ -89,7 +89,7 @@ async def test_clients_without_a_name_write_no_record(node: Node) -> None:
     async with client:
         await client.topic("jobs", partitions=4).put(b"x")
     for partition in node.engine.topics["jobs"].local:
-        assert Kind.PRODUCER not in {batch.kind for batch in partition.log.scan(1)}
+        assert Kind.PRODUCER not in {batch.kind for batch in partition.log.reader.scan(1)}
 
 
 class _Near:

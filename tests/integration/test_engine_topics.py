@@ -63,7 +63,7 @@ async def compression(node: Node, topic: str) -> None:
     await node.update(topic, compression="zstd")
     await node.put(topic, b"x" * 5000)
     log = node.engine.topics[topic].partitions[0].log
-    assert list(log.scan(1))[-1].codec is Codec.ZSTD
+    assert list(log.reader.scan(1))[-1].codec is Codec.ZSTD
 
 
 async def inflight_max(node: Node, topic: str) -> None:

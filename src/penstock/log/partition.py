@@ -76,11 +76,9 @@ class PartitionLog:
         self._closed = False
         self._table = SegmentTable(index_bytes=options.index_bytes)
         self._cache = BatchCache(options.cache_bytes)
-        self._reader = Reader(self._table, self._cache)
-        # Told of damage that a read meets, on the thread that reads. It is raised all the same.
-        self.on_damage: Callable[[Corruption], None] | None = None
         self._stager = Stager(folder, options)
         self._writer = FlushWriter(found.floor, floor_s=options.floor_s)
+        self.reader = Reader(self._table, self._cache, self._writer)
         self._failure = ""  # why nothing may be acknowledged any more
         self._restart(found.segments)
 
@@ -182,63 +180,6 @@ class PartitionLog:
         pieces, self._stager.pieces = self._stager.pieces, []
         return Flush(pieces, sum([piece.size for piece in pieces])) if pieces else None
 
-    def first_of(self, sequence: int) -> int | None:
-        """Where the batch that covers `sequence` begins; None when the disk is needed to tell."""
-        ahead = self._ahead(sequence)
-        if ahead is not None:
-            return ahead.first
-        self._check_held(sequence)
-        _, opened = self._table.locate(sequence, nowait=True)
-        return None if opened is None else opened.index.firsts[opened.index.find(sequence)]
-
-    def slice_size(self, from_sequence: int, *, through: int, bytes_max: int) -> int | None:
-        """The bytes that `read_slice` would read; None when the disk is needed to tell."""
-        through = min(through, self.sequence_durable)
-        if from_sequence > through:
-            return 0
-        self._check_held(from_sequence)
-        return self._reader.slice_size(from_sequence, through=through, bytes_max=bytes_max)
-
-    def read(self, sequence: int, *, nowait: bool) -> Batch | None:
-        """The batch that covers `sequence`, durable here or committed by others; None when `nowait`
-        and the disk is needed."""
-        ahead = self._ahead(sequence)
-        if ahead is not None:
-            return ahead
-        self._check_held(sequence)
-        with self._watched():
-            return self._reader.read(sequence, nowait=nowait)
-
-    def _ahead(self, sequence: int) -> Batch | None:
-        """A batch that was committed without this disk. It is in memory until it is durable."""
-        if not self._writer.durable < sequence <= self._writer.committed:
-            return None
-        found = self._reader.cached(sequence, through=self.sequence_last, bytes_max=0)
-        return found[0] if found else None  # a batch that is not here has just become durable
-
-    def read_slice(
-        self, from_sequence: int, *, through: int, bytes_max: int, nowait: bool,
-        staged: bool = False,
-    ) -> list[Batch] | None:  # fmt: skip
-        """Whole batches from the one that covers `from_sequence`, none that ends past `through`.
-
-        At least one if there is any, whatever its size; it may stop short of both bounds, so go on
-        from where it ended. Empty at the end of the log, which with `staged` is `sequence_last`.
-        """
-        if staged and self.sequence_durable < from_sequence <= self.sequence_last:
-            last = min(through, self.sequence_last)
-            found = self._reader.cached(from_sequence, through=last, bytes_max=bytes_max)
-            if found:
-                return found  # if nothing is here, it has just become durable, or never was
-        through = min(through, self.sequence_durable)
-        if from_sequence > through:
-            return []
-        self._check_held(from_sequence)
-        with self._watched():
-            return self._reader.slice(
-                from_sequence, through=through, bytes_max=bytes_max, nowait=nowait
-            )
-
     def begin(self, flush: Flush) -> int | None:
         """Hand a flush to the page cache; returns the descriptor to sync before `finish`.
 
@@ -296,57 +237,6 @@ class PartitionLog:
         with self._final():
             self._writer.raise_floor()
 
-    def find_time(self, time_ms: int, *, through: int) -> int:
-        """Where the log reached `time_ms`: a batch's first sequence, or `through + 1`. Blocks."""
-        through = min(through, self.sequence_durable)
-        if through < self.sequence_first:
-            return self.sequence_first
-        with self._watched():
-            return self._reader.find_time(time_ms, through=through)
-
-    def extent(
-        self, from_sequence: int, *, through: int, entries_max: int, bytes_max: int
-    ) -> tuple[int, int]:
-        """The last sequence of the whole batches that fit both bounds, and their bytes. Blocks."""
-        through = min(through, self.sequence_durable)
-        if from_sequence > through:
-            return from_sequence - 1, 0
-        self._check_held(from_sequence)
-        with self._watched():
-            return self._reader.extent(
-                from_sequence, through=through, entries_max=entries_max, bytes_max=bytes_max
-            )
-
-    def epoch_runs(self, from_sequence: int) -> list[tuple[int, int]]:
-        """(epoch, first sequence) of each run of one epoch from `from_sequence` on, durable ones.
-
-        The first begins at `from_sequence`, or where the log does. Reads headers; blocks.
-        """
-        from_sequence = max(from_sequence, self.sequence_first)
-        with self._watched():
-            return self._reader.epoch_runs(from_sequence, self.sequence_durable)
-
-    def first_as_written(self) -> int:
-        """The sequence from which on no batch is compacted: what a follower may copy. Blocks."""
-        with self._watched():
-            return self._reader.first_as_written(self.sequence_durable)
-
-    # --- recovery and upkeep ---
-
-    def scan(self, from_sequence: int) -> Iterator[Batch]:
-        """Every durable batch from the one that covers `from_sequence`, CRC and chain verified.
-
-        Bodies are views into read chunks of some MiB: copy what is to be kept.
-        """
-        from_sequence = max(from_sequence, self.sequence_first)
-        with self._watched():
-            yield from self._reader.scan(from_sequence, self.sequence_durable)
-
-    def scrub(self) -> Iterator[int]:
-        """Verify what is sealed, in small steps that yield their bytes; raises `Corruption`."""
-        with self._watched():
-            yield from self._reader.scrub()
-
     def segments(self) -> list[Segment]:
         return self._table.segments()
 
@@ -393,7 +283,7 @@ class PartitionLog:
             if not old.sealed:
                 raise FailedPrecondition(f"the segment at sequence {first} is not sealed")
             target = old.path.with_name(old.path.name + ".tmp")
-            with self._watched():
+            with self.reader.watched():
                 compacted = compact(old, alive(old.first, old.last), target=target)
             if compacted is None:
                 return 0
@@ -518,7 +408,7 @@ class PartitionLog:
         """Raise unless a batch ends at `sequence`, which is held, or the log begins behind it."""
         if sequence == self.sequence_first - 1:
             return
-        batch = self.read(sequence, nowait=False)
+        batch = self.reader.read(sequence, nowait=False)
         if batch is None or batch.last != sequence:
             raise ValueError(f"no batch ends at {sequence}")
 
@@ -533,17 +423,12 @@ class PartitionLog:
         expected = (snapshot.sequence, snapshot.chain, snapshot.epoch)
         found = (self.sequence_first - 1, self.base.chain, self.base.epoch)
         if snapshot.sequence >= self.sequence_first:
-            batch = self.read(snapshot.sequence, nowait=False)
+            batch = self.reader.read(snapshot.sequence, nowait=False)
             assert batch is not None
             found = (batch.last, batch.chain, batch.epoch)
         if found != expected:
             raise Corruption(f"{self.folder}: the log at {found} is not what the snapshot is of")
         return snapshot.sequence
-
-    def _check_held(self, sequence: int) -> None:
-        if not self._table.first <= sequence <= self._writer.durable:
-            held = f"{self.sequence_first} to {self.sequence_durable}"
-            raise NotFound(f"sequence {sequence} is not held, only {held}", sequence=sequence)
 
     def _next_header(self) -> SegmentHeader:
         """The header of a segment that would begin behind what is staged."""
@@ -563,15 +448,6 @@ class PartitionLog:
     def _check_health(self) -> None:
         if self._failure:
             raise StorageFailed(f"an earlier write failed: {self._failure}")
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        except Corruption as error:
-            if self.on_damage is not None:
-                self.on_damage(error)
-            raise
 
     @contextmanager
     def _final(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ async def check_whole(cluster: Asking, name: str, topic: int) -> None:
 def chain_of(folder: Path, topic: int) -> tuple[int, int]:
     log = PartitionLog.open(folder, topic=topic, partition=0)
     try:
-        assert sum(log.scrub()) > 0
+        assert sum(log.reader.scrub()) > 0
         return log.sequence_last, log.chain_last
     finally:
         log.close()

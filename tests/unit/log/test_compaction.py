@@ -20,7 +20,7 @@ def alive(*sequences):
 def messages(log):
     """Every message in the log: sequence -> (time, priority, payload)."""
     found = {}
-    for batch in log.scan(1):
+    for batch in log.reader.scan(1):
         if batch.kind not in (Kind.ENQ, Kind.PREPARE) or not batch.entries:
             continue
         columns = batch.columns()
@@ -59,7 +59,7 @@ def test_ranges_and_chain_stay_provable(filled, open_log):
     chain, last, infos = log.chain_last, log.sequence_last, log.segments()
     for info in infos[:3]:
         log.rewrite(info.first, alive(info.first, info.last))
-    ranges = [(batch.first, batch.last) for batch in open_log().scan(1)]
+    ranges = [(batch.first, batch.last) for batch in open_log().reader.scan(1)]
     assert ranges[0][0] == 1 and ranges[-1][1] == last
     assert all(a[1] + 1 == b[0] for a, b in pairwise(ranges))
     assert open_log().chain_last == chain
@@ -69,11 +69,11 @@ def test_ranges_and_chain_stay_provable(filled, open_log):
 def test_every_living_message_is_read_by_its_sequence(filled):
     log = filled.log
     first = log.segments()[0]
-    log.read(1, nowait=False)  # so that the cache knows the old batch
+    log.reader.read(1, nowait=False)  # so that the cache knows the old batch
     keep = [s for s in messages(log) if s <= first.last][::5]
     log.rewrite(first.first, alive(*keep))
     for sequence in keep:
-        batch = log.read(sequence, nowait=False)
+        batch = log.reader.read(sequence, nowait=False)
         assert batch.first <= sequence <= batch.last
         kept = batch.columns().fixed("sequence").tolist() if batch.compacted else [sequence]
         assert sequence in kept
@@ -83,7 +83,7 @@ def test_a_dead_segment_becomes_one_empty_batch(filled):
     log = filled.log
     info = log.segments()[0]
     log.rewrite(info.first, alive())
-    batch = log.read(info.last, nowait=False)
+    batch = log.reader.read(info.last, nowait=False)
     assert (batch.first, batch.last, batch.entries) == (info.first, info.last, 0)
     assert log.segments()[0].bytes < 300
 
@@ -116,9 +116,9 @@ def test_a_prepared_batch_with_a_living_message_stays_whole(pen):
     log.stage(prepare)
     pen.fill(1)
     log.rewrite(1, alive(2))
-    assert log.read(1, nowait=False).encode() == prepare.encode()
+    assert log.reader.read(1, nowait=False).encode() == prepare.encode()
     log.rewrite(1, alive())
-    assert log.read(1, nowait=False).entries == 0
+    assert log.reader.read(1, nowait=False).entries == 0
 
 
 @pytest.mark.parametrize("codec", list(Codec))
@@ -133,7 +133,7 @@ def test_bodies_stay_compressed(pen, codec):
     pen.log.stage(batch)
     pen.fill(1)
     pen.log.rewrite(1, alive(2))
-    found = pen.log.read(2, nowait=False)
+    found = pen.log.reader.read(2, nowait=False)
     assert found.codec is codec
     assert list(found.columns().binary("payload")) == [b"b" * 500]
 
@@ -165,10 +165,10 @@ def test_drop_deletes_whole_segments_at_the_head(filled, open_log, folder):
     assert log.drop_before(infos[1].last) == infos[0].bytes
     assert log.sequence_first == infos[1].first
     with pytest.raises(NotFound):
-        log.read(1, nowait=False)
+        log.reader.read(1, nowait=False)
     again = open_log()
     assert again.sequence_first == infos[1].first
-    assert next(again.scan(1)).first == infos[1].first
+    assert next(again.reader.scan(1)).first == infos[1].first
     assert len(list(folder.glob("*.seg"))) == len(list(folder.glob("*.idx"))) + 1 == 3
 
 

@@ -101,7 +101,7 @@ def test_nothing_acknowledged_is_lost(point, crashes):
     assert verify_folder(root / point).ok
     log = reopen(root / point)
     assert log.sequence_durable >= acknowledged(root / point)
-    batches = list(log.scan(1))
+    batches = list(log.reader.scan(1))
     assert batches[-1].last == log.sequence_durable
     assert batches[-1].chain == log.chain_last
     snapshot = log.load_snapshot()
@@ -114,7 +114,7 @@ def test_a_crash_while_a_torn_tail_is_cleared_is_harmless(crashes):
     assert exits["recovery/log.recover.zeroed:1"] == -signal.SIGKILL
     log = reopen(root / "recovery")
     assert log.sequence_durable >= acknowledged(root / "recovery") > 0
-    assert list(log.scan(1))[-1].last == log.sequence_durable
+    assert list(log.reader.scan(1))[-1].last == log.sequence_durable
 
 
 def test_an_unarmed_process_lives(crashes):

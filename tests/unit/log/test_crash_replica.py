@@ -139,7 +139,7 @@ def reopen(root):
 
 def check_goes_on(log):
     """The log is whole up to its end, and a batch can follow there."""
-    ends = [batch.last for batch in log.scan(1)]
+    ends = [batch.last for batch in log.reader.scan(1)]
     assert ends == list(range(log.sequence_first + 1, log.sequence_last + 1, 2))
     body = SCHEMAS[Kind.ENQ].encode(1, {"payload": [b"next"]})
     batch = seal(
@@ -151,7 +151,7 @@ def check_goes_on(log):
     log.write(log.take())
     again = PartitionLog.open(log.folder, topic=1, partition=0, options=OPTIONS)
     assert (again.sequence_last, again.chain_last) == (batch.last, batch.chain)
-    assert sum(1 for _ in again.scan(1)) == len(ends) + 1
+    assert sum(1 for _ in again.reader.scan(1)) == len(ends) + 1
 
 
 def is_newest(cut):

@@ -49,9 +49,9 @@ def test_nothing_is_lost_on_a_full_disk(disk, pen_on):
     fill(disk)
     pen.log.close()
     log = open_on(disk)
-    assert [b.encode() for b in log.scan(1)] == [b.encode() for b in pen.batches]
+    assert [b.encode() for b in log.reader.scan(1)] == [b.encode() for b in pen.batches]
     for batch in pen.batches:
-        assert log.read(batch.first, nowait=False).header == batch.header
+        assert log.reader.read(batch.first, nowait=False).header == batch.header
 
 
 def test_the_reserve_survives_a_restart_on_a_full_disk(disk, pen_on):
@@ -84,7 +84,7 @@ def test_a_snapshot_or_a_rewrite_without_space_leaves_nothing_behind(disk, pen_o
     with pytest.raises(DiskFull):
         pen.log.rewrite(1, lambda first, last: np.arange(first, last, 2, dtype=np.uint64))
     assert sorted(pen.log.folder.iterdir()) == before
-    assert pen.log.read(1, nowait=False).first == 1
+    assert pen.log.reader.read(1, nowait=False).first == 1
 
 
 def test_a_new_partition_on_a_full_disk_is_refused(disk):

@@ -6,7 +6,7 @@ from penstock.errors import NotFound
 
 
 def staged(log, from_sequence, *, through=1 << 40, bytes_max=1 << 20):
-    found = log.read_slice(
+    found = log.reader.read_slice(
         from_sequence, through=through, bytes_max=bytes_max, nowait=True, staged=True
     )
     return [(batch.first, batch.last) for batch in found]
@@ -18,7 +18,7 @@ def test_staged_batches_are_read_by_who_asks_for_them(pen):
     pen.stage([b"c"])
     assert staged(pen.log, 2) == [(2, 3), (4, 4)]
     assert staged(pen.log, 3) == [(2, 3), (4, 4)]
-    assert pen.log.read_slice(2, through=9, bytes_max=999, nowait=True) == []
+    assert pen.log.reader.read_slice(2, through=9, bytes_max=999, nowait=True) == []
 
 
 def test_they_are_read_while_they_are_being_written(pen):
@@ -44,7 +44,7 @@ def test_slices_tile_durable_and_staged_batches(pen):
     for _ in range(5):
         pen.stage([b"a", b"b"])
     at, found = 1, []
-    while piece := pen.log.read_slice(
+    while piece := pen.log.reader.read_slice(
         at, through=1 << 40, bytes_max=700, nowait=False, staged=True
     ):
         found += piece
@@ -70,9 +70,9 @@ def test_what_others_have_committed_is_read_before_the_disk_has_it(pen):
     pen.stage([b"a", b"b"])
     pen.stage([b"c"])
     pen.log.advance_commit(3)
-    assert pen.log.read(3, nowait=True) is pen.batches[1]
-    assert pen.log.first_of(3) == 2
+    assert pen.log.reader.read(3, nowait=True) is pen.batches[1]
+    assert pen.log.reader.first_of(3) == 2
     with pytest.raises(NotFound):
-        pen.log.read(4, nowait=True)
+        pen.log.reader.read(4, nowait=True)
     pen.flush()
-    assert pen.log.read(4, nowait=True).encode() == pen.batches[2].encode()
+    assert pen.log.reader.read(4, nowait=True).encode() == pen.batches[2].encode()

@@ -129,7 +129,7 @@ class LogAgainstList(RuleBasedStateMachine):
 
     @invariant()
     def scan_equals_list(self) -> None:
-        found = list(self.log.scan(1))
+        found = list(self.log.reader.scan(1))
         whole = [batch.encode() for batch in found if batch.entries and not batch.compacted]
         assert whole == [batch.encode() for batch in self.batches]
         expected = self.log.sequence_first
@@ -141,13 +141,13 @@ class LogAgainstList(RuleBasedStateMachine):
     @invariant()
     def reads_equal_list(self) -> None:
         for batch in self.batches[:: max(1, len(self.batches) // 4)]:
-            found = self.log.read(batch.last, nowait=False)
+            found = self.log.reader.read(batch.last, nowait=False)
             assert found is not None and found.encode() == batch.encode()
 
     @invariant()
     def staged_reads_equal_list(self) -> None:
         at = self.log.sequence_durable + 1
-        found = self.log.read_slice(
+        found = self.log.reader.read_slice(
             at, through=1 << 40, bytes_max=1 << 30, nowait=True, staged=True
         )
         assert found is not None
@@ -156,10 +156,10 @@ class LogAgainstList(RuleBasedStateMachine):
     @invariant()
     def runs_equal_list(self) -> None:
         runs: list[tuple[int, int]] = []
-        for batch in self.log.scan(1):
+        for batch in self.log.reader.scan(1):
             if not runs or runs[-1][0] != batch.epoch:
                 runs.append((batch.epoch, batch.first))
-        assert self.log.epoch_runs(1) == runs
+        assert self.log.reader.epoch_runs(1) == runs
 
     @invariant()
     def the_floor_is_committed(self) -> None:

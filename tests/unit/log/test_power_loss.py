@@ -44,7 +44,7 @@ def test_what_was_acknowledged_survives_a_power_cut(image, tmp_path, pen_on):
         assert not (disk / "unsynced").exists()  # the cut did cut
         log = open_on(disk)
         assert log.sequence_durable == durable == batches[-1].last
-        assert [b.encode() for b in log.scan(1)] == [b.encode() for b in batches]
+        assert [b.encode() for b in log.reader.scan(1)] == [b.encode() for b in batches]
         del log
 
 
@@ -60,7 +60,7 @@ def test_snapshots_and_rewrites_survive_a_power_cut(image, tmp_path, pen_on):
         log = open_on(disk)
         assert saved > 0 and log.segments()[0].compacted
         assert bytes(log.load_snapshot().data) == b"state"
-        assert list(log.scan(1))[-1].last == log.sequence_durable
+        assert list(log.reader.scan(1))[-1].last == log.sequence_durable
         del log
 
 
@@ -82,7 +82,7 @@ def test_a_cut_survives_a_power_cut(image, tmp_path, pen_on):
     with ext4(image, tmp_path / "disk") as disk:
         log = open_on(disk)
         assert log.sequence_durable == batches[-1].last > log.sequence_committed >= committed - 2
-        assert [b.encode() for b in log.scan(1)] == [b.encode() for b in batches]
+        assert [b.encode() for b in log.reader.scan(1)] == [b.encode() for b in batches]
         del log
 
 
@@ -117,7 +117,7 @@ def test_a_failed_sync_is_final(tmp_path, pen_on):
         with ext4(below / "image", tmp_path / "disk") as disk:
             log = open_on(disk)
             assert log.sequence_durable >= durable >= 1
-            kept = [b.encode() for b in log.scan(1)]
+            kept = [b.encode() for b in log.reader.scan(1)]
             assert kept == [b.encode() for b in batches][: len(kept)]
             del log
 
@@ -147,7 +147,7 @@ def test_any_subset_of_unsynced_sectors_may_be_lost(tmp_path, pen_on):
         (folder / "floor").write_bytes(floor)
         log = PartitionLog.open(folder, topic=1, partition=0, options=OPTIONS)
         assert log.sequence_durable >= durable
-        kept = [batch.encode() for batch in log.scan(1)]
+        kept = [batch.encode() for batch in log.reader.scan(1)]
         assert kept == [batch.encode() for batch in pen.batches][: len(kept)]
         outcomes.add(len(kept))
         shutil.rmtree(folder)

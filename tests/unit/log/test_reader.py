@@ -45,10 +45,10 @@ def test_a_batch_over_the_bound_is_kept_until_it_is_durable(pen):
 
 
 READS = {
-    "read": lambda log: log.read(1, nowait=False),
-    "slice": lambda log: log.read_slice(1, through=9, bytes_max=1 << 20, nowait=False),
-    "scan": lambda log: list(log.scan(1)),
-    "scrub": lambda log: list(log.scrub()),
+    "read": lambda log: log.reader.read(1, nowait=False),
+    "slice": lambda log: log.reader.read_slice(1, through=9, bytes_max=1 << 20, nowait=False),
+    "scan": lambda log: list(log.reader.scan(1)),
+    "scrub": lambda log: list(log.reader.scrub()),
     "rewrite": lambda log: log.rewrite(1, lambda *_: []),
 }
 
@@ -63,7 +63,7 @@ def test_damage_is_told_and_raised(pen, read):
     data[200] ^= 1
     oldest.write_bytes(data)
     told: list[Corruption] = []
-    log.on_damage = told.append
+    log.reader.on_damage = told.append
     with pytest.raises(Corruption) as raised:
         read(log)
     assert told == [raised.value] and told[0].details["file"] == str(oldest)
@@ -71,9 +71,9 @@ def test_damage_is_told_and_raised(pen, read):
 
 def test_other_errors_are_not_damage(pen):
     told: list[Corruption] = []
-    pen.log.on_damage = told.append
+    pen.log.reader.on_damage = told.append
     with pytest.raises(NotFound):
-        pen.log.read(99, nowait=False)
+        pen.log.reader.read(99, nowait=False)
     assert told == []
 
 
@@ -84,9 +84,9 @@ def test_a_closed_log_touches_no_files(pen):
     log._cache.forget(0, 1 << 64)
     log.close()
     with pytest.raises(NotFound):
-        log.read(first, nowait=False)
+        log.reader.read(first, nowait=False)
     with pytest.raises(NotFound):
-        list(log.scrub())
+        list(log.reader.scrub())
     for change in (
         lambda: log.drop_before(99),
         lambda: log.rewrite(first, lambda *_: []),
@@ -115,21 +115,21 @@ def runs_of(batches, from_sequence):
 def test_runs_are_those_of_the_headers(log, pen, open_log):
     for view in (log, open_log()):
         for start in (1, 2, 15, 100, 101, log.sequence_last):
-            assert view.epoch_runs(start) == runs_of(pen.batches, start)
+            assert view.reader.epoch_runs(start) == runs_of(pen.batches, start)
 
 
 def test_runs_begin_where_the_log_does(log, pen):
     log.drop_before(log.segments()[1].last + 1)
     first = log.sequence_first
-    assert log.epoch_runs(1) == runs_of(pen.batches, first)
-    assert log.epoch_runs(log.sequence_last + 1) == []
+    assert log.reader.epoch_runs(1) == runs_of(pen.batches, first)
+    assert log.reader.epoch_runs(log.sequence_last + 1) == []
 
 
 def test_an_empty_log_has_none(open_log):
-    assert open_log().epoch_runs(1) == []
+    assert open_log().reader.epoch_runs(1) == []
 
 
 def test_staged_batches_are_not_among_them(pen):
     pen.put(b"x", epoch=1)
     pen.stage([b"y"], epoch=2)
-    assert pen.log.epoch_runs(1) == [(1, 1)]
+    assert pen.log.reader.epoch_runs(1) == [(1, 1)]

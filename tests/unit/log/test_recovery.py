@@ -44,7 +44,7 @@ def test_a_tail_cut_at_any_byte_is_torn(crashed, open_log, folder):
         only_segment(folder).write_bytes(whole[:cut])
         log = open_log(NO_FLOOR)
         assert log.sequence_durable == 3, cut
-        assert encoded(log.scan(1)) == encoded(pen.batches[:2])
+        assert encoded(log.reader.scan(1)) == encoded(pen.batches[:2])
 
 
 @pytest.mark.parametrize("rest", [b"\x00", b"\xff"], ids=["zeros", "ones"])
@@ -66,7 +66,7 @@ def test_a_cleared_tail_is_written_over_and_stays_whole(crashed, open_log, pen_o
     assert again.log.segments()[-1].bytes == start
     again.put(b"x")
     log = open_log(NO_FLOOR)
-    assert encoded(log.scan(1)) == encoded([*pen.batches[:2], *again.batches])
+    assert encoded(log.reader.scan(1)) == encoded([*pen.batches[:2], *again.batches])
     assert not any(only_segment(folder).read_bytes()[log.segments()[-1].bytes :])
 
 
@@ -81,7 +81,7 @@ def test_part_of_a_torn_group_is_kept_and_appended_to(open_log, pen_on, folder):
     assert again.log.sequence_durable == 3
     again.put(b"after")
     log = open_log(NO_FLOOR)
-    assert encoded(log.scan(1)) == encoded([*pen.batches[:3], *again.batches])
+    assert encoded(log.reader.scan(1)) == encoded([*pen.batches[:3], *again.batches])
 
 
 def test_a_hole_in_an_unsynced_group_is_torn(open_log, pen_on, folder):
@@ -182,12 +182,12 @@ def test_accepted_rot_ends_the_log_there_and_keeps_the_rest(
     log = open_log(accept_rot=True)
     assert "ROT ACCEPTED" in caplog.text
     kept = [batch for batch in pen.batches if batch.last <= log.sequence_durable]
-    assert encoded(log.scan(1)) == encoded(kept) and 0 < len(kept) < len(pen.batches)
+    assert encoded(log.reader.scan(1)) == encoded(kept) and 0 < len(kept) < len(pen.batches)
     assert second.with_name(second.name + ".rot").read_bytes() == damaged
     again = pen_on(log)
     again.put(b"life goes on")
     log.close()
-    assert encoded(open_log().scan(1)) == encoded([*kept, *again.batches])
+    assert encoded(open_log().reader.scan(1)) == encoded([*kept, *again.batches])
 
 
 def test_damage_inside_a_sealed_segment_is_met_by_the_scan(pen, open_log, folder):
@@ -195,7 +195,7 @@ def test_damage_inside_a_sealed_segment_is_met_by_the_scan(pen, open_log, folder
     flip(min(folder.glob("*.seg")), 700)
     log = open_log()
     with pytest.raises(Corruption) as caught:
-        list(log.scan(1))
+        list(log.reader.scan(1))
     assert caught.value.details["partition"] == 3
 
 
@@ -203,7 +203,7 @@ def test_a_read_of_a_damaged_batch_says_so(pen, open_log, folder):
     pen.fill(1)
     flip(min(folder.glob("*.seg")), 64 + MARK_SIZE + 80)
     with pytest.raises(Corruption) as caught:
-        open_log().read(1, nowait=False)
+        open_log().reader.read(1, nowait=False)
     assert caught.value.details["sequence"] == 1
 
 

@@ -38,7 +38,7 @@ def stale(open_log, pen_on):
 
 
 def copy(source, log, *, through=1 << 40):
-    for batch in source.scan(log.sequence_last + 1):
+    for batch in source.reader.scan(log.sequence_last + 1):
         if batch.last > through:
             break
         if log.room(True) < batch.size:
@@ -61,7 +61,7 @@ def seed(source, log):
 
 
 def encoded(log):
-    return [batch.encode() for batch in log.scan(1)]
+    return [batch.encode() for batch in log.reader.scan(1)]
 
 
 def test_a_reset_log_is_empty_and_begins_where_it_was_told(stale, open_log, folder):
@@ -70,9 +70,9 @@ def test_a_reset_log_is_empty_and_begins_where_it_was_told(stale, open_log, fold
         assert (log.sequence_first, log.sequence_last, log.sequence_durable) == (100, 99, 99)
         assert (log.chain_last, log.epoch_last, log.sequence_committed) == (5, 2, 99)
         assert log.base == (100, 5, 2) and log.seeding
-        assert log.load_snapshot() is None and list(log.scan(1)) == []
+        assert log.load_snapshot() is None and list(log.reader.scan(1)) == []
         with pytest.raises(NotFound):
-            log.read(1, nowait=False)
+            log.reader.read(1, nowait=False)
     assert {path.suffix for path in folder.iterdir()} <= {"", ".tmp"}
 
 
@@ -81,7 +81,7 @@ def test_a_seeded_log_is_the_same_as_its_source(source, stale, open_log, pen_on)
     stale.finish_seeding()
     stale.close()
     log = open_log()
-    assert encoded(log) == encoded(source) and any(b.compacted for b in log.scan(1))
+    assert encoded(log) == encoded(source) and any(b.compacted for b in log.reader.scan(1))
     assert (log.chain_last, log.epoch_last) == (source.chain_last, source.epoch_last)
     assert log.load_snapshot().sequence == log.sequence_committed
     assert bytes(log.load_snapshot().data) == b"s" and not log.seeding
@@ -136,7 +136,7 @@ def test_what_is_received_must_follow_the_chain(source, stale):
     copy(source, stale)
     stale.finish_seeding()
     stale.truncate(stale.segments()[-1].first - 1)
-    batch = source.read(stale.sequence_last + 1, nowait=False)
+    batch = source.reader.read(stale.sequence_last + 1, nowait=False)
     other = msgspec.structs.replace(batch, body=batch.body.replace(b"second", b"SECOND"))
     with pytest.raises(Corruption, match="chain"):
         stale.stage(other, received=True)
@@ -146,7 +146,7 @@ def test_what_is_received_must_follow_the_chain(source, stale):
 def test_a_compacted_batch_is_only_taken_while_seeding(source, stale):
     reset(stale, source.base)
     stale.finish_seeding()
-    batch = next(source.scan(1))
+    batch = next(source.reader.scan(1))
     assert batch.compacted
     with pytest.raises(ValueError, match="compacted"):
         stale.stage(batch)
@@ -165,24 +165,24 @@ def test_a_log_that_is_seeding_is_not_cut(source, stale):
 
 
 def test_a_seeded_log_knows_from_where_it_is_as_it_was_written(source, stale):
-    first = source.first_as_written()
+    first = source.reader.first_as_written()
     assert source.sequence_first < first == source.segments()[2].first
     seed(source, stale)
     stale.finish_seeding()
-    assert stale.first_as_written() == first
-    assert not stale.read(first, nowait=False).compacted
-    assert stale.read(first - 1, nowait=False).compacted
+    assert stale.reader.first_as_written() == first
+    assert not stale.reader.read(first, nowait=False).compacted
+    assert stale.reader.read(first - 1, nowait=False).compacted
 
 
 def test_a_seeded_segment_can_be_cut_and_rewritten(source, stale, open_log, pen_on):
     seed(source, stale)
     stale.finish_seeding()
-    kept = next(b.last for b in stale.scan(stale.sequence_committed + 3))
+    kept = next(b.last for b in stale.reader.scan(stale.sequence_committed + 3))
     stale.truncate(kept)
-    assert encoded(open_log()) == [b.encode() for b in source.scan(1) if b.last <= kept]
+    assert encoded(open_log()) == [b.encode() for b in source.reader.scan(1) if b.last <= kept]
     first = stale.segments()[0].first
     assert stale.rewrite(first, lambda *_: np.empty(0, np.uint64)) > 0
-    assert next(open_log().scan(1)).entries == 0
+    assert next(open_log().reader.scan(1)).entries == 0
 
 
 def test_staged_batches_are_dropped_by_a_reset(stale, pen_on, folder):
@@ -193,7 +193,7 @@ def test_staged_batches_are_dropped_by_a_reset(stale, pen_on, folder):
     assert stale.take() is None and stale._cache.bytes == 0
     assert len(list(folder.glob("*.tmp"))) <= 1
     pen.put(b"nine")
-    assert stale.read(9, nowait=True) is not None
+    assert stale.reader.read(9, nowait=True) is not None
 
 
 def test_fsck_accepts_what_is_seeded_and_notes_what_is_not_whole(source, tmp_path):

@@ -28,7 +28,7 @@ def upkeep(log, done):
                 work += 1
         if len(sealed) > 6:
             log.drop_before(sealed[2].first)
-        work += sum(1 for _ in log.scrub())
+        work += sum(1 for _ in log.reader.scrub())
     return work
 
 
@@ -40,8 +40,8 @@ def read(log, done):
             continue
         sequence = dice.randint(log.sequence_first, log.sequence_durable)
         try:
-            batch = log.read(sequence, nowait=dice.random() < 0.5)
-            slice_ = log.read_slice(sequence, through=1 << 40, bytes_max=3000, nowait=False)
+            batch = log.reader.read(sequence, nowait=dice.random() < 0.5)
+            slice_ = log.reader.read_slice(sequence, through=1 << 40, bytes_max=3000, nowait=False)
         except NotFound:
             continue  # dropped between the look and the read
         assert batch is None or batch.first <= sequence <= batch.last
@@ -63,14 +63,14 @@ def test_readers_and_upkeep_do_not_disturb_the_writer(open_log, pen_on):
         assert upkept.result() > 0
         assert all(reader.result() > 0 for reader in readers)
     log = open_log(OPTIONS)
-    assert list(log.scan(1))[-1].chain == pen.batches[-1].chain
+    assert list(log.reader.scan(1))[-1].chain == pen.batches[-1].chain
 
 
 def scrub(log, done):
     rounds = 0
     while not done.is_set():
         rounds += 1
-        for _ in log.scrub():
+        for _ in log.reader.scrub():
             pass
     return rounds
 
@@ -81,8 +81,8 @@ def read_committed(log, done, expected):
     while not done.is_set():
         through = log.sequence_committed
         sequence = dice.randint(1, through)
-        batch = log.read(sequence, nowait=False)
-        [first, *_] = log.read_slice(sequence, through=through, bytes_max=3000, nowait=False)
+        batch = log.reader.read(sequence, nowait=False)
+        [first, *_] = log.reader.read_slice(sequence, through=through, bytes_max=3000, nowait=False)
         assert batch.chain == first.chain == expected[sequence]
         found += 1
     return found

@@ -29,12 +29,12 @@ def check_end(log, batches):
     assert (log.epoch_last, log.chain_last, log.time_ms_last) == (
         last.epoch, last.chain, last.time_ms,
     )  # fmt: skip
-    assert encoded(log.scan(1)) == encoded(batches)
-    assert sum(log.scrub()) == sum(info.bytes for info in log.segments() if info.sealed)
+    assert encoded(log.reader.scan(1)) == encoded(batches)
+    assert sum(log.reader.scrub()) == sum(info.bytes for info in log.segments() if info.sealed)
     assert log.bytes_total == sum(info.bytes for info in log.segments())
     with pytest.raises(NotFound):
-        log.read(last.last + 1, nowait=False)
-    assert log.read_slice(last.last + 1, through=999, bytes_max=999, nowait=False) == []
+        log.reader.read(last.last + 1, nowait=False)
+    assert log.reader.read_slice(last.last + 1, through=999, bytes_max=999, nowait=False) == []
 
 
 @pytest.mark.parametrize("kept", range(1, 36))
@@ -68,7 +68,7 @@ def test_everything_may_go_while_nothing_is_committed(open_log, pen_on, folder):
     for log in (pen.log, open_log()):
         assert (log.sequence_first, log.sequence_last, log.sequence_durable) == (1, 0, 0)
         assert (log.epoch_last, log.chain_last, log.time_ms_last) == (0, 0, 0)
-        assert list(log.scan(1)) == [] and log.segments() == []
+        assert list(log.reader.scan(1)) == [] and log.segments() == []
     assert not list(folder.glob("*.seg")) and not list(folder.glob("*.idx"))
     again = pen_on(log)
     again.put(b"first again", epoch=3)
@@ -87,7 +87,7 @@ def test_a_log_without_its_head_may_lose_all_the_rest(open_log, pen_on):
         assert (log.chain_last, log.epoch_last) == (base.chain, base.epoch)
     again = pen_on(log)
     again.put(b"goes on")
-    assert encoded(open_log().scan(1)) == encoded(again.batches)
+    assert encoded(open_log().reader.scan(1)) == encoded(again.batches)
 
 
 def test_committed_batches_are_never_cut(open_log, pen_on):
@@ -125,7 +125,7 @@ def test_staged_batches_are_cut_too(open_log, pen_on):
     pen.log.truncate(pen.batches[10].last)
     check_end(pen.log, pen.batches[:11])
     assert pen.log.take() is None
-    assert pen.log.read_slice(23, through=99, bytes_max=9, nowait=True, staged=True) == []
+    assert pen.log.reader.read_slice(23, through=99, bytes_max=9, nowait=True, staged=True) == []
     check_end(open_log(), pen.batches[:11])
 
 
@@ -159,7 +159,7 @@ def test_a_scrub_that_is_under_way_does_not_take_a_cut_for_rot(open_log, pen_on)
         pen.stage([bytes(1 << 20)])
         pen.log.write(pen.log.take())
     assert pen.log.segments()[0].sealed
-    steps = pen.log.scrub()
+    steps = pen.log.reader.scrub()
     assert next(steps) < pen.log.segments()[0].bytes  # it stands inside of the segment
     pen.log.truncate(1)
     assert sum(steps) < (4 << 20)  # and nothing is raised

@@ -35,7 +35,7 @@ def test_a_sound_folder_is_ok(data):
     report = verify_folder(data.path)
     assert report.ok and report.first_bad is None and report.notes == []
     logs = [open_partition(data, partition) for partition in (0, 1)]
-    batches = [batch for log in logs for batch in log.scan(1)]
+    batches = [batch for log in logs for batch in log.reader.scan(1)]
     assert (report.partitions, report.batches) == (2, len(batches))
     assert report.messages == sum(b.entries for b in batches if b.kind is Kind.ENQ)
 
@@ -175,10 +175,10 @@ def test_progress_ends_at_the_total(data):
 def test_a_scrub_finds_damage_while_the_log_is_open(data):
     log = open_partition(data, 0)
     sealed = [info for info in log.segments() if info.sealed]
-    assert sum(log.scrub()) == sum(info.bytes for info in sealed)
+    assert sum(log.reader.scrub()) == sum(info.bytes for info in sealed)
     path = min(data.partition(5, 0).glob("*.seg"))
     whole = path.read_bytes()
     for offset in (5, 200, len(whole) - 3):
         path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
         with pytest.raises(Corruption):
-            list(log.scrub())
+            list(log.reader.scrub())

@@ -113,7 +113,7 @@ async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> Result:
 async def log_find_share(share: NodeShare) -> Result:
     partition, time_ms = share.the_only(), share.arguments.time_ms
     through = partition.coordinator.sequence_committed
-    sequence = await asyncio.to_thread(partition.log.find_time, time_ms, through=through)
+    sequence = await asyncio.to_thread(partition.log.reader.find_time, time_ms, through=through)
     return {"sequence": sequence}
 
 
@@ -144,7 +144,7 @@ async def log_extent_share(share: NodeShare) -> Result:
         if wanted.from_sequence < partition.log.sequence_first:
             raise gone(wanted.from_sequence, sequence_first=partition.log.sequence_first)
         last, size = await asyncio.to_thread(
-            partition.log.extent,
+            partition.log.reader.extent,
             wanted.from_sequence,
             through=min(wanted.through, partition.coordinator.sequence_committed),
             entries_max=max(1, wanted.entries_max),

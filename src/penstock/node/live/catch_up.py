@@ -138,7 +138,7 @@ class CatchUp:
 
     def _read(self, *, nowait: bool) -> list[Batch] | None:
         source = self._source
-        return source.log.read_slice(
+        return source.log.reader.read_slice(
             self.next, through=source.sequence_committed, bytes_max=SLICE_BYTES, nowait=nowait,
             staged=True,
         )  # fmt: skip
@@ -197,7 +197,7 @@ def deltas_at(log: PartitionLog, sequences: Sequences, *, nowait: bool) -> Delta
     found: list[DeltaBatch] = []
     at = 0
     while at < len(sequences):
-        batch = log.read(int(sequences[at]), nowait=nowait)
+        batch = log.reader.read(int(sequences[at]), nowait=nowait)
         if batch is None:
             return None
         end = int(np.searchsorted(sequences, np.uint64(batch.last), side="right"))
@@ -241,7 +241,7 @@ class ParentSearch:
     def _read(self, left: set[bytes], known: set[bytes], at: int, horizon: int) -> int:
         """Look until those that are left are found; returns how far that was."""
         while at < horizon and not left <= self._found:
-            batches = self._log.read_slice(
+            batches = self._log.reader.read_slice(
                 at, through=horizon - 1, bytes_max=SEARCH_BYTES, nowait=False, staged=True
             )
             if not batches:

@@ -223,7 +223,7 @@ class LivePartition:
         if start == "now":
             return committed + 1
         if start == "time":
-            found = await asyncio.to_thread(self.log.find_time, at, through=committed)
+            found = await asyncio.to_thread(self.log.reader.find_time, at, through=committed)
             return max(found, oldest_position(self))
         if start == "cursor":
             if stored is not None:
@@ -433,7 +433,7 @@ class LivePartition:
         """Those of the wanted deltas that the log has from before the fold's memory of ids."""
         fold = self.fold
         forgotten_ms = fold.ledger.time_ms - fold.options.dedup_ms
-        horizon = self.log.find_time(forgotten_ms, through=self.sequence_committed)
+        horizon = self.log.reader.find_time(forgotten_ms, through=self.sequence_committed)
         waiting = {delta.parent for delta in fold.waitlist.by_id.values() if delta.parent}
         return self._parents.find(wanted, waiting=waiting, horizon=horizon)
 
@@ -465,7 +465,9 @@ class LivePartition:
 def _read(log_: PartitionLog, first: int, *, through: int, nowait: bool) -> list[Batch] | None:
     """The batches from `first` on; from memory where the disk does not have them yet."""
     size = SLICE_BYTES if nowait else COLD_BYTES
-    return log_.read_slice(first, through=through, bytes_max=size, nowait=nowait, staged=True)
+    return log_.reader.read_slice(
+        first, through=through, bytes_max=size, nowait=nowait, staged=True
+    )
 
 
 def _deltas(batches: list[Pair], first: int) -> DeltaBatch:

@@ -51,7 +51,7 @@ def replay(log: PartitionLog, config: TopicConfig, *, through: int | None = None
         )
         start = snapshot.sequence + 1
     batches = 0
-    for batch in log.scan(start):
+    for batch in log.reader.scan(start):
         if through is not None and batch.last > through:
             break
         heap.apply(batch, batch.columns())
@@ -129,7 +129,7 @@ class HeapApplier:
         self._tell()
 
     def _read(self, bytes_max: int, *, nowait: bool) -> list[Batch] | None:
-        return self._log.read_slice(
+        return self._log.reader.read_slice(
             self.heap.sequence_applied + 1, through=self._target, bytes_max=bytes_max,
             nowait=nowait, staged=True,
         )  # fmt: skip

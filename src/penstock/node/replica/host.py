@@ -65,7 +65,7 @@ class Host:
             report=around.on_damage,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
-        opened.log.on_damage = self._hear_of_damage
+        opened.log.reader.on_damage = self._hear_of_damage
         self._aside = opened.aside  # damaged copies are kept until this one counts
         self.flusher = Flusher(
             opened.log, clock=around.clock, submit=around.writers.pin(), syncer=around.syncer,
@@ -176,7 +176,11 @@ class Host:
         """The next batches of a copy as stored, compacted ones too; at least one, whatever its
         size. Raises `NotFound` when they were dropped meanwhile: the copy begins anew."""
         found = await asyncio.to_thread(
-            self.log.read_slice, from_sequence, through=through, bytes_max=bytes_max, nowait=False
+            self.log.reader.read_slice,
+            from_sequence,
+            through=through,
+            bytes_max=bytes_max,
+            nowait=False,
         )
         return found or []
 
@@ -201,7 +205,7 @@ class Host:
     async def on_shrunk(self) -> None:
         """The log was compacted: what can be streamed as it was written begins later now."""
         if not self.around.alone:  # else nobody asks for it
-            first = await asyncio.to_thread(self.log.first_as_written)
+            first = await asyncio.to_thread(self.log.reader.first_as_written)
             self.replica.log.first = max(self.replica.log.first, first)
 
     async def resign(self) -> None:
@@ -215,7 +219,7 @@ class Host:
         if self.closed:
             return
         self.closed = True
-        self.log.on_damage = None
+        self.log.reader.on_damage = None
         self.topic.end_readers(self)
         stopping = Unavailable("the node is stopping; the outcome is unknown")
         self.tenure.end(stopping)

@@ -111,7 +111,7 @@ class LogSender:
 
     def _read(self, window: SendWindow, *, nowait: bool) -> list[Batch] | None:
         try:
-            return self._log.read_slice(
+            return self._log.reader.read_slice(
                 window.first, through=window.through, bytes_max=min(window.bytes, SLICE_BYTES),
                 nowait=nowait, staged=True,
             )  # fmt: skip

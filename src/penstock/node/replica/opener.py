@@ -90,8 +90,8 @@ def empty(stored: PartitionLog) -> None:
 
 def facts_of(stored: PartitionLog) -> LogFacts:
     """What replication wants to know of a log: epochs from before its first verbatim entry on."""
-    first = stored.first_as_written()
-    runs = stored.epoch_runs(first - 1)
+    first = stored.reader.first_as_written()
+    runs = stored.reader.epoch_runs(first - 1)
     base = stored.base
     if base.first == first > 1:  # what stood before it is not held, but its epoch is known
         if runs and runs[0][0] == base.epoch:

@@ -262,7 +262,7 @@ class MessageReader:
         wanted = sorted(sequences)
         at = 0
         while at < len(wanted):
-            batch = self._log.read(wanted[at], nowait=False)
+            batch = self._log.reader.read(wanted[at], nowait=False)
             assert batch is not None
             end = bisect_right(wanted, batch.last)
             some = _Decoded(batch).only(wanted[at:end])
@@ -285,11 +285,11 @@ class MessageReader:
         found = self._cache.get(self._owner, guess)
         if found is not None and found.first <= sequence <= found.last:
             return found
-        first = self._log.first_of(sequence)
+        first = self._log.reader.first_of(sequence)
         found = None if first is None else self._cache.get(self._owner, first)
         # After a rewrite an older, shorter batch may still be here under the same first sequence.
         if found is None or sequence > found.last:
-            batch = self._log.read(sequence, nowait=True)
+            batch = self._log.reader.read(sequence, nowait=True)
             if batch is None:
                 return None
             found = _Decoded(batch)

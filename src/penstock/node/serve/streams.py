@@ -148,14 +148,14 @@ class ReaderStream:
             taken = 0
             try:
                 # A segment that is not open tells no size: its first slice may have more.
-                size = self.source.log.slice_size(
+                size = self.source.log.reader.slice_size(
                     self.cursor, through=sequence_committed, bytes_max=room
                 )
                 wanted = SLICE_BYTES_MAX if size is None else size
                 if not self.send_room.take(wanted):
                     return
                 taken = wanted
-                batches = self.source.log.read_slice(
+                batches = self.source.log.reader.read_slice(
                     self.cursor, through=sequence_committed, bytes_max=room, nowait=True
                 )
             except PenstockError as error:  # dropped by retention, or damaged
@@ -211,7 +211,7 @@ class ReaderStream:
         self.reading = True
         future = asyncio.get_running_loop().run_in_executor(
             None,
-            lambda: self.source.log.read_slice(
+            lambda: self.source.log.reader.read_slice(
                 self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=False
             ),
         )

@@ -105,7 +105,7 @@ async def take_snapshot(host: Host, now_ms: int, *, reserve: Reserve) -> None:
         if not _is_at_rest(host) or sequence <= max(host.snapshot.sequence, log.sequence_first - 1):
             return
         parts = heap.snapshot()
-        batch = await asyncio.to_thread(log.read, sequence, nowait=False)
+        batch = await asyncio.to_thread(log.reader.read, sequence, nowait=False)
         if batch is None or batch.last != sequence:
             raise RuntimeError(f"no batch ends at {sequence}, where the heap is")
         chain, epoch = batch.chain, batch.epoch
@@ -270,7 +270,7 @@ async def verify(engine: Engine, within_s: float = 0.0) -> Verified:
 
 async def scrub(log: PartitionLog, bytes_per_s: float) -> int:
     """Verify every sealed byte of a partition, no faster than told; raises `Corruption`."""
-    steps = log.scrub()
+    steps = log.reader.scrub()
     total = 0
     while (step := await asyncio.to_thread(next, steps, None)) is not None:
         total += step

@@ -161,7 +161,7 @@ def payloads_of(some: Corpus, first: int = 0, end: int | None = None) -> list[by
 def expected(node: Node, partition: int = 0, *, first: int = 1, routes: str = "") -> list[Row]:
     """What the pipeline's fold makes of the whole log."""
     log = node.engine.topics[TOPIC].here(partition).log
-    deltas = deltas_of(list(log.scan(1)))
+    deltas = deltas_of(list(log.reader.scan(1)))
     fold = Propagator(DIMENSIONS)
     outcome = fold.feed(deltas, through=log.sequence_last)
     assert not fold.missing()

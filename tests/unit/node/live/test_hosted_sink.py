@@ -217,7 +217,7 @@ async def test_a_sink_of_states_ends_up_with_the_fold(tmp_path: Path, kind: str)
     await settled(node)
     fold = Propagator(DIMENSIONS)
     log = node.engine.topics[TOPIC].here(0).log
-    fold.feed(deltas_of(list(log.scan(1))), through=log.sequence_last)
+    fold.feed(deltas_of(list(log.reader.scan(1))), through=log.sequence_last)
     states = fold.states()
     names = [names.tolist() for names in (states.namespace, states.vector_id)]
     wanted = {

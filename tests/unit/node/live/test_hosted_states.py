@@ -87,7 +87,7 @@ async def test_all_credit_comes_back_and_no_state_is_left_out(node: Hosting) -> 
     await settled(node)
     assert subscription_of(node)._credit.bytes_out == 0
     fold, log = Propagator(WIDE), node.engine.topics[TOPIC].here(0).log
-    fold.feed(deltas_of(list(log.scan(1))), through=log.sequence_last)
+    fold.feed(deltas_of(list(log.reader.scan(1))), through=log.sequence_last)
     wanted = sorted(fold.states().revision.tolist())
     assert sorted(revision for revision, _, _ in node.sink.vectors.values()) == wanted
 

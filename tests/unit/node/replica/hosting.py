@@ -428,7 +428,7 @@ def _reply() -> tuple[asyncio.Future[Any], Callable[[object], None]]:
 def payloads(host: Host) -> list[bytes]:
     """All messages that were ever enqueued, as the log has them up to its commit."""
     found: list[bytes] = []
-    for batch in host.log.scan(1):
+    for batch in host.log.reader.scan(1):
         if batch.kind is Kind.ENQ and batch.last <= host.committed:
             found += SCHEMAS[Kind.ENQ].decode(batch.raw(), batch.entries).binary("payload") or []
     return found

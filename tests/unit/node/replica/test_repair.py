@@ -162,7 +162,7 @@ async def test_a_follower_is_not_dropped_while_nobody_coordinates(cluster: Clust
 async def test_what_is_cut_off_while_it_is_read_is_not_damage(cluster: Cluster) -> None:
     leader = await fill(cluster)
     for sequence, health in ((1, LogHealth.SOUND), (0, LogHealth.DAMAGED)):
-        leader.log.on_damage(Corruption("zeros", sequence=leader.committed + sequence))
+        leader.log.reader.on_damage(Corruption("zeros", sequence=leader.committed + sequence))
         await cluster.tick()
         assert leader.replica.health is health
     await cluster.until(renewed(cluster, "a"))

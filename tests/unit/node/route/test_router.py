@@ -36,7 +36,7 @@ async def test_bodies_are_written_as_they_came(cluster: Cluster) -> None:
         "jobs", [(0, 80, packed)], codec=int(Codec.ZSTD), raw_lengths=[len(raw)]
     )
     log = cluster["b"].engine.topics["jobs"].here(0).log
-    (stored,) = [b for b in log.scan(2) if b.entries == 80]
+    (stored,) = [b for b in log.reader.scan(2) if b.entries == 80]
     assert bytes(stored.body) == packed
 
 
