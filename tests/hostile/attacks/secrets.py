@@ -107,7 +107,7 @@ async def forwarded(stage: Stage) -> None:
             stage.tally.tried += 1
             try:
                 async with asyncio.timeout(10):
-                    await connection._ask(type, Forwarded, pack(control), data)
+                    await connection.ask(type, Forwarded, pack(control), data)
             except PenstockError as error:
                 stage.tally.refused += 1
                 stage.expect(
