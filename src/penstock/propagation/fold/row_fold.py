@@ -352,8 +352,10 @@ class RowFold:
                 if not newest:
                     return False
                 self._set_many(row)
-            else:
+            elif newest:
                 self._set(row)
+            else:
+                self._offer(row)
             if vector in operations.lists:
                 self._prune(vector)
         elif op <= _DENSE:
@@ -386,6 +388,13 @@ class RowFold:
                 return
 
     def _set(self, row: DeltaRow) -> None:
+        values, times, writers = self._values, self._times, self._writers
+        first, time, code = row.vector * self._width, row.time, row.code
+        for index, value in zip(row.indices, row.values):  # type: ignore[arg-type] # noqa: B905
+            place = first + index
+            values[place], times[place], writers[place] = value, time, code
+
+    def _offer(self, row: DeltaRow) -> None:
         """Set the components that were not set by a greater stamp."""
         times, writers, ranks = self._times, self._writers, self.ledger.ranks
         first, time, code = row.vector * self._width, row.time, row.code
