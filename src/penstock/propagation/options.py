@@ -7,10 +7,11 @@ from typing import Any, Final
 import msgspec
 
 from penstock.errors import InvalidArgument
-from penstock.propagation.flow.ingest import CAPACITY, HIGH_WATER
-from penstock.propagation.flow.lanes import AGEING_MS
 
 HOUR_MS: Final = 3600 * 1000
+CAPACITY: Final = 100_000
+HIGH_WATER: Final = 0.8
+AGEING_MS: Final = 10_000
 _BOUNDS: Final[dict[str, tuple[int, int]]] = {
     "dedup_ms": (0, 30 * 24 * HOUR_MS),
     "pending_max": (1, 1_000_000),

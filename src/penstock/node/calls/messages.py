@@ -125,7 +125,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> Result:
         bounded(a.visibility_ms, 1, topic.config.visibility_ms_max, "visibility_ms")
     consumer = f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{a.consumer}"
     popping = _Pop(topic, consumer.encode(), limit, a.visibility_ms, key_id=caller.key_id)
-    topic.dispatch.add(popping.stream)
+    topic.add_stream(popping.stream)
     engine.pops.add(popping.arrived)
     try:
         unreadable = -1
@@ -142,7 +142,7 @@ async def pop(engine: Engine, caller: Caller, a: PopArguments) -> Result:
             await topic.dispatched()
             await popping.whole()
     finally:
-        topic.dispatch.remove(popping.stream)
+        topic.remove_stream(popping.stream)
         engine.pops.discard(popping.arrived)
     if engine.stopping and not popping.messages and not popping.failed:
         raise Unavailable("the node is stopping, nothing was leased", elsewhere=True)

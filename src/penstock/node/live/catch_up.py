@@ -47,7 +47,7 @@ class ReleaseSource(Protocol):
     def fold_idle(self) -> bool: ...
 
 
-class Errand:
+class ThreadErrand:
     """What a thread does for somebody on the loop, one thing at a time: the owner looks whether it
     is busy, and closes it when the outcome is no longer wanted."""
 
@@ -88,7 +88,7 @@ class CatchUp:
         self._sent = sent  # by vector, the last ordinal that was sent before, out of turn
         self._sent_last = max(sent.values(), default=0)
         self._wake = wake
-        self.errand = Errand(fail)  # a thread that reads for it
+        self.errand = ThreadErrand(fail)  # a thread that reads for it
         self.next = first
         self.held: ReleasedRows | None = None
         self._at = 0  # rows of `held` that were taken

@@ -34,7 +34,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch, deltas_in, deltas_of
 from penstock.node.clock import Clock
-from penstock.node.live.catch_up import Errand, ParentSearch, oldest_position
+from penstock.node.live.catch_up import ThreadErrand, ParentSearch, oldest_position
 from penstock.node.live.cursors import LiveCursor
 from penstock.node.live.subscription import Outgoing, Subscription
 from penstock.node.live.telemetry import Commits, Quarantine, Stretch, Timings
@@ -93,7 +93,7 @@ class LivePartition:
         self._folding_at = 0.0  # when that began, if the loop has not looked at the disk since
         self._ahead_due = False
         self._due = False  # a step of its own is scheduled
-        self._thread = Errand(self._fail_fold)  # while it is busy, a thread has the fold
+        self._thread = ThreadErrand(self._fail_fold)  # while it is busy, a thread has the fold
         self.following = False
         self.closed = False
         self.released = 0  # since it was activated

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from penstock.errors import InvalidArgument
 from penstock.heap.spine import bounded
 from penstock.model.columns import Buffer
 from penstock.node.serve.deliveries import Deliveries
-from penstock.node.serve.partition import Partition
+from penstock.node.serve.partition import Partition, TopicView
 from penstock.node.serve.streams import ConsumerStream
 from penstock.wire.messages import Delivery, pack
 from penstock.wire.supply import (
@@ -34,15 +34,17 @@ from penstock.wire.supply import (
     Taken,
 )
 
-if TYPE_CHECKING:
-    from penstock.node.serve.topic import Topic
-
 COUNT_MAX: Final = 10_000  # messages of one partition that are asked for, or ordered, at once
 
 
 class Demand:
     def __init__(
-        self, topic: Topic, deliveries: Deliveries, *, consumers: bytes, send: Callable[..., None]
+        self,
+        topic: TopicView,
+        deliveries: Deliveries,
+        *,
+        consumers: bytes,
+        send: Callable[..., None],
     ) -> None:
         self._topic, self._deliveries = topic, deliveries
         self._prefix, self._send = consumers, send

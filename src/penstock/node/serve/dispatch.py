@@ -1,57 +1,42 @@
 """Who gets the ready messages: a topic's lease streams on this node, best messages first.
 
-As long as this node serves all partitions of the topic, a message is chosen and leased in one step.
-Otherwise what other nodes have comes in rounds (`rounds`).
+This is for a topic of which this node serves all partitions: a message is chosen and leased in one
+step. Otherwise what other nodes have comes in rounds (`rounds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.heap import Spine
 from penstock.node.serve.deliveries import Deliveries
-from penstock.node.serve.partition import Partition
-from penstock.node.serve.rounds import STRETCH, Rounds
+from penstock.node.serve.partition import Partition, TopicView
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.storage.flusher import Flusher
 from penstock.node.write.journal import COALESCE_ENTRIES
 
-if TYPE_CHECKING:
-    from penstock.node.serve.topic import Topic
-
+STRETCH: Final = 100  # messages of equal keys that are taken of one partition, then of the next
 LEASES_PER_TURN: Final = 5000
 LEASE_MAX: Final = 1000  # messages leased by one record
 RANK_SAMPLE: Final = 64  # one pick in so many has its rank error measured exactly
 
 
 class Dispatch:
-    def __init__(self, topic: Topic, deliveries: Deliveries) -> None:
+    def __init__(self, topic: TopicView, deliveries: Deliveries) -> None:
         self._topic, self._deliveries = topic, deliveries
         self.streams: dict[bytes, ConsumerStream] = {}
         self.rank_error_max = 0
         self.spine = Spine(topic.config.k, topic.config.partitions, stretch=STRETCH)
         self._picks = 0
         self._awaited: list[tuple[Flusher, int]] | None = None  # writes that a small lease awaits
-        self.rounds = Rounds(topic, self)
 
     def reconfigure(self) -> None:
         config = self._topic.config
         self.spine = Spine(config.k, config.partitions, stretch=STRETCH)
-
-    def add(self, stream: ConsumerStream) -> None:
-        self.streams[stream.consumer] = stream
-        self.rounds.renew()
-        self._topic.wake()
-
-    def remove(self, stream: ConsumerStream) -> None:
-        stream.open = False
-        if self.streams.pop(stream.consumer, None) is not None:
-            self.rounds.forget(stream.consumer)
-        self._topic.wake()
 
     @property
     def unused_credit(self) -> int:
@@ -60,11 +45,6 @@ class Dispatch:
     def offer(self) -> bool:
         """Lease ready messages to streams with credit; False if that has to wait for something."""
         topic = self._topic
-        for partition in topic.local:
-            if not partition.coordinator.serving:
-                return False
-        if len(topic.local) < len(topic.partitions):
-            return self.rounds.offer()
         waiting = any(p.heap.ready or p.heap.delayed for p in topic.local)
         if topic.config.paused or not self.streams or not waiting:
             return True

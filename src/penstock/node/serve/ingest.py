@@ -12,7 +12,7 @@ queue stands still: that is how a live path that lags is felt by producers.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,13 +20,10 @@ from penstock.errors import Backpressure, PenstockError
 from penstock.model.delta import PriorityClass
 from penstock.node.clock import Alarm
 from penstock.node.route.ports import PartitionPort
-from penstock.node.serve.partition import Partition
+from penstock.node.serve.partition import Partition, TopicView
 from penstock.node.write.enqueuer import EnqueuePart
 from penstock.propagation.flow.ingest import IngestQueue
 from penstock.propagation.options import LiveOptions
-
-if TYPE_CHECKING:
-    from penstock.node.serve.topic import Topic
 
 TURN_ENTRIES: Final = 8192  # of a partition on their way into its log; from there on they wait
 LOOK_AGAIN_MS: Final = 5  # at a live path that had no room
@@ -36,7 +33,7 @@ Placed = list[tuple[PartitionPort, EnqueuePart]]
 
 
 class IngestGate:
-    def __init__(self, topic: Topic, options: LiveOptions) -> None:
+    def __init__(self, topic: TopicView, options: LiveOptions) -> None:
         self._topic, self._clock, self._metrics = topic, topic.clock, topic.metrics
         self.queue: IngestQueue[EnqueuePart] = IngestQueue(
             options.ingest_max, options.ingest_high_water, options.ageing_ms

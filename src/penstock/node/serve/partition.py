@@ -5,10 +5,16 @@ Everything runs on the event loop; storage work goes to the partition's writer t
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from penstock.heap.spine import Keys, Sequences
 from penstock.model.batch import SCHEMAS, Batch, Kind
+from penstock.model.topic import TopicConfig
+from penstock.node.clock import Clock
+from penstock.node.observe.metrics import Metrics
+from penstock.node.route.ports import Key, PartitionPort
+from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import MessageReader, ReadCache
 from penstock.node.write.enqueuer import Enqueuer
 from penstock.node.write.journal import Journal
@@ -76,3 +82,33 @@ class Partition:
             runs=1,
         )
         return self.journal.append(Kind.LEASE, body, len(messages))
+
+
+class TopicView(Protocol):
+    """What the parts of a topic may ask it: those that lease its messages, here and to other nodes,
+    and the one that takes deltas in."""
+
+    config: TopicConfig
+    clock: Clock
+    metrics: Metrics
+    router: Router
+    closed: bool
+    live_room: Callable[[], int] | None  # how many deltas the live path has room for; None: any
+
+    @property
+    def partitions(self) -> Sequence[PartitionPort]:
+        """All, wherever they are served."""
+
+    @property
+    def local(self) -> Sequence[Partition]:
+        """Those that this node serves, by index."""
+
+    @property
+    def leased(self) -> int: ...
+
+    def key(self, index: int) -> Key: ...
+
+    def served(self, index: int) -> Partition | None: ...
+
+    def wake(self) -> None:
+        """Take a turn soon."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PeerPort
+from penstock.node.serve.dispatch import STRETCH, Dispatch
+from penstock.node.serve.partition import TopicView
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.write.journal import COALESCE_ENTRIES
 from penstock.node.write.settler import unused
@@ -49,12 +51,7 @@ from penstock.wire.supply import (
     Told,
 )
 
-if TYPE_CHECKING:
-    from penstock.node.serve.dispatch import Dispatch
-    from penstock.node.serve.topic import Topic
-
 LEASES_PER_ROUND: Final = 5000
-STRETCH: Final = 100  # messages of equal keys that are taken of one partition, then of the next
 RANK_SAMPLE: Final = 64  # one round in so many has its rank error measured
 PACE_S: Final = 0.003  # between rounds, unless one is worth it before
 LULL_S: Final = 0.015  # the same after one that found little, though there was room for more
@@ -75,7 +72,7 @@ class _Round:
 
 
 class Rounds:
-    def __init__(self, topic: Topic, dispatch: Dispatch) -> None:
+    def __init__(self, topic: TopicView, dispatch: Dispatch) -> None:
         self._topic, self._dispatch, self._router = topic, dispatch, topic.router
         self.wake = topic.wake
         self._loop = asyncio.get_running_loop()

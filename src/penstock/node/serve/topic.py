@@ -24,7 +24,8 @@ from penstock.node.serve.demand import Demand
 from penstock.node.serve.dispatch import Dispatch
 from penstock.node.serve.ingest import IngestGate
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.streams import LogSource, ReaderStream
+from penstock.node.serve.rounds import Rounds
+from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream
 from penstock.node.write.enqueuer import EnqueuePart
 from penstock.propagation.options import LiveOptions
 
@@ -83,6 +84,7 @@ class Topic:
             config.name, metrics=metrics, on_damage=on_damage, on_fatal=on_fatal
         )
         self.dispatch = Dispatch(self, self._deliveries)
+        self.rounds = Rounds(self, self.dispatch)  # while others serve some of the partitions
         self._demands: list[Demand] = []  # other nodes whose consumers want our messages
         self.log_streams: list[ReaderStream] = []
         self._loop = asyncio.get_running_loop()
@@ -147,7 +149,7 @@ class Topic:
         if self.live is not None:
             self.live.unserve(index)
         self._recount()
-        self.dispatch.rounds.renew()
+        self.rounds.renew()
         self.wake()
 
     def end_readers(self, source: LogSource) -> None:
@@ -239,6 +241,17 @@ class Topic:
             )
         return self.partitions[index]
 
+    def add_stream(self, stream: ConsumerStream) -> None:
+        self.dispatch.streams[stream.consumer] = stream
+        self.rounds.renew()
+        self.wake()
+
+    def remove_stream(self, stream: ConsumerStream) -> None:
+        stream.open = False
+        if self.dispatch.streams.pop(stream.consumer, None) is not None:
+            self.rounds.forget(stream.consumer)
+        self.wake()
+
     def streams_of(self, key_id: str | None) -> int:
         return sum(1 for s in self.dispatch.streams.values() if s.key_id == key_id)
 
@@ -313,7 +326,7 @@ class Topic:
                     partition.enqueuer.take_turn()
             for demand in self._demands:
                 demand.take_turn()
-            if self.dispatch.offer():
+            if self._offer():
                 self._offered.set()
                 self._offered.clear()
             for partition in self.local:
@@ -334,9 +347,16 @@ class Topic:
         except Exception as error:  # noqa: BLE001 - state and log may differ now: stop the node
             self._on_fatal(error)
 
+    def _offer(self) -> bool:
+        """Offer what is ready to consumers; False if that has to wait for something."""
+        if not all(partition.coordinator.serving for partition in self.local):
+            return False
+        all_here = len(self.local) == len(self.partitions)
+        return self.dispatch.offer() if all_here else self.rounds.offer()
+
     async def dispatched(self) -> None:
         """Wait until every ready message was offered to the streams that are open now."""
-        self.dispatch.rounds.renew()
+        self.rounds.renew()
         self.wake()
         await self._offered.wait()
         if self.closed:
@@ -370,7 +390,7 @@ class Topic:
         self._alarm.cancel()
         self.atomic.close()
         self._offered.set()
-        self.dispatch.rounds.close()
+        self.rounds.close()
         for partition in self.local:
             partition.reader.forget()
 

@@ -291,7 +291,7 @@ class StreamTable:
         )
         self._add(number, topic, stream)
         self.send(FrameType.ACK, number, pack({"consumer": consumer}))
-        topic.dispatch.add(stream)
+        topic.add_stream(stream)
 
     def open_follow(self, number: int, control: OpenFollow) -> None:
         self._follows[number] = self._engine.nodes.transport.on_open(self, number, control)
@@ -410,7 +410,7 @@ def _answered(stream: Stream) -> bool:
 
 def _remove(topic: Topic, stream: Stream) -> None:
     if isinstance(stream, ConsumerStream):
-        topic.dispatch.remove(stream)
+        topic.remove_stream(stream)
     elif isinstance(stream, LogRelay | LiveStream):
         stream.close()
     else:

@@ -17,10 +17,9 @@ from math import exp
 from typing import Final, Generic, TypeVar
 
 from penstock.errors import InvalidArgument
-from penstock.propagation.flow.lanes import AGEING_MS, LANES, Keys, LaneQueue
+from penstock.propagation.flow.lanes import LANES, Keys, LaneQueue
+from penstock.propagation.options import AGEING_MS, CAPACITY, HIGH_WATER
 
-CAPACITY: Final = 100_000
-HIGH_WATER: Final = 0.8
 RETRY_AFTER_S_MIN: Final = 0.01
 RETRY_AFTER_S_MAX: Final = 5.0
 MEMORY_MS: Final = 1000.0  # how long what was drained counts

@@ -14,8 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta import PriorityClass
+from penstock.propagation.options import AGEING_MS
 
-AGEING_MS: Final = 10_000
 LANES: Final = len(PriorityClass)
 TAKEN: Final = LANES  # the lane of what has gone
 INDEX_SLACK: Final = 1024  # places of what has gone that may linger in any case

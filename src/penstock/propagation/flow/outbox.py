@@ -16,9 +16,10 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta_batch import sixteens
-from penstock.propagation.flow.lanes import AGEING_MS, LaneQueue
+from penstock.propagation.flow.lanes import LaneQueue
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.propagation.fold.table import Numbers
+from penstock.propagation.options import AGEING_MS
 
 FEW: Final = 32  # sizes that are summed up one by one
 HELD_SLACK: Final = 64 << 10  # bytes that may be held on to without need

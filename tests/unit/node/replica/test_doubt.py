@@ -101,10 +101,10 @@ async def test_a_lease_that_commits_late_is_delivered_to_a_stream_and_not_to_a_p
     leader = await alone(cluster)
     stream, pop = Reader(b"stream", pops=False), Reader(b"pop", pops=True)
     for reader in (stream, pop):
-        leader.topic.dispatch.add(reader)
+        leader.topic.add_stream(reader)
     await cluster.until(lambda: pop.errors)
     assert "unknown" in pop.errors[0].message and not stream.deliveries
-    leader.topic.dispatch.remove(pop)  # as the call does that has to answer
+    leader.topic.remove_stream(pop)  # as the call does that has to answer
     for other in "bc":
         cluster.heal(other)
     await cluster.until(lambda: stream.deliveries)

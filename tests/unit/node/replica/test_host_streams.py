@@ -39,7 +39,7 @@ class Consumer:
         self.stream = ConsumerStream(
             b"c", window=window, batch_max=window, visibility_ms=60_000, send=self._take
         )
-        host.topic.dispatch.add(self.stream)
+        host.topic.add_stream(self.stream)
 
     def _take(self, delivery: Delivery, body: Buffer) -> None:
         self.delivered.append(delivery)

@@ -104,7 +104,7 @@ async def test_after_a_round_that_found_little_the_next_one_gathers(
     monkeypatch.setattr("penstock.node.serve.rounds.LULL_S", 0.5)
     await cluster.topic("jobs", "bc")
     stream = await cluster["a"].stream("jobs", credits=1000)
-    rounds = cluster["a"].engine.topics["jobs"].dispatch.rounds
+    rounds = cluster["a"].engine.topics["jobs"].rounds
     loop = asyncio.get_running_loop()
     began = loop.time()
     for i in range(10):
