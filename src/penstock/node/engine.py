@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -32,7 +32,6 @@ from penstock.node.door.outlet import ReadPace
 from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
-from penstock.node.local_topics import LocalTopics, Unopened
 from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.observe.metrics import Metrics
@@ -46,7 +45,7 @@ from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
 from penstock.node.storage.flusher import WriterPool, open_syncer
-from penstock.node.storage.room import Room
+from penstock.node.storage.room import Room, Trouble, Unopened
 
 if TYPE_CHECKING:
     from penstock.node.cluster.administration import ClusterAdministration
@@ -82,6 +81,20 @@ class _OpenTopics(dict[str, Topic]):
         raise type(error)(f"topic {name} is not open: {error.message}", **error.details)
 
 
+class LocalAdministration(Protocol):
+    """Topics of a node that is alone: made, changed, deleted, and opened."""
+
+    async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig: ...
+
+    async def update_topic(self, name: str, changes: dict[str, Any]) -> TopicConfig: ...
+
+    async def delete_topic(self, name: str) -> None: ...
+
+    async def open_all(self) -> None: ...
+
+    async def open_again(self, trouble: Trouble) -> None: ...
+
+
 class Engine:
     def __init__(
         self,
@@ -94,9 +107,13 @@ class Engine:
         clock: Clock,
         tasks: asyncio.TaskGroup,
         open_writer: OpenWriter | None,
+        alone: Callable[[Engine], LocalAdministration],
+        host_sinks: Callable[[Engine, Topic], None],
     ) -> None:
+        """`host_sinks` has the sinks of the configuration follow a topic."""
         self.config, self.folder, self.identity = config, folder, identity
         self.audit, self.clock, self.tasks = audit, clock, tasks
+        self.alone, self._host_sinks = alone(self), host_sinks
         self.open_writer = open_writer  # reaches other nodes, for sinks that write to them
         self.catalog, self.records = Catalog(store), Records(store)
         self.keys = KeyRing(store, now_ms=clock.now_ms)
@@ -159,7 +176,6 @@ class Engine:
             held=lambda: len(self.hosts),
             waiting=lambda: self.unopened.partitions,
         )
-        self.alone = LocalTopics(self)
         self.local = LocalControl(self.identity.node, self.records, self.hosts, spawn=self.spawn)
         # Of hosts; a cluster puts in its own.
         self.around = Surroundings(
@@ -190,7 +206,7 @@ class Engine:
         return found
 
     @property
-    def administration(self) -> ClusterAdministration | LocalTopics:
+    def administration(self) -> ClusterAdministration | LocalAdministration:
         return self.alone if self._joined is None else self._joined
 
     @property
@@ -263,10 +279,7 @@ class Engine:
     def add_topic(self, topic: Topic) -> None:
         """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
-        if self.config.live.sink:
-            from penstock.node.hosted.configuration import host_sinks  # and Arrow with it
-
-            host_sinks(self, topic)
+        self._host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(

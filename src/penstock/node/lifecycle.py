@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,12 @@ from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
 from penstock.node.cluster.disk import DataDisk
 from penstock.node.cluster.transport import Connect
 from penstock.node.engine import Engine, NodeIdentity
+from penstock.node.local_topics import LocalTopics
 from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace, Key
+from penstock.node.serve.topic import Topic
 from penstock.node.upkeep.gauges import node_reading
 from penstock.node.upkeep.sweeps import open_again, run_scrub, run_upkeep
 from penstock.replication.follower import FollowerState
@@ -126,6 +128,17 @@ def cluster_store(options: ClusterOptions) -> EtcdStore:
     )
 
 
+def _sink_hosting(
+    config: Config,
+) -> tuple[Callable[[Engine], None], Callable[[Engine, Topic], None]]:
+    """What checks the sinks of the configuration, and what has them follow a topic."""
+    if not config.live.sink:
+        return lambda _: None, lambda *_: None
+    from penstock.node.hosted.configuration import check_sinks, host_sinks  # and Arrow with it
+
+    return check_sinks, host_sinks
+
+
 async def _start(
     config: Config,
     folder: DataFolder,
@@ -136,6 +149,7 @@ async def _start(
     open_writer: OpenWriter | None,
 ) -> Engine:
     identity = await asyncio.to_thread(_identify, config, folder)
+    check_sinks, host_sinks = _sink_hosting(config)
     engine = Engine(
         config,
         folder,
@@ -145,11 +159,10 @@ async def _start(
         clock=clock,
         tasks=tasks,
         open_writer=open_writer,
+        alone=LocalTopics,
+        host_sinks=host_sinks,
     )
-    if config.live.sink:
-        from penstock.node.hosted.configuration import check_sinks  # and Arrow with it
-
-        check_sinks(engine)
+    check_sinks(engine)
     await asyncio.to_thread(engine.reserve.hold)
     engine.metrics.read_with(partial(node_reading, engine))
     engine.keys.on_revoked(engine.revoke)

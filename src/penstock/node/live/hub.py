@@ -12,10 +12,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.errors import FailedPrecondition, LimitExceeded, PenstockError, Unavailable
 from penstock.model.columns import Buffer
@@ -33,14 +33,13 @@ from penstock.node.live.subscription import (
 )
 from penstock.node.live.telemetry import Quarantine
 from penstock.node.observe.metrics import Metrics
-from penstock.node.observe.readings import LiveReading
+from penstock.node.observe.readings import LiveReading, SinkReading
 from penstock.propagation.flow.route import DeltaRoute
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
-    from penstock.node.hosted.sink import HostedSink
     from penstock.node.serve.topic import Topic
 
 TICK_MS: Final = 100
@@ -53,6 +52,30 @@ Fail = Callable[[PenstockError], None]
 Spawn = Callable[..., object]
 Row = dict[str, Any]
 LISTS: Final = ("partitions", "subscriptions", "sinks")  # of a topic, in `live_status`
+
+
+class SinkPort(Protocol):
+    """A sink of this node, which reads as subscribers do."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sink(self) -> object:
+        """What it writes to, which can perhaps be searched."""
+
+    def serve(self, index: int) -> None: ...
+
+    def unserve(self, index: int) -> None: ...
+
+    def filling(self, partitions: Iterable[int]) -> list[int]:
+        """Those of the partitions that it does not hold all of yet."""
+
+    def reading(self) -> SinkReading: ...
+
+    def status(self, now_ms: int) -> list[Row]: ...
+
+    async def stop(self) -> None: ...
 
 
 class Hub:
@@ -71,7 +94,7 @@ class Hub:
         self._turns = turns
         self._clock, self._metrics, self._spawn = clock, metrics, spawn
         self.partitions: dict[int, LivePartition] = {}
-        self.sinks: list[HostedSink] = []
+        self.sinks: list[SinkPort] = []
         self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
         self._holders: dict[CursorPlace, Subscription] = {}  # who moves a cursor
         self._opening = 0  # subscriptions of clients that are on their way to be opened

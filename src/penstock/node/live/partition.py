@@ -34,7 +34,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch, deltas_in, deltas_of
 from penstock.node.clock import Clock
-from penstock.node.live.catch_up import ThreadErrand, ParentSearch, oldest_position
+from penstock.node.live.catch_up import ParentSearch, ThreadErrand, oldest_position
 from penstock.node.live.cursors import LiveCursor
 from penstock.node.live.subscription import Outgoing, Subscription
 from penstock.node.live.telemetry import Commits, Quarantine, Stretch, Timings

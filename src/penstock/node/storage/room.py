@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.errors import DiskFull, LimitExceeded, PenstockError
+from penstock.model.topic import TopicConfig
+from penstock.node.observe.logs import get_logger
 
 FILES_PER_PARTITION: Final = 4  # the promise, the floor, the newest segment, and the next one
 FILES_APART: Final = 64  # listeners, threads, the audit trail, the metadata store
 CONNECTIONS_SHARE: Final = 4  # one in so many is left to connections, and to sealed segments
 FOLDER_BYTES: Final = 16 << 10  # folder, floor and promise of a partition, rounded up to blocks
 RETRY_S: Final = 60.0  # limits are raised by people
+log = get_logger(__name__)
 
 
 class Fitting(NamedTuple):
@@ -95,3 +99,66 @@ def raise_open_files_max() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return open_files_max()
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    config: TopicConfig
+    partition: int | None  # None: all of the topic's, on a node that is alone
+    error: PenstockError
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name} {self.partition or 0:04}"
+
+    @property
+    def partitions(self) -> int:
+        return self.config.partitions if self.partition is None else 1
+
+
+class Unopened:
+    """Partitions that this node should have open and cannot for now, on a full disk or for want of
+    open files. The rest of the node goes on. They are tried again, and status and metrics tell of
+    them until it works."""
+
+    def __init__(self) -> None:
+        self._troubles: dict[tuple[int, int | None], Trouble] = {}
+
+    def __iter__(self) -> Iterator[Trouble]:
+        return iter(list(self._troubles.values()))
+
+    @property
+    def partitions(self) -> int:
+        return sum(trouble.partitions for trouble in self._troubles.values())
+
+    def note(
+        self, config: TopicConfig, error: PenstockError, *, partition: int | None = None
+    ) -> None:
+        """It was not opened. The log is told once, and again when there is another reason."""
+        before = self._troubles.get((config.id, partition))
+        self._troubles[config.id, partition] = Trouble(config, partition, error)
+        if before is None or before.error.code != error.code:
+            log.error(
+                "not opened; it is tried again",
+                topic=config.name, topic_id=config.id, partition=partition, error=error.message,
+            )  # fmt: skip
+
+    def forget(self, topic: int, partition: int | None = None) -> None:
+        if self._troubles.pop((topic, partition), None) is not None:
+            log.info("no longer unopened", topic_id=topic, partition=partition)
+
+    def forget_topic(self, topic: int) -> None:
+        for key in [key for key in self._troubles if key[0] == topic]:
+            self.forget(*key)
+
+    def topic(self, name: str) -> Trouble | None:
+        """The topic of that name, if none of it is open."""
+        whole = (t for t in self._troubles.values() if t.partition is None)
+        return next((t for t in whole if t.config.name == name), None)
+
+    def rows(self, after: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """For `node_status`, with their names: those behind `after`, by topic and partition."""
+        for t in sorted(self, key=lambda trouble: trouble.name):
+            if t.name > after:
+                row = {"topic": t.config.name, "partition": t.partition, "error": t.error.message}
+                yield t.name, row
