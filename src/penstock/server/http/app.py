@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final
 
@@ -177,16 +177,16 @@ class HttpApp:
             account.check(len(content))
             return content
 
-        reads = route.name in READS
-        if reads:
+        if route.name in READS:
             await account.acquire(READ_BYTES, Held.READS)
-        async with self._reads if reads else nullcontext():
-            work = operation.run(link, request)
-            if route.name == "Pop":
-                result, gone = await self._while_connected(work, exchange)
-            else:
-                result = await work
-            return operation.answered(link, request, result, encode)
+            async with self._reads:
+                return encode(await operation.run(link, request))
+        work = operation.run(link, request)
+        if route.name == "Pop":
+            result, gone = await self._while_connected(work, exchange)
+        else:
+            result = await work
+        return operation.answered(link, request, result, encode)
 
     async def _answer_plain(self, path: str, exchange: HttpExchange) -> None:
         if path == "/openapi.json":
