@@ -18,7 +18,7 @@ from tests.unit.node.live.test_quarantine import (
     time_out,
 )
 
-from penstock.log.partition import PartitionLog
+from penstock.log.reader import Reader
 from penstock.node.live.catch_up import ParentSearch
 
 
@@ -26,14 +26,14 @@ from penstock.node.live.catch_up import ParentSearch
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From which sequences on the log is read by who can wait."""
     found: list[int] = []
-    read_slice = PartitionLog.read_slice
+    read_slice = Reader.read_slice
 
-    def read(log: PartitionLog, first: int, *, nowait: bool, **how: Any) -> Any:
+    def read(reader: Reader, first: int, *, nowait: bool, **how: Any) -> Any:
         if not nowait:
             found.append(first)
-        return read_slice(log, first, nowait=nowait, **how)
+        return read_slice(reader, first, nowait=nowait, **how)
 
-    monkeypatch.setattr(PartitionLog, "read_slice", read)
+    monkeypatch.setattr(Reader, "read_slice", read)
     return found
 
 
