@@ -292,8 +292,8 @@ class RowFold:
         ledger = self.ledger
         vector = self._vectors.put(row.vector_low, row.vector_high)
         namespace, vector_id = row.names()
-        ledger.namespaces.extend([namespace])
-        ledger.vector_ids.extend([vector_id])
+        ledger.namespaces.add(namespace)
+        ledger.vector_ids.add(vector_id)
         self._merge.reserve()
         return vector
 

@@ -293,6 +293,14 @@ class Texts:
     def extend(self, texts: list[bytes]) -> None:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
 
+    def add(self, text: bytes) -> None:
+        """One more, without the columns that several take."""
+        self._make_room(len(text))
+        row = self.table.extend(1)
+        self.table["start"][row], self.table["size"][row] = self._end, len(text)
+        self._arena[self._end : self._end + len(text)] = np.frombuffer(text, np.uint8)
+        self._end += len(text)
+
     def append(self, data: bytes, sizes: Numbers) -> None:
         self._make_room(len(data))
         first = self.table.extend(len(sizes))
