@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "walk.py"
-BOUNDS = {"put": (58, 370), "pop": (68, 690), "delta": (88, 610)}  # modules, calls
+BOUNDS = {"put": (35, 180), "pop": (56, 450), "delta": (50, 370)}  # modules, calls
 
 
 @pytest.mark.parametrize("way", BOUNDS)
