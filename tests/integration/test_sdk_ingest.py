@@ -14,7 +14,7 @@ import penstock
 from penstock.client.options import Options
 from penstock.config import Config
 from penstock.errors import Backpressure
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.session.session import listen
 from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
@@ -23,7 +23,7 @@ from penstock.server.embedded import open_embedded
 @dataclass
 class Place:
     vectors: penstock.Deltas
-    topic: Topic
+    topic: ServedTopic
     room: int = 0
 
     @property

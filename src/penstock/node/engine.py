@@ -43,7 +43,7 @@ from penstock.node.route.ports import AlwaysHere, ClusterView
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic, reject_delta_topic, topic_not_found
+from penstock.node.serve.topic import ServedTopic, reject_delta_topic, topic_not_found
 from penstock.node.storage.flusher import WriterPool, open_syncer
 from penstock.node.storage.room import Room, Trouble, Unopened
 
@@ -66,14 +66,14 @@ class NodeIdentity(msgspec.Struct, frozen=True):
     cluster_uuid: str = ""  # of the metadata that the topics' ids are from
 
 
-class _OpenTopics(dict[str, Topic]):
+class _OpenTopics(dict[str, ServedTopic]):
     """Topics by their names. Who asks for one that is not open is told why."""
 
     def __init__(self, unopened: Unopened) -> None:
         super().__init__()
         self._unopened = unopened
 
-    def __missing__(self, name: str) -> Topic:
+    def __missing__(self, name: str) -> ServedTopic:
         trouble = self._unopened.topic(name)
         if trouble is None:
             raise topic_not_found(name)
@@ -108,7 +108,7 @@ class Engine:
         tasks: asyncio.TaskGroup,
         open_writer: OpenWriter | None,
         alone: Callable[[Engine], LocalAdministration],
-        host_sinks: Callable[[Engine, Topic], None],
+        host_sinks: Callable[[Engine, ServedTopic], None],
     ) -> None:
         """`host_sinks` has the sinks of the configuration follow a topic."""
         self.config, self.folder, self.identity = config, folder, identity
@@ -198,7 +198,7 @@ class Engine:
         trouble = self.unopened.topic(name)
         return self.topics[name].config if trouble is None else trouble.config
 
-    def queue(self, name: str) -> Topic:
+    def queue(self, name: str) -> ServedTopic:
         """A topic whose messages are leased and settled."""
         found = self.topics[name]
         if found.config.kind is TopicKind.DELTA:
@@ -242,7 +242,7 @@ class Engine:
             draining=self.stopping,
         )
 
-    async def drop_topic(self, topic: Topic) -> None:
+    async def drop_topic(self, topic: ServedTopic) -> None:
         name = topic.config.name
         del self.topics[name]
         self.unopened.forget_topic(topic.config.id)
@@ -258,14 +258,14 @@ class Engine:
         await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
         self.metrics.forget_topic(name)
 
-    def make_topic(self, config: TopicConfig) -> Topic:
-        return Topic(
+    def make_topic(self, config: TopicConfig) -> ServedTopic:
+        return ServedTopic(
             config, clock=self.clock, metrics=self.metrics, on_damage=self.on_damage,
             on_fatal=self.on_fatal, router=self.router, atomic=AtomicBatches,
             live=self.config.live if config.kind is TopicKind.DELTA else None,
         )  # fmt: skip
 
-    def hub(self, topic: Topic) -> Hub:
+    def hub(self, topic: ServedTopic) -> Hub:
         found = self.hubs.get(topic.config.id)
         if found is None:
             if topic.config.kind is not TopicKind.DELTA:
@@ -276,14 +276,20 @@ class Engine:
             )  # fmt: skip
         return found
 
-    def add_topic(self, topic: Topic) -> None:
+    def add_topic(self, topic: ServedTopic) -> None:
         """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
         self._host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(
-        self, topic: Topic, index: int, *, uuid: str = "", only: bool = False, recorded: str = ""
+        self,
+        topic: ServedTopic,
+        index: int,
+        *,
+        uuid: str = "",
+        only: bool = False,
+        recorded: str = "",
     ) -> Host:
         """Recover a replica; it does nothing before it is told of a record. `recorded` is the uuid
         that the metadata know it by."""
@@ -333,12 +339,12 @@ class Engine:
         hosts = [self.hosts.pop(key) for key in list(keys)]
         await asyncio.gather(*(host.close() for host in hosts))
 
-    async def write_config(self, topic: Topic) -> None:
+    async def write_config(self, topic: ServedTopic) -> None:
         value: dict[str, Any] = {"config": [msgspec.msgpack.encode(topic.config)]}
         await self.write_records(topic, [(p, Kind.CONFIG, 1, value) for p in topic.local])
 
     async def write_records(
-        self, topic: Topic, records: Iterable[tuple[Partition, Kind, int, dict[str, Any]]]
+        self, topic: ServedTopic, records: Iterable[tuple[Partition, Kind, int, dict[str, Any]]]
     ) -> None:
         """Append to partitions' logs, and return when all of it is committed."""
         written = [(p, p.journal.append_record(kind, n, of).last) for p, kind, n, of in records]
@@ -395,14 +401,14 @@ class Engine:
             for connection in list(self.connections):
                 connection.shut("the node cannot go on")
 
-    async def stop_sinks(self, topics: Iterable[Topic]) -> None:
+    async def stop_sinks(self, topics: Iterable[ServedTopic]) -> None:
         await asyncio.gather(*(hub.stop_sinks() for hub in self._hubs_of(topics)))
 
-    async def live_quiet(self, topics: Iterable[Topic]) -> None:
+    async def live_quiet(self, topics: Iterable[ServedTopic]) -> None:
         """Wait until no thread of the live path reads the logs of topics that are closed."""
         await asyncio.gather(*(hub.quiet() for hub in self._hubs_of(topics)))
 
-    def _hubs_of(self, topics: Iterable[Topic]) -> list[Hub]:
+    def _hubs_of(self, topics: Iterable[ServedTopic]) -> list[Hub]:
         return [hub for topic in topics if (hub := self.hubs.get(topic.config.id)) is not None]
 
     def stop(self) -> None:
@@ -413,7 +419,7 @@ class Engine:
         for pop in self.pops:
             pop.set()
 
-    async def drain(self, topics: Iterable[Topic]) -> None:
+    async def drain(self, topics: Iterable[ServedTopic]) -> None:
         """Let everything under way be answered, within the configured time."""
         deadline = time.monotonic() + self.config.drain_s
         partitions = [p for topic in topics for p in topic.local]

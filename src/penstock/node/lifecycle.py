@@ -45,7 +45,7 @@ from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace, Key
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.upkeep.gauges import node_reading
 from penstock.node.upkeep.sweeps import open_again, run_scrub, run_upkeep
 from penstock.replication.follower import FollowerState
@@ -130,7 +130,7 @@ def cluster_store(options: ClusterOptions) -> EtcdStore:
 
 def _sink_hosting(
     config: Config,
-) -> tuple[Callable[[Engine], None], Callable[[Engine, Topic], None]]:
+) -> tuple[Callable[[Engine], None], Callable[[Engine, ServedTopic], None]]:
     """What checks the sinks of the configuration, and what has them follow a topic."""
     if not config.live.sink:
         return lambda _: None, lambda *_: None

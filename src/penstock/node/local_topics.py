@@ -20,7 +20,7 @@ from penstock.node.atomic.driver import resolve_in_doubt
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.storage.room import Trouble
 
 log = get_logger(__name__)
@@ -143,7 +143,7 @@ class LocalTopics:
             seconds=round(time.perf_counter() - started, 3),
         )
 
-    async def _open_hosts(self, topic: Topic) -> list[Host]:
+    async def _open_hosts(self, topic: ServedTopic) -> list[Host]:
         """All partitions of a topic; if one of them fails, the others are left to be closed."""
         engine, indices = self._engine, range(topic.config.partitions)
         engine.room.check_files(topic.config.partitions)

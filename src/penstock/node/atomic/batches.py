@@ -24,7 +24,7 @@ from penstock.node.clock import Alarm
 from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.write.enqueuer import EnqueuePart
 
 IN_DOUBT_MS: Final = 5000  # that a batch is prepared before its home is asked
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 
 class AtomicBatches:
-    def __init__(self, topic: Topic) -> None:
+    def __init__(self, topic: ServedTopic) -> None:
         self._topic, self._clock, self._spawn = topic, topic.clock, topic.router.spawn
         self._doubt = Alarm(topic.clock, self._on_doubt)
         self._unconfirmed = Alarm(topic.clock, self._on_unconfirmed)
@@ -108,7 +108,7 @@ class AtomicBatches:
         self._unconfirmed.cancel()
 
 
-async def confirm(topic: Topic) -> int:
+async def confirm(topic: ServedTopic) -> int:
     """Ask the participants of what the homes here keep; returns how many commits were confirmed."""
     slots = asyncio.Semaphore(ASKED_MAX)
     async with asyncio.TaskGroup() as group:
@@ -116,7 +116,7 @@ async def confirm(topic: Topic) -> int:
     return sum(task.result() for task in tasks)
 
 
-async def _confirm_of(topic: Topic, home: Partition, slots: asyncio.Semaphore) -> int:
+async def _confirm_of(topic: ServedTopic, home: Partition, slots: asyncio.Semaphore) -> int:
     transactions = home.heap.transactions
     asked = {place.partition for c in transactions.unconfirmed.values() for place in c.places}
     answers: dict[int, Doubts] = {}

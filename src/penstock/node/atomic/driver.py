@@ -36,7 +36,7 @@ from penstock.node.observe.logs import get_logger
 from penstock.node.route.ports import PartitionPort, PeerPort
 from penstock.node.route.router import WAIT_S, in_request, not_there
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.write.enqueuer import EnqueuePart
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, Enqueue, Forwarded, Part, Placed, pack
@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 
 async def enqueue_atomically(
-    topic: Topic, parts: Sequence[tuple[PartitionPort, EnqueuePart]]
+    topic: ServedTopic, parts: Sequence[tuple[PartitionPort, EnqueuePart]]
 ) -> None:
     """Write all parts or none; each part's request is answered."""
     transaction = ULID().bytes
@@ -82,7 +82,7 @@ def choose_home(partitions: Sequence[int], transaction: bytes) -> int:
 
 
 async def _commit(
-    topic: Topic, home: int, transaction: bytes, places: list[SharePlace], *, late: float
+    topic: ServedTopic, home: int, transaction: bytes, places: list[SharePlace], *, late: float
 ) -> None:
     """Have the home decide for the batch, and tell the others; raises if it is decided against."""
     others = sorted({place.partition for place in places} - {home})
@@ -96,7 +96,7 @@ async def _commit(
 
 
 async def _prepare_all(
-    topic: Topic,
+    topic: ServedTopic,
     parts: Sequence[tuple[PartitionPort, EnqueuePart]],
     transaction: bytes,
     home: int,
@@ -124,7 +124,7 @@ async def _prepare_all(
 
 
 async def _stage(
-    topic: Topic, index: int, part: EnqueuePart, transaction: bytes, home: int
+    topic: ServedTopic, index: int, part: EnqueuePart, transaction: bytes, home: int
 ) -> asyncio.Future[list[Placed]]:
     served = topic.served(index)
     if served is not None:
@@ -133,7 +133,9 @@ async def _stage(
     return asyncio.ensure_future(work)
 
 
-async def _tell(topic: Topic, partitions: list[int], transaction: bytes, *, commit: bool) -> None:
+async def _tell(
+    topic: ServedTopic, partitions: list[int], transaction: bytes, *, commit: bool
+) -> None:
     """Give participants a copy of the decision. One that does not get it will ask."""
     results = await asyncio.gather(
         *(apply_at(topic, index, transaction, commit=commit) for index in partitions),
@@ -146,7 +148,9 @@ async def _tell(topic: Topic, partitions: list[int], transaction: bytes, *, comm
             raise result
 
 
-async def _abort(topic: Topic, home: int, participants: list[int], transaction: bytes) -> None:
+async def _abort(
+    topic: ServedTopic, home: int, participants: list[int], transaction: bytes
+) -> None:
     """Decide against. If even that is not possible now, participants ask for it later."""
     try:
         outcome = await decide_at(topic, home, transaction, commit=False)
@@ -159,7 +163,7 @@ async def _abort(topic: Topic, home: int, participants: list[int], transaction: 
 # --- after a crash ---
 
 
-async def resolve_in_doubt(topic: Topic, *, older_ms: int | None = None) -> int:
+async def resolve_in_doubt(topic: ServedTopic, *, older_ms: int | None = None) -> int:
     """Give what is prepared here, for that long at least, the decision of its home partition.
 
     Homes are asked side by side, and each fails by itself: what one of them cannot answer now must
@@ -180,7 +184,7 @@ async def resolve_in_doubt(topic: Topic, *, older_ms: int | None = None) -> int:
 
 
 async def _resolve_of(
-    topic: Topic, home: int, doubts: list[tuple[Partition, bytes]], slots: asyncio.Semaphore
+    topic: ServedTopic, home: int, doubts: list[tuple[Partition, bytes]], slots: asyncio.Semaphore
 ) -> int:
     """Ask one home, as long as it answers; returns how many batches it told of."""
     async with slots:
@@ -202,7 +206,7 @@ async def _resolve_of(
 
 
 async def prepare_at(
-    topic: Topic, index: int, part: EnqueuePart, *, transaction: bytes, home: int
+    topic: ServedTopic, index: int, part: EnqueuePart, *, transaction: bytes, home: int
 ) -> list[Placed]:
     """Have a part prepared and committed. Only what may be done twice is asked for twice when
     nobody knows how the first time ended: a decision may, a PREPARE may not."""
@@ -233,7 +237,7 @@ async def prepare_at(
 
 
 async def decide_at(
-    topic: Topic,
+    topic: ServedTopic,
     home: int,
     transaction: bytes,
     *,
@@ -266,7 +270,7 @@ async def decide_at(
     )
 
 
-async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool) -> None:
+async def apply_at(topic: ServedTopic, index: int, transaction: bytes, *, commit: bool) -> None:
 
     async def here(partition: Partition) -> None:
         apply_here(topic, partition, transaction, commit=commit)
@@ -280,7 +284,7 @@ async def apply_at(topic: Topic, index: int, transaction: bytes, *, commit: bool
     await _at(topic, index, here=here, away=away)
 
 
-async def doubts_at(topic: Topic, index: int, *, home: int) -> Doubts:
+async def doubts_at(topic: ServedTopic, index: int, *, home: int) -> Doubts:
     """Which batches of a home wait for its decision in a partition."""
 
     async def away(peer: PeerPort) -> Doubts:
@@ -296,14 +300,16 @@ async def doubts_at(topic: Topic, index: int, *, home: int) -> Doubts:
     )  # fmt: skip
 
 
-async def _call(peer: PeerPort, method: str, topic: Topic, **arguments: Any) -> dict[str, Any]:
+async def _call(
+    peer: PeerPort, method: str, topic: ServedTopic, **arguments: Any
+) -> dict[str, Any]:
     named = {"topic": topic.config.name, "topic_id": topic.config.id, **arguments}
     answer: dict[str, Any] = await peer.ask(FrameType.SUBSCRIBE, dict, pack(Call(method, named)))
     return answer
 
 
 async def _at(
-    topic: Topic,
+    topic: ServedTopic,
     index: int,
     *,
     here: Callable[[Partition], Awaitable[R]],

@@ -13,7 +13,7 @@ from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.columns import Value
 from penstock.model.entries import ENQ
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.write.enqueuer import EnqueuePart
 from penstock.wire.messages import Placed
 
@@ -24,7 +24,7 @@ FULL_S: Final = 1.0  # after which a home that has too much to remember may be t
 
 
 async def stage_here(
-    topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+    topic: ServedTopic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
 ) -> asyncio.Future[list[Placed]]:
     """Append a PREPARE of what was not written before. The future gets where that is, once it is
     committed."""
@@ -46,7 +46,7 @@ async def stage_here(
 
 
 async def prepare_here(
-    topic: Topic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
+    topic: ServedTopic, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
 ) -> list[Placed]:
     staged = await stage_here(topic, partition, part, transaction=transaction, home=home)
     topic.wake()
@@ -54,7 +54,7 @@ async def prepare_here(
 
 
 async def decide_here(
-    topic: Topic,
+    topic: ServedTopic,
     home: Partition,
     transaction: bytes,
     *,
@@ -78,7 +78,9 @@ async def decide_here(
     return outcome
 
 
-def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit: bool) -> None:
+def apply_here(
+    topic: ServedTopic, partition: Partition, transaction: bytes, *, commit: bool
+) -> None:
     """Let a participant follow the home's decision."""
     if transaction in partition.heap.prepared:
         append_decision(partition, [transaction], int(commit))
@@ -86,7 +88,7 @@ def apply_here(topic: Topic, partition: Partition, transaction: bytes, *, commit
         topic.wake()
 
 
-async def doubts_here(topic: Topic, partition: Partition, home: int) -> Doubts:
+async def doubts_here(topic: ServedTopic, partition: Partition, home: int) -> Doubts:
     """Batches of a home that wait for its decision here. A decision that is not committed yet may
     still be lost: the answer is given once nothing in it can change."""
     found = Doubts(partition.heap.sequence_applied, partition.heap.transactions.doubts(home))
@@ -111,7 +113,7 @@ def append_decision(
     partition.journal.append_record(Kind.DECIDE, len(transactions), values)
 
 
-async def _leave_known_out(topic: Topic, partition: Partition, part: EnqueuePart) -> None:
+async def _leave_known_out(topic: ServedTopic, partition: Partition, part: EnqueuePart) -> None:
     """Write nothing that an earlier attempt wrote. What it has prepared is waited for a while: for
     ever would be a deadlock if that attempt waits for us in another partition."""
     patience = round(EARLIER_S / LOOK_S)

@@ -20,7 +20,7 @@ from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments,
 from penstock.node.engine import Engine
 from penstock.node.route.router import WAIT_S, not_there
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic, check_id
+from penstock.node.serve.topic import ServedTopic, check_id
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Call, pack
 
@@ -29,7 +29,7 @@ NO_ARGUMENTS: Final = Arguments()
 
 class NodeShare(NamedTuple):
     engine: Engine
-    topic: Topic
+    topic: ServedTopic
     partitions: list[Partition]  # all of them are served here
     arguments: Any = NO_ARGUMENTS  # of the type that the share is registered with
 
@@ -89,7 +89,7 @@ async def share(engine: Engine, _: Caller, a: ShareArguments) -> Result:
 
 async def fan_out(
     engine: Engine,
-    topic: Topic,
+    topic: ServedTopic,
     run: Run,
     arguments: Arguments = NO_ARGUMENTS,
     *,
@@ -136,7 +136,7 @@ async def fan_out(
     return results
 
 
-def by_node(topic: Topic, indices: Iterable[int]) -> dict[str, list[int]]:
+def by_node(topic: ServedTopic, indices: Iterable[int]) -> dict[str, list[int]]:
     """Partitions by the node that serves them, which is empty for this one. Those that nobody
     serves are left out."""
     groups: dict[str, list[int]] = {}
@@ -149,7 +149,7 @@ def by_node(topic: Topic, indices: Iterable[int]) -> dict[str, list[int]]:
 
 
 async def ask_share(
-    topic: Topic,
+    topic: ServedTopic,
     node: str,
     run: Run,
     indices: Iterable[int] = (),
@@ -167,7 +167,7 @@ async def ask_share(
     return result
 
 
-def nobody_serves(topic: Topic, index: int) -> Unavailable:
+def nobody_serves(topic: ServedTopic, index: int) -> Unavailable:
     return Unavailable(
         f"nobody serves partition {index} of {topic.config.name} at the moment", partition=index
     )

@@ -31,7 +31,7 @@ from penstock.node.calls.table import (
 from penstock.node.engine import Engine
 from penstock.node.live.cursors import check_name
 from penstock.node.live.hub import LISTS, place_of
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.wire.limits import ANSWER_BYTES_MAX, SEARCH_MAX, bounded
 
 KINDS: Final = ("ingest", *LISTS)
@@ -54,7 +54,7 @@ class CursorArguments(TopicArguments, frozen=True):
     name: str
 
 
-def delta_topic(engine: Engine, name: str) -> Topic:
+def delta_topic(engine: Engine, name: str) -> ServedTopic:
     topic = engine.topics[name]
     if topic.config.kind is not TopicKind.DELTA:
         raise FailedPrecondition(f"{name} is no delta topic", topic=name)
@@ -105,7 +105,7 @@ async def _entries(
 
 
 async def _rows(
-    engine: Engine, topic: Topic, after: str
+    engine: Engine, topic: ServedTopic, after: str
 ) -> tuple[list[tuple[str, str, Any]], bool]:
     """The rows of a topic behind a place, as far as all nodes have told theirs; whether that is
     not all."""

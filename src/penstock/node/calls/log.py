@@ -20,7 +20,7 @@ from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments,
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import gone
-from penstock.node.serve.topic import Topic, check_id
+from penstock.node.serve.topic import ServedTopic, check_id
 
 EPOCH_MAX: Final = (1 << 63) - 1
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
@@ -83,7 +83,7 @@ async def log_status_share(share: NodeShare) -> Result:
     }
 
 
-async def _stable(topic: Topic, partition: Partition) -> int:
+async def _stable(topic: ServedTopic, partition: Partition) -> int:
     """The last committed sequence before the first PREPARE without a committed decision.
 
     The heap is ahead of what is committed: a decision that it knows may still be lost. So it is
@@ -223,7 +223,7 @@ class OfTopicArguments(TopicArguments, frozen=True, kw_only=True):
 
     topic_id: int = 0
 
-    def queue(self, engine: Engine) -> Topic:
+    def queue(self, engine: Engine) -> ServedTopic:
         topic = engine.queue(self.topic)
         check_id(topic, self.topic_id)
         return topic
@@ -256,7 +256,7 @@ async def transaction_decide(engine: Engine, _: Caller, a: HomeArguments) -> Res
     return {"commit": await decide_here(topic, home, a.transaction, commit=a.commit, places=places)}
 
 
-def _place(topic: Topic, partition: int, sequence: int) -> SharePlace:
+def _place(topic: ServedTopic, partition: int, sequence: int) -> SharePlace:
     if not 0 < sequence < 1 << 63:
         raise InvalidArgument("a share has a sequence from 1 to 2^63 - 1", field="places")
     return SharePlace(topic.partition(partition).index, sequence)

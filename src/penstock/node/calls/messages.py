@@ -38,7 +38,7 @@ from penstock.node.calls.table import (
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.write.settler import unused
 from penstock.wire.limits import bounded
 from penstock.wire.messages import Delivery
@@ -162,7 +162,7 @@ class _Pop:
 
     def __init__(
         self,
-        topic: Topic,
+        topic: ServedTopic,
         consumer: bytes,
         limit: int,
         visibility_ms: int | None,
@@ -231,7 +231,7 @@ class _Pop:
         return kept
 
 
-def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:
+def give_back_unused(topic: ServedTopic, messages: Iterable[dict[str, Any]]) -> None:
     tokens: dict[int, list[int]] = {}
     for message in messages:
         token = LeaseToken.parse(message["lease_token"])
@@ -240,7 +240,7 @@ def give_back_unused(topic: Topic, messages: Iterable[dict[str, Any]]) -> None:
         topic.partitions[index].settle(unused(np.array(sequences, np.uint64)))
 
 
-def _order(topic: Topic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
+def _order(topic: ServedTopic) -> Callable[[dict[str, Any]], tuple[int, int, int]]:
     """By what messages of several partitions are put in order: as the heap would."""
     ordering = Ordering(topic.config)
 
@@ -428,7 +428,7 @@ async def dlq_delete(engine: Engine, caller: Caller, a: DlqDeleteArguments) -> R
     return {"deleted": sum(result["moved"] for result in results)}
 
 
-async def _checked(engine: Engine, topic: Topic, message_ids: list[str] | None) -> list[int]:
+async def _checked(engine: Engine, topic: ServedTopic, message_ids: list[str] | None) -> list[int]:
     """The partitions that are meant; raises if one of the named is not a dead letter."""
     if message_ids is None:
         return list(range(len(topic.partitions)))
@@ -438,7 +438,7 @@ async def _checked(engine: Engine, topic: Topic, message_ids: list[str] | None) 
     return indices
 
 
-def _by_node(topic: Topic, indices: list[int]) -> list[list[int]]:
+def _by_node(topic: ServedTopic, indices: list[int]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for index in indices:
         groups.setdefault(topic.router.coordinator(topic.key(index)), []).append(index)

@@ -23,7 +23,7 @@ from penstock.model.delivery import DELIVERY
 from penstock.model.ids import PARTITIONS_MAX, MessageId
 from penstock.model.plain import UNREADABLE, headers_of
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.wire.limits import ANSWER_BYTES_MAX, PAGE_BYTES_MAX
 
 # Partitions that one page tells of, where their rows are made before their sizes are known. A
@@ -70,10 +70,10 @@ def page_of(rows: Iterable[tuple[str, Any]], *, more: bool = False) -> Page:
     return page
 
 
-def topics_behind(topics: Mapping[str, Topic], after: str) -> tuple[list[Topic], bool]:
+def topics_behind(topics: Mapping[str, ServedTopic], after: str) -> tuple[list[ServedTopic], bool]:
     """The first topics by name that one page may tell of; and whether there are others."""
     names = sorted(name for name in topics if name > after)
-    chosen: list[Topic] = []
+    chosen: list[ServedTopic] = []
     partitions = 0
     for name in names:
         partitions += len(topics[name].partitions)
@@ -83,7 +83,7 @@ def topics_behind(topics: Mapping[str, Topic], after: str) -> tuple[list[Topic],
     return chosen, len(chosen) < len(names)
 
 
-def locate(topic: Topic, message_id: str) -> tuple[int, int]:
+def locate(topic: ServedTopic, message_id: str) -> tuple[int, int]:
     place = MessageId.parse(message_id)
     if place.topic != topic.config.id or place.partition >= len(topic.partitions):
         raise NotFound(f"no message {message_id} in this topic", message_id=message_id)
@@ -91,7 +91,7 @@ def locate(topic: Topic, message_id: str) -> tuple[int, int]:
 
 
 def merged_lists(
-    lists: Iterable[tuple[list[tuple[int, int]], dict[str, Any]]], topic: Topic, limit: int
+    lists: Iterable[tuple[list[tuple[int, int]], dict[str, Any]]], topic: ServedTopic, limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
     """The first messages of what nodes tell, as many as an answer may hold; and whether there are
     more. With each result come the keys of its messages, by which the whole list is in order.
@@ -132,7 +132,7 @@ class Allowance:
     before.
     """
 
-    def __init__(self, topic: Topic, limit: int) -> None:
+    def __init__(self, topic: ServedTopic, limit: int) -> None:
         self._topic, self._left, self._limit = topic, ANSWER_BYTES_MAX, limit
         self._each = topic.message_bytes or (
             topic.config.payload_bytes_max // UNSEEN_PART + ROW_BYTES
@@ -158,7 +158,7 @@ class Allowance:
 
 
 async def read_messages(
-    topic: Topic, places: list[tuple[Partition, int]], *, besides: int = 0
+    topic: ServedTopic, places: list[tuple[Partition, int]], *, besides: int = 0
 ) -> list[dict[str, Any]]:
     """Messages in the order asked for, as many of the first as an answer may hold in which there
     are so many bytes `besides` of each."""
@@ -172,7 +172,9 @@ async def read_messages(
     return found
 
 
-async def _read_step(topic: Topic, places: list[tuple[Partition, int]]) -> list[dict[str, Any]]:
+async def _read_step(
+    topic: ServedTopic, places: list[tuple[Partition, int]]
+) -> list[dict[str, Any]]:
     by_partition: dict[Partition, list[int]] = {}
     for partition, sequence in places:
         by_partition.setdefault(partition, []).append(sequence)
@@ -190,7 +192,7 @@ async def _read_step(topic: Topic, places: list[tuple[Partition, int]]) -> list[
     return [found[partition.index, sequence] for partition, sequence in places]
 
 
-def messages_in(topic: Topic, partition: int, columns: Columns) -> Iterable[dict[str, Any]]:
+def messages_in(topic: ServedTopic, partition: int, columns: Columns) -> Iterable[dict[str, Any]]:
     payloads = columns.binary("payload")
     keys, headers = columns.binary("key"), columns.binary("headers")
     for i, sequence in enumerate(columns.fixed("message").tolist()):

@@ -13,7 +13,7 @@ from penstock.node.calls.pages import Page, page_of, topics_behind
 from penstock.node.calls.table import Arguments, Caller, PageArguments, Result, method
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.upkeep import sweeps
 from penstock.node.upkeep.gauges import partition_reading
 
@@ -39,7 +39,7 @@ _TOTALS: Final = Totals.__struct_fields__
 _SUMMED: Final = ("ready", "delayed", "leased", "dead", "backlog", "bytes")
 
 
-async def _topic_stats(engine: Engine, topic: Topic) -> dict[str, Any]:
+async def _topic_stats(engine: Engine, topic: ServedTopic) -> dict[str, Any]:
     """Counts and totals are summed over the nodes, ages and errors are the greatest. A partition
     that nobody serves is listed without a coordinator."""
     served = by_node(topic, range(len(topic.partitions))).values()
@@ -82,7 +82,7 @@ async def stats_share(share: NodeShare) -> Result:
 
 
 def _partition_stats(
-    engine: Engine, topic: Topic, partition: Partition, now_ms: int
+    engine: Engine, topic: ServedTopic, partition: Partition, now_ms: int
 ) -> dict[str, Any]:
     host = engine.hosts[topic.key(partition.index)]
     reading = partition_reading(host, partition, now_ms)
@@ -157,7 +157,7 @@ async def verify(engine: Engine, _: Caller, a: Arguments) -> Result:
     return {"bytes": sum(r["bytes"] for r in results), "ok": first is None, "damage": first}
 
 
-def _other_nodes(engine: Engine) -> dict[str, Topic]:
+def _other_nodes(engine: Engine) -> dict[str, ServedTopic]:
     """Nodes that coordinate something, each with a topic that it knows for sure."""
     return {
         node: topic

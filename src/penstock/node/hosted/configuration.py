@@ -25,7 +25,7 @@ from penstock.wire.messages import Part as WirePart
 if TYPE_CHECKING:
     from penstock.node.engine import Engine
     from penstock.node.live.hub import Hub
-    from penstock.node.serve.topic import Topic
+    from penstock.node.serve.topic import ServedTopic
 
 
 class SinkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ def check_sinks(engine: Engine) -> None:
     pa.scalar(0)
 
 
-def host_sinks(engine: Engine, topic: Topic) -> None:
+def host_sinks(engine: Engine, topic: ServedTopic) -> None:
     """Have the node's own sinks follow a topic from now on."""
     for plan in plans(engine.config.live.sink):
         if plan.topic == topic.config.name and topic.config.kind is TopicKind.DELTA:

@@ -40,7 +40,7 @@ from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import Changes, OpenSubscription
 
 if TYPE_CHECKING:
-    from penstock.node.serve.topic import Topic
+    from penstock.node.serve.topic import ServedTopic
 
 TICK_MS: Final = 100
 QUIET_S: Final = 10.0  # that a thread may need to end what it reads
@@ -81,7 +81,7 @@ class SinkPort(Protocol):
 class Hub:
     def __init__(
         self,
-        topic: Topic,
+        topic: ServedTopic,
         *,
         options: LiveOptions,
         cursors: Cursors,

@@ -31,7 +31,7 @@ from penstock.node.replica.ports import Key, SeedHead, Slow, Surroundings
 from penstock.node.replica.repair import Repair
 from penstock.node.replica.tenure import Tenure
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.storage.flusher import Flusher
 from penstock.replication import effects as do
 from penstock.replication.assignment import PartitionRecord
@@ -48,7 +48,7 @@ class Host:
     """See the module. `partition` is there while this node serves."""
 
     def __init__(
-        self, topic: Topic, index: int, opened: OpenedReplica, around: Surroundings
+        self, topic: ServedTopic, index: int, opened: OpenedReplica, around: Surroundings
     ) -> None:
         self.topic, self.index, self.around = topic, index, around
         self.key: Key = (topic.config.id, index)

@@ -21,7 +21,7 @@ from penstock.node.replica.heap_applier import HeapApplier
 from penstock.node.replica.log_sender import LogSender
 from penstock.node.replica.ports import Surroundings
 from penstock.node.serve.partition import Partition
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.storage.flusher import Flusher
 from penstock.node.write.journal import Journal
 from penstock.replication.effects import Effects
@@ -37,7 +37,7 @@ class Tenure:
 
     def __init__(
         self,
-        topic: Topic,
+        topic: ServedTopic,
         index: int,
         replica: Replica,
         *,

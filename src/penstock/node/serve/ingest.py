@@ -5,8 +5,8 @@ a comparison. Once as many are on their way into the log as a turn takes, or the
 room, what comes waits in the topic's queue. There classes decide, and what does not fit is refused
 with the time after which it is worth trying again: a producer that is told so still has everything.
 
-The live path says how much more may be written by `Topic.live_room`. While there is no room the
-queue stands still: that is how a live path that lags is felt by producers.
+The live path says how much more may be written by `ServedTopic.live_room`. While there is no room
+the queue stands still: that is how a live path that lags is felt by producers.
 """
 
 from __future__ import annotations

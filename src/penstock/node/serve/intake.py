@@ -32,7 +32,7 @@ from penstock.model.plain import fault_in
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.node.route.ports import PartitionPort
 from penstock.node.route.router import forwarded
-from penstock.node.serve.topic import Topic, check_id
+from penstock.node.serve.topic import ServedTopic, check_id
 from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest, producer_entries, subset
 from penstock.node.write.journal import Reply
 from penstock.wire.messages import Enqueue, Enqueued, Part, PutDelta
@@ -50,7 +50,7 @@ Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its firs
 
 
 def enqueue(
-    topic: Topic, control: Enqueue, data: memoryview, reply: Reply, *, raw_bytes_max: int
+    topic: ServedTopic, control: Enqueue, data: memoryview, reply: Reply, *, raw_bytes_max: int
 ) -> None:
     """Check everything, then hand the parts to their partitions. Raises before any change.
 
@@ -104,7 +104,9 @@ def enqueue_of_delta(control: PutDelta, delta: memoryview) -> tuple[Enqueue, byt
     return Enqueue(control.topic, [part], partitioned=False), body
 
 
-def _enqueue_forwarded(topic: Topic, control: Enqueue, bodies: list[Checked], reply: Reply) -> None:
+def _enqueue_forwarded(
+    topic: ServedTopic, control: Enqueue, bodies: list[Checked], reply: Reply
+) -> None:
     """Parts that another node has sent on: each is one request, with an outcome of its own."""
     if control.transaction:
         topic.partition(control.home)  # which there must be
@@ -129,7 +131,9 @@ def _enqueue_forwarded(topic: Topic, control: Enqueue, bodies: list[Checked], re
             partition.enqueue(share)
 
 
-def _bodies(topic: Topic, control: Enqueue, data: memoryview, raw_bytes_max: int) -> list[Checked]:
+def _bodies(
+    topic: ServedTopic, control: Enqueue, data: memoryview, raw_bytes_max: int
+) -> list[Checked]:
     """Each part's checked columns, its body as received, and its first entry's place."""
     if not control.parts:
         raise InvalidArgument("an enqueue has no parts", field="parts")
@@ -193,7 +197,7 @@ def _decompressed(control: Enqueue, index: int, body: bytes) -> bytes:
 
 
 def _parts(
-    topic: Topic, control: Enqueue, bodies: list[Checked], request: EnqueueRequest
+    topic: ServedTopic, control: Enqueue, bodies: list[Checked], request: EnqueueRequest
 ) -> list[tuple[PartitionPort, EnqueuePart]]:
     """Which partition gets which part. Deltas are checked here: they go only where their vectors
     belong."""
@@ -238,7 +242,7 @@ def _whole(request: EnqueueRequest, control: Enqueue, checked: Checked) -> Enque
     )
 
 
-def _timed(topic: Topic, control: Enqueue, reply: Reply) -> Reply:
+def _timed(topic: ServedTopic, control: Enqueue, reply: Reply) -> Reply:
     started = time.perf_counter()
     count = sum([part.count for part in control.parts])
 

@@ -60,7 +60,7 @@ class LivePath(Protocol):
     def close(self) -> None: ...
 
 
-class Topic:
+class ServedTopic:
     def __init__(
         self,
         config: TopicConfig,
@@ -70,7 +70,7 @@ class Topic:
         on_damage: Callable[[PenstockError], None],
         on_fatal: Callable[[BaseException], None],
         router: Router,
-        atomic: Callable[[Topic], AtomicPort],
+        atomic: Callable[[ServedTopic], AtomicPort],
         live: LiveOptions | None = None,
     ) -> None:
         """`live`: how deltas are taken in; None: the topic is a queue."""
@@ -403,7 +403,7 @@ def topic_not_found(name: str) -> NotFound:
     return NotFound(f"no topic {name}", topic=name)
 
 
-def has_id(topic: Topic, topic_id: int) -> bool:
+def has_id(topic: ServedTopic, topic_id: int) -> bool:
     """Whether an id is the topic's; False: an earlier topic of the same name had it. Ids rise, so a
     greater one is of a successor that this node has not heard of yet: that raises."""
     if topic_id == topic.config.id:
@@ -415,7 +415,7 @@ def has_id(topic: Topic, topic_id: int) -> bool:
     return False
 
 
-def check_id(topic: Topic, topic_id: int) -> None:
+def check_id(topic: ServedTopic, topic_id: int) -> None:
     """Refuse a request that was made for an earlier topic of the same name; 0 stands for whichever
     topic has the name."""
     if topic_id and not has_id(topic, topic_id):

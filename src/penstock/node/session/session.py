@@ -44,7 +44,7 @@ from penstock.node.door.tls_link import TlsLink
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.serve.intake import enqueue, enqueue_of_delta
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.session.stream_table import StreamTable
 from penstock.node.session.tokens import Make, Tokens
 from penstock.node.write.journal import Reply
@@ -488,7 +488,7 @@ class Session(asyncio.Protocol):
     def _for_tokens(
         self,
         frame: Frame,
-        topic: Topic,
+        topic: ServedTopic,
         control: Settle | Return | Extend,
         data: memoryview,
         make: Make,

@@ -31,7 +31,7 @@ from penstock.node.live.subscription import Subscription
 from penstock.node.replica.host import Host
 from penstock.node.serve.demand import Demand
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream, check_window, gone
-from penstock.node.serve.topic import Topic, check_id
+from penstock.node.serve.topic import ServedTopic, check_id
 from penstock.node.session.log_relay import LogRelay
 from penstock.replication.replica import LogHealth, Role
 from penstock.wire.frame import FrameFlag, FrameType, flags_of_class
@@ -151,9 +151,9 @@ class StreamTable:
     def __init__(self, engine: Engine, send: Send, account: Account, *, name: str) -> None:
         self._engine, self.send, self._name = engine, send, name
         self._outlet = Outlet(engine.pace, account, self._pump_logs)
-        self._streams: dict[int, tuple[Topic, Stream]] = {}
+        self._streams: dict[int, tuple[ServedTopic, Stream]] = {}
         self._follows: dict[int, FollowOutput] = {}  # logs that another node reads
-        self._demands: dict[int, tuple[Topic, Demand]] = {}  # other nodes that pop from here
+        self._demands: dict[int, tuple[ServedTopic, Demand]] = {}  # other nodes that pop from here
         self.blocked = False  # the connection's send buffer is full
 
     def check_number(self, number: int) -> None:
@@ -167,7 +167,7 @@ class StreamTable:
     def any(self) -> bool:
         return bool(self._streams or self._follows or self._demands)
 
-    def _add(self, number: int, topic: Topic, stream: Stream) -> None:
+    def _add(self, number: int, topic: ServedTopic, stream: Stream) -> None:
         stream.blocked = self.blocked
         self._streams[number] = (topic, stream)
 
@@ -206,7 +206,7 @@ class StreamTable:
         for number in [*self._streams, *self._follows, *self._demands]:
             self.close(number)
 
-    def drop_topic(self, topic: Topic) -> None:
+    def drop_topic(self, topic: ServedTopic) -> None:
         for number, (owner, _) in [*self._streams.items(), *self._demands.items()]:
             if owner is topic:
                 self.end(number, NotFound(f"topic {topic.config.name} was deleted"))
@@ -360,7 +360,7 @@ class StreamTable:
             stream.subscribe(self._engine.hub(topic), control), name="open-subscription"
         )
 
-    def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: Topic) -> None:
+    def _relay(self, number: int, control: OpenLog | OpenSubscription, topic: ServedTopic) -> None:
         node = topic.router.coordinator(topic.key(control.partition))
         peer = topic.router.cluster.live(node) if node else None
         if peer is None:
@@ -408,7 +408,7 @@ def _answered(stream: Stream) -> bool:
     return not isinstance(stream, LiveStream | LogRelay) or stream.opened
 
 
-def _remove(topic: Topic, stream: Stream) -> None:
+def _remove(topic: ServedTopic, stream: Stream) -> None:
     if isinstance(stream, ConsumerStream):
         topic.remove_stream(stream)
     elif isinstance(stream, LogRelay | LiveStream):
@@ -417,7 +417,7 @@ def _remove(topic: Topic, stream: Stream) -> None:
         topic.remove_log_stream(stream)
 
 
-def _check_subscription(control: OpenSubscription, topic: Topic) -> None:
+def _check_subscription(control: OpenSubscription, topic: ServedTopic) -> None:
     if topic.config.kind is not TopicKind.DELTA:
         raise FailedPrecondition(f"{control.topic} is no delta topic", topic=control.topic)
     topic.partition(control.partition)

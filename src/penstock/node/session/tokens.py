@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.node.route.ports import PartitionPort
 from penstock.node.route.router import forwarded
-from penstock.node.serve.topic import Topic, has_id
+from penstock.node.serve.topic import ServedTopic, has_id
 from penstock.node.write.enqueuer import Gathered, as_one
 from penstock.node.write.journal import Reply
 from penstock.node.write.settler import TokenRequest
@@ -30,7 +30,9 @@ class Tokens:
     nothing is done about them.
     """
 
-    def __init__(self, topic: Topic, control: Settle | Return | Extend, data: memoryview) -> None:
+    def __init__(
+        self, topic: ServedTopic, control: Settle | Return | Extend, data: memoryview
+    ) -> None:
         self._topic, self._parts, self._forwarded = topic, control.parts, control.forwarded
         total = sum(part.count for part in self._parts)
         if not 1 <= total <= TOKENS_MAX or len(data) != 8 * total:

@@ -26,7 +26,7 @@ from penstock.node.replica.ports import CopyPace, Key, SeedTarget, Surroundings
 from penstock.node.route.ports import AlwaysHere
 from penstock.node.route.router import Router
 from penstock.node.serve.message_reader import ReadCache
-from penstock.node.serve.topic import Topic
+from penstock.node.serve.topic import ServedTopic
 from penstock.node.storage.flusher import WriterPool
 from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest
 from penstock.node.write.settler import ReturnRequest, TokenRequest
@@ -154,15 +154,15 @@ class Cluster:
             host.on_record(self.record, self.revision)
         self._tell_members()
 
-    def _topic(self, name: str) -> Topic:
-        return Topic(
+    def _topic(self, name: str) -> ServedTopic:
+        return ServedTopic(
             self.config, clock=self.clock, metrics=Metrics(node=name),
             on_damage=self.damages.append, on_fatal=self.fatal.append,
             router=Router(lambda: AlwaysHere(name), spawn=self._run, consumers=b""),
             atomic=AtomicBatches,
         )  # fmt: skip
 
-    def _around(self, name: str, topic: Topic) -> Surroundings:
+    def _around(self, name: str, topic: ServedTopic) -> Surroundings:
         network = self.networks[name] = Network(self, name)
         writers = self._writers[name] = WriterPool(1)
         return Surroundings(
