@@ -63,6 +63,7 @@ def enqueue(
         return
     request = EnqueueRequest(topic.config.id, _timed(topic, control, reply))
     parts = _parts(topic, control, bodies, request)
+    request.started = time.perf_counter()  # The live path counts from where all is checked.
     if len(parts) > 1:
         if control.expected_sequence is not None:
             raise InvalidArgument(
