@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -20,7 +21,7 @@ PORTS: Final = range(20_000, 32_000)  # below the ephemeral ones, which any clie
 PORT_TRIES: Final = 100
 
 
-class ProgramProcess:
+class ProgramProcess(ABC):
     """One server with its data and its log in a folder. It may be started again after it ended."""
 
     what: ClassVar[str]
@@ -29,12 +30,12 @@ class ProgramProcess:
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def command(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self) -> list[str]: ...
 
+    @abstractmethod
     def answers(self) -> bool:
         """Whether the server can be used."""
-        raise NotImplementedError
 
     @property
     def pid(self) -> int:
