@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from penstock.heap import Heap
+from penstock.heap.machine import Heap
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.topic import TopicConfig
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import uvloop
 
-from penstock.node.storage.syncer import open_syncer
+from penstock.node.storage.log_io import open_syncer
 
 Sync = Callable[[int, Callable[[object], None]], None]
 Make = Callable[[asyncio.AbstractEventLoop], Sync]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from penstock.testing import program
+from penstock.testing import process
 
 # A slow machine must not fail a property test; the pytest timeout bounds it instead.
 settings.register_profile("penstock", deadline=None, print_blob=True)
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs beside each other look for free ports in different places."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     count = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
-    program.PORTS = program.PORTS[int(worker) :: int(count)]
+    process.PORTS = process.PORTS[int(worker) :: int(count)]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 from penstock.demo.corpus import Chunk, Corpus, CorpusOptions, generate
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.protocol import Items
-from penstock.spark.jobs.comparison import (
+from penstock.spark.jobs.audit import (
     COMPARED,
     Comparison,
     Expected,
     compare_history,
     compare_states,
 )
-from penstock.spark.jobs.materialisation import materialise
+from penstock.spark.jobs.stores import materialise
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeTopicWriter
@@ -118,9 +118,9 @@ class Ways:
         return lake
 
     def _triggers(self, name: str) -> int:
-        """How many triggers it took: manifests are deleted, Spark's commits are kept for long."""
-        commits = (self._folder / f"state-{name}" / "checkpoint" / "commits").glob("*")
-        return 1 + max(int(path.name) for path in commits if path.name.isdecimal())
+        """How many triggers it took; the newest manifest always stays."""
+        manifests = (self._folder / f"state-{name}" / "changes").glob("*.json")
+        return 1 + max(int(path.stem) for path in manifests)
 
 
 def _states(table: pa.Table) -> pa.Table:

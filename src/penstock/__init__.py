@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from penstock.client.network.connection import Connection as Connection
     from penstock.client.network.endpoints import Tls as Tls
     from penstock.client.options import Options as Options
-    from penstock.client.queue.consumer import BatchConsumer as BatchConsumer
-    from penstock.client.queue.consumer import MessageConsumer as MessageConsumer
     from penstock.client.queue.entries import Item as Item
     from penstock.client.queue.leases import LeasedMessage as LeasedMessage
     from penstock.client.queue.leases import MessageBatch as MessageBatch
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
     from penstock.client.queue.messages import DeadMessage as DeadMessage
     from penstock.client.queue.messages import LogReader as LogReader
     from penstock.client.queue.messages import Message as Message
+    from penstock.client.topic import BatchConsumer as BatchConsumer
+    from penstock.client.topic import MessageConsumer as MessageConsumer
     from penstock.client.topic import PartitionStats as PartitionStats
     from penstock.client.topic import Topic as Topic
     from penstock.client.topic import TopicStats as TopicStats
@@ -82,11 +82,10 @@ _LAZY = {
     "penstock.client.delta.subscription": "Released ReleasedBatch",
     "penstock.client.network.connection": "Connection",
     "penstock.client.options": "Options",
-    "penstock.client.queue.consumer": "BatchConsumer MessageConsumer",
     "penstock.client.queue.entries": "Item",
     "penstock.client.queue.leases": "LeasedMessage MessageBatch",
     "penstock.client.queue.messages": "DeadLetters DeadMessage LogReader Message",
-    "penstock.client.topic": "PartitionStats Topic TopicStats",
+    "penstock.client.topic": "BatchConsumer MessageConsumer PartitionStats Topic TopicStats",
     "penstock.model.delta": "Delta Op PriorityClass Source",
     "penstock.model.topic": "Compression Mode TopicConfig TopicKind",
 }

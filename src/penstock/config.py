@@ -29,9 +29,10 @@ from penstock.log.flush import LogOptions
 from penstock.model.ids import PARTITIONS_MAX
 from penstock.model.topic import NAME
 from penstock.propagation.options import LiveOptions
-from penstock.replication.options import ReplicationOptions
-from penstock.wire.limits import LIMIT_BOUNDS, TEXT_LENGTH_MAX
-from penstock.wire.limits import Limits as Limits
+from penstock.replication.facts import ReplicationOptions
+from penstock.wire.frame import PAYLOAD_BYTES_MAX
+from penstock.wire.messages import TEXT_LENGTH_MAX
+from penstock.wire.messages import Limits as Limits
 
 ENV_PREFIX: Final = "PENSTOCK_"
 ENV_FILE: Final = "PENSTOCK_CONFIG"
@@ -86,9 +87,8 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""  # host or host:port that others reach this node at; empty: as it listens
     key: str = ""  # what nodes show each other and nobody else; needed where callers need keys
     policy: Literal["balanced", "oldest"] = "balanced"  # who coordinates a partition
-    lease_s: int = (
-        EtcdOptions().lease_ttl_s
-    )  # a node that has not been heard of for so long is no longer a member
+    # A node that has not been heard of for so long is no longer a member.
+    lease_s: int = EtcdOptions().lease_ttl_s
     moves_max: int = 4  # partitions that change their replicas at the same time
     serve_s: float = 30.0  # until the partitions of a new topic serve
     generation_s: float = 60.0  # a copy of the data folder that is older than this is found out
@@ -175,7 +175,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """A field, whether it is wrong, and why."""
         seen: dict[int, str] = {}
         for name, port in self.ports.items():
             taken = bool(port) and port in seen
@@ -225,11 +224,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> Config:
-        """Read all sources and validate the result.
-
-        `file` defaults to what PENSTOCK_CONFIG names. `overrides` are keyed by dotted path; a None
-        among them was not given on the command line. Text is read as in the environment.
-        """
+        """Read all sources and validate the result. `file` defaults to what PENSTOCK_CONFIG names.
+        `overrides` are keyed by dotted path, None: not given on the command line. Text is read as
+        in the environment."""
         environ = os.environ if environ is None else environ
         if file is None and environ.get(ENV_FILE):
             file = Path(environ[ENV_FILE])
@@ -269,7 +266,21 @@ BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "native_port": _PORT,
     "grpc_port": _PORT,
     "http_port": _PORT,
-    **{f"limits.{name}": bounds for name, bounds in LIMIT_BOUNDS.items()},
+    "limits.frame_bytes_max": (64 << 10, PAYLOAD_BYTES_MAX),
+    "limits.raw_bytes_max": (64 << 10, 1 << 30),
+    "limits.header_bytes_max": (1 << 10, 1 << 20),
+    "limits.idle_s": _SECONDS,
+    "limits.connections_max": _COUNT,
+    "limits.address_connections_max": _COUNT,
+    "limits.strangers_max": _COUNT,
+    "limits.address_strangers_max": _COUNT,
+    "limits.strangers_bytes_max": (64 << 10, 1 << 50),
+    "limits.greeting_s": _SECONDS,
+    "limits.streams_max": _COUNT,
+    "limits.held_bytes_max": (112 << 10, 1 << 50),
+    "limits.frame_s": _SECONDS,
+    "limits.bytes_per_s_min": (1, 1 << 40),
+    "limits.write_s": _SECONDS,
     "log.segment_bytes": (4 << 10, 1 << 40),
     "log.allocate_bytes": (4 << 10, 1 << 30),
     "log.reserve_bytes": (0, 1 << 30),
@@ -352,9 +363,7 @@ def _options(owner: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_group(type: Any) -> bool:
-    return dataclasses.is_dataclass(type) or (
-        isinstance(type, typing.cast(Any, msgspec.StructMeta))
-    )
+    return dataclasses.is_dataclass(type) or isinstance(type, typing.cast(Any, msgspec.StructMeta))
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -383,6 +392,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield path
 
 
+# Tables of the file, which in a variable or an option are written as JSON.
 TABLES: Final = tuple[dict[str, Any], ...]
 
 
@@ -398,15 +408,10 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
 
 def _from_text(path: str, text: str) -> Any:
     kind = OPTIONS[path]
-    if kind == TABLES:
-        return _from_json(path, text)
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is not tuple:
+        return _convert(text, kind, field=path, strict=False)
+    if kind != TABLES:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return _convert(text, kind, field=path, strict=False)
-
-
-def _from_json(path: str, text: str) -> Any:
-    """Tables of the file, which in a variable or an option are written as JSON."""
     try:
         return msgspec.json.decode(text, type=TABLES)
     except msgspec.DecodeError as error:

@@ -24,7 +24,7 @@ from penstock.client.bridge import ThreadBridge
 from penstock.client.delta import deltas, subscription
 from penstock.client.network.endpoints import Tls
 from penstock.client.options import Options
-from penstock.client.queue import consumer, leases, messages
+from penstock.client.queue import leases, messages
 from penstock.model.batch import Batch
 from penstock.model.topic import TopicConfig
 
@@ -111,15 +111,15 @@ class MessageBatch(Twin[leases.MessageBatch[T]], Generic[T]):
         self._bridge.run(self._original.__aexit__(*exited))
 
 
-class Consumer(Twin[consumer.Consumer[T, Any]], Generic[T, R]):
+class Consumer(Twin[topic.Consumer[T, Any]], Generic[T, R]):
     """Iterate over it; leave the loop or its `with` to stop."""
 
-    close = blocking(consumer.Consumer.aclose)
+    close = blocking(topic.Consumer.aclose)
 
     def __init__(
         self,
         bridge: ThreadBridge,
-        original: consumer.Consumer[T, Any],
+        original: topic.Consumer[T, Any],
         wrap: Callable[[ThreadBridge, Any], R],
     ) -> None:
         super().__init__(bridge, original)

@@ -61,11 +61,6 @@ class NodeProcess(ServerProcess):
     def log_path(self) -> Path:
         return self.logs
 
-    @property
-    def code(self) -> int | None:
-        """How it ended; None while it runs, or before its first start."""
-        return None if self._process is None else self._process.returncode
-
     async def ended_within(self, within_s: float) -> int | None:
         """Its exit code, if it ends by itself in time."""
         try:

@@ -17,11 +17,13 @@ from tests.chaos.producing import JOBS, LEDGER
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.heap import Heap
-from penstock.log import LogOptions, PartitionLog, verify_folder
+from penstock.heap.machine import Heap
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from penstock.model.batch import Batch, Kind
 from penstock.model.topic import TopicConfig
-from penstock.node.replica.heap_applier import replay
+from penstock.node.replica.replay import replay
 from verification.checkers import VIOLATIONS, Checker, Verdict
 from verification.events import AtRest, Committed, Entered, Stuck, log_events
 from verification.replay import LogReplay

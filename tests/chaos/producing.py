@@ -23,8 +23,7 @@ from penstock.client.queue.entries import Item, ProducerIdentity, encode_key
 from penstock.client.queue.producer import ids_in
 from penstock.errors import CallerError, PenstockError, SequenceConflict, Unavailable
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.ids import MessageId
-from penstock.model.partitioning import partitions_of
+from penstock.model.ids import MessageId, partitions_of
 from verification.events import Atomic, Enqueued, Enqueuing, Refused, digest_of
 
 JOBS: Final = "jobs"

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.harness import Node
 
 from penstock.config import Config, UpkeepOptions
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 
 
 @pytest.fixture

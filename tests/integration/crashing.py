@@ -23,8 +23,9 @@ from tests.integration.harness import Node, body, delivered_tokens, ids_of
 from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
-from penstock.log import LogOptions, verify_folder
-from penstock.model.delivery import DELIVERY
+from penstock.log.flush import LogOptions
+from penstock.log.verify import verify_folder
+from penstock.model.entries import DELIVERY
 from penstock.model.ids import LeaseToken
 from penstock.node.clock import ManualClock
 from penstock.testing.process import ServerProcess

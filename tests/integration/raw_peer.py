@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.model.batch import Codec
+from penstock.model.columns import Buffer
 from penstock.node.engine import Engine
 from penstock.node.session.session import listen, port_of
 from penstock.wire import frame
-from penstock.wire.frame import Buffer, Frame, FrameDecoder, FrameFlag, FrameType, expanded
+from penstock.wire.frame import Frame, FrameDecoder, FrameFlag, FrameType, expanded
 from penstock.wire.messages import Hello, Welcome, pack, unpack
 
 WANTED = FrameFlag.ACK_WANTED

@@ -13,7 +13,7 @@ from tests.integration.gateways import Behind, behind_gateway
 from tests.integration.harness import Caller, Node, delivered_payloads
 
 from penstock.server._generated import penstock_pb2 as pb
-from penstock.wire.limits import ANSWER_BYTES_MAX
+from penstock.wire.messages import ANSWER_BYTES_MAX
 
 SIX_KB = bytes(6000)
 MIB = 1 << 20

@@ -18,7 +18,7 @@ import pytest_asyncio
 from tests.integration.cluster.asking import until
 
 import penstock
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import partition_of
 from penstock.spark.source.access import NodeAccess
 from penstock.testing.cluster import ClusterProcesses, cluster_processes
 from penstock.testing.process import clean_environment

@@ -166,9 +166,9 @@ async def test_a_log_with_such_numbers_still_has_snapshots(node: Node) -> None:
     topic = await node.topic(partitions=1)
     partition = node.engine.topics[topic].here(0)
     packed = body([{"payload": b"x"}], producer=("p", 1, (1 << 64) - 1))
-    batch = partition.journal.append(Kind.ENQ, packed, 1)
+    batch = partition.append(Kind.ENQ, packed, 1)
     node.engine.topics[topic].wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
     await node.call("snapshot")
     await node.crash()
     assert await node.popped(topic) == [b"x"]

@@ -11,8 +11,8 @@ from tests.integration.harness import START_MS, Node, ids_of
 from penstock.errors import InvalidArgument
 from penstock.model.batch import Kind
 from penstock.model.delta import Delta, Op, encode, vector_hash
-from penstock.model.partitioning import partitions_of_digests
-from penstock.node.upkeep.sweeps import retain
+from penstock.model.ids import partitions_of_digests
+from penstock.node.upkeep import retain
 
 DIMENSIONS = 4
 

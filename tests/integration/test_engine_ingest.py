@@ -17,8 +17,8 @@ from penstock.errors import Backpressure, NotFound
 from penstock.model.batch import Kind
 from penstock.model.delta import PriorityClass
 from penstock.model.delta_batch import DeltaBatch
-from penstock.node.serve.ingest import TURN_ENTRIES
-from penstock.propagation.flow.ingest import IngestQueue
+from penstock.node.serve.topic import TURN_ENTRIES
+from penstock.propagation.flow.lanes import IngestQueue
 from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import OpenSubscription
 
@@ -203,7 +203,7 @@ async def test_a_partition_that_cannot_write_does_not_hold_up_the_others(node: N
     topic = await delta_topic(node, partitions=2)
     queue, done = queue_of(node, topic), Event()
     stuck, free = ([f"v{i}" for i in range(99) if home(f"v{i}", 2) == p] for p in (0, 1))
-    flusher = node.engine.topics[topic].local[0].journal.flusher
+    flusher = node.engine.topics[topic].local[0].flusher
     writer = asyncio.create_task(flusher.alone(lambda: done.wait(60)))
     some = [row(stuck[0], number=i + 1) for i in range(1000)]
     waiting = [asyncio.create_task(node.enqueue(topic, some)) for _ in range(10)]

@@ -182,12 +182,12 @@ async def test_the_log_is_stable_up_to_an_undecided_batch(node: Node) -> None:
     await node.put(topic, b"plain")
     partition = node.engine.topics[topic].partitions[1]
     values: dict[str, Any] = {"priority": [0], "payload": [b"x"], "transaction": [b"t" * 16]}
-    prepared = partition.journal.append_record(Kind.PREPARE, 1, values | {"home": [0]})
+    prepared = partition.append_record(Kind.PREPARE, 1, values | {"home": [0]})
     [sure, waiting] = (await node.call("log_status", topic=topic))["partitions"]
     assert sure["sequence_stable"] == sure["sequence_committed"]
     assert waiting["sequence_stable"] == prepared.first - 1
     assert waiting["sequence_committed"] == prepared.last
-    partition.journal.append_record(Kind.DECIDE, 1, {"transaction": [b"t" * 16], "commit": [1]})
+    partition.append_record(Kind.DECIDE, 1, {"transaction": [b"t" * 16], "commit": [1]})
     [_, decided] = (await node.call("log_status", topic=topic))["partitions"]
     assert decided["sequence_stable"] == decided["sequence_committed"] == prepared.last + 1
 

@@ -8,8 +8,7 @@ from bisect import bisect_left
 import pytest
 from tests.integration.harness import Node, Row, body
 
-from penstock.model.ids import MessageId
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import MessageId, partition_of
 
 
 async def test_a_key_always_goes_to_its_partition(node: Node) -> None:

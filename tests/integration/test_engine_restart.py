@@ -13,7 +13,7 @@ import pytest
 from tests.integration.harness import Node
 
 from penstock.errors import Corruption, FailedPrecondition, Unavailable
-from penstock.log import verify_folder
+from penstock.log.verify import verify_folder
 from penstock.node.clock import ManualClock
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tests.integration.harness import Node, delivered_tokens
 
-from penstock.log import verify_folder
+from penstock.log.verify import verify_folder
 
 
 async def healthy(node: Node) -> bool:

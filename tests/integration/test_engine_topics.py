@@ -159,7 +159,7 @@ async def dlq_retention_ms(node: Node, topic: str) -> None:
 
 
 async def retained(node: Node, topic: str) -> None:
-    from penstock.node.upkeep.sweeps import retain
+    from penstock.node.upkeep import retain
 
     found = node.engine.topics[topic]
     for partition in found.partitions:

@@ -43,9 +43,9 @@ async def write_below_the_door(
     """Into the log, past every check: as a version without the check would have done."""
     partition = local(node, topic)
     body = body_with(headers, payloads)
-    batch = partition.journal.append(Kind.ENQ, body, len(headers))
+    batch = partition.append(Kind.ENQ, body, len(headers))
     node.engine.topics[topic].wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
 
 
 # --- the door ---
@@ -146,9 +146,9 @@ async def test_a_body_that_holds_no_columns_is_a_dead_letter_too(node: Node) -> 
     topic = await node.topic(partitions=1)
     columns = ENQ.decode(body_with([b"", b""], [b"a", b"b"]), 2)
     partition = local(node, topic)
-    batch = partition.journal.append(Kind.ENQ, b"nonsense", 2, columns=columns)
+    batch = partition.append(Kind.ENQ, b"nonsense", 2, columns=columns)
     node.engine.topics[topic].wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
     await node.put(topic, b"good")
     assert len((await node.call("peek", topic=topic))["messages"]) == 3
     assert await node.popped(topic) == [b"good"]
@@ -165,9 +165,9 @@ async def test_a_dead_letter_of_an_unknown_reason_is_listed(node: Node) -> None:
     partition = local(node, topic)
     sequences = partition.heap.select(1, node.clock.now_ms())
     values: dict[str, Any] = {"message": np.array(sequences), "reason": [200]}
-    batch = partition.journal.append_record(Kind.DEAD, 1, values)
+    batch = partition.append_record(Kind.DEAD, 1, values)
     node.engine.topics[topic].wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
     assert [d["reason"] for d in await node.dead()] == ["200"]
 
 

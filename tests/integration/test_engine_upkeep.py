@@ -11,8 +11,9 @@ from tests.integration.harness import Node, payloads_of
 
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import NotFound
-from penstock.log import LogOptions, verify_folder
-from penstock.node.upkeep.sweeps import retain
+from penstock.log.flush import LogOptions
+from penstock.log.verify import verify_folder
+from penstock.node.upkeep import retain
 
 
 def disk_bytes(node: Node) -> int:

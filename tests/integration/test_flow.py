@@ -15,8 +15,7 @@ from tests.integration.raw_peer import WANTED, RawPeer, raw_peer
 
 from penstock.config import Config, Limits
 from penstock.node.door.budget import Account, Budget, Held
-from penstock.node.door.flow import INFLIGHT_BYTES_MAX, Flow
-from penstock.node.door.outlet import UNREAD_BYTES_MAX
+from penstock.node.door.flow import INFLIGHT_BYTES_MAX, UNREAD_BYTES_MAX, Flow
 from penstock.node.session.session import READS_MAX, Session
 from penstock.wire.frame import FrameType, encode
 from penstock.wire.messages import Call, Enqueue, Enqueued, Hello, Part, pack

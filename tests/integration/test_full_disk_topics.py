@@ -14,7 +14,8 @@ from tests.unit.log.mounts import fill, tmpfs
 
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import DiskFull, NotFound
-from penstock.log import LogOptions, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.verify import verify_folder
 from penstock.model.batch import Kind
 
 
@@ -139,8 +140,8 @@ async def test_a_topic_without_any_room_left_does_not_keep_the_node_from_startin
                 break
             await node.nack(topic, messages, delay_ms=0)
     partition = node.engine.topics[topic].local[0]
-    while partition.journal.has_room(900):  # what leases leave, for instance to a purge
-        partition.journal.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [1]})
+    while partition.has_room(900):  # what leases leave, for instance to a purge
+        partition.append_record(Kind.SNAPSHOT_MARK, 1, {"through": [1]})
     node.engine.topics[topic].wake()
     await node.settled()
     node.engine.reserve.release()

@@ -15,8 +15,7 @@ from penstock.client.network.connection import Connection
 from penstock.config import ClusterOptions, Config, HttpOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
-from penstock.server.http.openapi import document
-from penstock.server.http.routes import routes
+from penstock.server.http.routes import document, routes
 
 ROUTES = [
     (method.upper(), path.replace("{topic}", "jobs").replace("{id}", "k"))

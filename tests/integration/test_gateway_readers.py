@@ -21,8 +21,8 @@ from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
-from penstock.server.grpc import streams
-from penstock.server.http import events as sse
+from penstock.server.grpc import messages
+from penstock.server.http import app
 from penstock.server.serve import listen, port_of
 from penstock.server.subscriptions import PIECE_BYTES, PIECE_ROWS
 
@@ -141,8 +141,8 @@ class Turns:
 @pytest.fixture
 async def turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Turns]:
     turns = Turns()
-    monkeypatch.setattr(sse, "event_of", turns.counting(sse.event_of))
-    monkeypatch.setattr(streams, "change_of", turns.counting(streams.change_of))
+    monkeypatch.setattr(app, "event_of", turns.counting(app.event_of))
+    monkeypatch.setattr(messages, "change_of", turns.counting(messages.change_of))
     yield turns
     turns.stop()
 

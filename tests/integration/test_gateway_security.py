@@ -23,12 +23,11 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.client.network.connection import Connection
 from penstock.config import Config
 from penstock.server._generated import penstock_pb2 as pb
-from penstock.server.arguments import PopOpen
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
 from penstock.server.grpc.listener import SERVICE
-from penstock.server.http.openapi import document
-from penstock.server.http.routes import routes
+from penstock.server.http.routes import document, routes
+from penstock.server.vocabulary import PopOpen
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

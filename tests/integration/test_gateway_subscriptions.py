@@ -23,7 +23,7 @@ from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.embedded import open_embedded
 from penstock.server.gateway import Gateway
-from penstock.server.http import events as sse
+from penstock.server.http import app
 from penstock.server.serve import listen, port_of
 from penstock.server.subscriptions import WINDOW_BYTES
 
@@ -65,7 +65,7 @@ class Site:
         tenure = topic.here(partition)
         topic.unserve(partition)
         yield
-        topic.serve(partition, tenure)
+        topic.serve(tenure)
 
     async def touch(self, names: list[str]) -> None:
         for name in names:
@@ -257,7 +257,7 @@ async def test_a_wrong_question_is_refused(
 async def test_what_takes_longer_to_open_has_its_head_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "REFUSED_S", 0.0)
+    monkeypatch.setattr(app, "REFUSED_S", 0.0)
     assert await site.first_id("from_sequence=1") == "1@0:0,1:0"
     async with site.events("cursor=sink-memory") as events:
         end = await anext(events)

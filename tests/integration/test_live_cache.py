@@ -19,7 +19,7 @@ from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
 from penstock.sinks.cache import CacheSink
-from penstock.testing.redis import RedisProcess, redis_process
+from penstock.testing.redis import RedisProcess
 
 PATIENCE = {
     "backoff_s_base": 0.001, "backoff_s_cap": 0.01, "breaker_failures": 3, "breaker_open_s": 0.05,
@@ -67,7 +67,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    with redis_process(tmp_path / "redis") as server:
+    with RedisProcess(tmp_path / "redis") as server:
         yield server
 
 

@@ -17,7 +17,7 @@ from penstock.errors import InvalidArgument
 from penstock.propagation.options import LiveOptions
 from penstock.server.embedded import open_embedded
 from penstock.server.serve import listen, port_of
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 OPTIONS = penstock.Options(retry_wait_s=0.01)
 
@@ -54,7 +54,7 @@ async def until(look: Callable[[], Awaitable[bool]]) -> None:
 async def logged(deltas: Deltas) -> list[bytes]:
     """All deltas in the topic's log, duplicates too."""
     found = []
-    for end in (await deltas.topic.handle.ask("log_status"))["partitions"]:
+    for end in (await deltas.topic.ask("log_status"))["partitions"]:
         connection = await deltas.topic.link.connection()
         stream = await connection.log_stream(
             "v", partition=end["partition"], through=end["sequence_committed"]
@@ -84,7 +84,7 @@ async def test_the_other_node_gets_every_delta_once(tmp_path: Path) -> None:
 
 
 async def failed(source: Deltas) -> bool:
-    status = await source.topic.handle.ask("live_status")
+    status = await source.topic.ask("live_status")
     return bool(status["topics"][0]["sinks"][0]["retries"])
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.integration.harness import Node
 
 from penstock.errors import Corruption
-from penstock.log import verify_folder
 from penstock.log.folder import INVENTORY_FILE, read_contents
+from penstock.log.verify import verify_folder
 
 
 def empty(folder: Path) -> None:

@@ -122,7 +122,7 @@ async def test_a_wrong_argument_is_refused_at_once_and_alone(
         with pytest.raises(InvalidArgument) as refused:
             await topic.put_many([b"x", penstock.Item(b"wrong", **{field: value})])
         assert refused.value.field == field
-    producer = await topic.handle.opened()
+    producer = await topic.open_producer()
     assert (producer.inflight_entries, producer.inflight_bytes) == (0, 0)
     assert sorted(m.payload for m in await topic.pop(10)) == [b"after", b"before"]
 
@@ -142,7 +142,7 @@ async def test_a_batch_that_cannot_be_built_fails_its_callers(
     topic: penstock.Topic[bytes],
 ) -> None:
     """What passes every check and still cannot be encoded. Before, its callers waited for ever."""
-    producer = await topic.handle.opened()
+    producer = await topic.open_producer()
     waiters = [
         producer.add((b"fine", 0, b"", b"", 0, -1)),
         producer.add((b"not a number", 1.5, b"", b"", 0, -1)),  # type: ignore[arg-type]

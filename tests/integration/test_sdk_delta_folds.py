@@ -14,7 +14,7 @@ from penstock.client.delta.deltas import Deltas
 from penstock.client.network.connection import Connection
 from penstock.client.options import Options
 from penstock.model.delta import Delta, Op
-from penstock.node.upkeep.sweeps import retain
+from penstock.node.upkeep import retain
 
 HOUR_S = 3600
 

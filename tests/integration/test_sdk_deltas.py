@@ -15,8 +15,8 @@ import pytest
 import penstock
 import penstock.sync
 from penstock import Op, PriorityClass
-from penstock.client.delta.columns import DeltaColumns
 from penstock.client.delta.deltas import new_delta_id
+from penstock.client.delta.writer import DeltaColumns
 from penstock.model.delta import Delta
 
 ZEROS = [0.0, 0.0, 0.0, 0.0]

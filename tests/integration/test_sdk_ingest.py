@@ -90,7 +90,7 @@ async def test_a_put_waits_for_room_as_long_as_it_may(place: Place) -> None:
 async def test_a_client_that_is_full_itself_says_so(place: Place) -> None:
     waiting = filling(place)
     await until(lambda: place.depth == 10)
-    producer = await place.vectors.topic.handle.opened()
+    producer = await place.vectors.topic.open_producer()
     producer.inflight_entries += 1 << 30
     with pytest.raises(Backpressure, match="under way"):
         await place.vectors.create("late", [1, 2], timeout=0)

@@ -297,9 +297,9 @@ async def test_headers_that_cannot_be_read_do_not_end_a_subscription(
         for i in range(len(headers))
     ]
     packed = SCHEMAS[Kind.ENQ].encode(len(headers), {"headers": headers, "payload": payloads})
-    batch = partition.journal.append(Kind.ENQ, packed, len(headers))
+    batch = partition.append(Kind.ENQ, packed, len(headers))
     engine.topics["v"].wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
     routed = vectors.subscribe(routes=["header:a=b"])
     found = await some(vectors.subscribe(), len(headers) + 1)
     told = [set(r.headers) for r in found if r.delta.vector_id != "a"]

@@ -19,9 +19,10 @@ from tests.unit.log.mounts import cut_power, ext4, fill, make_ext4, tmpfs
 from penstock.client.network.endpoints import open_connection
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import Corruption, DiskFull, StorageFailed, Unavailable
-from penstock.log import LogOptions, verify_folder
-from penstock.node.storage.flusher import Syncer
-from penstock.node.upkeep.sweeps import retain
+from penstock.log.flush import LogOptions
+from penstock.log.verify import verify_folder
+from penstock.node.storage.log_io import Syncer
+from penstock.node.upkeep import retain
 
 # --- disks that fail ---
 

@@ -28,9 +28,10 @@ from hypothesis.stateful import (
 from tests.integration.harness import Node, Row, body, ids_of
 
 from penstock.config import Config, UpkeepOptions
-from penstock.log import LogOptions, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.verify import verify_folder
 from penstock.model.ids import LeaseToken, MessageId
-from penstock.node.upkeep.sweeps import retain
+from penstock.node.upkeep import retain
 
 EXAMPLES, STEPS = 30, 30
 VISIBILITY_MS, VISIBILITY_MS_MAX = 10_000, 40_000

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from penstock.errors import StaleProducer
-from penstock.heap import Heap
+from penstock.heap.machine import Heap
 from penstock.heap.transactions import ABORTED_MS, SharePlace, pack_places
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.topic import Mode, TopicConfig, topic_config

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.heap import Heap, Spine
-from penstock.heap.spine import bounded
+from penstock.heap.index import Keys, Sequences
+from penstock.heap.machine import Heap
+from penstock.heap.spine import Spine, bounded
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.topic import TopicConfig
 
@@ -34,6 +35,10 @@ def heaps_of(priorities: list[list[int]]) -> list[Heap]:
     return heaps
 
 
+def keys_of(heap: Heap, messages: Sequences) -> Keys:
+    return heap.table.key[heap.table.places(messages)]
+
+
 @settings(max_examples=80)
 @given(partitions, st.integers(1, 60), st.integers(1, 12))
 def test_pops_come_in_order_over_all_partitions(
@@ -48,7 +53,7 @@ def test_pops_come_in_order_over_all_partitions(
         keys = []
         for p, messages in picked:
             assert messages.tolist() == heaps[p].select(len(messages), NOW).tolist()
-            keys += heaps[p].describe(messages).priorities.tolist()
+            keys += keys_of(heaps[p], messages).tolist()
             values = {"message": messages, "run_count": [len(messages)], "run_visibility_ms": [9]}
             write(heaps[p], Kind.LEASE, len(messages), values, runs=1)
         assert sorted(keys) == left[:n]
@@ -66,7 +71,7 @@ def test_the_rank_error_of_a_stale_pick_is_what_came_between(
     picked = spine.pick(heaps, n, NOW)
     if not picked:
         return
-    worst = max(int(heaps[p].describe(m).priorities.max()) for p, m in picked)
+    worst = max(int(keys_of(heaps[p], m).max()) for p, m in picked)
     if late:
         write(heaps[0], Kind.ENQ, len(late), {"priority": late})
     assert spine.rank_error(heaps, picked, NOW) == int(np.count_nonzero(np.array(late) < worst))

@@ -16,8 +16,7 @@ import msgspec
 from penstock.model.batch import Batch, Kind, seal
 from penstock.replication import effects as fx
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.facts import LogFacts
-from penstock.replication.messages import (
+from penstock.replication.effects import (
     Ack,
     Append,
     Fence,
@@ -27,7 +26,7 @@ from penstock.replication.messages import (
     Probe,
     Probed,
 )
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.facts import LogFacts, ReplicationOptions
 from penstock.replication.replica import Replica
 
 QUIET = (fx.Send, fx.OpenStream, fx.CloseStream, fx.Persist, fx.AppendBarrier, fx.Write)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.effects import Persist
-from penstock.replication.messages import Follow
+from penstock.replication.effects import Follow, Persist
 from penstock.replication.replica import Role
 from verification.simulation.network import Stream
 from verification.simulation.node import Node

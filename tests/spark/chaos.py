@@ -120,9 +120,9 @@ class Driver:
                 await process.wait()
 
     def triggers(self) -> int:
-        """Triggers that Spark has noted as done."""
-        commits = (self.folder / "state" / "checkpoint" / "commits").glob("*")
-        return max((int(p.name) + 1 for p in commits if p.name.isdecimal()), default=0)
+        """Triggers that are committed."""
+        commits = (self.folder / "state" / "changes").glob("*.json")
+        return max((int(p.stem) + 1 for p in commits if p.stem.isdecimal()), default=0)
 
     async def reading(self) -> None:
         """Wait for its first trigger: it does not start while the node is away."""

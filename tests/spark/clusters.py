@@ -15,7 +15,7 @@ from pathlib import Path
 import pyspark
 from tests.spark.conftest import JAVA_OPTIONS
 
-from penstock.spark import java
+from penstock.spark.session import java_home
 
 START_S = 300.0
 MASTER = "org.apache.spark.deploy.master.Master"
@@ -50,7 +50,7 @@ def _process(folder: Path, command: list[str]) -> Iterator[None]:
     folder.mkdir(parents=True)
     home = Path(pyspark.__file__).parent
     environ = os.environ | {
-        "JAVA_HOME": str(java.resolve()),
+        "JAVA_HOME": str(java_home(os.environ)),
         "SPARK_HOME": str(home),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_DAEMON_MEMORY": "256m",

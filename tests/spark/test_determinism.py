@@ -23,7 +23,7 @@ from penstock.config import Config
 from penstock.demo.corpus import CorpusOptions, generate
 from penstock.propagation.options import LiveOptions
 from penstock.sinks.lake import LakeSink
-from penstock.spark.jobs.comparison import COMPARED, Comparison, compare_history
+from penstock.spark.jobs.audit import COMPARED, Comparison, compare_history
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeAccess

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
 from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
-from penstock.errors import FailedPrecondition, Unavailable
+from penstock.errors import FailedPrecondition, Unavailable, WrongEpoch
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items, Work
-from penstock.spark.fold.changes import ChangeLog, ChangePart
 from penstock.spark.fold.partition_step import read_deltas
-from penstock.spark.fold.state_folder import StateFolder
+from penstock.spark.fold.state import ChangeLog, DriverClaim, Manifest
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
-from penstock.spark.source.access import NodeTopicWriter
+from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 
 DIMENSIONS = 8
 PARTITIONS = 3
@@ -200,7 +199,7 @@ def test_a_running_pipeline_is_stopped_and_goes_on(
     released_once(tmp_path, corpus)
 
 
-def test_a_failure_that_passes_ends_the_query_and_not_the_pipeline(
+def test_a_failure_that_passes_ends_the_trigger_and_not_the_pipeline(
     spark: SparkSession, node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delta_topic(node)
@@ -208,10 +207,10 @@ def test_a_failure_that_passes_ends_the_query_and_not_the_pipeline(
     pipeline = Pipeline(settings_of(node, tmp_path), session=spark)
     commit, failures = ChangeLog.commit, iter([Unavailable("the folder is away")])
 
-    def flaky(changes: ChangeLog, trigger: int, parts: Iterable[ChangePart]) -> bool:
+    def flaky(changes: ChangeLog, manifest: Manifest, **check: Any) -> Manifest:
         for failure in failures:
             raise failure
-        return commit(changes, trigger, parts)
+        return commit(changes, manifest, **check)
 
     monkeypatch.setattr(ChangeLog, "commit", flaky)
     put(node, corpus, 0, 3000)
@@ -223,27 +222,62 @@ def test_a_failure_that_passes_ends_the_query_and_not_the_pipeline(
     released_once(tmp_path, corpus)
 
 
-def test_a_trigger_run_again_gives_the_same_manifest(
+def test_a_topic_that_is_taken_out_and_put_back_keeps_its_place(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
-    """As after a death between the manifest and Spark's own note of the trigger."""
+    delta_topic(node)
+    config = {"name": "others", "kind": "delta", "dimensions": DIMENSIONS}
+    node.access().call("topic_create", config=config)
+    corpus = generate(OPTIONS)
+    put(node, corpus, 0, 1000)
+    both = settings_of(node, tmp_path, topics=["vectors", "others"])
+    Pipeline(both, session=spark).run(available_now=True)
+    put(node, corpus, 1000, 2000)
+    Pipeline(settings_of(node, tmp_path, topics=["others"]), session=spark).run(available_now=True)
+    put(node, corpus, 2000, 3000)
+    Pipeline(both, session=spark).run(available_now=True)
+    assert states_written(tmp_path) == expected_states(node)
+    released_once(tmp_path, corpus)
+
+
+def test_the_number_of_tasks_may_change_between_runs(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    delta_topic(node)
+    corpus = generate(OPTIONS)
+    for tasks, first, last in ((1, 0, 1000), (3, 1000, 2000), (2, 2000, 3000)):
+        put(node, corpus, first, last)
+        settings = settings_of(node, tmp_path, tasks=tasks)
+        Pipeline(settings, session=spark).run(available_now=True)
+    assert states_written(tmp_path) == expected_states(node)
+    released_once(tmp_path, corpus)
+
+
+def test_a_driver_that_was_overtaken_ends_without_a_trace(
+    spark: SparkSession, node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps between its fold and its commit, while another drives on."""
     delta_topic(node)
     corpus = generate(OPTIONS)
     put(node, corpus, 0, 1500)
     settings = settings_of(node, tmp_path)
-    first = Pipeline(settings, session=spark)
-    first.run(available_now=True)
-    last = first.changes.last
-    assert last is not None
-    manifest = (tmp_path / f"state/changes/{last:012d}.json").read_bytes()
-    files = {path.name for path in (tmp_path / "state/changes/data").iterdir()}
-    for path in (tmp_path / "state/checkpoint/commits").glob(f"*{last}*"):
-        path.unlink()
-    again = Pipeline(settings, session=spark)
-    again.run(available_now=True)
-    assert again.changes.last == last
-    assert (tmp_path / f"state/changes/{last:012d}.json").read_bytes() == manifest
-    assert {path.name for path in (tmp_path / "state/changes/data").iterdir()} == files
+    zombie = Pipeline(settings, session=spark)
+    commit, asleep = ChangeLog.commit, iter([True])
+
+    def sleeping(changes: ChangeLog, manifest: Manifest, **check: Any) -> Manifest:
+        for _ in asleep:
+            (tmp_path / "state" / "LOCK").unlink()  # on another machine no lock is seen
+            put(node, corpus, 1500, 3000)
+            Pipeline(settings, session=spark).run(available_now=True)
+        return commit(changes, manifest, **check)
+
+    monkeypatch.setattr(ChangeLog, "commit", sleeping)
+    with pytest.raises(WrongEpoch, match="another driver"):
+        zombie.run(available_now=True)
+    assert states_written(tmp_path) == expected_states(node)
+    released_once(tmp_path, corpus)
+    Pipeline(settings, session=spark).run(available_now=True)
+    released_once(tmp_path, corpus)
 
 
 def test_what_cannot_go_on_is_said_before_anything_is_read(
@@ -254,20 +288,22 @@ def test_what_cannot_go_on_is_said_before_anything_is_read(
         Pipeline(settings_of(node, tmp_path, topics=["jobs"]), session=spark).start()
     delta_topic(node, partitions=1)
     settings = settings_of(node, tmp_path)
-    folder = StateFolder(settings.state)
-    folder.save(folder.identity(name="vectors", tasks=2, propagation=settings.propagation))
-    ChangeLog(folder.changes).commit(0, [])
-    folder.close()
-    with pytest.raises(FailedPrecondition, match="checkpoint is gone"):
+    Pipeline(settings, session=spark).run(available_now=True)
+    put(node, generate(OPTIONS), 0, 10)
+    Pipeline(settings, session=spark).run(available_now=True)
+    node.client.topic("vectors").delete(force=True)
+    NodeAccess.close_shared()
+    delta_topic(node, partitions=1)
+    with pytest.raises(FailedPrecondition, match="not the topic this pipeline has read"):
         Pipeline(settings, session=spark).start()
-    StateFolder(settings.state).close()  # nobody holds it
+    DriverClaim(settings.store).close()  # nobody holds it
 
 
 @pytest.mark.timeout(900)  # it starts a second Spark
 def test_a_driver_killed_in_the_middle_leaves_nothing_lost_or_doubled(
     spark: SparkSession, node: RunningNode, tmp_path: Path
 ) -> None:
-    """It dies with the second manifest on disk, before Spark could note the trigger."""
+    """It dies with the second manifest in the store."""
     delta_topic(node)
     corpus = generate(OPTIONS)
     put(node, corpus, 0, 3000)
@@ -282,7 +318,7 @@ def test_a_driver_killed_in_the_middle_leaves_nothing_lost_or_doubled(
         check=False,
     )
     assert run.returncode == -signal.SIGKILL, run.stderr.decode()[-2000:]
-    assert ChangeLog(settings.state / "changes").last == 1
+    assert ChangeLog(settings.store.open()).last == 1
     Pipeline(settings, session=spark).run(available_now=True)
     assert states_written(tmp_path) == expected_states(node)
     released_once(tmp_path, corpus)

@@ -11,7 +11,7 @@ from tests.spark.conftest import RunningNode
 from penstock.client.queue.entries import Item
 from penstock.config import Config, UpkeepOptions
 from penstock.errors import NotFound
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.spark.source import access
 from penstock.spark.source.access import NodeAccess
@@ -70,11 +70,12 @@ def test_a_decision_beyond_the_range_is_found(node: RunningNode) -> None:
     assert [batch.first for batches in found for batch in batches] == [prepared.first]
 
 
-def test_the_log_has_every_kind(node: RunningNode) -> None:
+def test_a_check_is_shown_every_kind(node: RunningNode) -> None:
     node.topic("jobs", [b"a"])
     last = node.access().log_status("jobs")[0].readable
+    found: list[Batch] = []
 
-    found = [b for batches in node.access().read_log("jobs", 0, 1, last) for b in batches]
+    list(node.access().read_range("jobs", 0, 1, last, check=found.extend))
 
     assert [batch.kind for batch in found][:1] == [Kind.BARRIER]
     assert found[-1].last == last
@@ -152,3 +153,18 @@ def dropped(node: RunningNode) -> int:
         for message in topic.pop(limit=5):
             message.ack()
     return first
+
+
+def test_a_topic_of_a_pattern_that_is_gone_is_named(node: RunningNode) -> None:
+    node.topic("jobs-a", [b"a"])
+    node.topic("other", [b"b"])
+    options = {"url": node.url, "subscribePattern": "jobs-.*"}
+    before = {"jobs-a": {0: 1}, "jobs-b": {0: 5}, "former": {0: 5}}
+
+    bounds = LogBounds(node.access(), ReadOptions.of(options))
+    assert list(bounds.ids) == ["jobs-a"]
+    with pytest.raises(NotFound, match="jobs-b was deleted, so"):
+        bounds.held(before, {"jobs-b": 7, "former": 8})
+
+    bounds = LogBounds(node.access(), ReadOptions.of(options | {"failOnDataLoss": "false"}))
+    assert bounds.held(before, {"jobs-b": 7, "former": 8}) == {"jobs-a": {0: 1}}

@@ -14,7 +14,7 @@ import pytest
 from tests.spark.clusters import standalone
 from tests.spark.conftest import JAVA_OPTIONS, RunningNode
 
-from penstock.spark import java
+from penstock.spark.session import java_home
 
 DRIVER = Path(__file__).with_name("cluster_driver.py")
 SETTINGS = {
@@ -43,7 +43,8 @@ def test_a_cluster_reads_and_writes_topics(node: RunningNode, tmp_path: Path) ->
     with standalone(tmp_path / "cluster") as master:
         answer = subprocess.run(
             [*submit(master), DRIVER, node.url, str(tmp_path / "checkpoint")],
-            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java.resolve())},
+            env=os.environ
+            | {"SPARK_LOCAL_IP": "127.0.0.1", "JAVA_HOME": str(java_home(os.environ))},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from tests.spark.conftest import RunningNode
@@ -112,3 +112,73 @@ def test_a_bad_option_is_named(spark: SparkSession, option: str, value: str, mes
     reader = spark.read.format("penstock").option("url", "penstock://h").option("topic", "jobs")
     with pytest.raises(AnalysisException, match=message):
         reader.option(option, value).load()
+
+
+def test_a_plain_session_finds_the_source_by_itself(spark: SparkSession, node: RunningNode) -> None:
+    node.topic("jobs", [b"a", b"b"])
+    plain = spark.newSession()
+    plain.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+
+    frame = table(plain, node, topic="jobs").where("topic = 'jobs' and sequence > 0")
+
+    assert [bytes(row.value) for row in frame.collect()] == [b"a", b"b"]
+
+
+def test_a_view_of_a_topic_is_made_in_sql(spark: SparkSession, node: RunningNode) -> None:
+    node.topic("jobs", [b"a", b"b"])
+    plain = spark.newSession()
+
+    options = f"url '{node.url}', topic 'jobs'"
+    plain.sql(f"CREATE TEMPORARY VIEW v USING penstock OPTIONS ({options})")
+
+    assert plain.sql("SELECT count(*) FROM v WHERE partition = 0").first()[0] == 2
+
+
+def test_some_partitions_are_assigned(spark: SparkSession, node: RunningNode) -> None:
+    items = [Item(b"%d" % i, key=b"%d" % i) for i in range(40)]
+    node.topic("jobs", [], partitions=3).put_many(items)
+
+    found = table(spark, node, assign='{"jobs": [0, 2]}').select("partition").distinct().collect()
+
+    assert {row.partition for row in found} == {0, 2}
+    with pytest.raises(PySparkException, match="jobs has no partition 7"):
+        table(spark, node, assign='{"jobs": [7]}').count()
+
+
+def test_each_partition_may_begin_at_a_time_of_its_own(
+    spark: SparkSession, node: RunningNode
+) -> None:
+    items = [Item(b"%d" % i, key=b"%d" % i) for i in range(40)]
+    node.topic("jobs", [], partitions=2).put_many(items)
+    never = 1 << 50
+
+    frame = table(
+        spark, node, topic="jobs", startingOffsetsByTimestamp=f'{{"jobs": {{"1": {never}}}}}'
+    )
+
+    assert {row.partition for row in frame.collect()} == {0}
+
+
+def test_there_are_as_many_spark_partitions_as_asked(
+    spark: SparkSession, node: RunningNode
+) -> None:
+    topic = node.topic("jobs", [])
+    for i in range(8):
+        topic.put_many([b"%d" % i] * 10)
+
+    frame = table(spark, node, topic="jobs", minPartitions=4)
+
+    assert frame.rdd.getNumPartitions() >= 4
+    assert frame.count() == 80
+
+
+def test_headers_come_as_bytes_if_asked(spark: SparkSession, node: RunningNode) -> None:
+    node.topic("jobs", []).put_many([Item(b"a", headers={"t": "x", "b": b"\xff", "n": 1})])
+
+    (row,) = table(spark, node, topic="jobs", includeHeaders="binary").collect()
+
+    assert {name: bytes(value) for name, value in row.headers.items()} == {
+        "t": b"x",
+        "b": b"\xff",
+        "n": b"1",
+    }

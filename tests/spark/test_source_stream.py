@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +65,6 @@ def test_a_trigger_takes_the_urgent_topic_first(
     assert {row.topic for rows in others for row in rows} == {"bulk"}
 
 
-def test_a_rate_file_is_looked_at_for_each_trigger(
-    spark: SparkSession, node: RunningNode, tmp_path: Path
-) -> None:
-    topic = node.topic("jobs", [])
-    for i in range(30):
-        topic.put_many([b"%d" % i])
-    rate, sizes = tmp_path / "rate.json", []
-    rate.write_text('{"rows": 5}')
-
-    def take(batch: DataFrame, _: int) -> None:
-        sizes.append(batch.count())
-        rate.write_text('{"rows": 20}')
-
-    frame = stream(spark, node, topic="jobs", rateFile=str(rate))
-    query = frame.writeStream.foreachBatch(take).trigger(availableNow=True).start()
-    query.awaitTermination()
-
-    assert sizes[0] <= 5 and max(sizes[1:]) > 15 and sum(sizes) == 30
-
-
 def test_bytes_bound_a_trigger(spark: SparkSession, node: RunningNode, tmp_path: Path) -> None:
     topic = node.topic("jobs", [])
     for _ in range(10):
@@ -131,8 +113,53 @@ def test_progress_tells_the_lag(spark: SparkSession, node: RunningNode, tmp_path
 
     (source,) = query.recentProgress[0].sources
 
-    committed = node.access().log_status("jobs")[0].readable
-    assert source.latestOffset == f'{{"jobs": {{"0": {committed + 1}}}}}'
+    (status,) = node.access().log_status("jobs")
+    expected = {"jobs": {"id": status.topic_id, "0": status.readable + 1}}
+    assert json.loads(source.latestOffset) == expected
+
+
+def remade(spark: SparkSession, node: RunningNode, checkpoint: Path) -> None:
+    """Read a topic, delete it, and make it again with more messages than it had."""
+    node.topic("jobs", [b"old"])
+    triggers(stream(spark, node, topic="jobs"), checkpoint)
+    node.client.topic("jobs").delete(force=True)
+    node.topic("jobs", [b"%d" % i for i in range(10)])
+
+
+def test_a_topic_that_was_made_again_ends_the_query(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    remade(spark, node, tmp_path / "c")
+
+    with pytest.raises(StreamingQueryException, match="jobs was deleted and made again"):
+        triggers(stream(spark, node, topic="jobs"), tmp_path / "c")
+
+
+def test_a_topic_that_was_made_again_is_read_from_its_beginning_if_asked(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    remade(spark, node, tmp_path / "c")
+
+    frame = stream(spark, node, topic="jobs", failOnDataLoss="false")
+    (rows,) = triggers(frame, tmp_path / "c")
+
+    assert values(rows) == [b"%d" % i for i in range(10)]
+
+
+def test_a_checkpoint_without_ids_is_understood(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    topic = node.topic("jobs", [b"a", b"b"])
+    frame = stream(spark, node, topic="jobs")
+    triggers(frame, tmp_path / "c")
+    file = tmp_path / "c" / "offsets" / "0"
+    former = re.sub(r'"id": ?\d+, ?', "", file.read_text())
+    assert former != file.read_text()
+    file.write_text(former)
+    (file.parent / ".0.crc").unlink(missing_ok=True)
+    topic.put_many([b"c"])
+
+    assert [values(rows) for rows in triggers(frame, tmp_path / "c")] == [[b"c"]]
 
 
 def test_a_start_that_does_not_exist_is_named(
@@ -143,3 +170,37 @@ def test_a_start_that_does_not_exist_is_named(
 
     with pytest.raises(StreamingQueryException, match="no partition 7"):
         triggers(frame, tmp_path / "c")
+
+
+def test_topics_that_match_are_read_from_when_they_appear(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    node.topic("jobs-a", [b"a"])
+    node.topic("other-jobs-a", [b"no"])
+    frame = stream(spark, node, subscribePattern="jobs-.*", startingOffsets="latest")
+    assert not any(triggers(frame, tmp_path / "c"))
+
+    node.topic("jobs-b", [b"b", b"c"])
+
+    assert [values(rows) for rows in triggers(frame, tmp_path / "c")] == [[b"b", b"c"]]
+
+
+def test_a_trigger_waits_for_enough_rows(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    topic, found = node.topic("jobs", [b"first"]), []
+    frame = stream(spark, node, topic="jobs", minRowsPerTrigger=5, maxTriggerDelay="1h")
+    writer = frame.writeStream.foreachBatch(lambda batch, _: found.extend(values(batch.collect())))
+    query = writer.option("checkpointLocation", str(tmp_path / "c")).start()
+
+    query.processAllAvailable()
+    topic.put_many([b"a", b"b"])
+    query.processAllAvailable()
+    assert found == [b"first"]
+    topic.put_many([b"c"] * 5)
+    query.processAllAvailable()
+    assert found == [b"first", b"a", b"b", *[b"c"] * 5]
+    topic.put_many([b"late"])
+    query.stop()
+
+    assert [values(rows) for rows in triggers(frame, tmp_path / "c")] == [[b"late"]]

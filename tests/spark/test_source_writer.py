@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from tests.spark.conftest import RunningNode
 
 from penstock.model.delta import Delta, Op, decode, encode
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import partition_of
 
 
 def save(frame: DataFrame, node: RunningNode, topic: str, **options: Any) -> None:
@@ -124,3 +124,20 @@ def test_a_topic_is_not_overwritten(spark: SparkSession, node: RunningNode) -> N
 
     with pytest.raises(AnalysisException, match="not overwritten"):
         writer.mode("overwrite").save()
+
+
+def test_a_column_says_to_which_topic_a_row_goes(spark: SparkSession, node: RunningNode) -> None:
+    for name in ("a", "b"):
+        node.topic(name, [])
+    rows = [("a", b"1"), ("b", b"2"), ("a", b"3")]
+    frame = spark.createDataFrame(rows, "topic string, value binary").coalesce(1)
+
+    for _ in range(2):
+        frame.write.format("penstock").mode("append").options(url=node.url, producer="p").save()
+
+    assert [bytes(row.value) for row in table(spark, node, "a").collect()] == [b"1", b"3"]
+    assert [bytes(row.value) for row in table(spark, node, "b").collect()] == [b"2"]
+    with pytest.raises(AnalysisException, match="no column topic string is written"):
+        save(frame, node, "a")
+    with pytest.raises(AnalysisException, match="topic is missing"):
+        frame.select("value").write.format("penstock").mode("append").option("url", node.url).save()

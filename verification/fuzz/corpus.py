@@ -11,18 +11,22 @@ import numpy as np
 
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress
 from penstock.model.delta import Delta, Op, encode
-from penstock.replication.messages import Ack, Fence, Fenced, Follow, Probe, Probed
+from penstock.replication.effects import Ack, Fence, Fenced, Follow, Probe, Probed
 from penstock.wire.frame import FrameFlag, FrameType, compressed, flags_of_class
 from penstock.wire.messages import (
+    Ask,
     Call,
     Enqueue,
     Extend,
     Grant,
     Hello,
+    LeaseAt,
     OpenFollow,
     OpenLease,
     OpenLog,
     OpenSubscription,
+    OpenSupply,
+    Order,
     Part,
     PutDelta,
     Return,
@@ -32,7 +36,6 @@ from penstock.wire.messages import (
     Told,
     pack,
 )
-from penstock.wire.supply import Ask, LeaseAt, OpenSupply, Order
 
 QUEUE: Final = "fuzz-jobs"
 DELTAS: Final = "fuzz-vectors"

@@ -19,8 +19,7 @@ from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.testing.cluster import ClusterProcesses
-from penstock.testing.process import ServerProcess
-from penstock.testing.program import free_ports
+from penstock.testing.process import ServerProcess, free_ports
 from verification.fuzz import corpus
 from verification.fuzz.driving import HEALTHY_S_MAX, Findings
 from verification.fuzz.garbling import Garbler

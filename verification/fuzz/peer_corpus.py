@@ -10,20 +10,23 @@ import msgspec
 
 from penstock.model.batch import SCHEMAS, Codec, Kind
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Ack, Fence, Fenced, Follow, Probe, Probed
+from penstock.replication.effects import Ack, Fence, Fenced, Follow, Probe, Probed
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import (
+    Ask,
     Call,
     Enqueue,
     Grant,
+    LeaseAt,
     OpenFollow,
     OpenLog,
     OpenSubscription,
+    OpenSupply,
+    Order,
     Part,
     Tell,
     Told,
 )
-from penstock.wire.supply import Ask, LeaseAt, OpenSupply, Order
 from verification.fuzz import corpus
 from verification.fuzz.corpus import DELTAS, QUEUE, WANTED, Sent
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import InvalidArgument, Unavailable
 from penstock.model.batch import SCHEMAS, Kind, seal
-from penstock.model.delivery import CHANGES, DELIVERY
+from penstock.model.entries import CHANGES, DELIVERY
 from penstock.wire.frame import FrameFlag, FrameType
 from penstock.wire.messages import (
     Changes,

@@ -14,11 +14,11 @@ import numpy as np
 from penstock.client.network.connection import ChangeStream, Connection
 from penstock.client.network.endpoints import open_connection
 from penstock.cluster.etcd import EtcdStore, cluster_prefix
-from penstock.cluster.records import Records
+from penstock.cluster.placement import Records
 from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.delivery import CHANGES
 from penstock.model.delta import Delta, Op, encode, hybrid_time
+from penstock.model.entries import CHANGES
 from penstock.testing.cluster import ClusterProcesses
 from penstock.testing.process import ServerProcess
 from penstock.wire.messages import Changes, OpenSubscription

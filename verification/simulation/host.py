@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import Corruption
-from penstock.heap import Heap
+from penstock.heap.machine import Heap
 from penstock.model.batch import Batch
-from penstock.node.replica.repair import Repair
+from penstock.node.replica.log_ends import Repair
 from penstock.replication.effects import (
+    Ack,
     AnswerUnknown,
+    Append,
     AppendBarrier,
     BeganServing,
     ChangeRecord,
@@ -24,9 +26,15 @@ from penstock.replication.effects import (
     Commit,
     Effect,
     Effects,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
     Halt,
     OpenStream,
     Persist,
+    Probe,
+    Probed,
     Reseed,
     Retire,
     Send,
@@ -35,16 +43,6 @@ from penstock.replication.effects import (
     Truncate,
     Warn,
     Write,
-)
-from penstock.replication.messages import (
-    Ack,
-    Append,
-    Fence,
-    Fenced,
-    Follow,
-    Followed,
-    Probe,
-    Probed,
 )
 from penstock.replication.replica import Replica
 from verification.simulation.copies import Copies

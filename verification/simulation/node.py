@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.model.batch import Batch
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Append, Follow
+from penstock.replication.effects import Append, Follow
 from verification.simulation.caller import Caller
 from verification.simulation.disk import FailedSync, Platter, Snapshot
 from verification.simulation.host import Host

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.takeover import Policy
 from verification.simulation.schedule import MS
 

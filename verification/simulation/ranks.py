@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.heap import Heap, Spine
+from penstock.heap.machine import Heap
+from penstock.heap.spine import Spine
 from penstock.heap.table import MessageState
 
 if TYPE_CHECKING:

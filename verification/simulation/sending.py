@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.model.batch import Batch
-from penstock.replication.effects import Effects
-from penstock.replication.messages import Followed
+from penstock.replication.effects import Effects, Followed
 from verification.simulation.network import Stream
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.heap import ReturnPlan, Spine
+from penstock.heap.machine import ReturnPlan
+from penstock.heap.spine import Spine
 from penstock.heap.transactions import Doubts, SharePlace, pack_places
 from penstock.model.batch import SCHEMAS, Batch, DeadReason, Decision, Kind, seal
 from penstock.model.columns import Columns, Value

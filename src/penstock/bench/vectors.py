@@ -41,8 +41,13 @@ async def change(topic: Deltas, ids: list[str], count: int, rng: np.random.Gener
 
 def payloads(ids: list[str], count: int, rng: np.random.Generator) -> list[bytes]:
     """So many changes of random vectors, as their writer's client would encode them."""
-    from penstock.client.delta.columns import DeltaColumns, Names, encode_columns
-    from penstock.client.delta.writer import HybridClock, VectorHeads
+    from penstock.client.delta.writer import (
+        DeltaColumns,
+        HybridClock,
+        Names,
+        VectorHeads,
+        encode_columns,
+    )
 
     chosen = [ids[i] for i in rng.integers(0, len(ids), count)]
     values = rng.standard_normal((count, COMPONENTS), dtype=np.float32)

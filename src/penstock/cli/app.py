@@ -26,18 +26,18 @@ COMMANDS: Final = {
     "ack": ("messages", "Acknowledge leased messages by their lease tokens."),
     "nack": ("messages", "Give leased messages back for a retry, or reject them."),
     "peek": ("messages", "Look at the best ready messages without taking them."),
-    "tail": ("tail", "Print committed entries, one per line."),
-    "stats": ("stats", "Show ready, delayed, leased and dead messages."),
+    "tail": ("messages", "Print committed entries, one per line."),
+    "stats": ("topic", "Show ready, delayed, leased and dead messages."),
     "fsck": ("doctor", "Verify a folder at rest: gapless, CRC, hash chain."),
     "doctor": ("doctor", "Check this machine and the data folder."),
     "demo": ("demo", "Show the whole system at work and check what it claims."),
 }
 # A group's name, where its commands are, and how the list of commands describes it.
 GROUPS: Final = {
-    "topic": ("topic:app", "Make, show, change and delete topics."),
+    "topic": ("topic:topics", "Make, show, change and delete topics."),
     "deltas": ("deltas:app", "Change vectors, look at them, and follow their changes."),
     "dlq": ("messages:dead_letters", "Dead letters: list, replay, delete."),
-    "key": ("key:app", "API keys; --url may be a data folder that no node has open."),
+    "key": ("node:keys", "API keys; --url may be a data folder that no node has open."),
     "pipeline": ("pipeline:app", "Keep lake, index, cache and others in step with delta topics."),
     "cluster": ("cluster:app", "A cluster: start one here, see how it is, move its replicas."),
     "bench": ("bench:app", "Measure the queue, the pipeline, a cluster and the live path."),
@@ -45,8 +45,6 @@ GROUPS: Final = {
 
 
 class CommandTree(TyperGroup):
-    """Lists commands by their descriptions, and loads the one that is called."""
-
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, (_, description) in (COMMANDS | GROUPS).items():

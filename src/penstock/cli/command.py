@@ -24,18 +24,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from penstock import errors
 from penstock.console import console, say, to_json
 from penstock.errors import (
-    CallerError,
     FailedPrecondition,
-    Fatal,
     InvalidArgument,
     NotFound,
     PenstockError,
-    RetryableError,
-    Unauthenticated,
     Unavailable,
-    WorldMoved,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +40,20 @@ if TYPE_CHECKING:
     from penstock.client.client import Client
     from penstock.client.network.connection import Connection
 
-
 T = TypeVar("T")
+URL_DEFAULT: Final = "penstock://127.0.0.1:7440"
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
+TopicName = Annotated[str, typer.Argument(help="The topic's name.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
+Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
+Rounds = Annotated[int | None, typer.Option(help="Stop after this many refreshes.")]
+# What a command that talks to a node may be told of it, also before the command's name.
+_CONNECTION: Final = {
+    "url": Annotated[str | None, typer.Option(help="The node's url, or a data folder.")],
+    "api_key": Annotated[str | None, typer.Option(help="The API key.")],
+    "ca": Annotated[Path | None, typer.Option(help="Authorities to trust for penstocks://.")],
+}
 
 
 class Exit(IntEnum):
@@ -64,11 +72,11 @@ class Exit(IntEnum):
 # The first class that matches decides, so the specific ones stand first.
 _BY_ERROR: tuple[tuple[type[PenstockError], Exit], ...] = (
     (NotFound, Exit.NOT_FOUND),
-    (Unauthenticated, Exit.UNAUTHENTICATED),
-    (CallerError, Exit.CALLER),
-    (RetryableError, Exit.UNAVAILABLE),
-    (WorldMoved, Exit.CONFLICT),
-    (Fatal, Exit.FAILED),
+    (errors.Unauthenticated, Exit.UNAUTHENTICATED),
+    (errors.CallerError, Exit.CALLER),
+    (errors.RetryableError, Exit.UNAVAILABLE),
+    (errors.WorldMoved, Exit.CONFLICT),
+    (errors.Fatal, Exit.FAILED),
 )
 
 
@@ -110,10 +118,6 @@ def time_of(text: str | None, *, field: str) -> datetime | None:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-URL_DEFAULT: Final = "penstock://127.0.0.1:7440"
-_CONNECTION: Final = ("url", "api_key", "ca")
-
-
 @dataclass(frozen=True)
 class Answer:
     """What a command found: `document` for `--json`, and a `view` of it for a person."""
@@ -129,8 +133,6 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """The options that every command shares."""
-
     json: bool = False
     url: str = URL_DEFAULT
     api_key: str | None = None
@@ -230,15 +232,6 @@ class Invocation:
 
 
 Body = Callable[..., Answer | Coroutine[Any, Any, Answer | None] | None]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
-TopicName = Annotated[str, typer.Argument(help="The topic's name.")]
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
-Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
-Rounds = Annotated[int | None, typer.Option(help="Stop after this many refreshes.")]
-Url = Annotated[str | None, typer.Option("--url", help="The node's url, or a data folder.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", help="The API key.")]
-Ca = Annotated[Path | None, typer.Option("--ca", help="Authorities to trust for penstocks://.")]
 
 
 def group(help: str | None = None, *, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
@@ -275,7 +268,8 @@ def command(
             p.replace(annotation=hints[p.name]) for p in own if p.kind is not p.VAR_KEYWORD
         ]
         parameters += [_parameter(n, kind, None) for n, kind in options.items()]
-        parameters += [_parameter(n, kind, default) for n, kind, default in _shared(connects)]
+        parameters.append(_parameter("as_json", Json, False))
+        parameters += [_parameter(n, kind, None) for n, kind in _CONNECTION.items() if connects]
         keyword = inspect.Parameter.KEYWORD_ONLY
         signature = inspect.Signature([p.replace(kind=keyword) for p in parameters])
         invoke.__signature__ = signature  # type: ignore[attr-defined]
@@ -284,13 +278,6 @@ def command(
         return body
 
     return register
-
-
-def _shared(connects: bool) -> list[tuple[str, Any, Any]]:
-    options: list[tuple[str, Any, Any]] = [("as_json", Json, False)]
-    if connects:
-        options += [("url", Url, None), ("api_key", ApiKey, None), ("ca", Ca, None)]
-    return options
 
 
 def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> Any:

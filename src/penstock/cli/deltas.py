@@ -87,7 +87,6 @@ async def put(
 
 
 def _one(values: str | None, component: list[str] | None, metadata: str | None) -> dict[str, Any]:
-    """The delta that the options describe, as a line of JSON would."""
     found: dict[str, Any] = {}
     pairs = pairs_of(component, option="set")
     try:
@@ -234,7 +233,7 @@ async def search(
     ] = False,
 ) -> Answer:
     """Find the nearest vectors by the index that the node itself hosts."""
-    from penstock.cli.pipeline.jobs import parsed
+    from penstock.cli.pipeline import parsed
 
     async with _deltas(cli, topic) as deltas:
         found = await deltas.search(

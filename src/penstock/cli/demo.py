@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.command import Answer, Exit, Invocation, command, group
+from penstock.cli.command import Answer, Exit, Invocation, command, group, quiet_logs
 from penstock.console import to_json
 from penstock.errors import FailedPrecondition
 
@@ -40,7 +40,6 @@ async def demo(
     ] = False,
 ) -> Answer | None:
     """Show the whole system at work and check what it claims; exit 1 if a claim fails."""
-    from penstock.cli.command import quiet_logs
     from penstock.demo.chapters import Screen
     from penstock.demo.story import Story
     from penstock.testing.redis import redis_program

@@ -25,10 +25,8 @@ from penstock.errors import NotFound, PenstockError
 if TYPE_CHECKING:
     from penstock.log.verify import Report
 
-
 app = group()
 
-PYTHON_MIN: Final = (3, 11)
 DISK_BYTES_WARN: Final = 2 << 30
 DISK_BYTES_MIN: Final = 256 << 20
 FSYNC_MS_WARN: Final = 20.0
@@ -89,7 +87,7 @@ def doctor(
 
 
 def examine(data: Path) -> Iterator[Check]:
-    yield check_python()
+    yield Check("python", "ok", sys.version.split()[0])
     yield from check_packages()
     # Where the data folder is, or would be made.
     probe = next(p for p in (data.absolute(), *data.absolute().parents) if p.is_dir())
@@ -98,12 +96,6 @@ def examine(data: Path) -> Iterator[Check]:
     yield check_clock()
     yield from (check_port(name, port) for name, port in PORTS.items())
     yield check_folder(data)
-
-
-def check_python() -> Check:
-    found = sys.version_info[:2]
-    good = found >= PYTHON_MIN
-    return Check("python", "ok" if good else "fail", sys.version.split()[0])
 
 
 def check_packages() -> Iterator[Check]:
@@ -143,7 +135,6 @@ def check_fsync(folder: Path) -> Check:
 
 
 def check_clock() -> Check:
-    """Wall clock set, and the monotonic clock advancing with it."""
     wall, monotonic = time.time(), time.monotonic()
     time.sleep(0.05)
     drift_ms = abs((time.time() - wall) - (time.monotonic() - monotonic)) * 1000

@@ -1,4 +1,5 @@
-"""`penstock serve` and `penstock gateway`: processes that run until they are told to stop."""
+"""`penstock serve` and `penstock gateway`: processes that run until they are told to stop; and
+`penstock key`: API keys, on a node or on a folder at rest."""
 
 from __future__ import annotations
 
@@ -8,16 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group, pairs_of
-from penstock.console import console, to_json
+from penstock.cli.command import Answer, Force, Invocation, command, group, pairs_of
+from penstock.console import Columns, console, listing, to_json, when
 from penstock.errors import InvalidArgument, Unauthenticated
 
 if TYPE_CHECKING:
     from penstock.client.network.connection import Connection
     from penstock.config import Config
 
-
 app = group()
+keys = group()
+OF_A_GATEWAY: Final = (
+    "host", "grpc_port", "http_port", "tls_cert", "tls_key", "insecure", "config", "log_level",
+    "options",
+)  # fmt: skip
+KEY: Final[Columns] = {
+    "id": "id", "name": "name", "created": lambda key: when(key["created_ms"]),
+    "last used": lambda key: when(key["last_used_ms"]),
+    "revoked": lambda key: when(key["revoked_ms"]),
+}  # fmt: skip
 
 
 def _of(type: Any, help: str, *names: str, **more: Any) -> Any:
@@ -54,10 +64,6 @@ SETTINGS: Final = {
     ),
     "options": ("", Options),
 }  # fmt: skip
-OF_A_GATEWAY: Final = (
-    "host", "grpc_port", "http_port", "tls_cert", "tls_key", "insecure", "config", "log_level",
-    "options",
-)  # fmt: skip
 
 
 def _loaded(given: dict[str, Any], **fixed: Any) -> Config:
@@ -144,3 +150,57 @@ async def _translate(cli: Invocation, config: Config) -> None:
         await stop.wait()
     finally:
         await running.stop()
+
+
+@command(keys, "create", options={"config": ConfigFile, "options": Options})
+async def create(
+    cli: Invocation,
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Write it into the cluster's etcd itself: its first key.",
+            metavar="etcd://HOST:PORT[,HOST:PORT]",
+        ),
+    ] = None,
+    **given: Any,
+) -> Answer:
+    """Create a key. Its secret is shown this once."""
+    if cluster is not None:
+        settings = {"cluster.etcd": cluster.removeprefix("etcd://")}
+        settings |= pairs_of(given["options"], option="set")
+        made = await _create_in_etcd(name, given["config"], settings)
+    else:
+        made = await cli.call("key_create", name=name)
+    return Answer(made, f"{made['key']}\nKeep it: it is not shown again.")
+
+
+async def _create_in_etcd(name: str, file: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make a key without asking a node, which would want one. Who can write to etcd may."""
+    from penstock.cluster.keys import KeyRing
+    from penstock.config import Config
+    from penstock.node.lifecycle import cluster_store
+
+    loaded = Config.load(file, overrides={"node": "cli", **settings})
+    store = cluster_store(loaded.cluster)
+    try:
+        made = await KeyRing(store).create(name)
+    finally:
+        await store.close()
+    return {**made.record.public(), "key": made.text}
+
+
+@command(keys, "list")
+async def list_keys(cli: Invocation) -> Answer:
+    """List keys: created, last used, revoked."""
+    found = await cli.listed("key_list", "keys")
+    return Answer(found, lambda found: listing(found["keys"], KEY))
+
+
+@command(keys, "revoke")
+async def revoke(
+    cli: Invocation, id: Annotated[str, typer.Argument(help="The key's id.")], force: Force = False
+) -> Answer:
+    """Revoke a key; who uses it is refused from then on."""
+    await cli.destroy("key_revoke", id=id, question=f"Revoke key {id}?", force=force)
+    return Answer({"revoked": id}, f"key {id} is revoked")

@@ -33,8 +33,6 @@ class ThreadBridge:
             raise
 
     def do(self, action: Callable[[], R]) -> R:
-        """Run a plain function on the loop."""
-
         async def act() -> R:
             return action()
 

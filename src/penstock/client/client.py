@@ -13,7 +13,7 @@ from penstock.client.network.connection import all_pages
 from penstock.client.network.endpoints import ConnectionSource
 from penstock.client.network.link import Link
 from penstock.client.options import Options
-from penstock.client.queue.entries import ProducerIdentity
+from penstock.client.queue.entries import ProducerIdentity, content_of
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
@@ -91,10 +91,10 @@ class Client:
             found = self._topics[key] = Topic(
                 self.link,
                 name,
-                of=of,
+                content=content_of(of),
                 identity=self.identity(name),
                 create=create,
-                config=wanted,
+                wanted=wanted,
             )
         return found
 
@@ -110,7 +110,6 @@ class Client:
         **config: Any,
     ) -> Deltas:
         """The vectors of a delta topic. `origin` names this writer: one that is alive at a time.
-
         `create` makes the topic, with `dimensions`, if it is not there yet."""
         from penstock.client.delta.deltas import Deltas
         from penstock.client.delta.writer import DeltaWriter

@@ -41,7 +41,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def codecs(self) -> list[str]:
-        """What is offered to a server."""
         return [] if self.compression is Compression.NONE else [self.compression.value]
 
 
@@ -53,7 +52,6 @@ def deadline(timeout: Duration | None) -> float | None:
 
 
 def milliseconds(value: Duration, *, field: str) -> int:
-    """A duration of the API as the protocol carries it."""
     wrong = f"{field} must be seconds or a timedelta, not {value!r:.100}"
     given: Any = value
     if isinstance(given, str | bytes):  # which `float` would read

@@ -46,12 +46,9 @@ class Catalog:
     async def create(
         self, fields: Mapping[str, Any], *, exists_ok: bool = False, above: int = 0
     ) -> TopicConfig:
-        """Create the topic that `fields` describe and give it an id, over `above`: the highest one
-        that some data folder is known to have.
-
-        With `exists_ok` a topic of that name is returned as it is, provided that the fixed
-        attributes named in `fields` are the ones it has.
-        """
+        """Create the topic that `fields` describe, with an id over `above`: the highest one that
+        some data folder is known to have. With `exists_ok` a topic of that name is returned as it
+        is, if it has the fixed attributes that `fields` name."""
         wanted = topic_config({**fields, "id": 0})
         try:
             held = await self.get(wanted.name)
@@ -68,12 +65,10 @@ class Catalog:
         if not exists_ok:
             raise AlreadyExists(f"topic {wanted.name} exists", topic=wanted.name)
         for name in sorted((FIXED - {"id"}) & fields.keys()):
-            if getattr(held, name) != getattr(wanted, name):
-                raise AlreadyExists(
-                    f"topic {wanted.name} exists with {name}={getattr(held, name)}",
-                    topic=wanted.name,
-                    field=name,
-                )
+            found = getattr(held, name)
+            if found != getattr(wanted, name):
+                text = f"topic {wanted.name} exists with {name}={found}"
+                raise AlreadyExists(text, topic=wanted.name, field=name)
         return held
 
     async def get(self, name: str) -> TopicConfig:
@@ -159,7 +154,6 @@ class Catalog:
             return await until_won(swap)
 
     async def given(self, topic: int) -> bool:
-        """Whether this store has given out the id."""
         entry = await self._store.get(TOPIC_ID)
         if entry is None or topic > int(entry.value):
             return False

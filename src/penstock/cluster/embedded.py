@@ -130,10 +130,8 @@ def _open(path: str, flags: int) -> int:
 
 
 class EmbeddedStore:
-    """Use it from one event loop; the data folder's lock keeps other processes out.
-
-    Making one reads what is stored, which blocks shortly: do it in a thread, or before serving.
-    """
+    """Use it from one event loop; the data folder's lock keeps other processes out. Making one
+    reads what is stored, which blocks shortly: do it in a thread, or before serving."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(0o700, parents=True, exist_ok=True)

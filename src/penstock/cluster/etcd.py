@@ -69,7 +69,6 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def cluster_prefix(cluster: str) -> str:
-    """Where the keys of a cluster of this name are."""
     if not NAME.fullmatch(cluster):
         raise InvalidArgument(f"a cluster's name is like {NAME.pattern}", field="cluster")
     return f"/penstock/{PREFIX_VERSION}/{cluster}/"
@@ -79,11 +78,7 @@ class EtcdStore:
     """Use it from one event loop. Nothing is sent before the first call."""
 
     def __init__(
-        self,
-        endpoints: Sequence[str],
-        *,
-        prefix: str,
-        options: EtcdOptions | None = None,
+        self, endpoints: Sequence[str], *, prefix: str, options: EtcdOptions | None = None
     ) -> None:
         if not prefix.startswith("/") or not prefix.endswith("/"):
             raise InvalidArgument("a prefix starts and ends with /", field="prefix")
@@ -105,12 +100,7 @@ class EtcdStore:
         return [self._entry(kv) for kv in answer.kvs]
 
     async def put(
-        self,
-        key: str,
-        value: bytes,
-        *,
-        expected_revision: int | None = None,
-        lease: int = 0,
+        self, key: str, value: bytes, *, expected_revision: int | None = None, lease: int = 0
     ) -> int:
         """As every store; `lease` is one that `grant` gave: the key vanishes with it."""
         check_entry(key, value)
@@ -257,12 +247,9 @@ class EtcdWatch:
         return await self._peers.call("kv", "Range", request, repeat=True)
 
     async def _begin(self) -> None:
-        """Open a stream of all that comes after `_revision`."""
         rpc = self._peers.rpc
         create = rpc.WatchCreateRequest(
-            key=self._prefix,
-            range_end=prefix_end(self._prefix),
-            start_revision=self._revision + 1,
+            key=self._prefix, range_end=prefix_end(self._prefix), start_revision=self._revision + 1
         )
         self._peer = await self._peers.ready_peer()
         self._stream = self._peer.watch.Watch(metadata=REQUIRE_LEADER)
@@ -346,8 +333,6 @@ def etcd_rpc() -> Any:
 
 
 class _Peer:
-    """One member: its connection and the calls that can be made over it."""
-
     def __init__(self, rpc: Any, endpoint: str, channel: Any) -> None:
         self.endpoint = endpoint
         self.channel = channel

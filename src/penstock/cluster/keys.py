@@ -63,25 +63,22 @@ class ApiKey(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(KeyRecord)
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 class KeyRing:
     """All keys of the cluster. Call `load` once before `verify`."""
 
-    def __init__(self, store: MetadataStore, *, now_ms: Callable[[], int] = _wall_ms) -> None:
-        self._store = store
-        self._now_ms = now_ms
+    def __init__(
+        self,
+        store: MetadataStore,
+        *,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        on_revoked: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_revoked` hears of the id of each key whose revocation becomes known here, on
+        whichever node it was revoked: what was let in by the key has to go."""
+        self._store, self._now_ms, self._on_revoked = store, now_ms, on_revoked
         self._records: dict[str, KeyRecord] = {}
         self._revisions: dict[str, int] = {}  # the revision of each record; older news is not taken
         self._used_ms: dict[str, int] = {}  # last uses that the store does not know yet
-        self._on_revoked: list[Callable[[str], None]] = []
-
-    def on_revoked(self, callback: Callable[[str], None]) -> None:
-        """Call it with the id of each key whose revocation becomes known here, on whichever node
-        it was revoked: what was let in by the key has to go."""
-        self._on_revoked.append(callback)
 
     async def load(self) -> None:
         for entry in await self._store.range(KEYS):
@@ -124,7 +121,6 @@ class KeyRing:
         return id in self._records
 
     def live(self, id: str) -> bool:
-        """Whether a key that was verified before still is good."""
         record = self._records.get(id)
         return record is not None and record.revoked_ms is None
 
@@ -179,8 +175,7 @@ class KeyRing:
             self._records[record.id] = record
             self._revisions[record.id] = revision
             if was_live and record.revoked_ms is not None:
-                for callback in self._on_revoked:
-                    callback(record.id)
+                self._on_revoked(record.id)
 
     async def _change(
         self, id: str, *, revoked_ms: int | None = None, last_used_ms: int | None = None

@@ -31,8 +31,6 @@ log: Final = logging.getLogger(__name__)
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node tells the others about itself."""
-
     id: str
     uuid: str  # that of its data folder; another folder is another node, whatever its id
     host: str
@@ -47,11 +45,9 @@ _decoder: Final = msgspec.json.Decoder(NodeInfo)
 
 
 class Membership:
-    """`join`, then `run` in a task until it is cancelled; `leave` before or after that.
-
-    While the store is away or refuses us, `alive` stays what it was. If this node's lease runs out
-    meanwhile, it registers again with the same info once the store is back.
-    """
+    """`join`, then `run` in a task until it is cancelled; `leave` before or after that. While the
+    store is away or refuses us, `alive` stays what it was; if this node's lease runs out meanwhile,
+    it registers again."""
 
     def __init__(
         self,
@@ -80,11 +76,9 @@ class Membership:
         return self._info is not None
 
     async def join(self, info: NodeInfo) -> None:
-        """Register, and read who else is there.
-
-        An entry that an earlier run of this node left is replaced. One of another node with our id
-        is given the time to expire; `AlreadyExists` if it does not.
-        """
+        """Register, in the place of an entry that an earlier run of this node left, and read who
+        else is there. Another node's with our id is given the time to expire; `AlreadyExists` if it
+        does not."""
         deadline = asyncio.get_running_loop().time() + 2 * self._ttl_s
         while True:
             try:
@@ -97,12 +91,12 @@ class Membership:
                 await asyncio.sleep(POLL_S)
         await self._read()
 
-    async def update(self, info: NodeInfo) -> None:
-        """Tell the others something else about us; the age stays."""
-        if self._info is None or info.id != self._info.id:
+    async def set_draining(self, draining: bool) -> None:
+        """Tell the others whether this node is to be given replicas; its age stays."""
+        if self._info is None:
             raise FailedPrecondition("only a node that has joined can tell others about itself")
         async with self._registering:
-            self._info = info
+            self._info = info = msgspec.structs.replace(self._info, draining=draining)
             entry = await self._store.get(NODES + info.id)
             if entry is not None:  # else `run` registers, with the new info
                 await self._store.put(
@@ -114,7 +108,6 @@ class Membership:
         await self._read()
 
     async def run(self) -> None:
-        """Stay registered, and follow who comes and goes."""
         if self._info is None:
             raise FailedPrecondition("join before running")
         async with asyncio.TaskGroup() as tasks:

@@ -66,10 +66,8 @@ class MetadataStore(Protocol):
         """Remove; False if there was nothing. Raises `RevisionConflict` as `put` does."""
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[MetadataChange]]:
-        """Changes from the moment the context is entered: enter first, then read the range.
-
-        A watcher that falls `WATCH_CHANGES_MAX` behind gets `Unavailable`; it starts over.
-        """
+        """Changes from the moment the context is entered: enter first, then read the range. A
+        watcher that falls `WATCH_CHANGES_MAX` behind gets `Unavailable`; it starts over."""
 
     async def close(self) -> None: ...
 
@@ -182,16 +180,14 @@ async def follow(
 
 
 async def repeat(work: Callable[[], Awaitable[None]], *, trouble: str, pause_s: float) -> NoReturn:
-    """Do `work` until cancelled, whatever the metadata store answers.
+    """Do `work` until cancelled, whatever the metadata store answers. A running node needs the
+    store for changes alone, so one that is away, refuses us or holds what nobody can read takes
+    nothing from it. To end the node instead would end all of them, for they share the store.
+    Beginning anew is safe because such work starts by reading what it needs. Only what a node's own
+    disk does to it (`Fatal`) is let through.
 
-    A running node needs the store for changes alone. So a store that is away, that refuses us, or
-    that holds what nobody can read, takes nothing from it: the work begins anew after a pause. To
-    end the node instead would end all of them, for they share the store. Beginning anew is safe
-    because such work starts by reading what it needs; what was half done is never gone on from.
-    Only what a node's own disk does to it (`Fatal`) is let through.
-
-    `work` waits for its own next turn. There is a line that begins with `trouble` about the first
-    failure and then now and then.
+    `work` waits for its own next turn. A line that begins with `trouble` tells of the first failure
+    and then now and then.
     """
     loop = asyncio.get_running_loop()
     told: type[Exception] | None = None

@@ -5,19 +5,3 @@ the only way to change it; answers to questions go out: which messages are best,
 held or over, which entries are here already. It sees no clock, no file and no task, so the same
 batches give the same state on every replica. A `Spine` picks the best messages over several heaps.
 """
-
-from penstock.heap.machine import DeadLetter, Description, Heap, ReturnPlan
-from penstock.heap.spine import Spine
-from penstock.heap.state import Applied, Totals
-from penstock.heap.table import MessageState
-
-__all__ = [
-    "Applied",
-    "DeadLetter",
-    "Description",
-    "Heap",
-    "MessageState",
-    "ReturnPlan",
-    "Spine",
-    "Totals",
-]

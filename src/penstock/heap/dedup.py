@@ -260,7 +260,6 @@ class Dedup:
         return found
 
     def record(self, runs: list[ProducerRun], *, message: int, time_ms: int, dedup_ms: int) -> None:
-        """Note that the entries of a body became the messages from `message` on."""
         before_ms = time_ms - dedup_ms
         for producer, epoch, first, count, start in runs:
             known = self._entered(producer, epoch)

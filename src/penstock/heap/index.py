@@ -63,9 +63,6 @@ class Pairs(NamedTuple):
     def at(self, index: int) -> tuple[int, int]:
         return int(self.keys[index]), int(self.sequences[index])
 
-    def last(self) -> tuple[int, int]:
-        return self.at(-1)
-
 
 EMPTY: Final = Pairs(np.empty(0, np.int64), np.empty(0, np.uint64))
 
@@ -145,71 +142,64 @@ def rank_in(pairs: Pairs, bound: tuple[int, int], *, inclusive: bool) -> int:
     return left + int(equals.searchsorted(sequence, side="right" if inclusive else "left"))
 
 
-class Collector:
-    """Pairs in order of arrival: a buffer, and the full buffers before it.
+class PairBuffer:
+    """Pairs with room behind them, and a gap before them where the first were taken away.
 
-    A push copies into the buffer, so that a million pushes of one cost no million small arrays.
+    Pushes copy into the buffer, which at least doubles when it is full, so that a million pushes of
+    one cost no million small arrays. `keys` and `sequences` are views of the whole buffer, for
+    single pairs: several times faster than numpy.
     """
 
-    __slots__ = ("_buffer", "_full", "_key_view", "_sequence_view", "_used", "size")
+    __slots__ = ("_pairs", "_room", "end", "keys", "sequences", "start")
 
     def __init__(self) -> None:
-        self._full: list[Pairs] = []
-        self.size = 0
-        self._renew()
+        self._renew(0)
 
-    def _renew(self) -> None:
-        self._buffer = Pairs(np.empty(CHUNK, np.int64), np.empty(CHUNK, np.uint64))
-        self._key_view, self._sequence_view = self._buffer.keys.data, self._buffer.sequences.data
-        self._used = 0
+    def _renew(self, room: int) -> None:
+        self._room, self.start, self.end = room, 0, 0
+        self._pairs = Pairs(np.empty(room, np.int64), np.empty(room, np.uint64))
+        self.keys, self.sequences = self._pairs.keys.data, self._pairs.sequences.data
+
+    def _grow(self, more: int) -> None:
+        held = self.cut()
+        self._renew(max(FRONT, 2 * (held.size + more)))
+        self.add(held)
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
     def add_one(self, key: int, sequence: int) -> None:
-        if self._used == CHUNK:
-            self._retire()
-        used = self._used
-        self._key_view[used] = key
-        self._sequence_view[used] = sequence
-        self._used = used + 1
-        self.size += 1
+        if self.end == self._room:
+            self._grow(1)
+        at = self.end
+        self.keys[at] = key
+        self.sequences[at] = sequence
+        self.end = at + 1
 
     def add(self, pairs: Pairs) -> None:
-        count = pairs.size
-        self.size += count
-        if self._used + count > CHUNK:
-            self._retire()
-            if count > CHUNK // 2:
-                self._full.append(pairs.copy())
-                return
-        start, end = self._used, self._used + count
-        self._buffer.keys[start:end], self._buffer.sequences[start:end] = pairs
-        self._used = end
+        if self.end + pairs.size > self._room:
+            self._grow(pairs.size)
+        start, self.end = self.end, self.end + pairs.size
+        self._pairs.keys[start : self.end], self._pairs.sequences[start : self.end] = pairs
 
-    def peek(self) -> list[Pairs]:
-        return [*self._full, self._buffer.cut(0, self._used)] if self._used else list(self._full)
+    def replace(self, pairs: Pairs) -> None:
+        self.start = self.end = 0
+        self.add(pairs)
 
-    def peek_one(self) -> tuple[int, int]:
-        """The pair, when there is a single one."""
-        return self._key_view[0], self._sequence_view[0]
-
-    def drop_one(self) -> None:
-        self._used = self.size = 0
+    def cut(self, start: int = 0, count: int | None = None) -> Pairs:
+        """A view of `count` pairs, or of as many as there are, behind the first `start`."""
+        at = self.start + start
+        return self._pairs.cut(at, self.end if count is None else min(at + count, self.end))
 
     def take(self) -> Pairs:
-        """Everything collected; the collector is empty then."""
-        self._retire()
-        taken, self._full, self.size = self._full, [], 0
-        return join(taken)
-
-    def _retire(self) -> None:
-        if not self._used:
-            return
-        used = self._buffer.cut(0, self._used)
-        if self._used < CHUNK // 2:  # what is left of the buffer serves on
-            self._full.append(used.copy())
-            self._used = 0
+        """Everything; the buffer is empty then."""
+        taken = self.cut()
+        if taken.size < CHUNK // 2:  # little is copied, and the room serves on
+            taken, self.start, self.end = taken.copy(), 0, 0
         else:
-            self._full.append(used)
-            self._renew()
+            self._renew(0)
+        return taken
 
 
 Valid = Callable[[Pairs], NDArray[np.bool_]]
@@ -229,10 +219,6 @@ class RunIndex:
     """`valid` says which pairs still count, `valid_one` the same of one (key, sequence), and `live`
     how many messages should be found in here."""
 
-    _front: Pairs
-    _at: int
-    _end: int
-
     def __init__(
         self, valid: Valid, valid_one: Callable[[int, int], bool], live: Callable[[], int]
     ) -> None:
@@ -241,17 +227,16 @@ class RunIndex:
 
     def clear(self) -> None:
         self._looked = False
-        self._fresh = Collector()
-        self._back = Collector()
+        # Only the front has a gap; the others are used up as a whole, so their end is their size.
+        self._front, self._fresh, self._back = PairBuffer(), PairBuffer(), PairBuffer()
         self._runs: list[Pairs] = []  # each sorted and not empty
         self._bound = (0, 0)  # meaningful while anything is behind the front
-        self._set_front(0)
 
     @property
     def size(self) -> int:
         """Pairs held, valid or not."""
         in_runs = sum([run.size for run in self._runs])
-        return self._end - self._at + self._fresh.size + self._back.size + in_runs
+        return self._front.size + self._fresh.end + self._back.end + in_runs
 
     # --- changes ---
 
@@ -259,7 +244,7 @@ class RunIndex:
         pairs = Pairs(keys, sequences)
         if self._looked:
             self._fresh.add(pairs)
-            if self._fresh.size >= CHUNK:
+            if self._fresh.end >= CHUNK:
                 self._absorb()
         else:
             self._back.add(pairs)
@@ -268,20 +253,21 @@ class RunIndex:
     def push_one(self, key: int, sequence: int) -> None:
         if self._looked:
             self._fresh.add_one(key, sequence)
-            if self._fresh.size >= CHUNK:
+            if self._fresh.end >= CHUNK:
                 self._absorb()
         else:
             self._back.add_one(key, sequence)
-            if self._back.size >= SEAL:
+            if self._back.end >= SEAL:
                 self._seal_if_large()
 
     def drop_head(self, sequences: Sequences) -> None:
         """A hint: if these are the front's head in this order, they are gone."""
-        end = self._at + len(sequences)
-        if end <= self._end:
-            head = self._front.sequences[self._at : end]
-            if head[0] == sequences[0] and (len(sequences) == 1 or (head == sequences).all()):
-                self._at = end
+        front, count = self._front, len(sequences)
+        end = front.start + count
+        if end > front.end or front.sequences[front.start] != sequences[0]:
+            return
+        if count == 1 or (front.cut(0, count).sequences == sequences).all():
+            front.start = end
 
     # --- looks ---
 
@@ -295,16 +281,15 @@ class RunIndex:
             return EMPTY
         self._look()
         if count == 1 and self._find_one():
-            return self._front.cut(self._at, self._at + 1).copy()
-        if self._end - self._at < missing:
+            return self._front.cut(0, 1).copy()
+        if self._front.size < missing:
             self._sweep_if_stale()
         found: list[Pairs] = []
-        seen, width = 0, missing  # seen: how far behind _at this look has come
+        seen, width = 0, missing  # seen: how far into the front this look has come
         while missing:
-            if self._at + seen >= self._end and not self._refill(missing):
+            if seen >= self._front.size and not self._refill(missing):
                 break
-            start = self._at + seen
-            window = self._front.cut(start, min(start + width, self._end))
+            window = self._front.cut(seen, width)
             good = self._valid(window)
             hits = int(np.count_nonzero(good))
             if hits == window.size:
@@ -312,7 +297,7 @@ class RunIndex:
             else:
                 if not found:  # nothing valid before these: cut them off
                     gone = int(good.argmax()) if hits else window.size
-                    self._at += gone
+                    self._front.start += gone
                     seen -= gone
                 if hits:
                     found.append(window.where(good).cut(0, missing))
@@ -325,10 +310,10 @@ class RunIndex:
 
     def _find_one(self) -> bool:
         """Whether the front holds a valid pair, which is its first then."""
-        keys, sequences, valid_one = self._key_view, self._sequence_view, self._valid_one
-        for at in range(self._at, min(self._end, self._at + SCALAR_STEPS)):
-            if valid_one(keys[at], sequences[at]):
-                self._at = at
+        front, valid_one = self._front, self._valid_one
+        for at in range(front.start, min(front.end, front.start + SCALAR_STEPS)):
+            if valid_one(front.keys[at], front.sequences[at]):
+                front.start = at
                 return True
         return False
 
@@ -338,7 +323,7 @@ class RunIndex:
             return 0
         self._look()
         bound = (key, sequence)
-        front = self._front_pairs()
+        front = self._front.cut()
         parts = [front.cut(0, rank_in(front, bound, inclusive=False))]
         if self._behind() and bound > self._bound:
             self._seal()
@@ -358,15 +343,12 @@ class RunIndex:
     # --- fresh to front and back ---
 
     def _behind(self) -> bool:
-        return bool(self._back.size or self._runs)
-
-    def _front_pairs(self) -> Pairs:
-        return self._front.cut(self._at, self._end)
+        return bool(self._back.end or self._runs)
 
     def _absorb(self) -> None:
-        if not self._fresh.size:
+        if not self._fresh.end:
             return
-        if self._fresh.size == 1 and self._absorb_one():
+        if self._fresh.end == 1 and self._absorb_one():
             return
         pairs = sorted_pairs(self._fresh.take())
         better = pairs.size
@@ -380,75 +362,47 @@ class RunIndex:
 
     def _absorb_one(self) -> bool:
         """Absorb a single pair if it goes to either end, which most do."""
-        pair = self._fresh.peek_one()
-        end = self._end
+        fresh, front = self._fresh, self._front
+        pair, last = (fresh.keys[0], fresh.sequences[0]), front.end - 1
         if self._behind() and pair > self._bound:
             self._back.add_one(*pair)
             self._seal_if_large()
-        elif end < self._front.size and (
-            self._at == end or pair > (self._key_view[end - 1], self._sequence_view[end - 1])
-        ):
-            self._key_view[end], self._sequence_view[end] = pair
-            self._end = end + 1
-            if self._end - self._at > FRONT_MAX:
+        elif front.start > last or pair > (front.keys[last], front.sequences[last]):
+            front.add_one(*pair)
+            if front.size > FRONT_MAX:
                 self._spill()
         else:
             return False
-        self._fresh.drop_one()
+        fresh.end = 0
         return True
 
     def _into_front(self, pairs: Pairs) -> None:
-        if self._at == self._end or (pairs.keys[0], pairs.sequences[0]) > (
-            self._front.keys[self._end - 1],
-            self._front.sequences[self._end - 1],
-        ):
-            self._append(pairs)
+        front = self._front.cut()
+        if not front.size or pairs.at(0) > front.at(-1):
+            self._front.add(pairs)
         else:
-            merged = merged_pairs(self._front_pairs(), pairs)
-            self._at = self._end = 0
-            self._append(merged)
-        if self._end - self._at > FRONT_MAX:
+            self._front.replace(merged_pairs(front, pairs))
+        if self._front.size > FRONT_MAX:
             self._spill()
 
-    def _append(self, pairs: Pairs) -> None:
-        """Put pairs that are worse than the whole front behind it."""
-        end = self._end + pairs.size
-        if end > self._front.size:
-            old = self._front_pairs()
-            self._set_front(old.size + pairs.size + FRONT)
-            self._front.keys[: old.size], self._front.sequences[: old.size] = old
-            self._end = old.size
-            end = old.size + pairs.size
-        self._front.keys[self._end : end], self._front.sequences[self._end : end] = pairs
-        self._end = end
-
-    def _set_front(self, room: int) -> None:
-        """An empty front with this much room."""
-        # The front is [_at, _end) of these columns; the views are for single pairs.
-        self._front = Pairs(np.empty(room, np.int64), np.empty(room, np.uint64))
-        self._key_view, self._sequence_view = self._front.keys.data, self._front.sequences.data
-        self._at = self._end = 0
-
     def _spill(self) -> None:
-        pairs = self._front_pairs()
+        pairs = self._front.cut()
         pairs = pairs.where(self._valid(pairs))
-        self._at = self._end = 0
         if pairs.size > FRONT_MAX:
             self._back.add(pairs.cut(FRONT))
             pairs = pairs.cut(0, FRONT)
-            self._bound = pairs.last()
-        self._append(pairs)
+            self._bound = pairs.at(-1)
+        self._front.replace(pairs)
 
     # --- back to runs, runs to front ---
 
     def _seal_if_large(self) -> None:
-        if self._back.size >= SEAL:
+        if self._back.end >= SEAL:
             self._seal()
             self._sweep_if_stale()
 
     def _seal(self) -> None:
-        """Make the back a run."""
-        if self._back.size:
+        if self._back.end:
             self._add_run(self._back.take())
 
     def _add_run(self, pairs: Pairs) -> None:
@@ -464,17 +418,15 @@ class RunIndex:
         self._add_run(join([*peers, run]))
 
     def _refill(self, wanted: int) -> bool:
-        """Bring the best of what is behind into the front; False if nothing valid is left.
-
-        The front only grows here: a look holds positions in it.
-        """
+        """Bring the best of what is behind into the front; False if nothing valid is left. The
+        front only grows here: a look holds positions in it."""
         self._seal()
         wanted = max(wanted, FRONT)
         while self._runs:
             taken, self._bound = self._take_heads(wanted)
             taken = taken.where(self._valid(taken))
             if taken.size:
-                self._append(taken)
+                self._front.add(taken)
                 return True
             wanted *= 2
         return False
@@ -491,7 +443,7 @@ class RunIndex:
             if not partial:
                 self._runs = []
                 taken = sorted_pairs(join(runs))
-                return taken, taken.last()
+                return taken, taken.at(-1)
             bound = min(partial)
             cuts = [rank_in(run, bound, inclusive=True) for run in runs]
             if width >= wanted or 2 * sum(cuts) >= wanted:
@@ -509,10 +461,8 @@ class RunIndex:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Drop every invalid pair."""
-        front = self._front_pairs()
-        self._at = self._end = 0
-        self._append(front.where(self._valid(front)))
+        front = self._front.cut()
+        self._front.replace(front.where(self._valid(front)))
         swept = [run.where(self._valid(run)) for run in self._runs]
         self._runs = [run for run in swept if run.size]
         back = self._back.take()
@@ -522,20 +472,20 @@ class RunIndex:
 
     def everything(self) -> Pairs:
         """All pairs held, in no order, for checks."""
-        return join([self._front_pairs(), *self._fresh.peek(), *self._back.peek(), *self._runs])
+        return join([self._front.cut(), self._fresh.cut(), self._back.cut(), *self._runs])
 
     def validate(self) -> None:
-        for run in (self._front_pairs(), *self._runs):
+        for run in (self._front.cut(), *self._runs):
             pairs = list(zip(run.keys.tolist(), run.sequences.tolist(), strict=True))
             assert all(a < b for a, b in pairwise(pairs)), "a run is unsorted"
-        behind = join([*self._back.peek(), *self._runs])
-        if behind.size and self._looked and self._end > self._at:
+        behind = join([self._back.cut(), *self._runs])
+        if behind.size and self._looked and self._front.size:
             key, sequence = self._bound
             worse = (behind.keys > key) | (
                 (behind.keys == key) & (behind.sequences > np.uint64(sequence))
             )
             assert worse.all(), "something behind the front beats its bound"
-            assert self._front_pairs().last() <= self._bound
+            assert self._front.cut().at(-1) <= self._bound
         everything = self.everything()
         good = everything.where(self._valid(everything))
         assert len(np.unique(good.sequences)) == self._live(), "a live message is not in the index"

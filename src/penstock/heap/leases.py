@@ -42,23 +42,18 @@ class LeaseRun:
         self.deadline_ms = granted_ms + visibility_ms
         self.deadlines: NDArray[np.int64] | None = None  # per token, once one was extended
 
-    @property
-    def size(self) -> int:
-        return len(self.held)
-
     def mask(self) -> NDArray[np.bool_]:
         return np.frombuffer(self.held, np.bool_)
 
     def earliest_ms(self) -> int:
-        """The first deadline of a held token."""
         if self.deadlines is None:
             return self.deadline_ms
         return int(self.deadlines[self.mask()].min())
 
-    def extend(self, offsets: NDArray[np.int64], until_ms: NDArray[np.int64]) -> None:
+    def extend(self, offsets: slice | NDArray[np.int64], until_ms: NDArray[np.int64]) -> None:
         if self.deadlines is None:
-            self.deadlines = np.full(self.size, self.deadline_ms, np.int64)
-        np.maximum.at(self.deadlines, offsets, until_ms)
+            self.deadlines = np.full(len(self.held), self.deadline_ms, np.int64)
+        self.deadlines[offsets] = np.maximum(self.deadlines[offsets], until_ms)
 
     def rearm(self, now_ms: int) -> None:
         """At least the full visibility from now; what an extension promised beyond it stays."""
@@ -68,13 +63,11 @@ class LeaseRun:
             np.maximum(self.deadlines, until_ms, out=self.deadlines)
 
     def past(self, now_ms: int) -> NDArray[np.int64]:
-        """Offsets of held tokens whose deadline has come."""
         if self.deadlines is None:
             return np.flatnonzero(self.mask()) if self.deadline_ms <= now_ms else _NOBODY
         return np.flatnonzero(self.mask() & (self.deadlines <= now_ms))
 
     def overdue(self, offsets: slice | NDArray[np.int64], now_ms: int) -> int:
-        """How many of these tokens are past their deadline."""
         if self.deadlines is None:
             return len(self.messages[offsets]) if self.deadline_ms <= now_ms else 0
         return int(np.count_nonzero(self.deadlines[offsets] <= now_ms))
@@ -129,15 +122,10 @@ class LeaseBook:
         return run.messages[offsets]
 
     def extend(self, tokens: Tokens, until_ms: NDArray[np.int64]) -> None:
-        for run, offsets, at, count in self.stretches(tokens):
-            where = (
-                np.arange(offsets.start, offsets.stop) if isinstance(offsets, slice) else offsets
-            )
-            assert len(where) == count
-            run.extend(where, until_ms[at])
+        for run, offsets, at, _ in self.stretches(tokens):
+            run.extend(offsets, until_ms[at])
 
     def rearm(self, now_ms: int) -> None:
-        """Every lease runs for its full visibility from now."""
         self._overdue.clear()
         for run in self.runs():
             run.rearm(now_ms)
@@ -200,7 +188,6 @@ class LeaseBook:
         return found
 
     def expired(self, now_ms: int, limit: int) -> Tokens:
-        """Tokens whose deadline has come, at most `limit`."""
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             _, first = heappop(self._deadlines)
             run = self.run_of(first)
@@ -222,7 +209,6 @@ class LeaseBook:
         return np.concatenate(found).view(np.uint64) if found else np.empty(0, np.uint64)
 
     def next_ms(self) -> int | None:
-        """The earliest deadline of all leases."""
         overdue = [run.earliest_ms() for run in self._overdue.values() if run.left]
         while self._deadlines:
             when, first = self._deadlines[0]
@@ -268,7 +254,7 @@ def _held_part(run: LeaseRun, tokens: Tokens, at: NDArray[np.int64]) -> Stretch:
     """Which of the ascending tokens, all at or past the run's first, it still holds."""
     # A caller may name any token, so the subtraction comes before they are taken for signed.
     within = tokens - np.uint64(run.first)
-    offsets = within[: int(within.searchsorted(np.uint64(run.size)))].view(np.int64)
+    offsets = within[: int(within.searchsorted(np.uint64(len(run.held))))].view(np.int64)
     good = run.mask()[offsets]
     if good.all():
         return Stretch(run, offsets, at[: len(offsets)], len(offsets))

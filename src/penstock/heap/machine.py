@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
-from penstock.heap import records, snapshot
+from penstock.heap import records
 from penstock.heap.index import Keys
 from penstock.heap.state import Applied, HeapState
 from penstock.heap.table import ALIVE, STATES, MessageState, Sequences
@@ -102,16 +102,6 @@ class DeadLetter(NamedTuple):
     detail: bytes
 
 
-class Description(NamedTuple):
-    """Columns about messages, in the order they were asked for."""
-
-    states: NDArray[np.uint8]
-    priorities: NDArray[np.int64]
-    attempts: NDArray[np.uint32]
-    max_retries: NDArray[np.int64]
-    times_ms: NDArray[np.int64]
-
-
 class Heap(HeapState):
     # The spine may take every candidate of a heap; only a remote partition hands out a cut list.
     cut: Final = False
@@ -166,17 +156,6 @@ class Heap(HeapState):
         self.promote(now)
         return self.ready_index.count_below(key, sequence)
 
-    def describe(self, sequences: Sequences) -> Description:
-        at = self.table.places(sequences)
-        limit = self.table.limit[at].astype(np.int64)
-        return Description(
-            self.table.state[at],
-            self.ordering.keys(self.table.key[at]),
-            self.table.attempts[at].astype(np.uint32),
-            np.where(limit > 0, limit - 1, self.config.max_retries),
-            self.table.time_ms[at],
-        )
-
     def attempts(self, sequences: Sequences) -> NDArray[np.uint32]:
         if not self.attempted:
             return np.zeros(len(sequences), np.uint32)
@@ -191,10 +170,8 @@ class Heap(HeapState):
     # --- leases ---
 
     def resolve(self, tokens: Sequences) -> tuple[Sequences, NDArray[np.bool_]]:
-        """The message of each token and whether it is held; 0 where it is not.
-
-        A token that is given twice counts as held the first time only.
-        """
+        """The message of each token and whether it is held; 0 where it is not. A token that is
+        given twice counts as held the first time only."""
         count = len(tokens)
         messages, held = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
         for run, offsets, at, _ in self.leases.stretches(tokens):
@@ -220,9 +197,10 @@ class Heap(HeapState):
         if not counted:
             wait = np.full(len(tokens), now + (delay_ms or 0), np.int64)
             return ReturnPlan(tokens, wait, tokens[:0])
-        described = self.describe(messages)
-        tries = described.attempts.astype(np.int64) + 1
-        over = tries > described.max_retries
+        at = self.table.places(messages)
+        tries = self.table.attempts[at].astype(np.int64) + 1
+        limit = self.table.limit[at].astype(np.int64)
+        over = tries >= np.where(limit > 0, limit, self.config.max_retries + 1)
         dead = tokens[over]
         if len(dead):
             again = ~over
@@ -235,10 +213,8 @@ class Heap(HeapState):
         return ReturnPlan(tokens, delays + now, dead)
 
     def cap_extend(self, tokens: Sequences, now: int, extend_ms: int) -> NDArray[np.int64]:
-        """How far from now each lease may be extended; 0 for one that is not held.
-
-        A lease lasts at most `visibility_ms_max` from its grant, extensions included.
-        """
+        """How far from now each lease may be extended; 0 for one that is not held. A lease lasts at
+        most `visibility_ms_max` from its grant, extensions included."""
         allowed = np.zeros(len(tokens), np.int64)
         for run, _, at, _ in self.leases.stretches(tokens):
             left = run.granted_ms + self.config.visibility_ms_max - now
@@ -246,7 +222,6 @@ class Heap(HeapState):
         return allowed
 
     def expired(self, now: int, limit: int) -> Sequences:
-        """Tokens whose deadline has come."""
         self.promote(now)
         return self.leases.expired(now, limit)
 
@@ -254,10 +229,8 @@ class Heap(HeapState):
         """When the next lease or delay falls due; never later than that."""
         if not self.leases.by_consumer:
             return self._due_ms
-        lease_ms = self.leases.next_ms()
-        if self._due_ms is None:
-            return lease_ms
-        return self._due_ms if lease_ms is None else min(lease_ms, self._due_ms)
+        times = (self.leases.next_ms(), self._due_ms)
+        return min((time_ms for time_ms in times if time_ms is not None), default=None)
 
     # --- dead letters and upkeep ---
 
@@ -295,7 +268,6 @@ class Heap(HeapState):
         return next((int(found[0]) for found in self.table.scan(ALIVE)), None)
 
     def oldest_ready_ms(self, now: int) -> int | None:
-        """When the oldest ready message was enqueued."""
         self.promote(now)
         if not self.ready:
             return None
@@ -304,20 +276,13 @@ class Heap(HeapState):
 
     # --- snapshots and checks ---
 
-    def snapshot(self) -> list[Buffer]:
-        return snapshot.dump(self)
-
     @classmethod
     def restore(cls, config: TopicConfig, data: Buffer, *, partition: int) -> Heap:
         """The heap that `snapshot` described. Its own configuration holds, as of that sequence;
         `config` only tells which topic it must be."""
         heap = cls(config, partition=partition)
-        snapshot.load(heap, data)
+        heap.load(data)
         return heap
-
-    def digest(self) -> int:
-        """A hash of the state: equal for replicas that have applied the same log."""
-        return snapshot.digest(self)
 
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. Slow: for tests and simulations."""

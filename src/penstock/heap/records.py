@@ -12,18 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import Corruption
-from penstock.heap.dedup import producer_runs
+from penstock.heap.dedup import ProducerRun, producer_runs
 from penstock.heap.leases import LeaseRun
 from penstock.heap.state import DETAIL_BYTES_MAX, Applied, HeapState
-from penstock.heap.table import (
-    ALIVE,
-    WAITING,
-    MessageState,
-    Opened,
-    Ordering,
-    Sequences,
-    mask_of,
-)
+from penstock.heap.table import ALIVE, WAITING, MessageState, Opened, Ordering, Sequences, mask_of
 from penstock.heap.transactions import Share, unpack_places
 from penstock.model.batch import Batch, DeadReason
 from penstock.model.columns import Columns
@@ -48,11 +40,13 @@ def on_enqueue(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         elif columns.count:
             _enter(heap, batch, columns, prepared=False)
     if columns.runs:
-        heap.dedup.record(
-            producer_runs(columns), message=batch.first, time_ms=batch.time_ms,
-            dedup_ms=heap.config.dedup_ms,
-        )  # fmt: skip
+        _note_producers(heap, batch, producer_runs(columns))
     return Applied(columns.count)
+
+
+def _note_producers(heap: HeapState, batch: Batch, runs: list[ProducerRun]) -> None:
+    dedup_ms = heap.config.dedup_ms
+    heap.dedup.record(runs, message=batch.first, time_ms=batch.time_ms, dedup_ms=dedup_ms)
 
 
 def _enter_one(heap: HeapState, batch: Batch, columns: Columns) -> None:
@@ -125,9 +119,7 @@ def on_prepare(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
     share = Share(batch.first, columns.count, tuple(runs))
     heap.sequence_enqueued = batch.last
     _enter(heap, batch, columns, prepared=True)
-    heap.dedup.record(
-        runs, message=batch.first, time_ms=batch.time_ms, dedup_ms=heap.config.dedup_ms
-    )
+    _note_producers(heap, batch, runs)
     outcome = heap.transactions.outcome(name[0])
     if outcome is not None:  # the decision came first: follow it
         return Applied(_conclude(heap, share, batch.time_ms, commit=outcome))
@@ -178,6 +170,11 @@ def on_lease(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
             raise Corruption("a LEASE names a message twice")
     heap.table.move_all(messages, MessageState.LEASED)
     heap.ready_index.drop_head(messages)
+    _grant(heap, batch, columns, messages)
+    return Applied()
+
+
+def _grant(heap: HeapState, batch: Batch, columns: Columns, messages: Sequences) -> None:
     consumers = columns.binary("run_consumer")
     visibilities = columns.fixed("run_visibility_ms").tolist()
     at = 0
@@ -194,7 +191,6 @@ def on_lease(heap: HeapState, batch: Batch, columns: Columns) -> Applied:
         at += count
     if at != len(messages):
         raise Corruption(f"the runs of a LEASE cover {at} of {len(messages)} entries")
-    return Applied()
 
 
 def on_extend(heap: HeapState, batch: Batch, columns: Columns) -> Applied:

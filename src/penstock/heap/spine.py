@@ -27,10 +27,9 @@ from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Keys = NDArray[np.int64]
-Sequences = NDArray[np.uint64]
+from penstock.heap.index import Keys, Sequences
+
 Picked = list[tuple[int, Sequences]]
 
 
@@ -56,10 +55,8 @@ class Spine:
         self._turn = 0  # which partition wins a tie next
 
     def pick(self, sources: Sequence[CandidateSource], n: int, now: int) -> Picked:
-        """The best `n` messages: (partition, its share, best first), without empty shares.
-
-        Fewer than `n`, though there are more, only if a source that is `cut` was used up.
-        """
+        """The best `n` messages: (partition, its share, best first), without empty shares. Fewer
+        than `n`, though there are more, only if a source that is `cut` was used up."""
         count, stretch = len(sources), self.stretch
         if not count:
             return []  # no partition of the topic is served just now
@@ -85,12 +82,10 @@ class Spine:
         return [(p, own.sequences[: own.taken]) for p, own in enumerate(lists) if own.taken]
 
     def rank_error(self, sources: Sequence[CandidateSource], picked: Picked, now: int) -> int:
-        """How many ready messages that were not picked beat the worst one that was.
-
-        Exact, by key; must be asked before the picked ones are leased.
-        """
+        """How many ready messages that were not picked beat the worst one that was. Exact, by key;
+        must be asked before the picked ones are leased."""
         worst: int | None = None
-        picked_keys: list[NDArray[np.int64]] = []
+        picked_keys: list[Keys] = []
         for p, sequences in picked:
             keys = _keys_of(sources[p], sequences, now)
             picked_keys.append(keys)
@@ -134,10 +129,8 @@ class _Candidates:
 def bounded(
     source: CandidateSource, count: int, now: int, *, bound: int, last: int, spare: int
 ) -> Sequences:
-    """The best `count` messages no worse than `bound`, best first, as of now.
-
-    Of those that came after sequence `last`, at most `spare` take the place of an older one.
-    """
+    """The best `count` messages no worse than `bound`, best first, as of now. Of those that came
+    after sequence `last`, at most `spare` take the place of an older one."""
     width = count
     while True:
         keys, sequences = source.candidates(width, now)

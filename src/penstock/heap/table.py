@@ -242,7 +242,6 @@ class MessageTable:
         self.counts[MessageState.READY] += 1
 
     def move_all(self, sequences: Sequences, to: MessageState) -> None:
-        """`move` for messages that are named by their sequences."""
         if len(sequences) == 1:
             self.move_one(self.place_of(int(sequences[0])), to)
         elif len(sequences):
@@ -340,7 +339,6 @@ class MessageTable:
         return row
 
     def reserve(self, rows: int) -> None:
-        """Have at least this many free rows."""
         if rows > len(self._free):
             self._grow(rows - len(self._free))
 
@@ -379,7 +377,6 @@ class MessageTable:
                 self._close(self._page_by_row[row])
 
     def _close(self, page: int) -> None:
-        """Give a dead page's row back, unless messages still enter there."""
         if page == self._page_tail:
             return
         row = int(self._row_of[page - self._page_zero])

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from penstock.errors import Corruption
 from penstock.heap.dedup import ProducerRun
@@ -33,8 +34,6 @@ _PLACE: Final = struct.Struct("<IQ")
 
 
 class SharePlace(NamedTuple):
-    """Where a share of an atomic batch was prepared."""
-
     partition: int
     sequence: int
 
@@ -62,14 +61,13 @@ class Share(NamedTuple):
     runs: tuple[ProducerRun, ...]
 
 
-@dataclass(slots=True)
-class Transaction:
+class Transaction(msgspec.Struct, array_like=True):
     """An atomic batch that is prepared here and not decided yet."""
 
     id: bytes
     home: int  # the partition whose log holds the decision
     time_ms: int
-    shares: list[Share] = field(default_factory=list)
+    shares: list[Share] = []
 
     @property
     def first(self) -> int:
@@ -150,7 +148,6 @@ class Transactions:
         return len(self.unconfirmed) >= self.unconfirmed_max
 
     def doubts(self, home: int) -> frozenset[bytes]:
-        """Batches of that home which wait for its decision here."""
         return frozenset(name for name, t in self.prepared.items() if t.home == home)
 
     def confirmed(self, answers: Mapping[int, Doubts]) -> list[bytes]:
@@ -168,35 +165,22 @@ class Transactions:
 
     # --- snapshots ---
 
-    def dump(self) -> dict[str, Any]:
-        prepared = [
-            [t.id, t.home, t.time_ms, [[s.first, s.size, list(s.runs)] for s in t.shares]]
-            for t in self.prepared.values()
-        ]
+    def dump(self) -> dict[str, list[Any]]:
         decided = [[name, True, time_ms] for name, time_ms in self.committed.items()]
         decided += [[name, False, time_ms] for name, time_ms in self.aborted.items()]
-        found = {"prepared": prepared, "decided": decided}
+        found: dict[str, list[Any]] = {"prepared": [*self.prepared.values()], "decided": decided}
         if self.unconfirmed:  # without any, a snapshot is as older versions wrote it
-            found["unconfirmed"] = [
-                [name, time_ms, list(places)]
-                for name, (time_ms, places) in self.unconfirmed.items()
-            ]
+            found["unconfirmed"] = [[name, *commit] for name, commit in self.unconfirmed.items()]
         return found
 
     def load(self, data: dict[str, Any]) -> None:
         """Fill an empty one."""
-        for name, home, time_ms, shares in data["prepared"]:
-            transaction = self.prepared[name] = Transaction(name, home, time_ms)
-            transaction.shares = [
-                Share(first, size, tuple(ProducerRun(*run) for run in runs))
-                for first, size, runs in shares
-            ]
+        prepared = msgspec.convert(data["prepared"], list[Transaction])
+        self.prepared.update((transaction.id, transaction) for transaction in prepared)
         for name, commit, time_ms in data["decided"]:
             (self.committed if commit else self.aborted)[name] = time_ms
-        for name, time_ms, places in data.get("unconfirmed", ()):
-            self.unconfirmed[name] = UnconfirmedCommit(
-                time_ms, tuple(SharePlace(*place) for place in places)
-            )
+        for name, *commit in data.get("unconfirmed", ()):
+            self.unconfirmed[name] = msgspec.convert(commit, UnconfirmedCommit)
 
     def validate(self) -> None:
         outcomes = [*self.unconfirmed, *self.committed, *self.aborted]
@@ -211,7 +195,6 @@ def _has_copy(name: bytes, place: SharePlace, answer: Doubts | None) -> bool:
 
 
 def pack_places(places: Iterable[SharePlace]) -> bytes:
-    """The places in the form that a DECIDE record has them in."""
     return b"".join(_PLACE.pack(*place) for place in places)
 
 

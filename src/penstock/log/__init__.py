@@ -6,23 +6,3 @@ Sealed batches of `penstock.model` come in and are staged, written, synced and r
 tasks: its methods block where they say so, and the caller chooses the thread. Damage is found by
 CRCs and a hash chain and raised as `Corruption`; `verify_folder` looks for it offline.
 """
-
-from penstock.log.crash import crash_point
-from penstock.log.flush import Flush, LogOptions
-from penstock.log.folder import DataFolder
-from penstock.log.identity import ReplicaFile
-from penstock.log.partition import PartitionLog
-from penstock.log.segment import Segment
-from penstock.log.verify import Report, verify_folder
-
-__all__ = [
-    "DataFolder",
-    "Flush",
-    "LogOptions",
-    "PartitionLog",
-    "ReplicaFile",
-    "Report",
-    "Segment",
-    "crash_point",
-    "verify_folder",
-]

@@ -26,7 +26,6 @@ arm(os.environ.get("PENSTOCK_CRASH", ""))
 
 
 def crash_point(name: str) -> None:
-    """Die here if this point is armed and its turn has come."""
     global _left
     if name != _name:
         return

@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntFlag
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -154,10 +153,7 @@ class SyncTimes(NamedTuple):
 
 
 def measure_sync(folder: Path) -> SyncTimes:
-    """How long the disk of a folder takes to sync, which every acknowledgement waits for at least.
-
-    A few blocks of a file that nobody sees are written and synced.
-    """
+    """How long the disk of a folder takes to sync: each acknowledgement waits for that at least."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".sync-") as file:
         took = [_sync_ms(file.fileno(), turn) for turn in range(SYNC_ROUNDS)]
     return SyncTimes(statistics.median(took), max(took))
@@ -203,11 +199,6 @@ class Form:
 
 SEGMENT: Final = Form("segment header", b"PSS1", "IIQQI24x")
 FOOTER: Final = Form("segment footer", b"PSF1", "QQQqQII4x")
-FLOOR: Final = Form("floor", b"PSL1", "QQQQQQI", version_max=2)
-INDEX: Final = Form("index header", b"PSI1", "QQQII20x")
-SNAPSHOT: Final = Form("snapshot header", b"PSN1", "IIQQIIQq20x")
-REPLICA: Final = Form("replica record", b"PSR1", "QQ64s36x")
-GENERATION: Final = Form("generation record", b"PSG1", "QQ16sQ16s60x")
 MARK_MAGIC: Final = 0x314D5350  # "PSM1"
 _MARK: Final = struct.Struct("<IIQQI")
 _PLACE: Final = struct.Struct("<IIQ")
@@ -273,104 +264,3 @@ class Mark(NamedTuple):
         if magic != MARK_MAGIC or crc != crc32c(data[at : at + _MARK.size], place):
             raise Corruption("CRC mismatch in a flush mark")
         return Mark(*fields)
-
-
-class FloorFlag(IntFlag):
-    """What was under way when the floor was written; opening the log ends it."""
-
-    NONE = 0
-    CUT = 1  # everything after `cut` goes
-    RESET = 2  # every segment and snapshot goes
-    SEEDING = 4  # the log is being received from another replica and is not whole yet
-
-
-class FloorSlot(NamedTuple):
-    """Version 1 has neither flags nor the fields behind `tail`, and is written where it will do."""
-
-    generation: int  # the slot with the greater one counts
-    sequence: int  # everything up to here was committed: a log that ends below it has lost data
-    first: int  # the oldest sequence held; files before it may be left over from a drop
-    tail: int  # first sequence of the newest segment: every segment before it is sealed
-    flags: FloorFlag = FloorFlag.NONE
-    cut: int = 0  # where the log is to end
-    chain: int = 0  # of the log before `first`, while there is no segment to say so
-    epoch: int = 0  # of the log before `first`, as `chain`
-
-    def encode(self) -> bytes:
-        generation, sequence, first, tail, flags, *rest = self
-        version = 2 if flags or any(rest) else 1
-        numbers = (generation, sequence, first, tail, *rest)
-        return FLOOR.pack(*numbers, flags=flags, version=version)
-
-    @staticmethod
-    def decode(data: Buffer) -> FloorSlot:
-        flags, generation, sequence, first, tail, *rest = FLOOR.unpack(data)
-        return FloorSlot(generation, sequence, first, tail, FloorFlag(flags), *rest)
-
-    @property
-    def empty_at(self) -> int:
-        """Where a log without any segment begins."""
-        return max(self.first, 1)
-
-
-class IndexHeader(NamedTuple):
-    first: int
-    last: int
-    end: int  # with `first` and `last` it binds the sidecar to one version of its segment
-    batches: int
-    crc: int  # of the two arrays that follow
-
-
-class SnapshotHeader(NamedTuple):
-    topic: int
-    partition: int
-    sequence: int
-    chain: int
-    epoch: int
-    crc: int  # of the data
-    length: int
-    time_ms: int  # wall clock when it was taken
-
-
-class ReplicaRecord(NamedTuple):
-    generation: int  # the record with the greater one counts
-    promised: int  # the highest epoch promised
-    uuid: str  # at most 64 bytes
-
-    def encode(self) -> bytes:
-        text = self.uuid.encode()
-        if not 0 < len(text) <= 64:
-            raise ValueError(f"not a replica's uuid: {self.uuid!r}")
-        return REPLICA.pack(self.generation, self.promised, text)
-
-    @staticmethod
-    def decode(data: Buffer) -> ReplicaRecord:
-        _, generation, promised, text = REPLICA.unpack(data)
-        return ReplicaRecord(generation, promised, text.rstrip(b"\0").decode())
-
-
-class Generation(NamedTuple):
-    """One of a data folder's. Two with the same number differ in their tokens."""
-
-    number: int
-    token: str  # 32 hexadecimal digits
-
-
-class GenerationRecord(NamedTuple):
-    written: int  # how often the file was written; the record with the greater one counts
-    current: Generation  # the last that the metadata are known to have
-    intended: Generation  # what the metadata may have, if the node ended while telling them
-
-    def encode(self) -> bytes:
-        current, intended = self.current, self.intended
-        return GENERATION.pack(
-            self.written, current.number, bytes.fromhex(current.token), intended.number,
-            bytes.fromhex(intended.token),
-        )  # fmt: skip
-
-    @staticmethod
-    def decode(data: Buffer) -> GenerationRecord:
-        _, written, number, token, intended, wanted = GENERATION.unpack(data)
-        return GenerationRecord(
-            written, Generation(number, token.hex()), Generation(intended, wanted.hex())
-        )

@@ -1,12 +1,11 @@
 """From a staged batch to a durable one: where it will lie, and how it gets there.
 
 Where the next batches will lie is decided on the event loop, before anything is written. Space is
-promised by the file system before it is used (`posix_fallocate`), so that a write of staged
-batches cannot run out of disk. A *spare* is a preallocated file that will become the next segment.
-The loop stages into the newest segment or takes the first spare; the writer thread extends both by
-`grow`. The two threads share `Segment.allocated`, `Spare.allocated` and the spare itself: the
-writer provides and raises them, the loop consumes, and either sees at worst an older, smaller
-promise.
+promised by the file system before it is used (`posix_fallocate`), so that a write of staged batches
+cannot run out of disk. A *spare* is a preallocated file that will become the next segment. The loop
+stages into the newest segment or takes the first spare; the writer thread extends both by `grow`.
+The two threads share `Segment.allocated`, `Spare.allocated` and the spare itself: the writer
+provides and raises them, the loop consumes, and either sees at worst an older, smaller promise.
 
 What is staged is taken as one flush, which the writer thread writes and syncs. Until then the
 batches stay in the cache, for a sender that need not wait for the disk.
@@ -39,7 +38,7 @@ from penstock.log.files import (
     padded,
     sync_folder,
 )
-from penstock.log.floor import Floor
+from penstock.log.recovery import Floor
 from penstock.log.segment import OpenedSegment, Segment, seal, segment_path
 from penstock.log.walk import BatchIndex
 from penstock.model import batch as batches
@@ -90,8 +89,6 @@ class FlushPiece:
 
 
 class Flush(NamedTuple):
-    """Batches that are written and made durable together."""
-
     pieces: list[FlushPiece]
     bytes: int
 
@@ -128,11 +125,9 @@ class Stager:
         return max(room, 0) & ~7
 
     def add(self, batch: Batch, *, header: Callable[[], SegmentHeader]) -> Segment | None:
-        """Give `batch` its place; returns the segment that it begins, if it begins one.
-
-        `header` makes that of such a segment. Raises `DiskFull`, with nothing changed, when there
-        is no room for it.
-        """
+        """Give `batch` its place; returns the segment that it begins, if it begins one, with the
+        header that `header` makes. Raises `DiskFull`, with nothing changed, when there is no room
+        for it."""
         length = batches.HEADER_SIZE + len(batch.body)
         size = (length + 7) & ~7
         begun: Segment | None = None
@@ -145,8 +140,7 @@ class Stager:
             piece = FlushPiece(segment, batch.first, None)
             self.pieces.append(piece)
             segment.end += MARK_SIZE
-        assert segment.opened is not None
-        index = segment.opened.index
+        index = segment.newest.index
         # A reader on another thread looks into `firsts`: the offset must be there before.
         index.offsets.append(segment.end)
         index.firsts.append(batch.first)
@@ -183,12 +177,11 @@ class Stager:
         while self.room(enqueue=enqueue) < size:
             segment = self.segment
             if segment is not None and segment.end + need <= self.options.segment_bytes:
-                assert segment.opened is not None
                 least = segment.end + need
                 wanted = segment.allocated + self.options.allocate_bytes
                 wanted = max(least, min(wanted, self.options.segment_bytes))
                 segment.allocated = _allocate(
-                    segment.opened.handle, have=segment.allocated, wanted=wanted, least=least
+                    segment.newest.handle, have=segment.allocated, wanted=wanted, least=least
                 )
             else:
                 self._grow_spare(HEADER_SIZE + need)
@@ -286,7 +279,6 @@ class BatchCache:
                 self.bytes -= len(out.body) + _OVERHEAD
 
     def forget(self, first: int, last: int) -> None:
-        """Drop every batch that begins in `[first, last]`."""
         with self._lock:
             for key in [key for key in self._batches if first <= key <= last]:
                 self.bytes -= len(self._batches.pop(key).body) + _OVERHEAD
@@ -328,14 +320,11 @@ class FlushWriter:
     def begin(self, piece: FlushPiece) -> int:
         """Write a piece that begins no segment, without the sync; returns what is to be synced."""
         self._put(piece, piece.offset)
-        assert piece.segment.opened is not None
-        return piece.segment.opened.handle.fd
+        return piece.segment.newest.handle.fd
 
     def raise_floor(self) -> None:
-        """Persist what must never be missing: durable here, and committed.
-
-        What is durable here alone may still have to be cut off, for another coordinator's sake.
-        """
+        """Persist what must never be missing: durable here, and committed. What is durable here
+        alone may still have to be cut off, for another coordinator's sake."""
         self.floor.raise_to(sequence=min(self.durable, self.committed))
         self.floor_due_at = time.monotonic() + self.floor_s
 
@@ -358,8 +347,7 @@ class FlushWriter:
     def _put(self, piece: FlushPiece, offset: int, header: bytes = b"") -> None:
         """Write a piece behind its flush mark, and behind the header if it begins a segment."""
         segment = piece.segment
-        assert segment.opened is not None
-        handle = segment.opened.handle
+        handle = segment.newest.handle
         mark = Mark(piece.size, self.durable, piece.first, piece.batches)
         piece.buffers[0] = header + mark.encode(segment.header, piece.offset)
         if crash.armed:
@@ -374,6 +362,5 @@ class FlushWriter:
 
     @staticmethod
     def _sync(piece: FlushPiece) -> None:
-        assert piece.segment.opened is not None
-        os.fdatasync(piece.segment.opened.handle.fd)
+        os.fdatasync(piece.segment.newest.handle.fd)
         crash_point("log.sync.after")

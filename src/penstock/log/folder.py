@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -68,6 +68,12 @@ class Contents(msgspec.Struct):
     topics: dict[str, str] = {}  # folder below `topics` -> the topic's name, if it is known
     partitions: dict[str, str] = {}  # path below `topics` -> the replica's uuid, empty if unknown
 
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Keep the partitions that are wanted, and the topics that have some left."""
+        self.partitions = {key: uuid for key, uuid in self.partitions.items() if wanted(key)}
+        left = {key[:8] for key in self.partitions}
+        self.topics = {topic: name for topic, name in self.topics.items() if topic in left}
+
 
 class Inventory:
     """Methods block and may be called from any thread. Changes that come together share a write."""
@@ -93,49 +99,38 @@ class Inventory:
         """Enter a partition, or the new uuid of one. It is durable on return."""
         key = place(topic, partition)
         if self._contents.partitions.get(key) != uuid or self.name(topic) != name:
-            with self._lock:
-                self._contents.partitions[key] = uuid
-                self._contents.topics[f"{topic:08x}"] = name
-                highest = max(self._contents.topic_id_highest, topic)
-                self._contents.topic_id_highest = highest
-                self._changes += 1
-            self.save()
+            with self._changing() as contents:
+                contents.partitions[key] = uuid
+                contents.topics[f"{topic:08x}"] = name
+                contents.topic_id_highest = max(contents.topic_id_highest, topic)
 
     def add_meta(self) -> None:
         if not self._contents.meta:
-            with self._lock:
-                self._contents.meta = True
-                self._changes += 1
-            self.save()
+            with self._changing() as contents:
+                contents.meta = True
 
     def remove(self, topic: int, partition: int | None = None) -> None:
         """Take out a partition, or all of a topic, whose files are about to go."""
         prefix = f"{topic:08x}/" if partition is None else place(topic, partition)
-        with self._lock:
-            gone = [key for key in self._contents.partitions if key.startswith(prefix)]
-            for key in gone:
-                del self._contents.partitions[key]
-            if not any(key.startswith(f"{topic:08x}/") for key in self._contents.partitions):
-                self._contents.topics.pop(f"{topic:08x}", None)
-            self._changes += bool(gone)
-        self.save()
+        if any(key.startswith(prefix) for key in list(self._contents.partitions)):
+            with self._changing() as contents:
+                contents.keep(lambda key: not key.startswith(prefix))
 
     def give_up(self, missing: list[str]) -> None:
-        """Forget what an operator has accepted to be lost."""
+        with self._changing() as contents:
+            contents.keep(lambda key: f"topics/{key}" not in missing)
+            contents.meta &= META_FILE not in missing
+
+    @contextmanager
+    def _changing(self) -> Iterator[Contents]:
         with self._lock:
-            for key in missing:
-                self._contents.partitions.pop(key.removeprefix("topics/"), None)
-            left = {key[:8] for key in self._contents.partitions}
-            for topic in self._contents.topics.keys() - left:
-                del self._contents.topics[topic]
-            self._contents.meta &= META_FILE not in missing
+            yield self._contents
             self._changes += 1
         self.save()
 
     def begin(self) -> None:
-        """Write it for the first time."""
-        self._changes += 1
-        self.save()
+        with self._changing():
+            pass
 
     def save(self) -> None:
         """Write what is not written, unless another thread has done so meanwhile."""
@@ -149,10 +144,6 @@ class Inventory:
             with storage_errors(self._folder):
                 write_whole(self._folder / INVENTORY_FILE, [head, b"\n", body, b"\n"])
             self._written = changes
-
-    def missing(self) -> list[str]:
-        """Parts that are named and not there, as paths below the folder."""
-        return list(missing_parts(self._folder, self._contents))
 
 
 def place(topic: int, partition: int) -> str:
@@ -181,14 +172,15 @@ def read_contents(folder: Path) -> Contents | None:
 def found_contents(folder: Path) -> Contents:
     """What a folder holds that is from before there were inventories."""
     contents = Contents(meta=(folder / META_FILE).exists())
-    for partition in sorted((folder / "topics").glob("[0-9a-f]" * 8 + "/" + "[0-9a-f]" * 4)):
-        file = partition / REPLICA_FILE
+    for topic, partition, path in partitions_in(folder):
+        file = path / REPLICA_FILE
         uuid = read_replica(file)[0].uuid if file.exists() else ""
-        contents.partitions[f"{partition.parent.name}/{partition.name}"] = uuid
+        contents.partitions[place(topic, partition)] = uuid
     return contents
 
 
 def missing_parts(folder: Path, contents: Contents) -> Iterator[str]:
+    """Parts that are named and not there, as paths below the folder."""
     if contents.meta and not (folder / META_FILE).exists():
         yield META_FILE
     for key, uuid in sorted(contents.partitions.items()):
@@ -215,38 +207,22 @@ class DataFolder:
         self.meta, self.topics = path / "meta", path / "topics"
         self.node_file, self.audit_file = path / "node.json", path / "audit.jsonl"
         self._lock: Handle | None = lock
-        self.format = read_format(path)
+        self.format = read_format(path).format
 
     @classmethod
-    def open(
-        cls, path: Path | str, *, create: bool = True, accept_missing: bool = False
-    ) -> DataFolder:
-        """Lock the folder and check its format; `Unavailable` names the process that has it.
-
-        Raises `Corruption` if something is missing that belongs to it. `accept_missing` gives that
-        up instead, and says so in the log at the highest level.
-        """
+    def open(cls, path: Path | str, *, accept_missing: bool = False) -> DataFolder:
+        """Lock the folder, made if missing, and check its format. Raises `Unavailable`, which names
+        the process that has it, and `Corruption` if something that belongs to it is missing;
+        `accept_missing` gives that up instead, and says so in the log at the highest level."""
         path = Path(path)
-        if not path.is_dir():
-            if not create:
-                raise NotFound(f"no data folder at {path}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(FOLDER_MODE, exist_ok=True)
-            sync_folder(path.parent)
-        if not create:
-            check_format(path)
         lock = _lock(path)
         try:
-            if create and not (path / "FORMAT").exists():
+            if not (path / "FORMAT").exists():
                 _initialise(path)
-            check_format(path)
+            known = read_format(path)
             _close_to_others(path)
-            inventory = _take_inventory(path, accept_missing=accept_missing)
-            (path / "topics").mkdir(FOLDER_MODE, exist_ok=True)
-            (path / "meta").mkdir(FOLDER_MODE, exist_ok=True)
-            for pattern in ("*.deleted", "*/*.deleted"):
-                for doomed in (path / "topics").glob(pattern):
-                    shutil.rmtree(doomed)
+            inventory = _take_inventory(path, known, accept_missing=accept_missing)
+            _tidy(path)
             return cls(path, lock, inventory)
         except BaseException:
             del lock  # else the traceback of the error would keep the folder locked
@@ -266,7 +242,6 @@ class DataFolder:
         return self.topic(topic) / f"{partition:04x}"
 
     def partitions(self) -> Iterator[tuple[int, int, Path]]:
-        """Every (topic id, partition, folder) there is."""
         return partitions_in(self.path)
 
     def topic_id_highest(self) -> int:
@@ -278,27 +253,19 @@ class DataFolder:
         """Whether anything was ever written to a topic, and is there."""
         return any(self.topic(topic).glob("*/*.seg"))
 
-    def remove_topic(self, topic: int) -> None:
-        """Delete a topic's files."""
-        with self._struck(topic):
-            _remove(self.topic(topic))
+    def remove(self, topic: int, partition: int | None = None) -> None:
+        """Delete the files of a topic, or of one partition, which other nodes hold.
 
-    def remove_partition(self, topic: int, partition: int) -> None:
-        """Delete the files of one partition, which other nodes hold."""
-        folder = self.partition(topic, partition)
-        with self._struck(topic, partition):
-            _remove(folder)
-            remove_asides(folder)
-
-    @contextmanager
-    def _struck(self, topic: int, partition: int | None = None) -> Iterator[None]:
-        """Take something out of the inventory, then remove it: a crash in between leaves files that
-        nothing names. On a full disk it is the files that must go first."""
+        They are taken out of the inventory before: a crash in between leaves files that nothing
+        names. On a full disk it is the files that must go first.
+        """
         try:
             self.inventory.remove(topic, partition)
         except Backpressure as error:
             _log.warning("%s is written after files are removed: %s", INVENTORY_FILE, error.message)
-        yield
+        folder = self.topic(topic) if partition is None else self.partition(topic, partition)
+        _remove(folder)
+        remove_asides(folder)
         self.inventory.save()
 
     def clear_place(self, topic: int, partition: int, *, recorded: str) -> None:
@@ -327,9 +294,8 @@ class DataFolder:
         self.close()
 
 
-def _take_inventory(path: Path, *, accept_missing: bool) -> Inventory:
+def _take_inventory(path: Path, known: Format, *, accept_missing: bool) -> Inventory:
     """The folder's inventory, made if it never had one, after a look whether all of it is there."""
-    known = decode_file(path / "FORMAT", Format)
     try:
         contents = read_contents(path)
         if contents is None and known.inventory:
@@ -339,8 +305,8 @@ def _take_inventory(path: Path, *, accept_missing: bool) -> Inventory:
             raise
         _log.critical("MISSING FILES ACCEPTED: %s", error.message)
         contents = None
-    inventory = Inventory(path, found_contents(path) if contents is None else contents)
-    missing = inventory.missing()
+    found = found_contents(path) if contents is None else contents
+    inventory, missing = Inventory(path, found), list(missing_parts(path, found))
     if contents is None and any(partitions_in(path)) and not (path / META_FILE).exists():
         # No inventory says so, but no node ever made topics without metadata.
         missing.append(META_FILE)
@@ -354,6 +320,15 @@ def _take_inventory(path: Path, *, accept_missing: bool) -> Inventory:
     if contents is None:
         _begin_inventory(path, inventory, format=known.format)
     return inventory
+
+
+def _tidy(path: Path) -> None:
+    """Have the folders that every data folder has, and finish removals that a crash cut short."""
+    for name in ("topics", "meta"):
+        (path / name).mkdir(FOLDER_MODE, exist_ok=True)
+    for pattern in ("*.deleted", "*/*.deleted"):
+        for doomed in (path / "topics").glob(pattern):
+            shutil.rmtree(doomed)
 
 
 def _begin_inventory(path: Path, inventory: Inventory, *, format: int) -> None:
@@ -405,16 +380,8 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def check_format(path: Path) -> None:
-    """Raise unless the folder is one that this version may read and write."""
-    found = read_format(path)
-    if found > FORMAT:
-        raise FailedPrecondition(
-            f"{path} has format {found}; this version reads up to {FORMAT}", format=found
-        )
-
-
-def read_format(path: Path) -> int:
+def read_format(path: Path) -> Format:
+    """Raises unless the folder is one that this version may read and write."""
     file = path / "FORMAT"
     try:
         found = decode_file(file, Format)
@@ -426,7 +393,12 @@ def read_format(path: Path) -> int:
         )
     if found.format < 1:
         raise Corruption(f"{file} names format {found.format}, which never was", file=str(file))
-    return found.format
+    if found.format > FORMAT:
+        raise FailedPrecondition(
+            f"{path} has format {found.format}; this version reads up to {FORMAT}",
+            format=found.format,
+        )
+    return found
 
 
 def decode_file(file: Path, type: type[T]) -> T:
@@ -440,11 +412,9 @@ def decode_file(file: Path, type: type[T]) -> T:
 
 
 def _close_to_others(path: Path) -> None:
-    """Take the rights on the folder and all that a node keeps in it from everybody but its user.
-
-    A folder that is closed is not looked into, so this costs nothing at most starts; the folder
-    itself is closed last, so one that a crash cut short is begun again.
-    """
+    """Take the rights on the folder and all that a node keeps in it from everybody but its user. It
+    is closed last itself: one that is closed needs no look inside, and one that a crash cut short
+    does."""
     found = path.stat()
     if not found.st_mode & OTHERS:
         return
@@ -477,6 +447,10 @@ def refuse_if_locked(path: Path) -> Handle | None:
 
 
 def _lock(path: Path) -> Handle:
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+        sync_folder(path.parent)
     with storage_errors(path):
         handle = Handle(path / "LOCK", os.O_RDWR | os.O_CREAT)
     _flock(handle, path, mode=fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
 """Who a replica and a data folder are: small files with one record, which they hold twice.
 
-The two copies of a record lie in two disk sectors. A change overwrites the first, syncs,
-overwrites the second, and syncs again. A torn write spoils one of them at most, and whoever waits
-for both to be written can rely on the change: damage to either brings nothing older back. No space
-is needed for it, so it works on a full disk.
+The two copies of a record lie in two disk sectors. A change overwrites the first, syncs, overwrites
+the second, and syncs again. A torn write spoils one of them at most, and whoever waits for both to
+be written can rely on the change: damage to either brings nothing older back. No space is needed
+for it, so it works on a full disk.
 
 A *replica* has a uuid and the epoch that it has promised to follow. A promise that was answered
 must never be forgotten, so nobody is answered until both copies are written. With both copies
@@ -12,7 +12,7 @@ damaged the file is refused; a replica whose file is gone is a new replica, with
 A data folder has a *generation*. The metadata of the cluster hold the same, and it is raised at
 every start and now and then. So a folder that was restored from an older copy is told from the one
 that was there before: its generation is one that the metadata have left behind
-(`penstock.node.cluster.disk`). It is written here as *intended* before the metadata are told of
+(`penstock.node.cluster.cluster`). It is written here as *intended* before the metadata are told of
 it, and as *current* after. Whichever moment the node ends at, one of the two is what the metadata
 have.
 
@@ -30,34 +30,71 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
-from penstock.log.files import (
-    GENERATION,
-    REPLICA,
-    Generation,
-    GenerationRecord,
-    Handle,
-    ReplicaRecord,
-    make_folder,
-    storage_errors,
-    sync_folder,
-    write_whole,
-)
+from penstock.log.files import Form, Handle, make_folder, storage_errors, sync_folder, write_whole
+from penstock.model.columns import Buffer
 
 STRIDE: Final = 512
 FILE_BYTES: Final = 2 * STRIDE
 R = TypeVar("R", bound=tuple[Any, ...])  # of two records, the greater one was written later
 REPLICA_FILE: Final = "replica"
 GENERATION_FILE: Final = "generation"
+REPLICA: Final = Form("replica record", b"PSR1", "QQ64s36x")
+GENERATION: Final = Form("generation record", b"PSG1", "QQ16sQ16s60x")
+
+
+class ReplicaRecord(NamedTuple):
+    generation: int  # the record with the greater one counts
+    promised: int  # the highest epoch promised
+    uuid: str  # at most 64 bytes
+
+    def encode(self) -> bytes:
+        text = self.uuid.encode()
+        if not 0 < len(text) <= 64:
+            raise ValueError(f"not a replica's uuid: {self.uuid!r}")
+        return REPLICA.pack(self.generation, self.promised, text)
+
+    @staticmethod
+    def decode(data: Buffer) -> ReplicaRecord:
+        _, generation, promised, text = REPLICA.unpack(data)
+        return ReplicaRecord(generation, promised, text.rstrip(b"\0").decode())
+
+
+class Generation(NamedTuple):
+    """One of a data folder's. Two with the same number differ in their tokens."""
+
+    number: int
+    token: str  # 32 hexadecimal digits
+
+
+class GenerationRecord(NamedTuple):
+    written: int  # how often the file was written; the record with the greater one counts
+    current: Generation  # the last that the metadata are known to have
+    intended: Generation  # what the metadata may have, if the node ended while telling them
+
+    def encode(self) -> bytes:
+        current, intended = self.current, self.intended
+        return GENERATION.pack(
+            self.written, current.number, bytes.fromhex(current.token), intended.number,
+            bytes.fromhex(intended.token),
+        )  # fmt: skip
+
+    @staticmethod
+    def decode(data: Buffer) -> GenerationRecord:
+        _, written, number, token, intended, wanted = GENERATION.unpack(data)
+        return GenerationRecord(
+            written, Generation(number, token.hex()), Generation(intended, wanted.hex())
+        )
+
+
 NO_GENERATION: Final = Generation(0, "0" * 32)  # what a folder has before its first
 ASIDE_SUFFIX: Final = ".rot"
 
 
 def create_twin(path: Path, record: bytes) -> None:
-    """Make the file, or replace it as a whole."""
     write_whole(path, [(record + bytes(STRIDE - len(record))) * 2])
 
 
@@ -139,28 +176,18 @@ class GenerationFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / GENERATION_FILE
-        self._record = GenerationRecord(0, NO_GENERATION, NO_GENERATION)
+        self.record = GenerationRecord(0, NO_GENERATION, NO_GENERATION)
         with storage_errors(folder):
             if self.path.exists():
-                self._record, _ = read_twin(
-                    self.path, GenerationRecord.decode, size=GENERATION.size
-                )
-
-    @property
-    def current(self) -> Generation:
-        return self._record.current
-
-    @property
-    def intended(self) -> Generation:
-        return self._record.intended
+                self.record, _ = read_twin(self.path, GenerationRecord.decode, size=GENERATION.size)
 
     def intend(self, generation: Generation) -> None:
         """Say durably what the metadata are told next."""
-        self._write(self._record._replace(intended=generation))
+        self._write(self.record._replace(intended=generation))
 
     def settle(self, generation: Generation) -> None:
         """Say durably what the metadata have."""
-        self._write(self._record._replace(current=generation, intended=generation))
+        self._write(self.record._replace(current=generation, intended=generation))
 
     def _write(self, record: GenerationRecord) -> None:
         record = record._replace(written=record.written + 1)
@@ -170,15 +197,13 @@ class GenerationFile:
             else:
                 handle = Handle(self.path, os.O_RDWR)
                 write_twin(handle, record.encode(), written="log.generation.written")
-        self._record = record
+        self.record = record
 
 
 def set_aside(folder: Path) -> Path:
-    """Keep a partition's folder under another name, and begin one with a new replica in it.
-
-    What was promised stays promised, if it can be read. A crash in between leaves no folder, and
-    whoever opens that is a new replica too.
-    """
+    """Keep a partition's folder under another name, and begin one with a new replica in it. What
+    was promised stays promised, if it can be read. A crash in between leaves no folder, and whoever
+    opens that is a new replica too."""
     with storage_errors(folder):
         promised = _promised(folder)
         kept = next(path for path in _names(folder) if not path.exists())
@@ -189,7 +214,6 @@ def set_aside(folder: Path) -> Path:
 
 
 def asides(folder: Path) -> list[Path]:
-    """What was set aside of a partition's folder."""
     return sorted(folder.parent.glob(f"{folder.name}{ASIDE_SUFFIX}*"))
 
 

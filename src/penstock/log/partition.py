@@ -32,23 +32,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import (
-    Corruption,
-    FailedPrecondition,
-    NotFound,
-    StorageFailed,
-    Unavailable,
-)
+from penstock.errors import Corruption, FailedPrecondition, NotFound, StorageFailed, Unavailable
 from penstock.log import crash
-from penstock.log.compaction import compact
+from penstock.log.compaction import SnapshotFiles, StoredSnapshot, compact
 from penstock.log.crash import crash_point
-from penstock.log.files import FloorFlag, SegmentHeader, make_folder, storage_errors, sync_folder
-from penstock.log.floor import begin_anew, cut_after
+from penstock.log.files import SegmentHeader, make_folder, storage_errors, sync_folder
 from penstock.log.flush import BatchCache, Flush, FlushWriter, LogOptions, Stager
 from penstock.log.reader import Reader
-from penstock.log.recovery import Recovery
+from penstock.log.recovery import FloorFlag, Recovery, begin_anew, cut_after
 from penstock.log.segment import Segment, SegmentTable, save_index, sidecar
-from penstock.log.snapshots import SnapshotFiles, StoredSnapshot
 from penstock.model.batch import Batch, verify_chain
 from penstock.model.columns import Buffer
 
@@ -57,8 +49,6 @@ _log = logging.getLogger(__name__)
 
 
 class Base(NamedTuple):
-    """Where a log begins, and what the log was before that."""
-
     first: int
     chain: int
     epoch: int
@@ -87,11 +77,9 @@ class PartitionLog:
         cls, folder: Path, *, topic: int, partition: int, options: LogOptions | None = None,
         accept_rot: bool = False,
     ) -> PartitionLog:  # fmt: skip
-        """Recover the log in `folder`, made if missing. Raises `Corruption` on rot.
-
-        `accept_rot` verifies everything instead, ends the log at the first damage, keeps what it
-        cut off in `.rot` files, and says so in the log at the highest level.
-        """
+        """Recover the log in `folder`, made if missing; raises `Corruption` on rot. `accept_rot`
+        verifies everything instead, ends the log at the first damage, keeps what it cut off in
+        `.rot` files, and says so in the log at the highest level."""
         with storage_errors(folder):
             make_folder(folder)
             found = Recovery(folder, topic=topic, partition=partition, accept_rot=accept_rot)
@@ -146,11 +134,9 @@ class PartitionLog:
         return 0 if self._failure else self._stager.room(enqueue=enqueue)
 
     def stage(self, batch: Batch, *, received: bool = False) -> None:
-        """Give the next batch its place. Beyond `room(False)`, `DiskFull` is raised instead.
-
-        A batch that was `received` from another node is checked against the hash chain first. It
-        may be a compacted one only while the log is seeding.
-        """
+        """Give the next batch its place; raises `DiskFull` beyond `room(False)`. One that was
+        `received` from another node is checked against the hash chain, and may be compacted only
+        while the log is seeding."""
         self._check_health()
         if batch.first != self.sequence_last + 1 or batch.epoch_previous != self.epoch_last:
             raise ValueError(
@@ -181,11 +167,9 @@ class PartitionLog:
         return Flush(pieces, sum([piece.size for piece in pieces])) if pieces else None
 
     def begin(self, flush: Flush) -> int | None:
-        """Hand a flush to the page cache; returns the descriptor to sync before `finish`.
-
-        It returns None if the writer thread has to `write` the flush, because the flush is large or
-        begins a segment, or because more space has to be set aside.
-        """
+        """Hand a flush to the page cache; returns the descriptor to sync before `finish`, or None
+        if the writer thread has to `write` it: it is large, begins a segment, or needs more space
+        set aside."""
         self._check_health()
         piece = flush.pieces[0]
         if len(flush.pieces) > 1 or piece.spare is not None or piece.size > BEGIN_BYTES_MAX:
@@ -209,10 +193,8 @@ class PartitionLog:
     # --- the writer thread ---
 
     def write(self, flush: Flush) -> int:
-        """Make a flush durable; returns the last durable sequence.
-
-        A failure is final: what the disk holds is unknown, and a second sync may lie about it.
-        """
+        """Make a flush durable; returns the last durable sequence. A failure is final: what the
+        disk holds is unknown, and a second sync may lie about it."""
         self._check_health()
         try:  # plain, because `_final` takes microseconds and a put waits for this
             for piece in flush.pieces:
@@ -274,7 +256,6 @@ class PartitionLog:
             return sum(segment.bytes for segment in gone)
 
     def rewrite(self, first: int, alive: Callable[[int, int], NDArray[np.uint64]]) -> int:
-        """Compact the sealed segment that begins at `first`; returns the bytes saved."""
         with self._upkeep, storage_errors(self.folder):
             self._check_open()
             old = next((s for s in self._table.segments() if s.first == first), None)
@@ -320,11 +301,9 @@ class PartitionLog:
     # --- cutting and seeding ---
 
     def truncate(self, sequence: int) -> None:
-        """Durably forget everything after `sequence`, a batch's last; never what is committed.
-
-        What is staged is written first, so no flush may be under way. A crash leaves the old end
-        or the new one.
-        """
+        """Durably forget everything after `sequence`, a batch's last; never what is committed. What
+        is staged is written first, so no flush may be under way. A crash leaves the old end or the
+        new one."""
         self._check_health()
         if self.seeding:
             raise ValueError("a log that is seeding is not cut, but reset")
@@ -349,9 +328,7 @@ class PartitionLog:
 
     def reset(self, *, first: int, chain: int, epoch: int) -> None:
         """Durably forget everything and be an empty log: next comes `first`, after chain and epoch.
-
-        It is `seeding` from now on, until `finish_seeding`. What is staged is dropped.
-        """
+        It is `seeding` from now on, until `finish_seeding`. What is staged is dropped."""
         if first < 1:
             raise ValueError(f"a log cannot begin at {first}")
         with self._upkeep, self._final():

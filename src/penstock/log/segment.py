@@ -11,10 +11,12 @@ import logging
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Final
+
+import msgspec
 
 from penstock.errors import Corruption, NotFound
 from penstock.log.crash import crash_point
@@ -26,8 +28,12 @@ from penstock.log.files import (
     Footer,
     Handle,
     SegmentHeader,
+    padded,
 )
 from penstock.log.walk import BatchIndex, SegmentFile, Walk, damaged
+from penstock.model import batch as batches
+from penstock.model.batch import Batch
+from penstock.model.columns import Buffer
 
 _log = logging.getLogger(__name__)
 OPEN_MAX: Final = 16  # sealed segments of one log whose files are open
@@ -37,13 +43,11 @@ def sidecar(segment: Path) -> Path:
     return segment.with_suffix(".idx")
 
 
-class OpenedSegment:
+class OpenedSegment(msgspec.Struct, frozen=True):
     """A segment's file and index, taken together so that a rewrite cannot part them."""
 
-    __slots__ = ("handle", "index")
-
-    def __init__(self, handle: Handle, index: BatchIndex) -> None:
-        self.handle, self.index = handle, index
+    handle: Handle
+    index: BatchIndex
 
 
 class Segment:
@@ -81,6 +85,12 @@ class Segment:
     def compacted(self) -> bool:
         return self.header.compacted
 
+    @property
+    def newest(self) -> OpenedSegment:
+        """Its file and index, which are always there until it is sealed."""
+        assert self.opened is not None
+        return self.opened
+
     def walk(self, handle: Handle) -> Walk:
         return Walk(SegmentFile(handle, self.path, self.header), end=self.end)
 
@@ -88,8 +98,7 @@ class Segment:
     def walked(cls, walk: Walk) -> Segment:
         """The segment as far as a verifying pass came, open for more behind that."""
         found = cls(walk.path, walk.header)
-        found.last, found.chain, found.epoch = walk.sequence, walk.chain, walk.epoch
-        found.time_ms, found.batches, found.end = walk.time_ms, walk.batches, walk.offset
+        found.adopt(walk.footer())
         found.opened, found.allocated = OpenedSegment(walk.handle, walk.index), walk.handle.size
         return found
 
@@ -97,6 +106,87 @@ class Segment:
         return Footer(
             self.first, self.last, self.chain, self.time_ms, self.end, self.batches, self.epoch
         )
+
+    def adopt(self, footer: Footer) -> None:
+        _, self.last, self.chain, self.time_ms, self.end, self.batches, self.epoch = footer
+
+
+class LocatedSegment(msgspec.Struct, frozen=True):
+    """A segment that was looked up for a sequence, with its file and index. The newest one grows
+    meanwhile: its end is read before the length of its index, because staging raises both."""
+
+    segment: Segment
+    handle: Handle
+    index: BatchIndex
+
+    def last_of(self, position: int) -> int:
+        last, firsts = self.segment.last, self.index.firsts
+        return firsts[position + 1] - 1 if position + 1 < len(firsts) else last
+
+    def size_of(self, position: int, until: int) -> int:
+        """The bytes from one batch to the end of another, perhaps with a flush mark behind it."""
+        end, offsets = self.segment.end, self.index.offsets
+        return (offsets[until + 1] if until + 1 < len(offsets) else end) - offsets[position]
+
+    def fitting(self, position: int, *, limit: int, room: int, covering: bool = False) -> int:
+        """The last batch from `position` on of those that end by `limit` within `room` bytes. If it
+        is `covering`, the one that covers `limit` may end behind it."""
+        offsets = self.index.offsets
+        until = self.index.find(limit)
+        if self.last_of(until) > limit and not covering:
+            until -= 1
+        if until < position or self.size_of(position, until) <= room:
+            return until
+        return bisect_right(offsets, offsets[position] + room, position + 1, until + 1) - 2
+
+    def read(self, position: int, until: int, *, nowait: bool) -> list[Batch] | None:
+        """These batches from the file; None when `nowait` and the disk is needed."""
+        offset, size = self.index.offsets[position], self.size_of(position, until)
+        read = self.handle.read_nowait if nowait else self.handle.read
+        data = read(size, offset)
+        if data is None:
+            return None
+        return [self._decode(data, i, before=offset) for i in range(position, until + 1)]
+
+    def _decode(self, data: Buffer, position: int, *, before: int) -> Batch:
+        offset, sequence = self.index.offsets[position], self.index.firsts[position]
+        header = self.segment.header
+        try:
+            batch = batches.decode(data, offset - before)
+            place = (batch.first, batch.topic, batch.partition)
+            if place != (sequence, header.topic, header.partition):
+                raise Corruption(f"the batch of sequence {sequence} is not at its place")
+        except Corruption as error:
+            raise damaged(self.segment, error.message, offset=offset, sequence=sequence) from error
+        return batch
+
+    def head(self, position: int) -> Batch:
+        return self._head(position)[0]
+
+    def written_end(self, position: int) -> int:
+        """Where a batch ends, whatever is behind it."""
+        head, length = self._head(position)
+        return self.index.offsets[position] + padded(head.size + length)
+
+    def _head(self, position: int) -> tuple[Batch, int]:
+        offset = self.index.offsets[position]
+        try:
+            return batches.decode_header(self.handle.read(batches.HEADER_SIZE, offset))
+        except Corruption as error:
+            raise damaged(self.segment, error.message, offset=offset, sequence=0) from error
+
+    def epoch_of(self, position: int) -> int:
+        return self.head(position).epoch
+
+    def epoch_runs(self, position: int, until: int) -> Iterator[tuple[int, int]]:
+        """(epoch, position) where each run of one epoch begins. Epochs never fall, so a run's end
+        is found by halving."""
+        while position <= until:
+            epoch = self.epoch_of(position)
+            yield epoch, position
+            if self.epoch_of(until) == epoch:
+                return
+            position = bisect_right(range(until), epoch, position + 1, key=self.epoch_of)
 
 
 def segment_path(folder: Path, first: int) -> Path:
@@ -133,19 +223,15 @@ def read_footer(file: SegmentFile) -> Footer:
 
 def sealed_segment(file: SegmentFile) -> Segment:
     """The segment as its footer describes it; raises `Corruption` if it has none."""
-    segment, footer = Segment(file.path, file.header), read_footer(file)
-    segment.last, segment.chain, segment.epoch = footer.last, footer.chain, footer.epoch
-    segment.time_ms, segment.batches, segment.end = footer.time_ms, footer.batches, footer.end
+    segment = Segment(file.path, file.header)
+    segment.adopt(read_footer(file))
     segment.sealed = True
     return segment
 
 
 def verify_sealed(segment: Segment, walk: Walk) -> None:
     """Raise unless a finished pass over a sealed segment ended exactly as its footer says."""
-    found = (walk.sequence, walk.chain, walk.epoch, walk.time_ms, walk.batches, walk.offset)
-    footer = segment.footer()
-    said = (footer.last, footer.chain, footer.epoch, footer.time_ms, footer.batches, footer.end)
-    if found != said or walk.flush_end not in (None, walk.offset):
+    if walk.footer() != segment.footer() or walk.flush_end not in (None, walk.offset):
         reason = "the footer does not agree with the batches"
         raise damaged(segment, reason, offset=segment.end, sequence=segment.last)
 
@@ -183,8 +269,7 @@ def save_index(segment: Segment, index: BatchIndex) -> None:
 
 def seal(segment: Segment) -> None:
     """Close the newest segment for good: footer, exact size, sync, sidecar."""
-    assert segment.opened is not None
-    handle = segment.opened.handle
+    handle = segment.newest.handle
     crash_point("log.seal.before")
     end = handle.write([FOOTER.pack(*segment.footer())], segment.end)
     crash_point("log.seal.footer")
@@ -192,7 +277,7 @@ def seal(segment: Segment) -> None:
     crash_point("log.seal.trimmed")
     os.fsync(handle.fd)
     crash_point("log.seal.synced")
-    save_index(segment, segment.opened.index)
+    save_index(segment, segment.newest.index)
     segment.sealed = True
 
 
@@ -213,7 +298,6 @@ class SegmentTable:
         self._publish([])
 
     def restart(self, segments: list[Segment], *, empty_at: int) -> None:
-        """Have these segments and no others."""
         with self._lock:
             self._empty_at = empty_at
             self._publish(segments)
@@ -261,32 +345,32 @@ class SegmentTable:
                 self._open.pop(segment, None)
             self._latest = None
 
-    def locate(self, sequence: int, *, nowait: bool) -> tuple[Segment, OpenedSegment | None]:
-        """The segment of `sequence` and its file and index: None if `nowait` and not at hand."""
+    def at_hand(self, sequence: int) -> LocatedSegment | None:
+        """The segment of `sequence`, if its file is open."""
         segment = self.find(sequence)
         opened = segment.opened
-        while opened is None and not nowait:
-            opened = self._load(segment)
-            if opened is None:
-                segment = self.find(sequence)
-                opened = segment.opened
-            else:
-                segment.opened = opened
-        if segment.sealed and opened is not None:
+        if opened is None:
+            return None
+        if segment.sealed:
             self.touch(segment)
-        return segment, opened
+        return LocatedSegment(segment, opened.handle, opened.index)
 
-    def _load(self, segment: Segment) -> OpenedSegment | None:
-        """Open exactly this segment; None once it is another one's place."""
+    def locate(self, sequence: int) -> LocatedSegment:
+        """The segment of `sequence`. Blocks if its file has to be opened."""
+        while (found := self.at_hand(sequence)) is None:
+            self._load(self.find(sequence))
+        return found
+
+    def _load(self, segment: Segment) -> None:
+        """Open exactly this segment, unless it is another one's place by now."""
         handle = self.open_file(segment)
         if handle is None:
-            return None
+            return
         try:
-            return OpenedSegment(handle, load_index(segment, handle))
+            segment.opened = OpenedSegment(handle, load_index(segment, handle))
         except Corruption:
             if segment in self._view[1]:
-                raise
-            return None  # the segment was cut meanwhile
+                raise  # a segment that is not listed any more was cut meanwhile
 
     def open_file(self, segment: Segment) -> Handle | None:
         """The file of exactly this segment; None once it was dropped, cut or rewritten. Raises

@@ -13,28 +13,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import Corruption
-from penstock.log.files import FloorFlag, FloorSlot, Handle
-from penstock.log.floor import load_slot, reach, read_slots, used_slots
+from penstock.log.compaction import read_snapshot
+from penstock.log.files import Handle
 from penstock.log.folder import (
     META_FILE,
-    check_format,
     found_contents,
     missing_parts,
     partitions_in,
     place,
     read_contents,
+    read_format,
     refuse_if_locked,
 )
 from penstock.log.identity import REPLICA_FILE, read_replica
-from penstock.log.recovery import check_end, check_follows, refuse_rot
-from penstock.log.segment import (
-    Segment,
-    sealed_segment,
-    segment_file,
-    sidecar,
-    verify_sealed,
+from penstock.log.recovery import (
+    FloorFlag,
+    FloorSlot,
+    check_end,
+    check_follows,
+    load_slot,
+    reach,
+    refuse_rot,
 )
-from penstock.log.snapshots import read_snapshot
+from penstock.log.segment import Segment, sealed_segment, segment_file, sidecar, verify_sealed
 from penstock.log.walk import BatchIndex, SegmentFile, Walk, last_nonzero
 from penstock.model.batch import Kind
 
@@ -64,7 +65,7 @@ class Report:
 def verify_folder(path: Path | str, progress: Progress | None = None) -> Report:
     """Verify all partitions of a folder that no node is using; `Unavailable` if one is."""
     path = Path(path)
-    check_format(path)
+    read_format(path)
     lock = refuse_if_locked(path)
     found = list(partitions_in(path))
     total = sum(file.stat().st_size for *_, folder in found for file in folder.glob("*.seg"))
@@ -123,8 +124,6 @@ def _described(damage: Corruption, folder: Path, *, topic: int, partition: int) 
 
 
 class _Partition:
-    """One pass over one partition's folder."""
-
     def __init__(
         self, folder: Path, report: Report, advance: Callable[[int], None], *, topic: int,
         partition: int,
@@ -133,7 +132,9 @@ class _Partition:
         self.topic, self.partition = topic, partition
 
     def verify(self) -> None:
-        self._check_replica()
+        replica = self.folder / REPLICA_FILE
+        if replica.exists() and not read_replica(replica)[1]:
+            self.report.notes.append(f"{replica}: one of two records is torn or damaged")
         floor = self.floor = self._read_floor()
         self._note_interrupted()
         if floor.flags & FloorFlag.RESET:
@@ -149,17 +150,12 @@ class _Partition:
         for path in sorted(self.folder.glob("*.snap")):
             read_snapshot(path, topic=self.topic, partition=self.partition)
 
-    def _check_replica(self) -> None:
-        path = self.folder / REPLICA_FILE
-        if path.exists() and not read_replica(path)[1]:
-            self.report.notes.append(f"{path}: one of two records is torn or damaged")
-
     def _read_floor(self) -> FloorSlot:
         path = self.folder / "floor"
-        data = path.read_bytes() if path.exists() else b""
-        if len(read_slots(data)) < used_slots(data):
+        slot, whole = load_slot(path)
+        if not whole:
             self.report.notes.append(f"{path}: a slot is torn or damaged")
-        return load_slot(path)
+        return slot
 
     def _note_interrupted(self) -> None:
         floor = self.floor

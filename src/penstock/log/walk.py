@@ -27,11 +27,11 @@ from penstock.errors import Corruption
 from penstock.log.crash import crash_point
 from penstock.log.files import (
     HEADER_SIZE,
-    INDEX,
     MARK_MAGIC,
     MARK_SIZE,
+    Footer,
+    Form,
     Handle,
-    IndexHeader,
     Mark,
     SegmentHeader,
     padded,
@@ -44,13 +44,21 @@ _MAGIC: Final = struct.Struct("<I")
 _ZEROS: Final = bytes(8)
 
 
-class BatchIndex:
-    """Where a segment's batches lie: their first sequences and offsets, ascending.
+INDEX: Final = Form("index header", b"PSI1", "QQQII20x")
 
-    The index of a sealed segment is kept beside it in a sidecar file, which is a convenience. It is
-    bound to its segment by range and size and covered by a CRC, and is rebuilt from the segment
-    whenever it is missing, damaged, or belongs to an older version of it.
-    """
+
+class IndexHeader(NamedTuple):
+    first: int
+    last: int
+    end: int  # with `first` and `last` it binds the sidecar to one version of its segment
+    batches: int
+    crc: int  # of the two arrays that follow
+
+
+class BatchIndex:
+    """Where a segment's batches lie: their first sequences and offsets, ascending. That of a sealed
+    segment is kept beside it in a sidecar file, bound to it by range and size and covered by a CRC.
+    It is rebuilt whenever it is missing, damaged, or belongs to an older version of the segment."""
 
     __slots__ = ("firsts", "offsets")
 
@@ -97,8 +105,6 @@ class BatchIndex:
 
 
 class SegmentFile(NamedTuple):
-    """A segment's open file, with the header that was read from it."""
-
     handle: Handle
     path: Path
     header: SegmentHeader
@@ -124,11 +130,6 @@ class Walk:
         """Begin behind `previous`, inside a group of batches, instead of at the segment's head."""
         self.offset, self.flush_end = offset, None
         self.sequence, self.chain, self.epoch = previous.last, previous.chain, previous.epoch
-
-    def resume(self, offset: int, previous: Batch, *, batches_before: int) -> None:
-        """Begin at the flush mark behind `previous`."""
-        self.start_at(offset, previous)
-        self.flush_end, self.batches = offset, batches_before
 
     def pass_mark(self) -> None:
         """Take it on trust that a group begins here, whatever its mark says."""
@@ -158,6 +159,13 @@ class Walk:
                     offset = self.offset
                     self._pass(batch, size)
                     yield offset, batch
+
+    def footer(self) -> Footer:
+        """What the footer of a segment would say that ends where this pass came to."""
+        return Footer(
+            self.header.first, self.sequence, self.chain, self.time_ms, self.offset, self.batches,
+            self.epoch,
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Verify everything up to the end; raises as the walk does."""

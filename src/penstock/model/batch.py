@@ -39,8 +39,6 @@ _CRC: Final = struct.Struct("<I")
 
 
 class Kind(IntEnum):
-    """What a batch does to the partition's state."""
-
     BARRIER = 0  # a coordinator's first entry in its epoch
     ENQ = 1  # messages become ready (or delayed)
     LEASE = 2  # messages go out on lease; an entry's own sequence is the lease token

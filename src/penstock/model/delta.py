@@ -84,9 +84,7 @@ _WITH_METADATA: Final = (Op.CREATE, Op.DENSE, Op.METADATA)
 @lru_cache
 def value_counts(dimensions: int | None) -> dict[tuple[int, bool], tuple[int, int]]:
     """Least and most values by op and whether it has indices; a pair that is missing cannot be.
-
-    Without `dimensions` they are those that any topic may have.
-    """
+    Without `dimensions` they are those that any topic may have."""
     most = DIMENSIONS_MAX if dimensions is None else dimensions
     whole, some = (1 if dimensions is None else dimensions, most), (1, most)
     return {

@@ -12,10 +12,10 @@ its bytes. What the bytes *say* is checked by `penstock.model.delta_checks.valid
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Final
+from itertools import accumulate, pairwise
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Binary, Buffer, Columns
 from penstock.model.delta import CLOCK, HAS_INDICES, HEADER, VERSION, check, decode, refuse
 
+T = TypeVar("T", bound=np.generic)
 Rows = NDArray[np.int64]
 PAIR: Final = ("<u8", (2,))  # 16 bytes as two numbers: equality is cheap, zeros are kept
 CLOCK_DTYPE: Final = np.dtype([("origin", *PAIR), ("counter", "<u8")])
@@ -40,8 +41,18 @@ FIXED: Final = np.dtype(
 
 FEW: Final = 24  # rows up to which reading them one by one is quicker than setting columns up
 _SIZES: Final = struct.Struct("<BxxxHBB72xHHI")  # of the header: what says how long a payload is
-DENSE_BYTES: Final = 1024  # a buffer with less than this per row is copied to be sliced
 _VALUE_BYTES: Final = np.int64(4)  # and two more with the flag of indices, which happens to be 2
+
+
+class FixedColumn(Generic[T]):
+    """A column of the fixed parts, by the name under which a batch has it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: DeltaBatch, owner: type) -> NDArray[T]:
+        column: NDArray[T] = batch.fixed[self._name]
+        return column
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +92,16 @@ class DeltaBatch:
     def __len__(self) -> int:
         return len(self.starts)
 
-    # --- the fixed columns ---
-
-    @property
-    def op(self) -> NDArray[np.uint8]:
-        return self.fixed["op"]
-
-    @property
-    def priority(self) -> NDArray[np.uint8]:
-        return self.fixed["priority"]
-
-    @property
-    def source(self) -> NDArray[np.uint8]:
-        return self.fixed["source"]
-
-    @property
-    def n(self) -> NDArray[np.uint16]:
-        return self.fixed["n"]
-
-    @property
-    def delta_id(self) -> NDArray[np.uint64]:
-        """(rows, 2): an id's sixteen bytes as two numbers."""
-        return self.fixed["delta_id"]
-
-    @property
-    def parent(self) -> NDArray[np.uint64]:
-        return self.fixed["parent"]
-
-    @property
-    def origin(self) -> NDArray[np.uint64]:
-        return self.fixed["origin"]
-
-    @property
-    def vector(self) -> NDArray[np.uint64]:
-        return self.fixed["vector"]
-
-    @property
-    def time(self) -> NDArray[np.int64]:
-        return self.fixed["time"]
-
-    @property
-    def counter(self) -> NDArray[np.uint64]:
-        """The counter of each delta's own origin in its clock."""
-        return self.fixed["counter"]
+    op = FixedColumn[np.uint8]()
+    priority = FixedColumn[np.uint8]()
+    source = FixedColumn[np.uint8]()
+    n = FixedColumn[np.uint16]()
+    delta_id = FixedColumn[np.uint64]()  # (rows, 2): an id's sixteen bytes as two numbers
+    parent = FixedColumn[np.uint64]()
+    origin = FixedColumn[np.uint64]()
+    vector = FixedColumn[np.uint64]()
+    time = FixedColumn[np.int64]()
+    counter = FixedColumn[np.uint64]()  # of each delta's own origin in its clock
 
     # --- the ragged parts ---
 
@@ -149,25 +127,14 @@ class DeltaBatch:
         ragged: Rows = CLOCK.size * self.fixed["clocks"].astype(np.int64) + n * (4 + 2 * indexed)
         return self.starts + HEADER.size + ragged
 
-    def name_bytes(self) -> tuple[list[bytes], list[bytes]]:
-        """Namespaces and vector ids of all rows."""
-        pairs = list(self.names_by_row())
-        return [namespace for namespace, _ in pairs], [vector_id for _, vector_id in pairs]
-
-    def names_by_row(self) -> Iterator[tuple[bytes, bytes]]:
-        at = self.names_at
+    def names(self) -> list[tuple[bytes, bytes]]:
+        """Namespace and vector id of each row."""
+        payloads = self.payloads
+        blob, at = bytes(payloads.blob), self.names_at - self.starts + payloads.offsets[:-1]
         middle = at + self.fixed["namespace_bytes"]
         end = middle + self.fixed["vector_id_bytes"]
-        # A few rows of a large buffer are not worth a copy of it.
-        sparse = len(self.blob) > DENSE_BYTES * len(self)
-        blob = Slices(self.blob) if sparse else bytes(self.blob)
-        for a, b, c in zip(at.tolist(), middle.tolist(), end.tolist(), strict=True):
-            yield blob[a:b], blob[b:c]
-
-    def names(self, row: int) -> tuple[str, str]:
-        one = self.take(np.array([row], np.int64))
-        (namespace,), (vector_id,) = one.name_bytes()
-        return namespace.decode(), vector_id.decode()
+        cuts = zip(at.tolist(), middle.tolist(), end.tolist(), strict=True)
+        return [(blob[a:b], blob[b:c]) for a, b, c in cuts]
 
     def metadata(self, row: int) -> bytes:
         """The msgpack map of a row, empty where it has none."""
@@ -201,6 +168,15 @@ class DeltaBatch:
             found = self._parts["payloads"] = packed(self.blob, self.starts, self.sizes)
         return found
 
+    def pieces(self, rows: Rows) -> list[Buffer]:
+        """The payloads of these rows, not copied."""
+        view, starts = memoryview(self.blob), self.starts[rows]
+        cuts = zip(starts.tolist(), (starts + self.sizes[rows]).tolist(), strict=True)
+        return [view[a:b] for a, b in cuts]
+
+    def headers_of(self, rows: Rows) -> list[bytes]:
+        return [b""] * len(rows) if self.headers is None else self.headers.take(rows)
+
     def delta_ids(self) -> list[bytes]:
         return sixteens(self.delta_id)
 
@@ -218,6 +194,18 @@ class DeltaBatch:
             self.blob, self.starts[rows], self.fixed[rows], self.sequences[rows],
             self.log_times_ms[rows], headers,
         )  # fmt: skip
+
+    @staticmethod
+    def joined(
+        pieces: Sequence[Buffer], *, sequences: NDArray[np.uint64],
+        log_times_ms: NDArray[np.int64], headers: Binary | None,
+    ) -> DeltaBatch:  # fmt: skip
+        """Payloads of other batches, one behind the other in a buffer of their own."""
+        blob = b"".join(pieces)
+        ends = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
+        # Joining records would be slow: numpy compares their types for each part.
+        fixed = gather(blob, ends[:-1], FIXED)
+        return DeltaBatch(blob, ends[:-1], fixed, sequences, log_times_ms, headers)
 
     @staticmethod
     def concat(batches: Sequence[DeltaBatch]) -> DeltaBatch:
@@ -392,18 +380,6 @@ def deltas_in(batch: Batch, columns: Columns) -> DeltaBatch:
 
 
 # --- pieces of a buffer, wherever they lie, without a loop over rows ---
-
-
-class Slices:
-    """A buffer whose slices are bytes, copied one by one."""
-
-    __slots__ = ("_view",)
-
-    def __init__(self, blob: Buffer) -> None:
-        self._view = memoryview(blob)
-
-    def __getitem__(self, some: slice) -> bytes:
-        return self._view[some].tobytes()
 
 
 def gather(blob: Buffer, starts: Rows, dtype: np.dtype[Any]) -> NDArray[Any]:

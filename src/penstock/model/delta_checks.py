@@ -50,10 +50,8 @@ def validate(batch: DeltaBatch, *, dimensions: int, now_ms: int) -> None:
 
 
 def sound_rows(batch: DeltaBatch, *, dimensions: int) -> NDArray[np.bool_]:
-    """Which rows have the shape and the numbers of a delta of `dimensions`.
-
-    For readers of a log: the rest was checked when the rows were written, and is merely passed on.
-    """
+    """Which rows have the shape and the numbers of a delta of `dimensions`. For readers of a log:
+    the rest was checked when the rows were written, and is merely passed on."""
     found = _shaped(batch, dimensions)
     found &= _numbers_fit(batch, dimensions)
     return found
@@ -177,7 +175,7 @@ def _origin_fits(origin: bytes) -> bool:
 
 
 def _names_fit(batch: DeltaBatch) -> bool:
-    names = [namespace + b"\0" + vector_id for namespace, vector_id in batch.names_by_row()]
+    names = [namespace + b"\0" + vector_id for namespace, vector_id in batch.names()]
     text = b"".join(names)
     if not text.isascii() or text.count(0) != len(names):
         return False

@@ -1,8 +1,11 @@
-"""An entry on its way into a log: what it may hold at most, and the ENQ body that carries it.
+"""An entry on its way into a log, and out of it: its limits, and the columns that carry it.
 
 Whoever takes entries from a caller, the client, the gateway, a sink or the node, holds them against
 these limits and lays them out by `ENQ`. A producer numbers its entries without a gap, so that a
 body says of a whole stretch of them once whose they are: a `EntryRun`.
+
+`DELIVERY` are the columns in which messages are handed out, leased, peeked or dead ones, and
+`CHANGES` those of released deltas.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.columns import Value
+from penstock.model.columns import Buffer, Column, Schema, Value
 
 BATCH_ENTRIES_MAX: Final = 10_000
 KEY_BYTES_MAX: Final = 1024
@@ -44,3 +49,46 @@ def run_columns(runs: Sequence[EntryRun]) -> dict[str, Value]:
         "run_sequence": sequences,
         "run_producer": producers,
     }
+
+
+DELIVERY: Final = Schema(
+    1,
+    (
+        Column("message", "uint64"),  # the message's sequence in its partition
+        Column("time_ms", "int64"),  # when it was enqueued
+        Column("priority", "int64"),
+        Column("attempts", "uint32"),  # deliveries before this one that ended unfinished
+        Column("key", "binary"),
+        Column("headers", "binary"),
+        Column("payload", "binary"),
+    ),
+)
+
+CHANGES: Final = Schema(
+    1,
+    (
+        Column("position", "uint64"),  # the sequence of the entry whose arrival released the delta
+        Column("ordinal", "uint64"),  # 1, 2, 3 … over what the partition has released
+        Column("sequence", "uint64"),  # the delta's own, in its partition
+        Column("time_ms", "int64"),  # when it was put
+        Column("headers", "binary"),
+        Column("payload", "binary"),  # the delta
+    ),
+)
+
+_PRIORITY_AT: Final = 2  # the byte of a delta that has its class
+_FEW: Final = 32  # rows that are looked at one by one sooner than as an array
+
+
+def most_urgent(body: Buffer, count: int) -> int | None:
+    """The most urgent class among CHANGES; None if there are none."""
+    if not count:
+        return None
+    columns = CHANGES.decode(body, count)
+    starts, blob = columns.views["payload"], columns.blobs["payload"]
+    if count == 1:
+        return blob[_PRIORITY_AT]
+    if count <= _FEW:
+        return min([blob[start + _PRIORITY_AT] for start in starts.tolist()[:-1]])
+    offsets = np.frombuffer(starts, np.int32)[:-1]
+    return int(np.frombuffer(blob, np.uint8)[offsets + _PRIORITY_AT].min())

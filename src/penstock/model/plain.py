@@ -170,11 +170,7 @@ def fault_in(column: Binary) -> tuple[int, Fault] | None:
     if len(first) * count == len(column.blob) and first * count == bytes(column.blob):
         fault = fault_of(first)
         return None if fault is None else (0, fault)
-    values = column.tolist()
-    faults = {value: fault for value in set(values) if (fault := fault_of(value)) is not None}
-    if not faults:
-        return None
-    return next((row, faults[value]) for row, value in enumerate(values) if value in faults)
+    return next(iter(faults_of(column.tolist()).items()), None)
 
 
 def faults_of(values: Sequence[bytes]) -> dict[int, Fault]:

@@ -138,10 +138,8 @@ BOUNDS: Final[dict[str, tuple[int, int]]] = {
 
 
 def topic_config(fields: dict[str, Any]) -> TopicConfig:
-    """Build and validate a configuration from untrusted fields.
-
-    The log of a delta topic is the truth about its vectors, so it is kept unless told otherwise.
-    """
+    """Build and validate a configuration from untrusted fields. The log of a delta topic is the
+    truth about its vectors, so it is kept unless told otherwise."""
     if fields.get("kind") == TopicKind.DELTA:
         fields = {"retention_ms": RETENTION_MS_MAX, **fields}
     try:

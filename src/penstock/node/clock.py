@@ -79,6 +79,25 @@ class Alarm:
         self._callback()
 
 
+class NextTurn:
+    """Calls back in the next turn of the loop, once, however often it is asked to."""
+
+    __slots__ = ("_callback", "due")
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
+        self.due = False
+
+    def ask(self) -> None:
+        if not self.due:
+            self.due = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self.due = False
+        self._callback()
+
+
 class _ManualTimer:
     def __init__(self, callback: Callable[[], object]) -> None:
         self.callback: Callable[[], object] | None = callback
@@ -107,7 +126,6 @@ class ManualClock:
         return 0
 
     def advance(self, seconds: float) -> None:
-        """Move time on, firing each timer at its own moment."""
         end_ms = self._now_ms + round(seconds * 1000)
         while self._timers and self._timers[0][0] <= end_ms:
             when_ms, _, timer = heapq.heappop(self._timers)

@@ -5,30 +5,32 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
+from prometheus_client.core import Metric
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.keys import KeyRing
 from penstock.cluster.membership import NodeInfo
-from penstock.cluster.records import Records
 from penstock.cluster.reserve import Reserve
 from penstock.cluster.store import MetadataStore
 from penstock.config import Config, host_port
 from penstock.errors import Corruption, FailedPrecondition, PenstockError, Unavailable
-from penstock.log.folder import DataFolder, foreign_log, missing_partition
+from penstock.log.folder import FORMAT_DELTAS, DataFolder, foreign_log, missing_partition
 from penstock.model.batch import Kind
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.model.version import __version__
-from penstock.node.atomic.batches import AtomicBatches
+from penstock.node.atomic import AtomicBatches
 from penstock.node.clock import Clock
+from penstock.node.cluster.administration import ClusterAdministration
+from penstock.node.cluster.cluster import Cluster
 from penstock.node.door.budget import Budget
 from penstock.node.door.confirmations import Confirmations
 from penstock.node.door.doorway import Doorway
-from penstock.node.door.flow import Rota
-from penstock.node.door.outlet import ReadPace
+from penstock.node.door.flow import ReadPace, Rota
 from penstock.node.live.catch_up import ReadTurns
 from penstock.node.live.cursors import Cursors
 from penstock.node.live.hub import Hub
@@ -36,21 +38,18 @@ from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.host import Host
-from penstock.node.replica.local_control import LocalControl
-from penstock.node.replica.opener import OpenedReplica, open_replica
-from penstock.node.replica.ports import Key, Surroundings
-from penstock.node.route.ports import AlwaysHere, ClusterView
-from penstock.node.route.router import Router
+from penstock.node.replica.ports import Control, Key, Surroundings
+from penstock.node.replica.replay import OpenedReplica, open_replica
+from penstock.node.route import ClusterView, Router
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import ServedTopic, reject_delta_topic, topic_not_found
-from penstock.node.storage.flusher import WriterPool, open_syncer
-from penstock.node.storage.room import Room, Trouble, Unopened
+from penstock.node.storage.log_io import WriterPool, open_syncer
+from penstock.node.storage.room import Room, Unopened
+from penstock.replication.assignment import PartitionRecord
 
 if TYPE_CHECKING:
-    from penstock.node.cluster.administration import ClusterAdministration
-    from penstock.node.cluster.cluster import Cluster
-    from penstock.sinks.registry import OpenWriter
+    from penstock.sinks.protocol import OpenWriter
 
 PARTING_S: Final = 1.0  # for clients to end their connections when the node stops
 READS_MAX: Final = 2  # answers with messages that are being made at once
@@ -81,8 +80,29 @@ class _OpenTopics(dict[str, ServedTopic]):
         raise type(error)(f"topic {name} is not open: {error.message}", **error.details)
 
 
-class LocalAdministration(Protocol):
-    """Topics of a node that is alone: made, changed, deleted, and opened."""
+class NodeCluster(ClusterView, Protocol):
+    """The nodes that this one is among. A node alone is the only one."""
+
+    @property
+    def alive(self) -> Mapping[str, NodeInfo]: ...
+
+    @property
+    def ages(self) -> Mapping[str, int]:
+        """The lowest is of the oldest node."""
+
+    @property
+    def rolled_back(self) -> bool:
+        """The folder was found to be an older copy, and some replica in it does not count yet."""
+
+    async def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Administration(Protocol):
+    @property
+    def replica_sets(self) -> ClusterAdministration:
+        """By which replicas are moved; raises if this node is alone."""
 
     async def create_topic(self, fields: dict[str, Any], *, exists_ok: bool) -> TopicConfig: ...
 
@@ -90,9 +110,8 @@ class LocalAdministration(Protocol):
 
     async def delete_topic(self, name: str) -> None: ...
 
-    async def open_all(self) -> None: ...
 
-    async def open_again(self, trouble: Trouble) -> None: ...
+Standing = tuple[NodeCluster, Administration, Surroundings]  # of a node, alone or among others
 
 
 class Engine:
@@ -107,19 +126,21 @@ class Engine:
         clock: Clock,
         tasks: asyncio.TaskGroup,
         open_writer: OpenWriter | None,
-        alone: Callable[[Engine], LocalAdministration],
+        form: Callable[[Engine], Standing],
         host_sinks: Callable[[Engine, ServedTopic], None],
+        gauges: Callable[[Engine], Iterable[Metric]],
     ) -> None:
-        """`host_sinks` has the sinks of the configuration follow a topic."""
+        """`form` makes what depends on whether there are other nodes. `host_sinks` has the sinks
+        of the configuration follow a topic, `gauges` are what the node holds at a scrape."""
         self.config, self.folder, self.identity = config, folder, identity
         self.audit, self.clock, self.tasks = audit, clock, tasks
-        self.alone, self._host_sinks = alone(self), host_sinks
+        self._host_sinks = host_sinks
         self.open_writer = open_writer  # reaches other nodes, for sinks that write to them
-        self.catalog, self.records = Catalog(store), Records(store)
-        self.keys = KeyRing(store, now_ms=clock.now_ms)
+        self.catalog = Catalog(store)
+        self.keys = KeyRing(store, now_ms=clock.now_ms, on_revoked=self.revoke)
         self.cursors = Cursors(store, clock)
         self.confirmations = Confirmations(clock)
-        self.metrics = Metrics(node=identity.node)
+        self.metrics = Metrics(node=identity.node, gauges=partial(gauges, self))
         self.writers = WriterPool(config.writer_threads)
         self.syncer = open_syncer(gather=config.cluster.enabled)
         self.cache = ReadCache(config.cache_bytes)
@@ -136,13 +157,23 @@ class Engine:
         self.stopping = False
         self.fatal = asyncio.Event()
         self.fatal_error: BaseException | None = None
+        self.pops: set[asyncio.Event] = set()  # under way: each looks again when set
+        self.spawned: set[asyncio.Task[None]] = set()
+        self.room = Room(
+            folder.path,
+            reserve_bytes=config.log.reserve_bytes,
+            held=lambda: len(self.hosts),
+            waiting=lambda: self.unopened.partitions,
+        )
+        self._open_door()
+        self.cluster, self.administration, self.around = form(self)
         # What every request is answered with; None: it is served.
         self.refusal: Unavailable | None = None
-        self.pops: set[asyncio.Event] = set()  # under way: each looks again when set
-        self.spawned: set[asyncio.Task[None]] = set()  # each ends by itself
-        self.background: list[asyncio.Task[None]] = []  # none does
-        self._open_door()
-        self._make_replica_services()
+        if not self.cluster.alone:
+            self.refusal = Unavailable("the node is starting", elsewhere=True)
+        self.router = Router(
+            self.cluster, spawn=self.spawn, consumers=f"{identity.node}/{self.run_id}/".encode()
+        )
 
     def _open_door(self) -> None:
         """What bounds what callers may make the node hold, and how much of the loop they get."""
@@ -162,28 +193,13 @@ class Engine:
         self.pace = ReadPace()  # of streams that read logs
         self.turns = ReadTurns()  # of subscribers that read on from logs
 
-    def _make_replica_services(self) -> None:
-        self.cluster: ClusterView = AlwaysHere(self.identity.node)
-        self._joined: ClusterAdministration | None = None  # None: it is alone
-        self.router = Router(
-            lambda: self.cluster,
-            spawn=self.spawn,
-            consumers=f"{self.identity.node}/{self.run_id}/".encode(),
-        )
-        self.room = Room(
-            self.folder.path,
-            reserve_bytes=self.config.log.reserve_bytes,
-            held=lambda: len(self.hosts),
-            waiting=lambda: self.unopened.partitions,
-        )
-        self.local = LocalControl(self.identity.node, self.records, self.hosts, spawn=self.spawn)
-        # Of hosts; a cluster puts in its own.
-        self.around = Surroundings(
+    def surroundings(self, control: Control, **of_cluster: Any) -> Surroundings:
+        return Surroundings(
             node=self.identity.node, clock=self.clock, metrics=self.metrics,
-            writers=self.writers, syncer=self.syncer, cache=self.cache, control=self.local,
+            writers=self.writers, syncer=self.syncer, cache=self.cache, control=control,
             spawn=self.spawn, on_damage=self.on_damage,
             on_mended=self.on_mended, on_fatal=self.on_fatal,
-            reserve_bytes=self.config.log.reserve_bytes,
+            reserve_bytes=self.config.log.reserve_bytes, **of_cluster,
         )  # fmt: skip
 
     # --- topics ---
@@ -199,33 +215,15 @@ class Engine:
         return self.topics[name].config if trouble is None else trouble.config
 
     def queue(self, name: str) -> ServedTopic:
-        """A topic whose messages are leased and settled."""
         found = self.topics[name]
         if found.config.kind is TopicKind.DELTA:
             raise reject_delta_topic(name)
         return found
 
     @property
-    def administration(self) -> ClusterAdministration | LocalAdministration:
-        return self.alone if self._joined is None else self._joined
-
-    @property
-    def replica_sets(self) -> ClusterAdministration:
-        """By which the replicas of a cluster are moved; raises if this node is alone."""
-        if self._joined is None:
-            raise FailedPrecondition("this node is alone: it is in no cluster")
-        return self._joined
-
-    @property
     def nodes(self) -> Cluster:
         """The cluster that this node is in; raises if it is alone."""
-        return self.replica_sets.cluster
-
-    def join(self, administration: ClusterAdministration, around: Surroundings) -> None:
-        """Route requests by what the cluster knows from now on, and have hosts reach its nodes."""
-        self._joined, self.around = administration, around
-        self.cluster = administration.cluster
-        self.refusal = Unavailable("the node is starting", elsewhere=True)
+        return self.administration.replica_sets.cluster
 
     def info(self, *, port: int) -> NodeInfo:
         config, host = self.config, self.config.host
@@ -255,8 +253,13 @@ class Engine:
         await self.live_quiet([topic])
         self.hubs.pop(topic.config.id, None)
         await self.close_hosts(key for key in self.hosts if key[0] == topic.config.id)
-        await asyncio.to_thread(self.folder.remove_topic, topic.config.id)
+        await asyncio.to_thread(self.folder.remove, topic.config.id)
         self.metrics.forget_topic(name)
+
+    async def admit(self, config: TopicConfig) -> None:
+        """Have the data folder say that it needs a version which knows topics of this kind."""
+        if config.kind is TopicKind.DELTA:
+            await asyncio.to_thread(self.folder.raise_format, FORMAT_DELTAS)
 
     def make_topic(self, config: TopicConfig) -> ServedTopic:
         return ServedTopic(
@@ -277,38 +280,18 @@ class Engine:
         return found
 
     def add_topic(self, topic: ServedTopic) -> None:
-        """Requests find the topic from now on."""
         self.topics[topic.config.name] = topic
         self._host_sinks(self, topic)
         self.metrics.begin_topic(topic.config.name)
 
     async def open_host(
-        self,
-        topic: ServedTopic,
-        index: int,
-        *,
-        uuid: str = "",
-        only: bool = False,
-        recorded: str = "",
+        self, topic: ServedTopic, index: int, record: PartitionRecord | None = None
     ) -> Host:
-        """Recover a replica; it does nothing before it is told of a record. `recorded` is the uuid
-        that the metadata know it by."""
-        alone = self.around.alone
-
-        def recover() -> OpenedReplica:
-            self._check_place(topic.config, index, alone=alone, only=only, recorded=recorded)
-            opened = open_replica(
-                self.folder.partition(topic.config.id, index), topic.config, index,
-                options=self.config.log, accept_rot=self.config.accept_rot, alone=alone, only=only,
-                uuid=uuid,
-            )  # fmt: skip
-            self.folder.inventory.add(
-                topic.config.id, index, name=topic.config.name, uuid=opened.file.uuid
-            )
-            return opened
-
+        """Recover a replica; it does nothing before it is told of a record. `record` is what the
+        metadata say of its partition, if there is one already."""
+        record = record or PartitionRecord(voters=(self.identity.node,))
         try:
-            opened = await asyncio.to_thread(recover)
+            opened = await asyncio.to_thread(self._recover, topic.config, index, record)
         except Corruption as error:
             self.on_damage(error)
             raise
@@ -316,16 +299,26 @@ class Engine:
         self.hosts[host.key] = host
         return host
 
-    def _check_place(
-        self, config: TopicConfig, index: int, *, alone: bool, only: bool, recorded: str
-    ) -> None:
+    def _recover(self, config: TopicConfig, index: int, record: PartitionRecord) -> OpenedReplica:
+        recorded = record.uuids.get(self.identity.node, "")
+        only = record.quorums == ((self.identity.node,),)
+        self._check_place(config, index, only=only, recorded=recorded)
+        opened = open_replica(
+            self.folder.partition(config.id, index), config, index, options=self.config.log,
+            accept_rot=self.config.accept_rot, alone=self.around.alone, only=only,
+            uuid="" if record.epoch else recorded,
+        )  # fmt: skip
+        self.folder.inventory.add(config.id, index, name=config.name, uuid=opened.file.uuid)
+        return opened
+
+    def _check_place(self, config: TopicConfig, index: int, *, only: bool, recorded: str) -> None:
         """Look at a partition's folder before it is opened, or made. Blocks."""
         folder, accepted = self.folder.partition(config.id, index), self.config.accept_missing
         owner = self.folder.inventory.name(config.id)
         if owner not in ("", config.name):
             raise foreign_log(folder, topic=config.id, partition=index, of=owner)
         if self.folder.inventory.has(config.id, index):
-            if not folder.exists() and not alone:
+            if not folder.exists() and not self.around.alone:
                 log.critical(
                     "the files of a replica are missing; it starts over as a copy of the others",
                     topic=config.name, partition=index, folder=str(folder),
@@ -347,9 +340,9 @@ class Engine:
         self, topic: ServedTopic, records: Iterable[tuple[Partition, Kind, int, dict[str, Any]]]
     ) -> None:
         """Append to partitions' logs, and return when all of it is committed."""
-        written = [(p, p.journal.append_record(kind, n, of).last) for p, kind, n, of in records]
+        written = [(p, p.append_record(kind, n, of).last) for p, kind, n, of in records]
         topic.wake()
-        await asyncio.gather(*(p.journal.committed(sequence) for p, sequence in written))
+        await asyncio.gather(*(p.committed(sequence) for p, sequence in written))
 
     # --- running ---
 
@@ -421,25 +414,29 @@ class Engine:
 
     async def drain(self, topics: Iterable[ServedTopic]) -> None:
         """Let everything under way be answered, within the configured time."""
-        deadline = time.monotonic() + self.config.drain_s
         partitions = [p for topic in topics for p in topic.local]
-        while self.fatal_error is None and time.monotonic() < deadline:
+
+        def drained() -> bool:
             pending = self.stopping and any(c.pending for c in self.connections)
-            if not pending and all(p.idle for p in partitions):
-                return
-            await asyncio.sleep(0.002)
+            return not pending and all(p.idle for p in partitions)
+
+        await self._until(drained, self.config.drain_s)
 
     async def part(self, reason: str) -> None:
         """End all connections, those at once whose clients do not end them within a moment."""
         for connection in list(self.connections):
             connection.part(reason)
-        deadline = time.monotonic() + PARTING_S
-        while self.connections and self.fatal_error is None:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.002)
+        await self._until(lambda: not self.connections, PARTING_S)
         for connection in list(self.connections):
             connection.shut(reason)
+
+    async def _until(self, done: Callable[[], bool], within_s: float) -> None:
+        """Wait for that long at most, and not at all once the node cannot go on."""
+        deadline = time.monotonic() + within_s
+        while self.fatal_error is None and time.monotonic() < deadline:
+            if done():
+                return
+            await asyncio.sleep(0.002)
 
     def revoke(self, key_id: str) -> None:
         """Whoever came in with this key is out, on whichever node it was revoked."""
@@ -447,8 +444,7 @@ class Engine:
             connection.revoke(key_id)
 
     def check_reach(self, name: str = "", index: int | None = None) -> None:
-        """Raise if this node is cut off and cannot serve the topic, or that partition of it,
-        either. No name: what is asked for is how the cluster is."""
+        """Raise if this node is cut off and cannot serve that; no name: it is about the cluster."""
         if not self.cluster.cut_off:
             return
         topic = self.topics.get(name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,8 +15,8 @@ import msgspec
 
 from penstock.cluster.embedded import FILE, EmbeddedStore, write_image
 from penstock.cluster.etcd import EtcdOptions, EtcdStore, cluster_prefix
-from penstock.cluster.records import HeldRecord
-from penstock.cluster.store import LeasingStore, repeat
+from penstock.cluster.placement import HeldRecord
+from penstock.cluster.store import LeasingStore, MetadataStore, repeat
 from penstock.config import ClusterOptions, Config
 from penstock.errors import (
     Backpressure,
@@ -29,31 +28,29 @@ from penstock.errors import (
     Unavailable,
 )
 from penstock.log.files import storage_errors, write_whole
-from penstock.log.folder import FORMAT_DELTAS, FORMAT_PRODUCERS, DataFolder, decode_file
+from penstock.log.folder import FORMAT_PRODUCERS, DataFolder, decode_file
 from penstock.log.identity import set_aside
-from penstock.model.topic import TopicConfig, TopicKind
+from penstock.model.topic import TopicConfig
 from penstock.model.version import __version__
 from penstock.node.calls.table import Caller, dispatch_call
 from penstock.node.clock import Clock, SystemClock
 from penstock.node.cluster.administration import ClusterAdministration, Mover, Returner
-from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, until_available
-from penstock.node.cluster.disk import DataDisk
+from penstock.node.cluster.cluster import CLUSTER_UUID, Cluster, DataDisk, until_available
 from penstock.node.cluster.transport import Connect
-from penstock.node.engine import Engine, NodeIdentity
-from penstock.node.local_topics import LocalTopics
+from penstock.node.cluster_of_one import ClusterOfOne
+from penstock.node.engine import Engine, NodeIdentity, Standing
 from penstock.node.observe.audit import AuditLog
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace, Key
 from penstock.node.serve.topic import ServedTopic
-from penstock.node.upkeep.gauges import node_reading
-from penstock.node.upkeep.sweeps import open_again, run_scrub, run_upkeep
+from penstock.node.upkeep import gauges, run_scrub, run_upkeep
 from penstock.replication.follower import FollowerState
 from penstock.replication.replica import Role
 from penstock.replication.takeover import Policy
 
 if TYPE_CHECKING:
-    from penstock.sinks.registry import OpenWriter
+    from penstock.sinks.protocol import OpenWriter
 
 SETTLE_S_MAX: Final = 10.0
 RETRY_S: Final = 1.0
@@ -74,22 +71,18 @@ async def running_engine(
     joined (`join_cluster`), which it does once others can connect to it. `open_writer` is
     the way of its sinks to nodes outside.
     """
-    folder = await asyncio.to_thread(
-        partial(DataFolder.open, config.data, accept_missing=config.accept_missing)
-    )
-    try:
-        if config.cluster.enabled:
-            store: EmbeddedStore | EtcdStore = cluster_store(config.cluster)
-        else:
-            store = await asyncio.to_thread(_open_embedded, folder)
+    opening = partial(DataFolder.open, config.data, accept_missing=config.accept_missing)
+    async with AsyncExitStack() as stack:
+        folder = await asyncio.to_thread(opening)
+        stack.callback(folder.close)
+        store, form = await _founded(config, folder, connect)
+        stack.push_async_callback(store.close)
         try:
             async with asyncio.TaskGroup() as tasks:
                 engine = await _start(
                     config, folder, store, tasks,
-                    clock=clock or SystemClock(), open_writer=open_writer,
+                    clock=clock or SystemClock(), open_writer=open_writer, form=form,
                 )  # fmt: skip
-                if isinstance(store, EtcdStore):
-                    await _prepare_cluster(engine, store, connect)
                 try:
                     yield engine
                 finally:
@@ -98,10 +91,23 @@ async def running_engine(
             if len(group.exceptions) > 1:
                 raise
             raise group.exceptions[0] from None  # what went wrong, not that it was in a group
-        finally:
-            await store.close()
-    finally:
-        folder.close()
+
+
+async def _founded(
+    config: Config, folder: DataFolder, connect: Connect | None
+) -> tuple[MetadataStore, Callable[[Engine], Standing]]:
+    if not config.cluster.enabled:
+        embedded = await asyncio.to_thread(_open_embedded, folder)
+        return embedded, partial(_alone, store=embedded)
+    if connect is None:
+        raise FailedPrecondition("a node of a cluster is run by `penstock serve`")
+    store = cluster_store(config.cluster)
+    return store, partial(_among_others, store=store, connect=connect)
+
+
+def _alone(engine: Engine, *, store: MetadataStore) -> Standing:
+    one = ClusterOfOne(engine, store)
+    return one, one, engine.surroundings(one)
 
 
 def _open_embedded(folder: DataFolder) -> EmbeddedStore:
@@ -131,7 +137,6 @@ def cluster_store(options: ClusterOptions) -> EtcdStore:
 def _sink_hosting(
     config: Config,
 ) -> tuple[Callable[[Engine], None], Callable[[Engine, ServedTopic], None]]:
-    """What checks the sinks of the configuration, and what has them follow a topic."""
     if not config.live.sink:
         return lambda _: None, lambda *_: None
     from penstock.node.hosted.configuration import check_sinks, host_sinks  # and Arrow with it
@@ -142,13 +147,17 @@ def _sink_hosting(
 async def _start(
     config: Config,
     folder: DataFolder,
-    store: EmbeddedStore | EtcdStore,
+    store: MetadataStore,
     tasks: asyncio.TaskGroup,
     *,
     clock: Clock,
     open_writer: OpenWriter | None,
+    form: Callable[[Engine], Standing],
 ) -> Engine:
     identity = await asyncio.to_thread(_identify, config, folder)
+    if config.cluster.enabled:
+        # Replicas get whatever records the nodes that coordinate them write.
+        await asyncio.to_thread(folder.raise_format, FORMAT_PRODUCERS)
     check_sinks, host_sinks = _sink_hosting(config)
     engine = Engine(
         config,
@@ -159,26 +168,20 @@ async def _start(
         clock=clock,
         tasks=tasks,
         open_writer=open_writer,
-        alone=LocalTopics,
+        form=form,
         host_sinks=host_sinks,
+        gauges=gauges,
     )
     check_sinks(engine)
     await asyncio.to_thread(engine.reserve.hold)
-    engine.metrics.read_with(partial(node_reading, engine))
-    engine.keys.on_revoked(engine.revoke)
     try:
-        if not config.cluster.enabled:
-            await engine.keys.load()
-            await engine.alone.open_all()
+        await engine.cluster.open()
     except BaseException:
         await engine.writers.close()
         raise
-    engine.background = [
-        tasks.create_task(run_upkeep(engine), name="upkeep"),
-        tasks.create_task(run_scrub(engine), name="scrub"),
-        tasks.create_task(open_again(engine), name="openings"),
-        tasks.create_task(engine.keys.run(), name="keys"),
-    ]
+    engine.spawn(run_upkeep(engine), name="upkeep", vital=True)
+    engine.spawn(run_scrub(engine), name="scrub", vital=True)
+    engine.spawn(engine.keys.run(), name="keys", vital=True)
     log.info("engine started", version=__version__, node=identity.node, data=str(config.data))
     return engine
 
@@ -188,9 +191,8 @@ async def _stop(engine: Engine) -> None:
     await engine.drain(engine.topics.values())
     await engine.stop_sinks(engine.topics.values())
     await engine.part("the node is stopping")
-    if engine.config.cluster.enabled:
-        engine.nodes.peers.close()
-    for task in (*engine.background, *engine.spawned):
+    engine.cluster.close()
+    for task in list(engine.spawned):
         task.cancel()
     for topic in engine.topics.values():
         topic.close()
@@ -241,30 +243,18 @@ def _read_identity(path: Path) -> NodeIdentity:
 
 
 class EngineLocal:
-    """`control.Local` over an engine."""
-
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def hosts(self) -> Mapping[Key, Host]:
-        return self._engine.hosts
-
-    def topic_id_highest(self) -> int:
-        return self._engine.folder.topic_id_highest()
-
-    def on_cut_off(self) -> None:
-        self._engine.end_unreached()
+        self._engine, self.hosts = engine, engine.hosts
+        self.topic_id_highest = engine.folder.topic_id_highest
+        self.on_cut_off = engine.end_unreached
 
     async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         this = Caller(None, 0, peer=True)
         return await dispatch_call(self._engine, this, method, dict(arguments))
 
     async def add_topic(self, config: TopicConfig) -> None:
-        engine = self._engine
-        if config.kind is TopicKind.DELTA:
-            await asyncio.to_thread(engine.folder.raise_format, FORMAT_DELTAS)
-        engine.add_topic(engine.make_topic(config))
+        await self._engine.admit(config)
+        self._engine.add_topic(self._engine.make_topic(config))
 
     async def change_topic(self, config: TopicConfig) -> None:
         """Who serves the topic writes the change into its log."""
@@ -280,15 +270,10 @@ class EngineLocal:
             await self._engine.drop_topic(topic)
 
     async def open_replica(self, config: TopicConfig, index: int, held: HeldRecord) -> Host:
-        engine, record = self._engine, held.record
-        uuid = record.uuids.get(engine.identity.node, "") if record.epoch == 0 else ""
-        only = record.quorums == ((engine.identity.node,),)
+        engine = self._engine
         try:
             engine.room.check_files(1)
-            host = await engine.open_host(
-                engine.topics[config.name], index, uuid=uuid, only=only,
-                recorded=record.uuids.get(engine.identity.node, ""),
-            )  # fmt: skip
+            host = await engine.open_host(engine.topics[config.name], index, held.record)
         except Backpressure as error:
             engine.unopened.note(config, error, partition=index)
             raise
@@ -312,17 +297,13 @@ class EngineLocal:
         engine.unopened.forget(*key)
         if key in engine.hosts:
             await engine.close_hosts([key])
-        await asyncio.to_thread(engine.folder.remove_partition, *key)
+        await asyncio.to_thread(engine.folder.remove, *key)
 
 
-async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect | None) -> None:
-    if connect is None:
-        raise FailedPrecondition("a node of a cluster is run by `penstock serve`")
-    # Replicas get whatever records the nodes that coordinate them write.
-    await asyncio.to_thread(engine.folder.raise_format, FORMAT_PRODUCERS)
+def _among_others(engine: Engine, *, store: LeasingStore, connect: Connect) -> Standing:
     config = engine.config
     cluster = Cluster(
-        engine.info(port=0),
+        engine.identity.node,
         store=store,
         catalog=engine.catalog,
         options=config.cluster,
@@ -336,9 +317,8 @@ async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect
         spawn=engine.spawn,
         on_fatal=engine.on_fatal,
     )
-    around = dataclasses.replace(
-        engine.around,
-        control=cluster.control,
+    around = engine.surroundings(
+        cluster.control,
         transport=cluster.transport,
         alone=False,
         options=config.replication,
@@ -348,7 +328,7 @@ async def _prepare_cluster(engine: Engine, store: LeasingStore, connect: Connect
         barred=lambda: cluster.clocks.barred or cluster.leaving,
         cut_off=lambda: cluster.cut_off,
     )
-    engine.join(ClusterAdministration(cluster), around)
+    return cluster, ClusterAdministration(cluster), around
 
 
 async def join_cluster(engine: Engine, *, port: int) -> None:
@@ -356,15 +336,14 @@ async def join_cluster(engine: Engine, *, port: int) -> None:
     cluster = engine.nodes
     await until_available(engine.keys.load)
     await until_available(lambda: _check_identity(engine, cluster.store))
-    cluster.uuid = engine.identity.cluster_uuid
     await until_available(cluster.protect_ids)
     accepted = engine.config.cluster.accept_rollback
     await until_available(lambda: cluster.disk.claim(accept_rollback=accepted))
-    await cluster.start(engine.info(port=port))
+    await cluster.start(engine.info(port=port), uuid=engine.identity.cluster_uuid)
     if not engine.stopping and engine.fatal_error is None:
         engine.refusal = None
     for name, work in (
-        ("administration", engine.replica_sets.run),
+        ("administration", engine.administration.replica_sets.run),
         ("moves", Mover(cluster).run),
         ("returning", Returner(cluster, engine.hosts).run),
     ):
@@ -406,7 +385,7 @@ async def _remove_deleted(engine: Engine, cluster: Cluster) -> None:
     for topic in held - existing - cluster.control.topics.keys():
         if await cluster.deleted(topic):
             log.info("removing a deleted topic's files", topic=topic)
-            await asyncio.to_thread(engine.folder.remove_topic, topic)
+            await asyncio.to_thread(engine.folder.remove, topic)
 
 
 async def _settled(engine: Engine, cluster: Cluster) -> None:

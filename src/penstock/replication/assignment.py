@@ -61,6 +61,10 @@ class PartitionRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the node's durable acks count, now or in the set to come."""
         return node in self.voters or node in self.joint
 
+    def voters_but(self, node: str) -> list[str]:
+        """Whose durable acks count, now or in the set to come, each once and without this node."""
+        return [other for other in dict.fromkeys(self.voters + self.joint) if other != node]
+
     def majority(self, acks: Collection[str]) -> bool:
         """Whether the nodes that agreed are a quorum; it counts no node that is not asked for."""
         for nodes in self.quorums:

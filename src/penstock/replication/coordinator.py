@@ -30,20 +30,19 @@ import msgspec
 from penstock.errors import Backpressure, PenstockError, QuorumUnavailable
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.credit import Credit
 from penstock.replication.effects import (
+    Ack,
     AnswerUnknown,
     BeganServing,
     ChangeRecord,
     Commit,
     Effects,
+    Follow,
     Send,
     Warn,
 )
-from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Follow
-from penstock.replication.options import ReplicationOptions
-from penstock.replication.sender import SendWindow, StreamSender, answer
+from penstock.replication.facts import OwnCopy
+from penstock.replication.sender import Credit, LogStreams, SendWindow, StreamSender
 
 
 class MemberStatus(NamedTuple):
@@ -57,7 +56,7 @@ class MemberStatus(NamedTuple):
 
     @property
     def credit_share(self) -> float:
-        return 0.0 if self.credit is None else self.credit.share
+        return 0.0 if self.credit is None else max(0.0, 1 - self.credit.utilisation)
 
 
 @dataclass(slots=True)
@@ -73,45 +72,28 @@ BACKPRESSURE_RETRY_S = 0.1
 UNHEARD_SILENCES: Final = 2  # that a quorum counts as gone before those who wait are told
 
 
-class Coordinator:
-    def __init__(
-        self,
-        node: str,
-        *,
-        uuid: str,
-        record: PartitionRecord,
-        revision: int,
-        log: LogFacts,
-        committed: int,
-        options: ReplicationOptions,
-    ) -> None:
-        self.node, self.uuid = node, uuid
+class Coordinator(LogStreams):
+    def __init__(self, own: OwnCopy, *, record: PartitionRecord, revision: int) -> None:
+        super().__init__(own, record.epoch)
+        self.node, self._log, self._options = own.node, own.log, own.options
         self.record, self.revision = record, revision
-        self._alone = record.quorums == ((node,),)
-        self.epoch = record.epoch
-        self.sequence_committed = self._committed_found = committed
-        self.sequence_barrier = log.last + 1  # commits only from here upward
+        self._alone = record.quorums == ((own.node,),)
+        self.sequence_committed = self._committed_found = own.committed
+        self.sequence_barrier = own.log.last + 1  # commits only from here upward
         self.serving = False  # the barrier is committed
-        self.senders: dict[str, StreamSender] = {}
         # Of members that have no sender, or are not heard yet on the one that they have. Bounded by
         # the record: others are forgotten at the next tick.
         self._absences: dict[str, Absence] = {}
-        self._log, self._options = log, options
         self._changing = False  # a change of the record is under way
         self._unheard_ms: int | None = None  # since when no quorum is alive
 
     # --- commit ---
 
     def on_ack(self, ack: Ack, now: int) -> Effects:
-        sender = self.senders.get(ack.node)
-        if sender is None or sender.stream != ack.stream or ack.epoch != self.epoch:
-            return []  # of a stream that is closed
-        if sender.uuid != ack.uuid:
-            return []  # of a disk that is gone
-        if not sender.fits(ack):
-            self._close(ack.node)  # hearing nothing, it will ask again
+        warnings = self.take_ack(ack, now)
+        if warnings is None:
             return []
-        absence, warnings = self._absences.pop(ack.node, None), sender.on_ack(ack, now)
+        absence = self._absences.pop(ack.node, None)
         if absence is not None and absence.lagging:
             warnings = ["resumed", *warnings]
         effects: Effects = [Warn(ack.node, what) for what in warnings]
@@ -127,7 +109,7 @@ class Coordinator:
             )
         if reached <= self.sequence_committed:
             return []
-        self.sequence_committed = reached
+        self.sequence_committed = self._own.committed = reached
         effects: Effects = [Commit(reached)]
         if not self.serving and reached >= self.sequence_barrier:
             self.serving = True
@@ -148,27 +130,12 @@ class Coordinator:
     # --- followers ---
 
     def on_follow(self, follow: Follow, now: int) -> Effects:
-        """Open a stream to a follower; a stream that it had before is void."""
-        before = self.senders.get(follow.node)
-        if before is not None and before.opened_by(follow):
-            return []  # a copy that the network made
-        reply = answer(
-            follow, self._log, epoch=self.epoch, node=self.node, committed=self.sequence_committed
-        )
-        self._close(follow.node)
-        absence = self._absences.get(follow.node)
-        if absence is not None:  # what it held beyond the place where our logs part is gone
-            absence.durable = min(absence.durable, reply.matched)
-        if not reply.reseed:
-            self.senders[follow.node] = StreamSender(
-                follow, matched=reply.matched, now=now, last=self._log.last
-            )
-        return [Send(follow.node, reply)]
-
-    def on_follower_lost(self, node: str, stream: int) -> None:
-        sender = self.senders.get(node)
-        if sender is not None and sender.stream == stream:
-            self._close(node)
+        effects = super().on_follow(follow, now)
+        absence, sender = self._absences.get(follow.node), self.senders.get(follow.node)
+        if effects and absence is not None:
+            # What it held beyond the place where our logs part is gone.
+            absence.durable = min(absence.durable, sender.next - 1 if sender is not None else 0)
+        return effects
 
     def _close(self, node: str) -> None:
         sender = self.senders.pop(node, None)
@@ -180,7 +147,6 @@ class Coordinator:
         absence.lagging |= sender.lagging
 
     def standings(self) -> list[MemberStatus]:
-        """Every other member, streamed to or not."""
         return [self._standing(node) for node in self._others]
 
     def _standing(self, node: str) -> MemberStatus:
@@ -196,6 +162,7 @@ class Coordinator:
         return [node for node in self.record.members if node != self.node]
 
     def may_send(self, node: str) -> SendWindow | None:
+        """What may be sent to `node` now; batches that are staged count, synced or not."""
         sender = self.senders.get(node)
         if sender is None:
             return None
@@ -283,7 +250,6 @@ class Coordinator:
     # --- who the replicas are ---
 
     def on_record(self, record: PartitionRecord, revision: int) -> Effects:
-        """The record changed within our epoch."""
         self._changing = False
         self.record, self.revision = record, revision
         self._alone = record.quorums == ((self.node,),)
@@ -312,8 +278,9 @@ class Coordinator:
         for node, sender in self.senders.items():
             if record.is_voter(node) and not self._counts(sender) and self._caught_up(sender):
                 return msgspec.structs.replace(record, uuids={**record.uuids, node: sender.uuid})
-        if record.uuids.get(self.node) != self.uuid:
-            return msgspec.structs.replace(record, uuids={**record.uuids, self.node: self.uuid})
+        if record.uuids.get(self.node) != self._own.uuid:
+            uuids = {**record.uuids, self.node: self._own.uuid}
+            return msgspec.structs.replace(record, uuids=uuids)
         return None
 
     def _let_go(self) -> PartitionRecord | None:

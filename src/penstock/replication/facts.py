@@ -1,4 +1,4 @@
-"""What a replica knows of its own log: where it begins and ends, and the epochs in it.
+"""What a replica knows of itself, and of its log: where it begins and ends, and the epochs in it.
 
 Epochs stand in *runs*: (epoch, first sequence), ascending in both. They are known from `base` on;
 the driver reads them when it opens the log, and every append or truncation keeps them up to date.
@@ -7,8 +7,28 @@ the driver reads them when it opens the log, and every append or truncation keep
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 
 from penstock.replication.rules import End
+
+
+@dataclass(frozen=True)
+class ReplicationOptions:
+    """The node's configuration carries them as `[replication]`."""
+
+    heartbeat_ms: int = 300  # an idle stream shows a sign of life this often
+    silence_ms: int = 1500  # without one, the other side counts as gone
+    stagger_ms: int = 400  # the second candidate waits this much longer than the first, and so on
+    fence_ms: int = 700  # between attempts to fence, adopt, or nominate again
+    credit_entries: int = 1000  # of a follower's stream
+    credit_bytes: int = 8 << 20
+    ack_entries: int = 100  # received entries after which credit is returned, if that is less
+    buffer_batches: int = 1000  # that arrived too early and wait
+    buffer_ms: int = 5000
+    lagging_ms: int = 60_000  # without credit for longer: the follower is lagging
+    backpressure_ms: int = 1000  # a majority without credit for longer: writers are told
+    caught_up_entries: int = 1000  # a learner this close to the end may become a voter
+    seed_bytes_per_s: int = 64 << 20  # that a node copies when replicas start over or are new
 
 
 class LogFacts:
@@ -91,3 +111,15 @@ class LogFacts:
             assert self._epochs == sorted(set(self._epochs)), "epochs do not ascend"
             assert self._firsts == sorted(set(self._firsts)), "runs do not ascend"
         assert len(self._epochs) == len(self._firsts), "a run has no epoch or no beginning"
+
+
+class OwnCopy:
+    """The copy of a partition that a replica holds. Whoever is in charge of the replica, the
+    follower of another's log or the coordinator, works on this."""
+
+    def __init__(
+        self, node: str, *, uuid: str, log: LogFacts, committed: int, options: ReplicationOptions
+    ) -> None:
+        self.node, self.uuid = node, uuid  # the uuid is that of the disk
+        self.log, self.options = log, options
+        self.committed = committed  # as far as we know

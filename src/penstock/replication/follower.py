@@ -16,10 +16,20 @@ from enum import Enum
 
 from penstock.model.batch import Batch
 from penstock.replication import rules
-from penstock.replication.effects import Commit, Effects, Halt, Reseed, Send, Truncate, Write
-from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Append, Follow, Followed
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import (
+    Ack,
+    Append,
+    Commit,
+    Effects,
+    Follow,
+    Followed,
+    Halt,
+    Reseed,
+    Send,
+    Truncate,
+    Write,
+)
+from penstock.replication.facts import OwnCopy
 from penstock.replication.rules import Fit
 
 
@@ -35,28 +45,15 @@ class Follower:
     """Invariants: `committed <= matched <= log.last` while streaming · the buffer is bounded."""
 
     def __init__(
-        self,
-        node: str,
-        *,
-        uuid: str,
-        source: str,
-        epoch: int,
-        stream: int,
-        log: LogFacts,
-        committed: int,
-        options: ReplicationOptions,
-        now: int,
-        adopt: bool = False,
+        self, own: OwnCopy, *, source: str, epoch: int, stream: int, now: int, adopt: bool = False
     ) -> None:
-        self.node, self.uuid, self.source = node, uuid, source
-        self.epoch, self.stream, self.adopt = epoch, stream, adopt
+        self._own, self._log, self._options = own, own.log, own.options
+        self.source, self.epoch, self.stream, self.adopt = source, epoch, stream, adopt
         self.state = FollowerState.OPENING
         self.matched = 0
-        self.committed = committed
         self.heard_ms = self.opened_ms = now
         self.resigned = False  # the sender has given up its epoch
         self.broken = False  # the stream cannot go on: open another
-        self._log, self._options = log, options
         self._entries = self._bytes = 0  # received in all
         self._entries_acked = self._durable_acked = 0
         # Batches that are given to the disk: the last sequence, entries and bytes up to there.
@@ -67,11 +64,10 @@ class Follower:
         self._heard_commit = 0
 
     def follow(self) -> Follow:
-        options = self._options
+        own, options = self._own, self._options
         return Follow(
-            self.node, self.uuid, self.epoch, self.stream, self.committed,
-            self._log.tail(self.committed), options.credit_entries, options.credit_bytes,
-            self.adopt,
+            own.node, own.uuid, self.epoch, self.stream, own.committed,
+            own.log.tail(own.committed), options.credit_entries, options.credit_bytes, self.adopt,
         )  # fmt: skip
 
     # --- the handshake ---
@@ -89,14 +85,15 @@ class Follower:
         if reply.reseed:
             self.state = FollowerState.SEEDING
             return [Reseed(self.source)]
-        if not rules.may_truncate(reply.matched, committed=self.committed):
+        return self._agree(reply, now)
+
+    def _agree(self, reply: Followed, now: int) -> Effects:
+        """Forget what is not in the sender's log, unless it is committed here."""
+        committed = self._own.committed
+        if not rules.may_truncate(reply.matched, committed=committed):
             self.state = FollowerState.CLOSED
-            return [
-                Halt(
-                    f"{self.source} holds our history up to {reply.matched} only, "
-                    f"but {self.committed} is committed here"
-                )
-            ]
+            held = f"{self.source} holds our history up to {reply.matched} only"
+            return [Halt(f"{held}, but {committed} is committed here")]
         self.matched = reply.matched
         self._heard_commit = max(self._heard_commit, reply.committed)
         if self._log.last > reply.matched:
@@ -131,13 +128,11 @@ class Follower:
             self.on_tick(now)
             return []
         effects = self._drain(now)
-        if not batches:
-            if append.sent > self._log.last and not self._buffer:
-                self.broken = True  # a slice got lost without the stream
-            return [*effects, self._ack()]  # an answer to the sign of life
+        if not batches and append.sent > self._log.last and not self._buffer:
+            self.broken = True  # a slice got lost without the stream
         ack_every = min(self._options.ack_entries, max(1, self._options.credit_entries // 2))
-        if self._returned()[0] - self._entries_acked >= ack_every:
-            effects.append(self._ack())
+        if not batches or self._returned()[0] - self._entries_acked >= ack_every:
+            effects.append(self._ack())  # without batches, an answer to the sign of life
         return effects
 
     def _receive(self, batch: Batch) -> None:
@@ -159,7 +154,6 @@ class Follower:
         """The log ends before what we took: the stream cannot go on."""
         self.broken = True
         self.matched = min(self.matched, self._log.last)
-        self.committed = min(self.committed, self.matched)
 
     def on_stream_lost(self, stream: int, now: int, *, gone: bool) -> None:
         """The connection broke; `gone`: nobody listens there, so the silence has lasted already."""
@@ -198,13 +192,11 @@ class Follower:
         entries, size = self._returned()
         self._entries_acked = max(self._entries_acked, entries)
         self._durable_acked = self._vouched
-        return Send(
-            self.source,
-            Ack(
-                self.node, self.uuid, self.epoch, self.stream, entries, size, self._vouched,
-                self.epoch,
-            ),
+        ack = Ack(
+            self._own.node, self._own.uuid, self.epoch, self.stream, entries, size, self._vouched,
+            self.epoch,
         )  # fmt: skip
+        return Send(self.source, ack)
 
     def _drain(self, now: int) -> Effects:
         """Take what fits from the buffer, in order."""
@@ -243,14 +235,15 @@ class Follower:
     def _advance(self, committed: int) -> Effects:
         if self.adopt:
             return []  # its sender coordinates nothing
-        reached = rules.follower_commit(committed, matched=self.matched, committed=self.committed)
-        if reached <= self.committed:
+        own = self._own
+        reached = rules.follower_commit(committed, matched=self.matched, committed=own.committed)
+        if reached <= own.committed:
             return []
-        self.committed = reached
+        own.committed = reached
         return [Commit(reached)]
 
     def validate(self) -> None:
         assert len(self._buffer) <= self._options.buffer_batches + 1
         if self.state is FollowerState.STREAMING:
             assert self.matched <= self._log.last
-            assert self.committed <= self.matched or self.adopt
+            assert self._own.committed <= self.matched or self.adopt

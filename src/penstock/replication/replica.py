@@ -31,32 +31,28 @@ from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator
 from penstock.replication.effects import (
+    Ack,
+    Append,
     AppendBarrier,
     CloseStream,
     Effects,
-    OpenStream,
-    Retire,
-    Send,
-    SteppedDown,
-    TakeEpoch,
-    Warn,
-)
-from penstock.replication.facts import LogFacts
-from penstock.replication.follower import Follower, FollowerState
-from penstock.replication.messages import (
-    Ack,
-    Append,
     Fence,
     Fenced,
     Follow,
     Followed,
     Letter,
+    OpenStream,
     Probe,
     Probed,
+    Retire,
+    Send,
+    SteppedDown,
+    Warn,
 )
-from penstock.replication.options import ReplicationOptions
-from penstock.replication.sender import SendWindow, StreamSender, answer
-from penstock.replication.takeover import Nomination, Policy, Promise, Votes, candidates
+from penstock.replication.facts import LogFacts, OwnCopy, ReplicationOptions
+from penstock.replication.follower import Follower, FollowerState
+from penstock.replication.sender import LogStreams, SendWindow, StreamSender
+from penstock.replication.takeover import Nomination, Policy, Promise, Votes
 
 
 class Role(Enum):
@@ -88,7 +84,7 @@ class LogHealth(Enum):
     FAULTY = "faulty"  # what a takeover needs of it cannot be read: it takes no part in any
 
 
-class Replica:
+class Replica(OwnCopy):
     def __init__(
         self,
         node: str,
@@ -100,10 +96,9 @@ class Replica:
         options: ReplicationOptions | None = None,
         policy: Policy = Policy.BALANCED,
     ) -> None:
-        self.node, self.uuid = node, uuid
+        options = options or ReplicationOptions()
+        super().__init__(node, uuid=uuid, log=log, committed=committed, options=options)
         self.promise = Promise(promised)
-        self.log = log
-        self.options, self.policy = options or ReplicationOptions(), policy
         self.role = Role.IDLE
         self.health = LogHealth.SOUND  # set by the driver; a log that is replaced is sound again
         self.barred = False  # set by the driver: this node must not begin to coordinate
@@ -111,15 +106,13 @@ class Replica:
         self.revision = 0
         self.coordinator: Coordinator | None = None
         self.follower: Follower | None = None
-        self.committed = committed
         self._alive: dict[str, int] = {}
         self._promised_ms = 0  # when we promised an epoch whose record we had not seen
-        self._resigned_ms: int | None = None  # when we gave an epoch up that nobody has taken yet
         self._busy = False  # the driver cuts or replaces the log: nobody may be told where it ends
         self._votes = Votes(0)  # for the epoch that we hold
-        self._lending: StreamSender | None = None  # to a taker that adopts our log
+        self._lent: LogStreams | None = None  # to a taker that adopts our log
         self._streams = 0
-        self._nomination = Nomination(node, self.options)
+        self._nomination = Nomination(node, options, policy)
 
     # --- what is known ---
 
@@ -145,11 +138,6 @@ class Replica:
             return False
         named = record.uuids.get(self.node)
         return named == self.uuid or (named is None and record.quorums == ((self.node,),))
-
-    def _other_voters(self) -> list[str]:
-        assert self.record is not None
-        voters = dict.fromkeys(self.record.voters + self.record.joint)
-        return [node for node in voters if node != self.node]
 
     def on_members(self, alive: Mapping[str, int]) -> None:
         """The nodes that are registered now, with the revision that each was created at."""
@@ -197,7 +185,6 @@ class Replica:
         return effects
 
     def on_epoch_taken(self, record: PartitionRecord, revision: int, now: int) -> Effects:
-        """We have won the epoch of this record."""
         if revision < self.revision or self.role is Role.HALTED:
             return []  # somebody was faster still
         self.record, self.revision = record, revision
@@ -261,17 +248,9 @@ class Replica:
     def _open_stream(self, now: int, *, source: str = "", adopt: bool = False) -> Effects:
         assert self.record is not None
         self._streams = max(self._streams + 1, now)  # not used before, in no life of this node
+        source, epoch = source or self.record.coordinator, self.record.epoch
         self.follower = Follower(
-            self.node,
-            uuid=self.uuid,
-            source=source or self.record.coordinator,
-            epoch=self.record.epoch,
-            stream=self._streams,
-            log=self.log,
-            committed=self.committed,
-            options=self.options,
-            now=now,
-            adopt=adopt,
+            self, source=source, epoch=epoch, stream=self._streams, now=now, adopt=adopt
         )
         return [OpenStream(self.follower.source, self.follower.follow())]
 
@@ -305,8 +284,7 @@ class Replica:
         return self._open_again(now) + self._proceed(now)
 
     def on_stream_lost(self, stream: int, now: int, *, gone: bool = False) -> None:
-        """The connection under a stream broke; another is opened at the next tick. `gone`: nobody
-        listens there any more, so there is no need to wait for the silence to last."""
+        """The connection under a stream broke; another is opened at the next tick."""
         if self.follower is not None:
             self.follower.on_stream_lost(stream, now, gone=gone)
 
@@ -328,7 +306,6 @@ class Replica:
     def _from_follower(self, effects: Effects) -> Effects:
         follower = self.follower
         assert follower is not None
-        self.committed = max(self.committed, follower.committed)
         if follower.state is FollowerState.CLOSED:
             self._become(Role.HALTED)
             self.follower = None
@@ -345,8 +322,8 @@ class Replica:
     def _on_own_promise(self, now: int) -> Effects:
         assert self.record is not None
         self._votes.ends[self.node] = self.log.end
-        fence = Fence(self.node, self.epoch)
-        return [*(Send(node, fence) for node in self._other_voters()), *self._with_promises(now)]
+        fence, others = Fence(self.node, self.epoch), self.record.voters_but(self.node)
+        return [*(Send(node, fence) for node in others), *self._with_promises(now)]
 
     def on_fenced(self, reply: Fenced, now: int) -> Effects:
         if self.role is not Role.FENCING or self.record is None:
@@ -388,15 +365,7 @@ class Replica:
         assert self.record is not None
         self._become(Role.ENTERING)
         self._nomination.reset()
-        self.coordinator = Coordinator(
-            self.node,
-            uuid=self.uuid,
-            record=self.record,
-            revision=self.revision,
-            log=self.log,
-            committed=self.committed,
-            options=self.options,
-        )
+        self.coordinator = Coordinator(self, record=self.record, revision=self.revision)
         return [*self._close_stream(), AppendBarrier(self.epoch)]
 
     def _try_again(self, now: int) -> Effects:
@@ -415,10 +384,8 @@ class Replica:
 
     def on_staged(self, batch: Batch) -> None:
         """The coordinator appended a batch of its own."""
-        if self.coordinator is None:
-            raise RuntimeError("a replica that does not coordinate appended")
-        if batch.epoch != self.coordinator.epoch:
-            raise RuntimeError(f"a batch of epoch {batch.epoch} in epoch {self.coordinator.epoch}")
+        if self.coordinator is None or batch.epoch != self.coordinator.epoch:
+            raise RuntimeError(f"a batch of epoch {batch.epoch}, which is not coordinated here")
         if batch.first != self.log.last + 1:
             raise RuntimeError(f"a batch at {batch.first} does not follow {self.log.last}")
         if batch.first == self.coordinator.sequence_barrier:  # a run of our epoch begins
@@ -463,16 +430,9 @@ class Replica:
             return self.coordinator.on_follow(follow, now)
         lends = not self._busy and self.health is not LogHealth.FAULTY
         if follow.adopt and follow.epoch == self.promise.asked == self.promised and lends:
-            lent = self._lent_to(follow.node)
-            if lent is not None and lent.opened_by(follow):
-                return []  # a copy that the network made
-            reply = answer(
-                follow, self.log, epoch=follow.epoch, node=self.node, committed=self.committed
-            )
-            self._lending = None
-            if not reply.reseed:
-                self._lending = StreamSender(follow, matched=reply.matched, now=now)
-            return [Send(follow.node, reply)]
+            if self._lent is None or self._lent.epoch != follow.epoch:
+                self._lent = LogStreams(self, follow.epoch)
+            return self._lent.on_follow(follow, now)
         taking = follow.epoch == self.epoch and self.role in (Role.FENCING, Role.ADOPTING)
         refusal = Followed(
             self.node, self.epoch, follow.stream, 0, self.committed, refused=True, waiting=taking
@@ -480,42 +440,31 @@ class Replica:
         return [Send(follow.node, refusal)]
 
     def on_ack(self, ack: Ack, now: int) -> Effects:
-        lent = self._lent_to(ack.node)
-        if lent is not None and lent.stream == ack.stream:
-            if lent.fits(ack):
-                lent.on_ack(ack, now)
-            else:
-                self._lending = None
-            return []
         if self.coordinator is None:
+            if self._outgoing is not None:
+                self._outgoing.take_ack(ack, now)
             return []
         if ack.promised > self.epoch:
             return self._step_down()
         return self._from_coordinator(self.coordinator.on_ack(ack, now))
 
-    def _lent_to(self, node: str) -> StreamSender | None:
-        """The stream of the taker that we have promised its epoch, and nobody a later one."""
-        lending = self._lending
-        if lending is None or lending.node != node or lending.epoch != self.promise.asked:
-            return None
-        return lending
+    @property
+    def _outgoing(self) -> LogStreams | None:
+        """Our streams to those who follow us, or to the taker that we have promised its epoch, and
+        nobody a later one."""
+        if self.coordinator is not None:
+            return self.coordinator
+        lent = self._lent
+        return lent if lent is not None and lent.epoch == self.promise.asked else None
 
     def on_follower_lost(self, node: str, stream: int) -> None:
-        if self.coordinator is not None:
-            self.coordinator.on_follower_lost(node, stream)
-        lent = self._lent_to(node)
-        if lent is not None and lent.stream == stream:
-            self._lending = None
+        if self._outgoing is not None:
+            self._outgoing.on_follower_lost(node, stream)
 
     def may_send(self, node: str) -> SendWindow | None:
-        """What may be sent to `node` now; batches that are staged count, synced or not."""
-        if self.coordinator is not None:
-            return self.coordinator.may_send(node)
-        lent = self._lent_to(node)
-        return lent.window(self.log, through=self.log.durable) if lent else None
+        return self._outgoing.may_send(node) if self._outgoing is not None else None
 
     def append_to(self, node: str) -> Append:
-        """The head of the slice that goes to `node` next."""
         sender = self._sender_to(node)
         assert sender is not None
         return sender.append(self.node, committed=self.committed)
@@ -528,12 +477,9 @@ class Replica:
         return [Warn(node, what) for what in warnings if self.coordinator is not None]
 
     def _sender_to(self, node: str) -> StreamSender | None:
-        if self.coordinator is not None:
-            return self.coordinator.senders.get(node)
-        return self._lent_to(node)
+        return self._outgoing.senders.get(node) if self._outgoing is not None else None
 
     def on_change_lost(self) -> None:
-        """A `ChangeRecord` did not happen."""
         if self.coordinator is not None:
             self.coordinator.on_change_lost()
 
@@ -546,12 +492,11 @@ class Replica:
             Send(node, sender.append(self.node, committed=self.committed, resigned=True))
             for node, sender in self.coordinator.senders.items()
         ]
-        self._resigned_ms = now
+        self._nomination.on_resigned(now)
         return last_words + self._step_down()
 
     def _from_coordinator(self, effects: Effects) -> Effects:
         assert self.coordinator is not None
-        self.committed = max(self.committed, self.coordinator.sequence_committed)
         if self.coordinator.serving and self.role is Role.ENTERING:
             self._become(Role.SERVING)
         return effects
@@ -610,47 +555,25 @@ class Replica:
         return [Send(probe.node, Probed(self.node, probe.epoch, silent))]
 
     def on_probed(self, reply: Probed, now: int) -> Effects:
-        if not self.lost(now):
+        if self.record is None or not self.lost(now):
             return []
         self._nomination.on_probed(reply.node, epoch=reply.epoch, silent=reply.silent)
-        return self._take_if_agreed()
+        return self._nomination.take(self.record)
 
     def _nominate(self, now: int) -> Effects:
         assert self.record is not None
         effects = self._open_if_broken(now)  # it may just have been restarted
-        if self._resigned_ms is not None and now - self._resigned_ms <= self.options.silence_ms:
-            return effects  # we wanted another to have it
-        # Who lost the epoch goes to the end of the queue; a node that lost its own does not.
-        lost = "" if self.record.coordinator == self.node else self.record.coordinator
-        order = candidates(self.record, self._alive, policy=self.policy, lost=lost)
-        if self.health is not LogHealth.SOUND:
-            order.sort(key=lambda node: node == self.node)  # whoever else can should be first
         if self.health is LogHealth.FAULTY or self.barred or not self.counts:
             return effects
-        if not self._nomination.due(order, now):
-            return effects
-        self._nomination.ask(self.epoch, now)
-        probe = Probe(self.node, self.epoch)
-        effects += [Send(node, probe) for node in self._other_voters()]
-        return effects + self._take_if_agreed()
-
-    def _take_if_agreed(self) -> Effects:
-        record = self.record
-        if record is None or self.coordinator is not None or self.role is Role.FENCING:
-            return []
-        if not self._nomination.agreed(record):
-            return []
-        self._nomination.taken()
-        return [TakeEpoch()]
+        damaged = self.health is not LogHealth.SOUND  # whoever else can should be first
+        return effects + self._nomination.on_lost(self.record, self._alive, now, last=damaged)
 
     def validate(self) -> None:
-        """Raise AssertionError unless every invariant holds."""
         self.log.validate()
         role, promised, coordinator = self.role, self.promise.kept, self.coordinator
         assert promised <= self.promise.asked
         assert self.committed <= self.log.last or role is Role.IDLE
-        coordinating = role is Role.SERVING or role is Role.ENTERING
-        assert coordinating == (coordinator is not None)
+        assert (role in (Role.SERVING, Role.ENTERING)) == (coordinator is not None)
         if coordinator is not None:
             assert promised == coordinator.epoch
             coordinator.validate()

@@ -27,9 +27,8 @@ from enum import Enum
 
 from penstock.replication import rules
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.effects import Effects, Persist
-from penstock.replication.messages import Fence, Fenced
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Effects, Fence, Fenced, Persist, Probe, Send, TakeEpoch
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.rules import End
 
 
@@ -76,7 +75,7 @@ def candidates(
     record: PartitionRecord, alive: Mapping[str, int], *, policy: Policy, lost: str
 ) -> list[str]:
     """Who may coordinate next, best first. `alive` gives each node's age as a revision."""
-    order = [n for n in dict.fromkeys(record.voters + record.joint) if n in alive and n != lost]
+    order = [node for node in record.voters_but(lost) if node in alive]
     if policy is Policy.OLDEST:
         order.sort(key=lambda node: (alive[node], node))
     return order
@@ -85,8 +84,11 @@ def candidates(
 class Nomination:
     """One replica's attempt to become coordinator, from the first doubt to asking for an epoch."""
 
-    def __init__(self, node: str, options: ReplicationOptions) -> None:
-        self._node, self._options = node, options
+    def __init__(
+        self, node: str, options: ReplicationOptions, policy: Policy = Policy.BALANCED
+    ) -> None:
+        self._node, self._options, self._policy = node, options, policy
+        self._resigned_ms: int | None = None  # when we gave an epoch up that nobody has taken yet
         self._lost_ms: int | None = None  # since when the coordinator has been lost to us
         self._asked_ms: int | None = None  # when the others were probed last
         self._epoch = 0  # that they were probed about
@@ -97,6 +99,29 @@ class Nomination:
         """There is a coordinator again."""
         self._lost_ms = self._asked_ms = None
         self._agree.clear()
+
+    def on_resigned(self, now: int) -> None:
+        """We gave the epoch up: for a while it is for the others to take the next."""
+        self._resigned_ms = now
+
+    def on_lost(
+        self, record: PartitionRecord, alive: Mapping[str, int], now: int, *, last: bool
+    ) -> Effects:
+        """The coordinator is lost: ask the others if it is our turn. Ours is the `last` if another
+        log is better."""
+        silence_ms = self._options.silence_ms
+        if self._resigned_ms is not None and now - self._resigned_ms <= silence_ms:
+            return []
+        # Who lost the epoch is no candidate for the next; a node that lost its own is.
+        lost = "" if record.coordinator == self._node else record.coordinator
+        order = candidates(record, alive, policy=self._policy, lost=lost)
+        if last:
+            order.sort(key=lambda node: node == self._node)
+        if not self.due(order, now):
+            return []
+        self.ask(record.epoch, now)
+        probe = Probe(self._node, record.epoch)
+        return [*(Send(n, probe) for n in record.voters_but(self._node)), *self.take(record)]
 
     def due(self, order: list[str], now: int) -> bool:
         """The coordinator is lost; whether it is our turn to ask the others."""
@@ -124,13 +149,13 @@ class Nomination:
         if self._asked_ms is not None and epoch == self._epoch and silent:
             self._agree.add(node)
 
-    def agreed(self, record: PartitionRecord) -> bool:
-        return self._asked_ms is not None and record.majority(self._agree)
-
-    def taken(self) -> None:
-        """The epoch is being asked for: do not ask twice for one agreement."""
+    def take(self, record: PartitionRecord) -> Effects:
+        """Ask for the epoch if a majority has agreed, once for each agreement."""
+        if self._asked_ms is None or not record.majority(self._agree):
+            return []
         self._agree.clear()
         self._taking = True
+        return [TakeEpoch()]
 
 
 class Votes:

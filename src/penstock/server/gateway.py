@@ -19,10 +19,9 @@ from penstock.server.subscriptions import CallerSubscriptions
 
 
 class Gateway:
-    """Both listeners. `ports` are known once it has started.
-
-    Within a node, `budget` and `doorway` are the node's: they count what callers make it hold, and
-    the callers themselves. A gateway in a process of its own makes its own ones."""
+    """Both listeners. `ports` are known once it has started. Within a node, `budget` and `doorway`
+    are the node's: they count what callers make it hold, and the callers themselves. A gateway in a
+    process of its own makes its own ones."""
 
     def __init__(
         self,
@@ -64,7 +63,6 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Take nothing new, finish what is in progress, close the connections."""
         if self._grpc:
             await self._grpc.stop()
         if self._http:

@@ -1,8 +1,17 @@
-"""`penstock serve`: one node with its native listener and its gateway, until it is told to stop."""
+"""`penstock serve`: one node with its native listener and its gateway, until it is told to stop.
+
+The process keeps its memory small. An attack, or an honest burst, makes a node hold a lot for a
+moment. Python frees it, and glibc keeps most of that for itself: small objects that live on lie
+between the freed ones, and only the end of its heap goes back to the system. So buffers of a
+megabyte and more get memory of their own, and what is free inside the heap is given back now and
+then. Other C libraries have none of these functions, and need none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import os
 import signal
 import ssl
@@ -10,7 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -27,9 +36,7 @@ from penstock.node.lifecycle import join_cluster, running_engine
 from penstock.node.observe.logs import get_logger
 from penstock.node.session.session import Session, listen, port_of
 from penstock.node.storage.room import raise_open_files_max
-from penstock.server.embedded import connect_within
-from penstock.server.process_memory import give_memory_back, settle_memory
-from penstock.server.sink_writer import open_writer
+from penstock.server.embedded import connect_within, open_writer
 
 if TYPE_CHECKING:
     from penstock.server.gateway import Gateway
@@ -66,7 +73,6 @@ async def serve(config: Config, on_ready: Callable[[dict[str, int]], None]) -> N
 
 
 def stop_signal() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -135,7 +141,6 @@ async def _listen(
 
 
 def load_gateway() -> type[Gateway]:
-    """The gateway, whose packages come with an extra."""
     try:
         from penstock.server.gateway import Gateway
     except ModuleNotFoundError as error:
@@ -156,7 +161,6 @@ async def _until_stopped(engine: Engine, stop: asyncio.Event) -> None:
 
 
 def _announce(config: Config, ports: dict[str, int]) -> None:
-    """Say that the node serves: in the log, and to whoever waits for it."""
     log.info("ready", host=config.host, **ports)
     line = msgspec.json.encode({"host": config.host, **ports, "pid": os.getpid()}) + b"\n"
     if config.ready_file is not None:
@@ -166,3 +170,52 @@ def _announce(config: Config, ports: dict[str, int]) -> None:
     if config.ready_fd is not None:
         os.write(config.ready_fd, line)
         os.close(config.ready_fd)
+
+
+GC_THRESHOLD: Final = 20_000  # new objects between two looks at them
+# Of glibc's malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX.
+MALLOC_OPTIONS: Final = ((-3, 1 << 20), (-1, 16 << 20), (-8, 2))
+LOOK_S: Final = 0.5
+FREED_BYTES: Final = 16 << 20  # since it was given back last, from which it is worth the time
+_library: Final = ctypes.CDLL(None)
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` tells, of which `fordblks` is the bytes that are free."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def settle_memory() -> None:
+    """Let the collector forget what was imported, and look at new objects less often: hardly any
+    of a message's are part of a cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+    mallopt = getattr(_library, "mallopt", None)
+    if mallopt is not None:
+        for option, value in MALLOC_OPTIONS:
+            mallopt(option, value)
+
+
+async def give_memory_back() -> None:
+    """Return what has become free in the heap to the system, until cancelled. Memory that was given
+    back still counts as free, so it is the growth that tells. It is done in a thread, which holds
+    neither the loop nor Python's lock meanwhile."""
+    info, trim = getattr(_library, "mallinfo2", None), getattr(_library, "malloc_trim", None)
+    if info is None or trim is None:
+        return
+    info.restype = _MallocInfo
+    least = info().fordblks
+    while True:
+        await asyncio.sleep(LOOK_S)
+        free = info().fordblks
+        if free - least > FREED_BYTES:
+            await asyncio.to_thread(trim, 0)
+            least = info().fordblks
+        else:
+            least = min(least, free)

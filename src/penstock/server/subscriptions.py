@@ -27,7 +27,7 @@ from penstock.errors import InvalidArgument, NotFound
 from penstock.model.delta import Op
 from penstock.node.door.budget import Account, Held
 from penstock.propagation.flow.route import DeltaRoute
-from penstock.server import arguments as ask
+from penstock.server import vocabulary as say
 from penstock.server.pool import Pool
 
 PIECE_ROWS: Final = 50  # that are decoded and written in one step of the loop
@@ -46,7 +46,7 @@ class CallerSubscriptions:
 
     @asynccontextmanager
     async def open(
-        self, api_key: str | None, request: ask.SubscribeCall
+        self, api_key: str | None, request: say.SubscribeCall
     ) -> AsyncIterator[DeltaSubscription]:
         """The batches that a caller asks for, in causal order; each is done when the next is
         taken."""
@@ -105,7 +105,7 @@ async def pieces(
         at = end
 
 
-def _what(request: ask.SubscribeCall) -> What:
+def _what(request: say.SubscribeCall) -> What:
     return What(
         namespace=request.namespace,
         vector_id=request.vector_id,
@@ -137,8 +137,8 @@ class Positions:
         topic, _, places = (text or "").rpartition("@")
         pairs = dict(part.partition(":")[::2] for part in places.split(",") if part)
         try:
-            self.topic = msgspec.convert(topic or "0", ask.Sequence, strict=False)  # 0: not said
-            self.reached = msgspec.convert(pairs, dict[ask.Sequence, ask.Sequence], strict=False)
+            self.topic = msgspec.convert(topic or "0", say.Sequence, strict=False)  # 0: not said
+            self.reached = msgspec.convert(pairs, dict[say.Sequence, say.Sequence], strict=False)
         except msgspec.ValidationError as error:
             raise InvalidArgument(
                 "positions are a topic's id, and partitions with sequences, as 7@0:120,1:96",
@@ -146,7 +146,7 @@ class Positions:
             ) from error
 
     @staticmethod
-    async def of(request: ask.SubscribeCall, following: DeltaSubscription) -> Positions:
+    async def of(request: say.SubscribeCall, following: DeltaSubscription) -> Positions:
         """Once it is known where everything begins. Of a partition that the caller has a position
         of it is, whether or not somebody serves it now."""
         found = Positions(request.positions)

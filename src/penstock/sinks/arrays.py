@@ -39,7 +39,6 @@ def ids(values: NDArray[np.uint8], *, valid: NDArray[np.bool_] | None = None) ->
 
 
 def sixteen(pairs: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Rows of two numbers as the sixteen bytes they are."""
     return np.ascontiguousarray(pairs).view(np.uint8).reshape(len(pairs), 16)
 
 
@@ -50,11 +49,7 @@ def names(pairs: NDArray[np.uint64]) -> pa.Array:
 
 
 def ragged(
-    offsets: NDArray[Any],
-    blob: Any,
-    kind: pa.DataType,
-    *,
-    empty_is_null: bool = False,
+    offsets: NDArray[Any], blob: Any, kind: pa.DataType, *, empty_is_null: bool = False
 ) -> pa.Array:
     """A column of strings or bytes from offsets into a blob, which is not copied."""
     narrow = np.ascontiguousarray(offsets, np.int32)

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from redis.exceptions import NoScriptError, RedisError
 
 from penstock.errors import Corruption, InvalidArgument, Unavailable
-from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import dimensions_of
+from penstock.model.columns import Binary
+from penstock.sinks.protocol import Feed, Work, binary
+from penstock.sinks.schema import dimensions_of, scanned_rows
 
 HEADER: Final = np.dtype(
     [
@@ -106,9 +107,7 @@ class CacheSink:
         self.close()
         try:
             client = redis.Redis.from_url(
-                self.url,
-                socket_timeout=self._timeout_s,
-                socket_connect_timeout=self._timeout_s,
+                self.url, socket_timeout=self._timeout_s, socket_connect_timeout=self._timeout_s
             )
         except ValueError as error:
             raise InvalidArgument(f"url: {error}", field="url") from error
@@ -166,19 +165,18 @@ class CacheSink:
         if client is not None:
             client.close()
 
-    # --- many keys at a time ---
-
     def _put(self, states: pa.Table, *, ttl_ms: int) -> None:
         keys = self._key_column(states)
-        values, metadata, ends = encode(states, deleted=ttl_ms > 0)
+        values, metadata = encode(states, deleted=ttl_ms > 0)
         size = values.shape[1]
-        flat, extra = values.reshape(-1).data, metadata.data
+        flat, ends = values.reshape(-1).data, metadata.offsets.tolist()
         calls = []
         for first in range(0, len(keys), KEYS_PER_CALL):
             last = min(first + KEYS_PER_CALL, len(keys))
             some = keys[first:last]
             rows = flat[first * size : last * size]
-            calls.append((len(some), *some, rows, extra[ends[first] : ends[last]], ttl_ms))
+            extra = metadata.blob[ends[first] : ends[last]]
+            calls.append((len(some), *some, rows, extra, ttl_ms))
         for first in range(0, len(calls), CALLS_PER_TRIP):
             self._call(calls[first : first + CALLS_PER_TRIP])
 
@@ -215,19 +213,13 @@ class CacheSink:
                 return
 
 
-def encode(
-    states: pa.Table, *, deleted: bool
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], list[int]]:
-    """Values as rows of bytes without their metadata; that, one behind the other; its offsets."""
+def encode(states: pa.Table, *, deleted: bool) -> tuple[NDArray[np.uint8], Binary]:
+    """Values as rows of bytes without their metadata, and that."""
     count = len(states)
-    vectors = states["vector"].combine_chunks()
     dimensions = 0 if deleted else dimensions_of(states)
-    metadata = states["metadata"].combine_chunks()
-    sizes = np.zeros(count, np.int64)
-    if not deleted and metadata.null_count < count:
-        sizes = pc.fill_null(pc.binary_length(metadata), 0).to_numpy().astype(np.int64)
-    ends = np.zeros(count + 1, np.int64)
-    np.cumsum(sizes, out=ends[1:])
+    held = pa.nulls(count, pa.binary()) if deleted else states["metadata"].combine_chunks()
+    metadata = binary(held)
+    sizes = np.diff(metadata.offsets)
     rows = np.zeros((count, HEADER.itemsize + 4 * dimensions), np.uint8)
     header = rows[:, : HEADER.itemsize].view(HEADER).reshape(count)
     header["revision"] = states["revision"].to_numpy()
@@ -236,8 +228,9 @@ def encode(
     header["dimensions"] = dimensions
     header["flags"] = DELETED if deleted else HAS_METADATA * (sizes > 0)
     if not deleted:
-        rows[:, HEADER.itemsize :] = vectors.flatten().to_numpy().reshape(count, -1).view(np.uint8)
-    return rows, _blob(metadata, int(ends[-1])), ends.tolist()
+        flat = states["vector"].combine_chunks().flatten().to_numpy()
+        rows[:, HEADER.itemsize :] = flat.reshape(count, -1).view(np.uint8)
+    return rows, metadata
 
 
 def decode(value: bytes | None) -> CachedVector | None:
@@ -270,38 +263,19 @@ def redis_errors(url: str) -> Iterator[None]:
         raise Unavailable(f"the cache at {where} cannot be used: {error}") from error
 
 
-def _blob(metadata: pa.BinaryArray, size: int) -> NDArray[np.uint8]:
-    """The bytes of a binary column one behind the other; nulls have none."""
-    if not size:
-        return np.zeros(0, np.uint8)
-    _, offsets, data = metadata.buffers()
-    start = int(np.frombuffer(offsets, np.int32)[metadata.offset])
-    return np.frombuffer(data, np.uint8)[start : start + size]
-
-
 def _batches(
     keys: list[bytes], values: Sequence[bytes | None], skip: int
 ) -> Iterator[pa.RecordBatch]:
-    """What was read, as STATES columns; one batch per dimension."""
-    found: dict[int, list[tuple[str, str, CachedVector, bytes | None]]] = {}
+    found: dict[int, list[tuple[str, str, NDArray[np.float32], bytes | None, int]]] = {}
     for key, value in zip(keys, values, strict=True):
         vector = decode(value)
         if vector is None or value is None:
             continue
         namespace, vector_id = key[skip:].decode().split(":", 1)
         packed = value[HEADER.itemsize + vector.values.nbytes :] or None
-        row = (_unescaped(namespace), vector_id, vector, packed)
+        row = (_unescaped(namespace), vector_id, vector.values, packed, vector.revision)
         found.setdefault(len(vector.values), []).append(row)
-    for dimensions, rows in found.items():
-        flat = np.concatenate([row[2].values for row in rows])
-        columns = {
-            "namespace": pa.array([row[0] for row in rows], pa.utf8()),
-            "vector_id": pa.array([row[1] for row in rows], pa.utf8()),
-            "vector": pa.FixedSizeListArray.from_arrays(pa.array(flat), dimensions),
-            "metadata": pa.array([row[3] for row in rows], pa.binary()),
-            "revision": pa.array([row[2].revision for row in rows], pa.int64()),
-        }
-        yield pa.RecordBatch.from_pydict(columns)
+    yield from map(scanned_rows, found.values())
 
 
 def _escaped(namespace: str) -> str:

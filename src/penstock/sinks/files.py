@@ -41,7 +41,6 @@ class NewFiles:
         self._seen = self._walk()
 
     def sync(self) -> None:
-        """Sync them, and the folders that have got a new entry."""
         seen = self._walk()
         fresh: list[Path] = []
         changed: set[Path] = set()

@@ -22,7 +22,7 @@ import random
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
@@ -107,21 +107,6 @@ RATE_S: Final = 10.0  # rows per second are those of so many last seconds, or of
 TEXT_MAX: Final = 500  # of an error's message
 
 
-@dataclass(frozen=True, kw_only=True)
-class SinkFailure:
-    """The last thing that went wrong."""
-
-    message: str
-    time_ms: int
-
-    @classmethod
-    def of(cls, error: BaseException, *, time_ms: int) -> SinkFailure:
-        text = f"{type(error).__name__}: {error}"
-        return cls(
-            message=text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}…", time_ms=time_ms
-        )
-
-
 @dataclass(kw_only=True)
 class SinkMeter:
     rows: int = 0  # given to the sink and taken
@@ -132,7 +117,7 @@ class SinkMeter:
     dead_letters: int = 0  # messages written to the DLQ topic for them
     opens: int = 0  # times the breaker opened
     write_s: float = 0.0  # spent in writes that succeeded
-    last_error: SinkFailure | None = None
+    last_error: dict[str, Any] | None = None  # message and time_ms
     busy_since: float | None = None  # monotonic; a call of the sink is under way since then
     freshness: Freshness = field(default_factory=Freshness)
     _began: float | None = None  # when the first write began
@@ -149,7 +134,9 @@ class SinkMeter:
 
     def failed(self, error: BaseException, *, time_ms: int) -> None:
         self.failures += 1
-        self.last_error = SinkFailure.of(error, time_ms=time_ms)
+        text = f"{type(error).__name__}: {error}"
+        shown = text if len(text) <= TEXT_MAX else f"{text[:TEXT_MAX]}…"
+        self.last_error = {"message": shown, "time_ms": time_ms}
 
     def rows_per_s(self, *, now: float) -> float:
         seconds = RATE_S if self._began is None else min(RATE_S, max(1.0, now - self._began))
@@ -163,7 +150,7 @@ class SinkMeter:
 DOUBLINGS_MAX: Final = 30
 
 
-class BreakerState(Enum):
+class BreakerState(StrEnum):
     CLOSED = "closed"  # try
     OPEN = "open"  # do not try
     HALF_OPEN = "half_open"  # try once, and see
@@ -192,37 +179,34 @@ class Retry:
             if not getattr(options, field_) >= least:
                 raise InvalidArgument(f"{field_} must be positive", field=field_, limit=least)
         self._options = options
-        self._state = BreakerState.CLOSED
+        self.breaker_state = BreakerState.CLOSED
         self._open_until = 0.0  # of the latest opening
         self._not_before = 0.0
         self.failures = 0  # in a row
 
-    @property
-    def breaker_state(self) -> str:
-        state: str = self._state.value
-        return state
-
     def delay_s(self, *, now: float) -> float:
         """How long to wait before the next try; 0: try."""
         wait_s = self._not_before - now
-        if self._state is BreakerState.OPEN:
+        if self.breaker_state is BreakerState.OPEN:
             if now >= self._open_until:
-                self._state = BreakerState.HALF_OPEN
+                self.breaker_state = BreakerState.HALF_OPEN
             else:
                 wait_s = max(wait_s, self._open_until - now)
         return max(wait_s, 0.0)
 
     def succeeded(self) -> None:
-        self._state, self.failures, self._not_before = BreakerState.CLOSED, 0, 0.0
+        self.breaker_state, self.failures, self._not_before = BreakerState.CLOSED, 0, 0.0
 
     def failed(self, *, now: float) -> bool:
         """Count a failure; True if it opened the breaker."""
         self.delay_s(now=now)  # a probe may have been due without anyone asking
         self.failures += 1
-        few = self._state is BreakerState.CLOSED and self.failures < self._options.breaker_failures
-        opens = self._state is not BreakerState.OPEN and not few
+        many = self.failures >= self._options.breaker_failures
+        closed = self.breaker_state is BreakerState.CLOSED
+        opens = many if closed else self.breaker_state is BreakerState.HALF_OPEN
         if opens:
-            self._state, self._open_until = BreakerState.OPEN, now + self._options.breaker_open_s
+            self.breaker_state = BreakerState.OPEN
+            self._open_until = now + self._options.breaker_open_s
         doublings = min(self.failures - 1, DOUBLINGS_MAX)
         ceiling = min(self._options.backoff_s_base * 2**doublings, self._options.backoff_s_cap)
         self._not_before = now + random.uniform(0.0, ceiling)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -26,19 +26,12 @@ import pyarrow as pa
 from lancedb.index import IvfPq
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, NotFound, SinkRejected, Unavailable
+from penstock.errors import InvalidArgument, NotFound, Unavailable
+from penstock.sinks import neighbours
 from penstock.sinks.files import NewFiles, local_path
-from penstock.sinks.neighbours import (
-    Metric,
-    Neighbour,
-    check_metric,
-    checked_query,
-    finite_rows,
-    unpacked,
-    values_of,
-)
+from penstock.sinks.neighbours import Neighbour
 from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import SCANNED, dimensions_of, newest, vector_keys
+from penstock.sinks.schema import SCANNED, dimensions_of, vector_keys
 
 REFINE: Final = 10  # an approximate answer is chosen among so many times more candidates
 _FOUND: Final = ["namespace", "vector_id", "metadata", "revision", "_distance"]
@@ -47,8 +40,6 @@ _PREFIX: Final = "vectors_"
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedVector:
-    """A vector as the index has it."""
-
     namespace: str
     vector_id: str
     values: NDArray[np.float32]
@@ -63,9 +54,7 @@ class Index:
         self.path = path
         with lance_errors(path):
             self.database = lancedb.connect(
-                path,
-                read_consistency_interval=timedelta(0),
-                storage_options=storage_options,
+                path, read_consistency_interval=timedelta(0), storage_options=storage_options
             )
         self._tables: dict[int, Any] = {}
 
@@ -75,12 +64,12 @@ class Index:
         k: int = 10,
         *,
         namespace: str | None = None,
-        metric: Metric = "cosine",
+        metric: neighbours.Metric = "cosine",
         exact: bool = False,
     ) -> list[Neighbour]:
         """The `k` nearest vectors. Approximate where the index has been trained for `metric`,
         unless `exact`; a table too small to be worth training is always searched exactly."""
-        query = checked_query(vector, k, metric)
+        query = neighbours.checked_query(vector, k, metric)
         table = self.table(len(query))
         where = "deleted = false"
         if namespace is not None:
@@ -94,11 +83,9 @@ class Index:
             rows = asked.select(_FOUND).limit(k).to_arrow().to_pylist()
         return [
             Neighbour(
-                namespace=row["namespace"],
-                vector_id=row["vector_id"],
-                distance=row["_distance"],
-                revision=row["revision"],
-                metadata=unpacked(row["metadata"]),
+                distance=row.pop("_distance"),
+                metadata=neighbours.unpacked(row.pop("metadata")),
+                **row,
             )
             for row in rows
         ]
@@ -111,17 +98,12 @@ class Index:
                 asked = self.table(dimensions).search().where(f"key = {key} AND deleted = false")
                 rows = asked.select(SCANNED).limit(1).to_arrow().to_pylist()
             for row in rows:
-                return IndexedVector(
-                    namespace=namespace,
-                    vector_id=vector_id,
-                    values=np.array(row["vector"], np.float32),
-                    revision=row["revision"],
-                    metadata=unpacked(row["metadata"]),
-                )
+                values = np.array(row.pop("vector"), np.float32)
+                metadata = neighbours.unpacked(row.pop("metadata"))
+                return IndexedVector(values=values, metadata=metadata, **row)
         return None
 
     def count(self) -> int:
-        """How many vectors it has."""
         with lance_errors(self.path):
             return sum(
                 int(self.table(found).count_rows("deleted = false")) for found in self.dimensions()
@@ -174,7 +156,6 @@ def trained_metric(table: Any) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """A text as SQL writes it."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -202,7 +183,7 @@ class _OpenTable:
     files: NewFiles | None
     writes: int = 0
     rows: int = 0
-    metric: str | None = field(default=None)  # what it was trained for
+    metric: str | None = None  # what it was trained for
 
 
 class IndexSink:
@@ -222,7 +203,7 @@ class IndexSink:
         storage_options: dict[str, str] | None = None,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
-        check_metric(metric)
+        neighbours.check_metric(metric)
         if tidy_every < 1:
             raise InvalidArgument("tidy_every must be at least 1", field="tidy_every", limit=1)
         if train_rows and train_rows < TRAIN_ROWS_MIN:
@@ -255,8 +236,9 @@ class IndexSink:
         states = work.states
         if states is None or not len(states):
             return
-        rows, rejected = index_rows(states)
-        if len(rows):
+        states, rejected = neighbours.searchable(states)
+        if len(states):
+            rows = index_rows(states)
             held = self._held(dimensions_of(states))
             with lance_errors(self.path):
                 _merge(held.table, rows)
@@ -266,10 +248,7 @@ class IndexSink:
                 self._tidy(held)
             if held.files is not None:
                 held.files.sync()
-        if len(rejected):
-            raise SinkRejected(
-                "a component is not finite: no distance to it can be told", rows=rejected.tolist()
-            )
+        neighbours.refuse(rejected)
 
     def cursor(self) -> int | None:
         return None
@@ -296,8 +275,6 @@ class IndexSink:
             self._tidy(held)
             if held.files is not None:
                 held.files.sync()
-
-    # --- tables ---
 
     def _held(self, dimensions: int) -> _OpenTable:
         if dimensions not in self._open:
@@ -356,24 +333,17 @@ def table_schema(dimensions: int) -> pa.Schema:
     )
 
 
-def index_rows(states: pa.Table) -> tuple[pa.Table, NDArray[np.int64]]:
-    """The rows to merge, each vector once, and the numbers of those that cannot be."""
-    states = states.combine_chunks()
+def index_rows(states: pa.Table) -> pa.Table:
     dimensions = dimensions_of(states)
-    keys = vector_keys(states)
-    deleted = states["deleted"].to_numpy()
-    values, finite = values_of(states["vector"]), finite_rows(states)
-    chosen = newest(keys, states["revision"].to_numpy()) & finite
     vectors = pa.FixedSizeListArray.from_arrays(
-        pa.array(values.reshape(-1)), dimensions, mask=pa.array(deleted)
+        pa.array(neighbours.values_of(states["vector"]).reshape(-1)),
+        dimensions,
+        mask=pa.array(states["deleted"].to_numpy()),
     )
     schema = table_schema(dimensions)
     columns = {name: states[name] for name in schema.names if name != "key"}
-    columns |= {"key": keys, "vector": vectors}
-    rows = pa.table([columns[name] for name in schema.names], schema=schema)
-    if not chosen.all():
-        rows = rows.filter(pa.array(chosen))
-    return rows, np.flatnonzero(~finite)
+    columns |= {"key": vector_keys(states), "vector": vectors}
+    return pa.table([columns[name] for name in schema.names], schema=schema)
 
 
 def _merge(table: Any, rows: pa.Table) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import pyarrow as pa
@@ -76,29 +76,25 @@ class LakeSink:
         self.name, self.path, self.pipeline = name, path.rstrip("/"), pipeline
         self.retention_hours = retention_hours  # of files that compaction replaced; None: a week
         storage = None if storage_options is None else dict(storage_options)
-        self.history, self.vectors = (
-            LakeTable(f"{self.path}/{part}", schema, storage=storage, compression=compression)
+        self.history, self.vectors = self._tables = tuple(
+            LakeTable(self.path, part, schema, storage=storage, compression=compression)
             for part, schema in (("history", HISTORY), ("vectors", VECTORS))
         )
         self._positions: dict[tuple[str, int], int] = {}
 
     def open(self) -> None:
-        for table in (self.history, self.vectors):
+        for table in self._tables:
             table.open()
         self._positions = _positions(self.history)
 
     def write(self, work: Work) -> None:
         if work.states is not None and len(work.states):
-            self._append(self.vectors, "vectors", vectors_of(work.states), work)
+            self._append(self.vectors, vectors_of(work.states), work)
         if work.deltas is not None and len(work.deltas):
-            rows = work.deltas.select(HISTORY.names).cast(HISTORY)
-            self._append(self.history, "history", rows, work)
+            self._append(self.history, work.deltas.select(HISTORY.names).cast(HISTORY), work)
 
     def cursor(self) -> int | None:
-        held = [
-            table.version(f"{self.pipeline}/{part}")
-            for table, part in ((self.history, "history"), (self.vectors, "vectors"))
-        ]
+        held = [table.version(self.pipeline) for table in self._tables]
         known = [version for version in held if version is not None]
         return min(known) if len(known) == len(held) else None
 
@@ -108,37 +104,34 @@ class LakeSink:
 
     def reset(self) -> None:
         """Empty both tables; their past versions stay readable until they are vacuumed."""
-        for table, part in ((self.history, "history"), (self.vectors, "vectors")):
+        for table in self._tables:
             table.table.update_incremental()
             nothing = pa.RecordBatchReader.from_batches(table.schema, [])
-            table.replace(nothing, forget=f"{self.pipeline}/{part}")
+            table.replace(nothing, forget=self.pipeline)
         self._positions = {}
 
     def close(self) -> None:
-        for table in (self.history, self.vectors):
+        for table in self._tables:
             table.close()
 
     def compact(self) -> dict[str, Any]:
         """Thin `vectors` out, merge small files, delete old ones. Appends may go on meanwhile."""
-        table = self.vectors.table
-        table.update_incremental()
+        self.vectors.table.update_incremental()
         chosen = winners(self.vectors.batches(_JUDGED))
         if len(chosen) and not chosen.all():
             rows = chosen_rows(self.vectors.batches(VECTORS.names), chosen)
             self.vectors.replace(pa.RecordBatchReader.from_batches(VECTORS, _cast(rows)))
         found: dict[str, Any] = {
-            part: lake.tidy(retention_hours=self.retention_hours)
-            for part, lake in (("history", self.history), ("vectors", self.vectors))
+            table.part: table.tidy(retention_hours=self.retention_hours) for table in self._tables
         }
         found["vectors"] |= {"rows_before": len(chosen), "rows": int(chosen.sum())}
         return found
 
-    def _append(self, table: LakeTable, part: str, rows: pa.Table, work: Work) -> None:
-        application = f"{work.pipeline}/{part}"
-        held = table.version(application)
+    def _append(self, table: LakeTable, rows: pa.Table, work: Work) -> None:
+        held = table.version(work.pipeline)
         if held is not None and work.last <= held:
             return
-        spans = _spans(rows) if part == "history" else {}
+        spans = _spans(rows) if table is self.history else {}
         # Another process may have written some of it: of that only the table itself knows.
         overlaps = bool(spans) and held is not None and work.first <= held
         if overlaps or any(
@@ -146,7 +139,7 @@ class LakeSink:
         ):
             rows = self._unwritten(rows)
         if len(rows):
-            table.append(rows, application=application, trigger=work.last)
+            table.append(rows, pipeline=work.pipeline, trigger=work.last)
         for place, (_, high) in spans.items():
             self._positions[place] = max(high, self._positions.get(place, -1))
 
@@ -227,12 +220,15 @@ STATISTICS: Final = "topic,partition,namespace,sequence,position,ordinal,log_tim
 
 
 class LakeTable:
+    """One of the lake's two tables. The application that a pipeline is to it is `pipeline/part`."""
+
     def __init__(
-        self, uri: str, schema: pa.Schema, *, storage: dict[str, str] | None, compression: str
-    ) -> None:
-        self.uri, self.schema = uri, schema
+        self, lake: str, part: str, schema: pa.Schema, *, storage: dict[str, str] | None,
+        compression: str,
+    ) -> None:  # fmt: skip
+        self.part, self.uri, self.schema = part, f"{lake}/{part}", schema
         self._storage = storage
-        self._local = local_path(uri)
+        self._local = local_path(self.uri)
         self._properties = WriterProperties(
             compression=compression.upper(),  # type: ignore[arg-type]
             default_column_properties=_PLAIN,
@@ -262,44 +258,36 @@ class LakeTable:
     def close(self) -> None:
         self._table = None
 
-    def version(self, application: str) -> int | None:
+    def version(self, pipeline: str) -> int | None:
         with delta_errors(self.uri):
             self.table.update_incremental()
-            held = self.table.transaction_version(application)
+            held = self.table.transaction_version(f"{pipeline}/{self.part}")
         return None if held == NOTHING else held
 
-    def append(self, rows: pa.Table, *, application: str, trigger: int) -> None:
+    def append(self, rows: pa.Table, *, pipeline: str, trigger: int) -> None:
         """Append in one commit that says the table now holds everything up to `trigger`."""
-        done = CommitProperties(app_transactions=[Transaction(application, trigger)])
-        with delta_errors(self.uri):
-            write_deltalake(
-                self.table,
-                rows,
-                mode="append",
-                writer_properties=self._properties,
-                commit_properties=done,
-            )
-        self._sync(self.table.version())
+        self._write(rows, "append", {pipeline: trigger})
 
     def replace(self, rows: pa.RecordBatchReader, *, forget: str | None = None) -> None:
-        """Put `rows` in the place of the files this handle knows.
+        """Put `rows` in the place of the files this handle knows. Files that somebody appended
+        meanwhile stay. So do the triggers' numbers, but for that of the pipeline to `forget`."""
+        self._write(rows, "overwrite", {} if forget is None else {forget: NOTHING})
 
-        Files that somebody appended meanwhile stay. So do the triggers' numbers, but for that of
-        the application to `forget`.
-        """
-        anew = [] if forget is None else [Transaction(forget, NOTHING)]
+    def _write(
+        self, rows: Any, mode: Literal["append", "overwrite"], triggers: dict[str, int]
+    ) -> None:
+        held = [Transaction(f"{name}/{self.part}", number) for name, number in triggers.items()]
         with delta_errors(self.uri):
             write_deltalake(
                 self.table,
                 rows,
-                mode="overwrite",
+                mode=mode,
                 writer_properties=self._properties,
-                commit_properties=CommitProperties(app_transactions=anew),
+                commit_properties=CommitProperties(app_transactions=held),
             )
         self._sync(self.table.version())
 
     def tidy(self, *, retention_hours: int | None) -> dict[str, Any]:
-        """Merge small files and delete those nobody refers to any more."""
         with delta_errors(self.uri):
             merged = self.table.optimize.compact(writer_properties=self._properties)
             enforced = retention_hours is None or retention_hours >= 168
@@ -332,11 +320,8 @@ class LakeTable:
 def read(
     table: DeltaTable, columns: list[str] | None, *, where: Any = None
 ) -> Iterator[pa.RecordBatch]:
-    """A table's rows, file by file.
-
-    Files on this machine are read without Delta's own file system: its reads call back into Python
-    from threads that may outlive the interpreter.
-    """
+    """A table's rows, file by file. Files on this machine are read without Delta's own file system:
+    its reads call back into Python from threads that may outlive the interpreter."""
     local = local_path(table.table_uri)
     files = None if local is None else SubTreeFileSystem(str(local), LocalFileSystem())
     dataset = table.to_pyarrow_dataset(filesystem=files)

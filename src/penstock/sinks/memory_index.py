@@ -19,17 +19,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from usearch.index import Index as Graph
 
-from penstock.errors import NotFound, SinkRejected
-from penstock.sinks.neighbours import (
-    Neighbour,
-    check_metric,
-    checked_query,
-    finite_rows,
-    unpacked,
-    values_of,
-)
+from penstock.errors import NotFound
+from penstock.sinks import neighbours
+from penstock.sinks.neighbours import Neighbour
 from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import dimensions_of, newest, vector_keys
+from penstock.sinks.schema import dimensions_of, scanned_rows
 
 _METRICS: Final = {"cosine": "cos", "l2": "l2sq", "dot": "ip"}
 _SCAN_ROWS: Final = 1000
@@ -45,7 +39,7 @@ class MemoryIndexSink:
     def __init__(
         self, name: str, *, metric: str = "cosine", connectivity: int = 16, effort: int = 64
     ) -> None:
-        check_metric(metric)
+        neighbours.check_metric(metric)
         self.name, self.metric = name, metric
         self._connectivity, self._effort = connectivity, effort
         self._lock = threading.Lock()
@@ -69,16 +63,10 @@ class MemoryIndexSink:
         states = work.states
         if states is None or not len(states):
             return
-        states = states.combine_chunks()
-        finite = finite_rows(states)
-        chosen = newest(vector_keys(states), states["revision"].to_numpy()) & finite
+        states, rejected = neighbours.searchable(states)
         with self._lock:
-            self._merge(states.filter(pa.array(chosen)) if not chosen.all() else states)
-        if not finite.all():
-            raise SinkRejected(
-                "a component is not finite: no distance to it can be told",
-                rows=np.flatnonzero(~finite).tolist(),
-            )
+            self._merge(states)
+        neighbours.refuse(rejected)
 
     def forget(self, partition: int) -> None:
         """Another node indexes this partition now. Searches go on between two handfuls."""
@@ -103,8 +91,6 @@ class MemoryIndexSink:
     def close(self) -> None:
         """It goes on holding what it holds, for who searches."""
 
-    # --- asking ---
-
     def search(
         self,
         vector: Sequence[float] | NDArray[np.floating[Any]],
@@ -115,7 +101,7 @@ class MemoryIndexSink:
     ) -> list[Neighbour]:
         """The `k` nearest vectors by the sink's metric; approximate, as HNSW is. Those of other
         partitions than these, which it may be about to forget, are left out."""
-        query = checked_query(vector, k, self.metric)
+        query = neighbours.checked_query(vector, k, self.metric)
         with self._lock:
             graphs = [
                 graph
@@ -136,7 +122,7 @@ class MemoryIndexSink:
     # --- inside; the lock is held ---
 
     def _merge(self, states: pa.Table) -> None:
-        dimensions, values = dimensions_of(states), values_of(states["vector"])
+        dimensions, values = dimensions_of(states), neighbours.values_of(states["vector"])
         added: dict[str, tuple[list[int], list[int]]] = {}  # namespace: keys, rows
         columns = (states[name].to_pylist() for name in ("namespace", "vector_id", "revision"))
         deleted, metadata = states["deleted"].to_pylist(), states["metadata"].to_pylist()
@@ -157,11 +143,7 @@ class MemoryIndexSink:
             self._graph(namespace, dimensions).add(np.array(keys, np.uint64), values[rows])
 
     def _nearest(
-        self,
-        graph: Graph,
-        query: NDArray[np.float32],
-        k: int,
-        partitions: Collection[int] | None,
+        self, graph: Graph, query: NDArray[np.float32], k: int, partitions: Collection[int] | None
     ) -> list[tuple[float, int]]:
         """Distances and keys. Others than those of the partitions may stand nearer: then it looks
         farther."""
@@ -212,22 +194,15 @@ class MemoryIndexSink:
             vector_id=vector_id,
             distance=distance,
             revision=self._revisions[key],
-            metadata=unpacked(self._metadata[key]),
+            metadata=neighbours.unpacked(self._metadata[key]),
         )
 
     def _rows(self, keys: list[int], dimensions: int) -> pa.RecordBatch:
+        rows = []
         with self._lock:
-            names = [self._names[key] for key in keys]
-            vectors = [self._graphs[self._names[key][0], dimensions].get(key) for key in keys]
-            revisions = [self._revisions[key] for key in keys]
-            metadata = [self._metadata[key] for key in keys]
-        kind = pa.list_(pa.float32(), dimensions)
-        return pa.record_batch(
-            {
-                "namespace": pa.array([name[0] for name in names], pa.utf8()),
-                "vector_id": pa.array([name[1] for name in names], pa.utf8()),
-                "vector": pa.array([np.asarray(v).reshape(-1).tolist() for v in vectors], kind),
-                "metadata": pa.array(metadata, pa.binary()),
-                "revision": pa.array(revisions, pa.int64()),
-            }
-        )
+            for key in keys:
+                namespace, vector_id = self._names[key]
+                values = np.asarray(self._graphs[namespace, dimensions].get(key)).reshape(-1)
+                held = self._metadata[key], self._revisions[key]
+                rows.append((namespace, vector_id, values, *held))
+        return scanned_rows(rows)

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, SinkRejected
 from penstock.model.delta import DIMENSIONS_MAX
+from penstock.sinks.schema import newest, vector_keys
 
 Metric = Literal["cosine", "l2", "dot"]
 METRICS: Final = get_args(Metric)
@@ -70,8 +71,19 @@ def values_of(column: pa.ChunkedArray) -> NDArray[np.float32]:
     return flat.reshape(len(chunk), chunk.type.list_size)
 
 
-def finite_rows(states: pa.Table) -> NDArray[np.bool_]:
-    """Rows whose distance to others can be told; deleted ones have none to tell."""
-    values = values_of(states["vector"])
-    deleted: NDArray[np.bool_] = states["deleted"].to_numpy()
-    return np.asarray(np.isfinite(values.sum(axis=1, dtype=np.float64)) | deleted)
+def searchable(states: pa.Table) -> tuple[pa.Table, list[int]]:
+    """The newest state of each vector, and the numbers of the rows whose distance to others cannot
+    be told; deleted ones have none to tell."""
+    states = states.combine_chunks()
+    total = values_of(states["vector"]).sum(axis=1, dtype=np.float64)
+    finite = np.isfinite(total) | states["deleted"].to_numpy()
+    chosen = newest(vector_keys(states), states["revision"].to_numpy()) & finite
+    if not chosen.all():
+        states = states.filter(pa.array(chosen))
+    return states, np.flatnonzero(~finite).tolist()
+
+
+def refuse(rows: list[int]) -> None:
+    """Report rows that no index can take, after the others were written."""
+    if rows:
+        raise SinkRejected("a component is not finite: no distance to it can be told", rows=rows)

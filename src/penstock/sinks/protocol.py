@@ -1,4 +1,4 @@
-"""What a sink is, and the ports that sinks are handed.
+"""What a sink is, the ports that sinks are handed, and how one is made of a `[[sink]]` table.
 
 The pipeline numbers its triggers 0, 1, 2 … and hands each sink their changes as `Work`. It keeps a
 durable cursor per sink and moves it after `write` returned; so after a crash a sink sees the last
@@ -13,19 +13,39 @@ work again, perhaps cut differently. The rules that make its effect happen once:
   offered again later.
 
 One thread calls a sink's methods; they block.
+
+Messages on their way to a topic are `Items`: columns in, requests out, each with its producer keys
+inside. A message's key is (producer, epoch, sequence), and it must lead to the same partition every
+time it is sent, for that is where it is recognised.
+
+A sink's options are the keyword parameters of its class; their annotations say what they take.
+Three parameters are filled in here: `name`, `pipeline` (the numbering of triggers that the sink
+will see), and `writer`, for a sink that writes to topics: then the table may also say which node
+(`url`, `api_key` or `api_key_file`, `ca`); without, it is the pipeline's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Flag, auto
-from typing import Protocol, runtime_checkable
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, Protocol, cast, get_type_hints, runtime_checkable
 
+import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.errors import InvalidArgument
+from penstock.model.columns import RUNS_MAX, Binary, Buffer
+from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ
+from penstock.model.ids import partitions_of_deltas
+from penstock.model.topic import TopicConfig, TopicKind
 from penstock.propagation.fold.releases import ReleasedRows
 
 
@@ -84,10 +104,8 @@ class Sink(Protocol):
         ...
 
     def scan(self) -> Iterator[pa.RecordBatch]:
-        """Its living vectors, each once: namespace, vector_id, vector, metadata, revision.
-
-        A sink that keeps no state raises `Unsupported`.
-        """
+        """Its living vectors, each once: namespace, vector_id, vector, metadata, revision. A sink
+        that keeps no state raises `Unsupported`."""
         ...
 
     def reset(self) -> None:
@@ -111,24 +129,13 @@ class Items:
         return len(self.sequences)
 
     def take(self, rows: NDArray[np.int64]) -> Items:
-        chosen = pa.array(rows)
-        return Items(
-            sequences=self.sequences[rows],
-            payloads=self.payloads.take(chosen),
-            priorities=None if self.priorities is None else self.priorities[rows],
-            keys=None if self.keys is None else self.keys.take(chosen),
-            headers=None if self.headers is None else self.headers.take(chosen),
-        )
+        return self._each(lambda column: column.take(rows))
 
     def slice(self, start: int, end: int) -> Items:
-        count = end - start
-        return Items(
-            sequences=self.sequences[start:end],
-            payloads=self.payloads.slice(start, count),
-            priorities=None if self.priorities is None else self.priorities[start:end],
-            keys=None if self.keys is None else self.keys.slice(start, count),
-            headers=None if self.headers is None else self.headers.slice(start, count),
-        )
+        return self._each(lambda column: column[start:end])
+
+    def _each(self, cut: Callable[[Any], Any]) -> Items:
+        return replace(self, **{n: cut(one) for n, one in vars(self).items() if one is not None})
 
 
 @runtime_checkable
@@ -157,3 +164,192 @@ class TopicWriter(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+REQUEST_BYTES: Final = 4 << 20  # small enough that several are under way, large enough to be few
+Part = tuple[int, int, Buffer]  # partition, entries, ENQ body
+
+
+def requests(
+    items: Items, targets: NDArray[np.int64], *, producer: str, epoch: int
+) -> Iterator[list[Part]]:
+    gathered: list[Part] = []
+    entries = size = 0
+    for part in _parts(items, targets, producer=producer.encode(), epoch=epoch):
+        if gathered and (
+            size + len(part[2]) > REQUEST_BYTES or entries + part[1] > BATCH_ENTRIES_MAX
+        ):
+            yield gathered
+            gathered, entries, size = [], 0, 0
+        gathered.append(part)
+        entries += part[1]
+        size += len(part[2])
+    if gathered:
+        yield gathered
+
+
+def _parts(
+    items: Items, targets: NDArray[np.int64], *, producer: bytes, epoch: int
+) -> Iterator[Part]:
+    found = np.unique(targets)
+    for target in found.tolist():
+        own = items if len(found) == 1 else items.take(np.flatnonzero(targets == target))
+        for piece in _pieces(own):
+            yield target, len(piece), _body(piece, producer=producer, epoch=epoch)
+
+
+def _pieces(items: Items) -> Iterator[Items]:
+    ends = binary(items.payloads).offsets
+    breaks = np.cumsum(np.concatenate(([0], np.diff(items.sequences) != 1)))
+    start = 0
+    while start < len(items):
+        end = min(start + BATCH_ENTRIES_MAX, len(items))
+        fits = int(np.searchsorted(ends, ends[start] + REQUEST_BYTES, "right")) - 1
+        runs = int(np.searchsorted(breaks, breaks[start] + RUNS_MAX, "left"))
+        end = max(start + 1, min(end, fits, runs))
+        yield items.slice(start, end)
+        start = end
+
+
+def _body(items: Items, *, producer: bytes, epoch: int) -> bytes:
+    starts = np.flatnonzero(np.concatenate(([True], np.diff(items.sequences) != 1)))
+    runs = len(starts)
+    columns: dict[str, Any] = {
+        "payload": binary(items.payloads),
+        "priority": items.priorities,
+        "key": None if items.keys is None else binary(items.keys),
+        "headers": None if items.headers is None else binary(items.headers),
+        "run_count": np.diff(np.append(starts, len(items))),
+        "run_epoch": np.full(runs, epoch, np.uint64),
+        "run_sequence": items.sequences[starts],
+        "run_producer": [producer] * runs,
+    }
+    return ENQ.encode(len(items), columns, runs=runs)
+
+
+def binary(array: pa.Array) -> Binary:
+    """An Arrow column as the log lays it out, without a copy of its bytes; null becomes empty."""
+    if array.null_count:
+        array = pc.fill_null(array, b"")
+    _, offsets, blob = array.buffers()
+    ends = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
+    low, high = int(ends[0]), int(ends[-1])
+    data = memoryview(b"") if blob is None else memoryview(blob)[low:high]
+    return Binary(ends - np.int32(low), data)
+
+
+def item_requests(
+    items: Items, config: TopicConfig, *, producer: str, epoch: int, partition: int
+) -> Iterator[list[Part]]:
+    """What a sink appends to a topic, as `TopicWriter` says where it goes, in requests."""
+    if config.kind is TopicKind.DELTA:
+        targets = delta_targets(items.payloads, config.partitions)
+    else:
+        targets = np.full(len(items), partition % config.partitions, np.int64)
+    return requests(items, targets, producer=producer, epoch=epoch)
+
+
+def delta_targets(payloads: pa.BinaryArray, partitions: int) -> NDArray[np.int64]:
+    return partitions_of_deltas(binary(payloads).tolist(), partitions)
+
+
+KINDS: Final = {
+    "lake": "penstock.sinks.lake:LakeSink",
+    "index": "penstock.sinks.index:IndexSink",
+    "memory": "penstock.sinks.memory_index:MemoryIndexSink",
+    "cache": "penstock.sinks.cache:CacheSink",
+    "remote": "penstock.sinks.topics:RemoteSink",
+    "notify": "penstock.sinks.topics:NotifySink",
+}
+GROUP: Final = "penstock.sinks"  # of entry points
+_GIVEN: Final = frozenset({"self", "name", "pipeline", "writer", "now_ms"})
+_NODE: Final = ("url", "api_key", "api_key_file", "ca")
+
+
+class OpenWriter(Protocol):
+    """Reaches a node for a sink that writes to topics; `url` None is the pipeline's node."""
+
+    def __call__(self, *, url: str | None, api_key: str | None, ca: str | None) -> TopicWriter: ...
+
+
+def build_sink(table: Mapping[str, Any], *, pipeline: str, open_writer: OpenWriter) -> Sink:
+    """The sink that `table` describes, not yet opened. Raises `InvalidArgument`."""
+    options = dict(table)
+    kind = options.pop("kind", None)
+    if not isinstance(kind, str) or not kind:
+        raise InvalidArgument("a sink needs a kind", field="kind", limit=sorted(KINDS))
+    name = options.pop("name", kind)
+    make = sink_class(kind)
+    parameters = inspect.signature(make).parameters
+    given: dict[str, Any] = {}
+    if "writer" in parameters:
+        node = {option: options.pop(option, None) for option in _NODE}
+        given["writer"] = _writer(node, open_writer)
+    if "pipeline" in parameters:
+        given["pipeline"] = pipeline
+    sink = make(name, **_checked(make, parameters, options, kind=kind), **given)
+    return cast(Sink, sink)
+
+
+def sink_class(kind: str) -> Any:
+    """The class behind a kind: built in, an entry point, or `module:Class`."""
+    target = KINDS.get(kind)
+    if target is None:
+        found = entry_points(group=GROUP, name=kind)
+        target = next(iter(found)).value if found else kind
+    module, _, attribute = target.partition(":")
+    if not attribute:
+        raise InvalidArgument(
+            f"no sink is called {kind}: use one of {sorted(KINDS)}, or module:Class",
+            field="kind",
+            limit=sorted(KINDS),
+        )
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        extra = f" (install penstock[{kind}])" if kind in KINDS else ""
+        raise InvalidArgument(
+            f"the sink {kind} cannot be loaded: {error}{extra}", field="kind"
+        ) from error
+
+
+def _checked(
+    make: Any, parameters: Mapping[str, inspect.Parameter], options: dict[str, Any], *, kind: str
+) -> dict[str, Any]:
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return options
+    hints = get_type_hints(make.__init__)
+    known = parameters.keys() - _GIVEN
+    for name in options:
+        if name not in known:
+            raise InvalidArgument(
+                f"a {kind} sink has no option {name}, but {sorted(known)}",
+                field=name,
+                limit=sorted(known),
+            )
+    for name in known - options.keys():
+        if parameters[name].default is inspect.Parameter.empty:
+            raise InvalidArgument(f"a {kind} sink needs {name}", field=name)
+    return {name: _converted(name, value, hints.get(name, Any)) for name, value in options.items()}
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"{name}: {error}", field=name) from error
+
+
+def _writer(node: dict[str, Any], open_writer: OpenWriter) -> TopicWriter:
+    texts = {name: _converted(name, value, str | None) for name, value in node.items()}
+    if texts["api_key"] is not None and texts["api_key_file"] is not None:
+        raise InvalidArgument("give api_key or api_key_file, not both", field="api_key_file")
+    key = texts["api_key"]
+    if texts["api_key_file"] is not None:
+        try:
+            key = Path(texts["api_key_file"]).read_text("utf-8").strip()
+        except OSError as error:
+            raise InvalidArgument(
+                f"cannot read {texts['api_key_file']}: {error.strerror}", field="api_key_file"
+            ) from error
+    return open_writer(url=texts["url"], api_key=key, ca=texts["ca"])

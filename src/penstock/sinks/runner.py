@@ -27,8 +27,8 @@ from structlog.stdlib import BoundLogger
 
 from penstock.errors import SinkRejected
 from penstock.sinks.health import Patience, Retry, SinkMeter
-from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Sink, Work
+from penstock.sinks.topics import LetterBox
 
 HANG_S: Final = 60.0  # a call that takes longer is shown as hanging
 LOOK_S: Final = 1.0  # the longest pause without a look whether to stop

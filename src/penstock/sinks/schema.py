@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
-from penstock.model.delta_batch import DeltaBatch
+from penstock.model.delta_batch import DeltaBatch, blank
 from penstock.propagation.fold.merge import VectorStates
 from penstock.sinks import arrays
 
@@ -64,6 +64,21 @@ DELTAS: Final = pa.schema(
 )
 
 SCANNED: Final = ["namespace", "vector_id", "vector", "metadata", "revision"]  # of `Sink.scan`
+
+
+def scanned_rows(
+    rows: Iterable[tuple[str, str, NDArray[np.float32], bytes | None, int]],
+) -> pa.RecordBatch:
+    """Rows of SCANNED whose vectors have the same number of dimensions; there must be one."""
+    namespaces, vector_ids, vectors, metadata, revisions = zip(*rows, strict=True)
+    columns = [
+        pa.array(namespaces, pa.utf8()),
+        pa.array(vector_ids, pa.utf8()),
+        arrays.vectors(np.stack(vectors)),
+        pa.array(metadata, pa.binary()),
+        pa.array(revisions, pa.int64()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=SCANNED)
 
 
 def states_schema(dimensions: int) -> pa.Schema:
@@ -112,10 +127,7 @@ def deltas_table(
 ) -> pa.Table:
     """DELTAS rows of what one log partition released, in the order of release."""
     count = len(batch)
-    fixed, blob = batch.fixed, np.frombuffer(batch.blob, np.uint8)
-    namespaces_at = batch.names_at
-    vector_ids_at = namespaces_at + fixed["namespace_bytes"]
-    metadata_at = vector_ids_at + fixed["vector_id_bytes"]
+    namespaces, vector_ids, metadata = _texts(batch)
     offsets, indices, values = batch.components()
     columns = {
         "topic": arrays.same(topic, count, pa.utf8()),
@@ -125,24 +137,16 @@ def deltas_table(
         "ordinal": arrays.fixed(ordinals, pa.int64()),
         "delta_id": arrays.ids(arrays.sixteen(batch.delta_id)),
         "parent": arrays.ids(arrays.sixteen(batch.parent), valid=(batch.parent != 0).any(axis=1)),
-        "namespace": arrays.ragged(
-            *arrays.sliced(blob, namespaces_at, fixed["namespace_bytes"]), pa.utf8()
-        ),
-        "vector_id": arrays.ragged(
-            *arrays.sliced(blob, vector_ids_at, fixed["vector_id_bytes"]), pa.utf8()
-        ),
+        "namespace": arrays.ragged(*namespaces, pa.utf8()),
+        "vector_id": arrays.ragged(*vector_ids, pa.utf8()),
         "op": arrays.fixed(batch.op, pa.int8()),
         "origin": arrays.names(batch.origin),
         "time": arrays.fixed(batch.time, pa.int64()),
         "clock": clock_column(*batch.clocks()),
         "indices": arrays.lists(offsets, indices, pa.uint16()),
         "values": arrays.lists(offsets, values, pa.float32()),
-        "metadata": arrays.ragged(
-            *arrays.sliced(blob, metadata_at, fixed["metadata_bytes"]),
-            pa.binary(),
-            empty_is_null=True,
-        ),
-        "headers": _optional(batch.headers, count),
+        "metadata": arrays.ragged(*metadata, pa.binary(), empty_is_null=True),
+        "headers": _column(batch.headers or blank(count), pa.binary(), empty_is_null=True),
         "priority": arrays.fixed(batch.priority, pa.int8()),
         "source": arrays.fixed(batch.source, pa.int8()),
         "log_time_ms": arrays.fixed(batch.log_times_ms, pa.int64()),
@@ -151,6 +155,14 @@ def deltas_table(
         else pa.nulls(count, pa.binary()),
     }
     return pa.table([columns[name] for name in DELTAS.names], schema=DELTAS)
+
+
+def _texts(batch: DeltaBatch) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    """Namespaces, vector ids and metadata, which lie one behind the other in each payload."""
+    blob, at = np.frombuffer(batch.blob, np.uint8), batch.names_at
+    for name in ("namespace_bytes", "vector_id_bytes", "metadata_bytes"):
+        yield arrays.sliced(blob, at, batch.fixed[name])
+        at = at + batch.fixed[name]
 
 
 def clock_column(
@@ -185,12 +197,6 @@ def clock_column(
 
 def _column(values: Binary, kind: pa.DataType, *, empty_is_null: bool = False) -> pa.Array:
     return arrays.ragged(values.offsets, values.blob, kind, empty_is_null=empty_is_null)
-
-
-def _optional(values: Binary | None, count: int) -> pa.Array:
-    if values is None:
-        return pa.nulls(count, pa.binary())
-    return _column(values, pa.binary(), empty_is_null=True)
 
 
 # --- the newest of several states of a vector ---

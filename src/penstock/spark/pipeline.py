@@ -1,13 +1,10 @@
 """A running pipeline: Spark folds the log into triggers, sinks follow the triggers.
 
-    node ──► source (ranges) ──► stage (fold) ──► commit (manifest) ──► delivery ──► sinks
-                  ▲                                    │
-                  └──────── rate.json ◄────────────────┘
+    node ──► ranges ──► fold (tasks) ──► manifest ──► delivery ──► sinks
 
-Two halves that meet in the change log alone. The query ends with the manifest; a sink that lags or
+Two halves that meet in the change log alone. The fold ends with the manifest; a sink that lags or
 fails is not its business, until so much is undelivered that reading pauses. Whatever kills this
-process, the next `run` goes on with the trigger that was under way: Spark's checkpoint has its
-ranges, and folding them again gives what it gave, or would have given.
+process, the next `run`, here or on another machine, goes on from the newest manifest.
 
     with Pipeline(settings) as pipeline:      # starts it
         …                                     # and stops it, once its sinks have caught up
@@ -21,27 +18,19 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import msgspec
-
-from penstock.errors import FailedPrecondition
+from penstock.errors import FailedPrecondition, WrongEpoch
 from penstock.node.observe.logs import get_logger
-from penstock.spark.attachment import attach, feed_of, letter_box, node_of
-from penstock.spark.delivery.delivery import PipelineDelivery
-from penstock.spark.fold.changes import ChangeLog
+from penstock.spark.delivery.delivery import PipelineDelivery, attach, feed_of, letter_box, node_of
+from penstock.spark.fold.driver import FoldDriver
 from penstock.spark.fold.partition_step import FoldPlan
-from penstock.spark.fold.query import FoldQuery, slot_candidates
-from penstock.spark.fold.state_folder import StateFolder
-from penstock.spark.session import spark_session
+from penstock.spark.fold.state import ChangeLog, DriverClaim, claim_identity, heads_for
+from penstock.spark.session import await_executors, spark_session
 from penstock.spark.settings import PipelineSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = get_logger(__name__)
-# Spark gives a task any worker process. With as many tasks as cores, partitions change workers
-# every other trigger, and each time their state is made anew. Half as many leave a core to the
-# node, the JVM and the sinks besides.
-CORES_PER_TASK: Final = 2
 STOP_S: Final = 60.0  # for a trigger under way, and for a sink's write under way
 DRAIN_S_MAX: Final = 7 * 24 * 3600.0  # of a run that ends by itself: until its sinks have it all
 
@@ -91,9 +80,11 @@ class Pipeline:
         self._watcher.start()
 
     def request_stop(self) -> None:
-        """Ask for a stop and return at once; asked again, the sinks are not waited for."""
+        """Ask for a stop and return at once; asked again, neither the trigger under way nor the
+        sinks are waited for."""
         if self._wanted.is_set():
             self._drain_s = 0.0
+            self.ingest.cancel()
         self._wanted.set()
 
     def stop(self) -> dict[str, Any]:
@@ -124,43 +115,32 @@ class Pipeline:
 
     def _build(self) -> None:
         settings = self.settings
-        folder = StateFolder(settings.state)
-        self._open.callback(folder.close)
-        node = node_of(settings)
+        claim = DriverClaim(settings.store)
+        self._open.callback(claim.close)
+        node, store = node_of(settings), settings.store.open()
         access = node.access()
         configs = [access.delta_config(topic) for topic in settings.topics]
-        identity = folder.identity(
-            name=settings.name, tasks=settings.tasks or 0, propagation=settings.propagation
-        )
+        identity = claim_identity(store, name=settings.name, propagation=settings.propagation)
         sinks = attach(settings, pipeline=identity.id, node=node)
-        spark = self._spark()
-        partitions = sum(config.partitions for config in configs)
-        if not identity.tasks:
-            cores = spark.sparkContext.defaultParallelism
-            tasks = max(1, min(partitions, cores // CORES_PER_TASK))
-            identity = msgspec.structs.replace(identity, tasks=tasks)
-        slots = partitions + sum(len(topic.slots) for topic in identity.topics.values())
-        candidates = slot_candidates(spark, tasks=identity.tasks, wanted=slots)
-        identity = identity.with_topics(configs, candidates=candidates)
-        folder.save(identity)
-        changes = self._changes(folder)
+        self.changes = ChangeLog(store, claim=claim.number)
+        newest = self.changes.newest()
+        heads = heads_for(configs, {} if newest is None else newest.heads)
         plan = FoldPlan(
             pipeline=identity.id,
             node=node,
-            state=settings.state,
-            dimensions={name: topic.dimensions for name, topic in identity.topics.items()},
+            state=settings.store,
+            claim=claim.number,
+            dimensions={config.name: config.dimensions for config in configs},
             options=identity.propagation,
             snapshot_deltas=settings.snapshot_deltas,
             feed=feed_of(sinks),
         )
-        self.changes = changes
-        self.ingest = FoldQuery(
-            settings, spark=spark, folder=folder, identity=identity, changes=changes, plan=plan
+        self.ingest = FoldDriver(
+            settings, spark=self._spark(), claim=claim, changes=self.changes, heads=heads, plan=plan
         )
         self.delivery = PipelineDelivery(
-            changes,
+            self.changes,
             sinks,
-            folder=settings.state,
             pipeline=identity.id,
             letters=letter_box(node),
             name=settings.name,
@@ -170,7 +150,6 @@ class Pipeline:
         )
 
     def _spark(self) -> SparkSession:
-        """The session that was lent to us, or one that ends with us."""
         if self._session is not None:
             return self._session
         settings = self.settings
@@ -181,32 +160,21 @@ class Pipeline:
             conf=settings.spark,
         )
         self._open.callback(session.stop)
+        await_executors(session, timeout_s=settings.executors_s)
         return session
-
-    def _changes(self, folder: StateFolder) -> ChangeLog:
-        changes = ChangeLog(folder.changes)
-        if changes.last is not None and not any(folder.checkpoint.glob("offsets/*")):
-            raise FailedPrecondition(
-                f"{folder.path} has triggers but Spark's checkpoint is gone: start over with"
-                " another state folder",
-                field="state",
-            )
-        swept = changes.sweep() + folder.snapshots.sweep()
-        if swept:
-            log.info("files of an interrupted trigger removed", files=swept)
-        return changes
 
     # --- its life ---
 
     def _watch(self) -> None:
-        """The pipeline's own thread: looks after the query, then ends everything."""
+        """The pipeline's own thread: folds trigger after trigger, then ends everything."""
         try:
             while not self._wanted.is_set():
                 if not self.ingest.step(undelivered=self.delivery.undelivered_bytes):
                     break
-            self.ingest.stop(timeout_s=STOP_S)
         except BaseException as error:  # noqa: BLE001  handed to whoever waits for the end
             self._failure = error
+            # Whoever has taken over serves the sinks, too.
+            self._drain_s = 0.0 if isinstance(error, WrongEpoch) else self.settings.drain_s
             log.error("pipeline ends", error=str(error))
         try:
             self._open.close()

@@ -16,7 +16,7 @@ are the pipeline's; the rest belongs to the sink, which checks it when it is bui
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +27,22 @@ from penstock.errors import InvalidArgument
 from penstock.model.topic import NAME as TOPIC_NAME
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.health import Patience
+from penstock.spark.store import StoreAddress
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64
 SINKS_MAX: Final = 64
 ROWS_MAX: Final = 1 << 30
+BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "cores": (1, 4096),
+    "tasks": (1, 4096),
+    "trigger_interval_s": (0.0, 3600.0),
+    "target_trigger_s": (0.1, 3600.0),
+    "snapshot_deltas": (1, 1 << 40),
+    "changes_bytes_max": (1 << 20, 1 << 50),
+    "drain_s": (0.0, 24 * 3600.0),
+    "executors_s": (1.0, 24 * 3600.0),
+}
 
 
 class RowsPerTrigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,25 +52,8 @@ class RowsPerTrigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max: int = 2_000_000
     initial: int = 100_000
 
-    def validate(self) -> None:
-        if not 1 <= self.min <= self.max <= ROWS_MAX:
-            raise InvalidArgument(
-                f"rows_per_trigger must have 1 <= min <= max <= {ROWS_MAX},"
-                f" min is {self.min} and max is {self.max}",
-                field="rows_per_trigger.max",
-                limit=ROWS_MAX,
-            )
-        if not self.min <= self.initial <= self.max:
-            raise InvalidArgument(
-                f"rows_per_trigger.initial is {self.initial}, not from {self.min} to {self.max}",
-                field="rows_per_trigger.initial",
-                limit=self.max,
-            )
-
 
 class DeliveryOptions(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How sinks are served: bounds of a write, patience with failures, how often to tell."""
-
     rows_per_write_max: int = 100_000  # a trigger with more goes to an ordered sink whole
     bytes_per_write_max: int = 256 << 20
     rows_together_max: int = 10_000  # so few waiting rows are not worth a write for each lane
@@ -80,23 +74,21 @@ class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     route: tuple[str, ...] = ()  # which deltas it gets; empty: all of them
     options: dict[str, Any] = {}  # the rest of the table, for the sink itself
 
-    @property
-    def table(self) -> dict[str, Any]:
-        return {"kind": self.kind, "name": self.name, **self.options}
-
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     topics: tuple[str, ...]  # delta topics, the most urgent first
-    state: Path  # a folder that driver and executors share
+    state: str  # a folder, or a place in an object store, that driver and executors reach
+    storage: dict[str, str] = {}  # how an object store is reached: credentials, endpoint, region
     url: str = "penstock://127.0.0.1:7440"
     api_key: str | None = None
     api_key_file: Path | None = None
     ca: Path | None = None  # authorities to trust for penstocks://
     master: str | None = None  # of a Spark cluster; None: this machine
     cores: int | None = None  # threads in local mode, spark.cores.max on a cluster
+    executors_s: float = 300.0  # for a cluster to grant an executor
     spark: dict[str, str] = {}  # further settings of the session
-    tasks: int | None = None  # of the fold, fixed at the first run; None: half the cores
+    tasks: int | None = None  # of the fold at a time; None: half the cores
     trigger_interval_s: float = 0.5  # at least this long from one trigger's start to the next
     target_trigger_s: float = 5.0  # the rate is adapted so that a trigger takes less
     rows_per_trigger: RowsPerTrigger = RowsPerTrigger()
@@ -124,97 +116,82 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         tables = fields.pop("sink", [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise InvalidArgument("sink must be a list of tables: [[sink]]", field="sink")
-        settings = _convert(fields, cls)
+        settings = _convert(fields)
         sinks = tuple(_sink(table, place) for place, table in enumerate(tables))
         return msgspec.structs.replace(settings, sinks=sinks).validate()
 
     def validate(self) -> PipelineSettings:
         """Raise `InvalidArgument` that names the first field that will not do, else return self
-        with an absolute state folder: executors have a working directory of their own."""
-        if not NAME.fullmatch(self.name):
-            raise InvalidArgument(
-                f"name must match {NAME.pattern}", field="name", limit=NAME.pattern
-            )
-        self._validate_topics()
+        with an absolute state: executors have a working directory of their own."""
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise InvalidArgument(
                     f"{name} is {value}, must be from {low} to {high}", field=name, limit=high
                 )
-        self.rows_per_trigger.validate()
+        for field, wrong, message, limit in (*self._rules(), *self._sink_rules()):
+            if wrong:
+                raise InvalidArgument(message, field=field, limit=limit)
         self.propagation.validate()
         self.delivery.validate()
-        if self.api_key is not None and self.api_key_file is not None:
-            raise InvalidArgument("give api_key or api_key_file, not both", field="api_key_file")
-        self._validate_sinks()
-        return msgspec.structs.replace(self, state=self.state.absolute())
+        place = self.state if "://" in self.state else str(Path(self.state).absolute())
+        return msgspec.structs.replace(self, state=place.rstrip("/"))
 
-    def _validate_topics(self) -> None:
-        if not 1 <= len(self.topics) <= TOPICS_MAX:
-            raise InvalidArgument(
-                f"topics must name 1 to {TOPICS_MAX} topics", field="topics", limit=TOPICS_MAX
-            )
-        for topic in self.topics:
-            if not TOPIC_NAME.fullmatch(topic):
-                raise InvalidArgument(f"no topic can be called {topic!r}", field="topics")
-        if len(set(self.topics)) != len(self.topics):
-            raise InvalidArgument("topics names one of them twice", field="topics")
+    @property
+    def store(self) -> StoreAddress:
+        return StoreAddress(url=self.state, options=self.storage)
 
-    def _validate_sinks(self) -> None:
-        if len(self.sinks) > SINKS_MAX:
-            raise InvalidArgument(
-                f"{len(self.sinks)} sinks, at most {SINKS_MAX}", field="sink", limit=SINKS_MAX
-            )
-        seen: set[str] = set()
-        for place, sink in enumerate(self.sinks):
-            if not NAME.fullmatch(sink.name):
-                raise InvalidArgument(
-                    f"a sink's name must match {NAME.pattern}, not {sink.name!r}",
-                    field=f"sink[{place}].name",
-                    limit=NAME.pattern,
-                )
-            if sink.name in seen:
-                raise InvalidArgument(
-                    f"two sinks are called {sink.name}: give one of them a name",
-                    field=f"sink[{place}].name",
-                )
-            seen.add(sink.name)
+    def _rules(self) -> Iterator[tuple[str, bool, str, Any]]:
+        """A field, whether it is wrong, why, and its limit."""
+        topics, rows, like = self.topics, self.rows_per_trigger, NAME.pattern
+        yield "name", not NAME.fullmatch(self.name), f"name must match {like}", like
+        wrong = not 1 <= len(topics) <= TOPICS_MAX
+        yield "topics", wrong, f"topics must name 1 to {TOPICS_MAX} topics", TOPICS_MAX
+        for topic in topics:
+            wrong = not TOPIC_NAME.fullmatch(topic)
+            yield "topics", wrong, f"no topic can be called {topic!r}", None
+        yield "topics", len(set(topics)) != len(topics), "topics names one of them twice", None
+        least = f"1 <= min <= max <= {ROWS_MAX}, min is {rows.min} and max is {rows.max}"
+        wrong = not 1 <= rows.min <= rows.max <= ROWS_MAX
+        yield "rows_per_trigger.max", wrong, f"rows_per_trigger must have {least}", ROWS_MAX
+        field, wrong = "rows_per_trigger.initial", not rows.min <= rows.initial <= rows.max
+        told = f"{field} is {rows.initial}, not from {rows.min} to {rows.max}"
+        yield field, wrong, told, rows.max
+        wrong = self.api_key is not None and self.api_key_file is not None
+        yield "api_key_file", wrong, "give api_key or api_key_file, not both", None
 
-
-BOUNDS: Final[dict[str, tuple[float, float]]] = {
-    "cores": (1, 4096),
-    "tasks": (1, 4096),
-    "trigger_interval_s": (0.0, 3600.0),
-    "target_trigger_s": (0.1, 3600.0),
-    "snapshot_deltas": (1, 1 << 40),
-    "changes_bytes_max": (1 << 20, 1 << 50),
-    "drain_s": (0.0, 24 * 3600.0),
-}
+    def _sink_rules(self) -> Iterator[tuple[str, bool, str, Any]]:
+        names = [sink.name for sink in self.sinks]
+        many = f"{len(names)} sinks, at most {SINKS_MAX}"
+        yield "sink", len(names) > SINKS_MAX, many, SINKS_MAX
+        for place, name in enumerate(names):
+            field = f"sink[{place}].name"
+            like = f"a sink's name must match {NAME.pattern}, not {name!r}"
+            yield field, not NAME.fullmatch(name), like, NAME.pattern
+            twice = f"two sinks are called {name}: give one of them a name"
+            yield field, name in names[:place], twice, None
 
 
 def _sink(table: dict[str, Any], place: int) -> SinkSettings:
     options = dict(table)
-    kind = options.pop("kind", None)
-    if not isinstance(kind, str) or not kind:
-        raise InvalidArgument("a sink needs a kind", field=f"sink[{place}].kind")
-    route = options.pop("route", ())
-    routes = (route,) if isinstance(route, str) else tuple(route)
-    if not all(isinstance(one, str) for one in routes):
-        raise InvalidArgument(
-            "a route is a text such as 'namespace=products'", field=f"sink[{place}].route"
-        )
-    name = options.pop("name", None)
+    kind, route, name = (options.pop(key, None) for key in ("kind", "route", "name"))
+    routes = (route,) if isinstance(route, str) else tuple(route or ())
     if name is None:
-        name = kind if NAME.fullmatch(kind) else f"sink-{place}"
-    if not isinstance(name, str):
-        raise InvalidArgument("a sink's name is a text", field=f"sink[{place}].name")
+        name = kind if isinstance(kind, str) and NAME.fullmatch(kind) else f"sink-{place}"
+    like = "a route is a text such as 'namespace=products'"
+    for field, wrong, message in (
+        ("kind", not isinstance(kind, str) or not kind, "a sink needs a kind"),
+        ("route", not all(isinstance(one, str) for one in routes), like),
+        ("name", not isinstance(name, str), "a sink's name is a text"),
+    ):
+        if wrong:
+            raise InvalidArgument(message, field=f"sink[{place}].{field}")
     return SinkSettings(kind=kind, name=name, route=routes, options=options)
 
 
-def _convert(fields: dict[str, Any], kind: type[PipelineSettings]) -> PipelineSettings:
+def _convert(fields: dict[str, Any]) -> PipelineSettings:
     try:
-        return msgspec.convert(fields, kind, dec_hook=decode_path)
+        return msgspec.convert(fields, PipelineSettings, dec_hook=decode_path)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(\w+)`", str(error))
         if unknown:

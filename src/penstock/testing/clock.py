@@ -14,15 +14,15 @@ class AdvancingClock(ManualClock):
     def __init__(self, start_ms: int | None = None) -> None:
         super().__init__(start_ms)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # the one in which the loop runs
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fire timers on `loop` from now on."""
-        self._loop = loop
+        """Fire timers from now on on `loop`, which runs in this thread."""
+        self._loop, self._thread = loop, threading.get_ident()
 
     def advance(self, seconds: float) -> None:
         """Move time on; returns when everything that fell due has been told so."""
-        loop = self._loop
-        if loop is None or loop is _running_loop():
+        if self._loop is None or self._thread == threading.get_ident():
             super().advance(seconds)
             return
         done = threading.Event()
@@ -31,12 +31,5 @@ class AdvancingClock(ManualClock):
             super(AdvancingClock, self).advance(seconds)
             done.set()
 
-        loop.call_soon_threadsafe(move)
+        self._loop.call_soon_threadsafe(move)
         done.wait()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -27,8 +27,7 @@ from penstock.client.network.connection import all_pages
 from penstock.client.network.endpoints import open_connection
 from penstock.errors import PenstockError, Unavailable
 from penstock.testing.etcd import EtcdProcess
-from penstock.testing.process import ServerProcess
-from penstock.testing.program import free_ports
+from penstock.testing.process import ServerProcess, free_ports
 
 READY_S_MAX: Final = 120.0
 POLL_S: Final = 0.05
@@ -65,12 +64,6 @@ class ClusterProcesses:
         node = f"n{number + 1}"
         if zone is None and self._zones:
             zone = self._zones[number % len(self._zones)]
-        off = {"grpc": -1, "http": -1}
-        listeners = ("native", "grpc", "http") if self._gateway else ("native",)
-        taken = {port for other in self.nodes.values() for port in other.ports.values()}
-        taken |= {self.etcd.port, self.etcd.peer_port}
-        free = [port for port in free_ports(len(taken) + len(listeners)) if port not in taken]
-        ports = dict(zip(listeners, free, strict=False))
         arguments = ["--cluster", f"etcd://{self.etcd.endpoint}", "--node-id", node]
         if zone:
             arguments += ["--zone", zone]
@@ -80,21 +73,26 @@ class ClusterProcesses:
         self.nodes[node] = ServerProcess(
             data=self.folder / node,
             options={"cluster.name": self.name, **self._options},
-            ports=off | ports,
+            ports={"grpc": -1, "http": -1} | self._ports(),
             arguments=arguments,
             environment=environment,
         )
         return node
+
+    def _ports(self) -> dict[str, int]:
+        """Of a node's listeners: ports that no other process of the cluster has."""
+        listeners = ("native", "grpc", "http") if self._gateway else ("native",)
+        taken = {port for other in self.nodes.values() for port in other.ports.values()}
+        taken |= {self.etcd.port, self.etcd.peer_port}
+        free = [port for port in free_ports(len(taken) + len(listeners)) if port not in taken]
+        return dict(zip(listeners, free, strict=False))
 
     def _bytecode(self) -> dict[str, str]:
         """Where Python may not keep bytecode beside the source, keep it with the cluster: a node
         that is restarted often would compile everything each time."""
         if not sys.dont_write_bytecode:
             return {}
-        return {
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": str(self.folder / "bytecode"),
-        }
+        return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self.folder / "bytecode")}
 
     # --- where they are ---
 
@@ -151,7 +149,6 @@ class ClusterProcesses:
         await asyncio.to_thread(self.etcd.kill)
 
     async def stop_all(self) -> None:
-        """End everything in order, as for a planned stop."""
         async with asyncio.TaskGroup() as group:
             for name in self.running:
                 group.create_task(self.stop(name))
@@ -189,7 +186,6 @@ class ClusterProcesses:
             await asyncio.sleep(POLL_S)
 
     async def _missing(self) -> str | None:
-        """What is not ready yet, or None."""
         running = set(self.running)
         for name in sorted(running):
             try:
@@ -205,7 +201,6 @@ class ClusterProcesses:
         return None
 
     async def coordinators(self, topic: str) -> list[str]:
-        """The node that coordinates each partition; empty where there is none."""
         found = (await self.status())["partitions"]
         return [part["coordinator"] for part in found if part["topic"] == topic]
 

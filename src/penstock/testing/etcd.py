@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import Unavailable
-from penstock.testing.program import ProgramProcess, free_ports
+from penstock.testing.process import ProgramProcess, free_ports
 
 
 def etcd_program() -> str:
@@ -67,8 +67,7 @@ class EtcdProcess(ProgramProcess):
         ]  # fmt: skip
 
     def answers(self) -> bool:
-        """Whether it is healthy: it has a leader and can commit. A member of several is so once a
-        majority is up."""
+        """Whether it has a leader and can commit; a member of several can once a majority is up."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=2)
         try:
             connection.request("GET", "/health")
@@ -77,10 +76,6 @@ class EtcdProcess(ProgramProcess):
             return False
         finally:
             connection.close()
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""A real `penstock serve` in a process of its own, for tests, demo and benchmark to use and kill.
+"""Servers in processes of their own, for tests, demo and benchmark to use and kill.
 
-The first start takes any free ports; a restart takes the same ones, so that clients find it again.
+A `ServerProcess` is a real `penstock serve`. Its first start takes any free ports; a restart takes
+the same ones, so that clients find it again. A `ProgramProcess` is somebody else's server.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 from penstock.errors import Unavailable
 from penstock.testing import leash
@@ -25,12 +30,129 @@ from penstock.testing import leash
 START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 20.0
 POLL_S: Final = 0.01
+PORTS: Final = range(20_000, 32_000)  # below the ephemeral ones, which any client may be given
+PORT_TRIES: Final = 100
 STDERR_LINES_SHOWN: Final = 12
 LISTENERS: Final = ("native", "grpc", "http")
 
 
+class ChildProcess:
+    """A program in a process that does not outlive ours. It may be started again after it ended."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended; None while it runs, or before its first start."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self.code is None
+
+    def launch(self, command: list[str], **how: Any) -> None:
+        """Start it; `how` is what `Popen` takes."""
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **how)
+        leash.hold(self.pid)
+
+    def pause(self) -> None:
+        """Keep its connections, answer nothing: from when this returns."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+            while self.running and not _is_stopped(self.pid):
+                time.sleep(POLL_S)
+
+    def resume(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal that ends it, by force if it does not; its exit code."""
+        if self._process is None:
+            return 0
+        self._process.send_signal(number)
+        self.resume()  # a paused one would never hear it
+        try:
+            return self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class ProgramProcess(ChildProcess, ABC):
+    """One server with its data and its log in a folder."""
+
+    what: ClassVar[str]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def command(self) -> list[str]: ...
+
+    @abstractmethod
+    def answers(self) -> bool: ...
+
+    def start(self, *, wait: bool = True) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.what}.log").open("ab") as log:
+            self.launch(self.command(), stdout=log, stderr=log)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_S_MAX
+        while not self.answers():
+            if self.code is not None:
+                log = self.folder / f"{self.what}.log"
+                raise Unavailable(f"{self.what} ended with {self.code}, see {log}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise Unavailable(f"{self.what} did not answer within {START_S_MAX:.0f} s")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        self.end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.end(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exited: object) -> None:
+        self.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    for port in random.sample(PORTS, PORT_TRIES):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise Unavailable(f"no {count} free ports in {PORTS.start} to {PORTS.stop}")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process have been stopped by a signal."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 @dataclass(kw_only=True)
-class ServerProcess:
+class ServerProcess(ChildProcess):
     """One node's process; `start` again after `kill` or `stop`."""
 
     data: Path
@@ -40,12 +162,6 @@ class ServerProcess:
     environment: dict[str, str] = field(default_factory=dict)  # besides ours, without PENSTOCK_*
     prefix: list[str] = field(default_factory=list)  # what runs the command, as `ip netns exec x`
     host: str = "127.0.0.1"  # an address that the prefix's network has
-    _process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def url(self) -> str:
@@ -69,14 +185,12 @@ class ServerProcess:
             ready = Path(folder) / "ready.json"
             began = time.perf_counter()
             with self.log_path.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._arguments(ready),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
+                self.launch(
+                    self._arguments(ready),
+                    stdout=subprocess.DEVNULL,
                     stderr=log,
                     env=clean_environment() | self.environment,
                 )
-            leash.hold(self.pid)
             await self._serving(ready)
             return time.perf_counter() - began
 
@@ -92,12 +206,10 @@ class ServerProcess:
         return arguments
 
     async def _serving(self, ready: Path) -> None:
-        assert self._process is not None
         deadline = time.monotonic() + START_S_MAX
         while True:
-            if self._process.returncode is not None:
-                code = self._process.returncode
-                raise Unavailable(f"the server ended with {code}:\n{self.last_words()}")
+            if self.code is not None:
+                raise Unavailable(f"the server ended with {self.code}:\n{self.last_words()}")
             ports = _read_ports(ready)
             if ports is not None:
                 self.ports |= ports
@@ -113,47 +225,18 @@ class ServerProcess:
 
     async def kill(self) -> None:
         """`kill -9`: no chance to flush, close or say goodbye."""
-        await self._end(signal.SIGKILL)
+        await asyncio.to_thread(self.end, signal.SIGKILL)
 
     async def stop(self) -> int:
-        """SIGTERM; the process's exit code."""
-        return await self._end(signal.SIGTERM)
+        return await asyncio.to_thread(self.end, signal.SIGTERM)
 
     async def ended(self) -> int:
         """Wait until it ends by itself; its exit code."""
-        assert self._process is not None
-        return await self._process.wait()
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    def pause(self) -> None:
-        """SIGSTOP: it keeps its connections and answers nothing."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def _end(self, number: signal.Signals) -> int:
-        process = self._process
-        if process is None:
-            return 0
-        if process.returncode is None:
-            process.send_signal(number)
-            process.send_signal(signal.SIGCONT)  # a paused one would never hear it
-            try:
-                async with asyncio.timeout(STOP_S_MAX):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        assert process.returncode is not None
-        return process.returncode
+        while True:
+            code = self.code
+            if code is not None:
+                return code
+            await asyncio.sleep(POLL_S)
 
     def cpu_seconds(self) -> float:
         text = Path(f"/proc/{self.pid}/stat").read_text()
@@ -189,7 +272,6 @@ def penstock_program() -> str:
 async def server_process(
     data: Path, *, options: dict[str, Any] | None = None
 ) -> AsyncIterator[ServerProcess]:
-    """A started server; whatever happens, it does not outlive the block."""
     server = ServerProcess(data=data, options=options or {})
     try:
         await server.start()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import FailedPrecondition
-from penstock.testing.program import ProgramProcess, free_ports
+from penstock.testing.process import ProgramProcess, free_ports
 
 
 def redis_program() -> str:
@@ -58,14 +56,3 @@ class RedisProcess(ProgramProcess):
                 return connection.recv(64).startswith(b"+PONG")
         except OSError:
             return False
-
-
-@contextmanager
-def redis_process(folder: Path, *, durable: bool = True) -> Iterator[RedisProcess]:
-    """A started server; whatever happens, it does not outlive the block."""
-    server = RedisProcess(folder, durable=durable)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()

@@ -20,6 +20,10 @@ Where the greeting has agreed on a codec, a payload may be compressed:
     u8 codec | 3 zeros | u32 length of the payload before, big-endian | compressed payload
 
 That length is checked before anything is decompressed, and no more than that comes out.
+
+An `Outbox` sends the frames of one turn of the loop in one write. A transport writes at once what
+it is given. Between nodes that is a system call for every slice and every answer of every
+partition, and each wakes the other side for little.
 """
 
 from __future__ import annotations
@@ -27,15 +31,16 @@ from __future__ import annotations
 import re
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, TypeVar, get_args
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, get_args
 
 import msgspec
 from crc32c import crc32c
 
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.batch import Codec, compress, decompress
+from penstock.model.columns import Buffer
 
 MAGIC: Final = 0xD3
 VERSION: Final = 1
@@ -50,7 +55,6 @@ COMPRESS_BYTES_MIN: Final = 1024  # smaller payloads stay as they are
 _LENGTH: Final = struct.Struct(">I")
 _COMPRESSED: Final = struct.Struct(">B3xI")
 
-Buffer = bytes | bytearray | memoryview
 M = TypeVar("M")
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -205,7 +209,6 @@ class FrameDecoder:
 
 
 def pack(control: Any) -> bytes:
-    """The start of a payload: control length, control, padding."""
     body = _encoder.encode(control)
     return b"".join((_LENGTH.pack(len(body)), body, bytes(-(len(body) + _LENGTH.size) & 7)))
 
@@ -246,7 +249,7 @@ _LIMIT: Final = re.compile(r"<= (\d+)")
 def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -> InvalidArgument:
     """The refusal of a message, with the field that is wrong and the limit that it passes."""
     known = [t for t in get_args(type) or (type,) if issubclass(t, msgspec.Struct)]
-    found = known[0] if len(known) == 1 else next(filter(_tagged(control), known), None)
+    found = known[0] if len(known) == 1 else next((t for t in known if _is_a(t, control)), None)
     if found is None:
         return InvalidArgument(f"malformed control message: {error}", field="control")
     place, limit = _PLACE.search(str(error)), _LIMIT.search(str(error))
@@ -260,15 +263,9 @@ def _malformed(type: Any, control: memoryview, error: msgspec.ValidationError) -
     )
 
 
-def _tagged(control: memoryview) -> Callable[[Any], bool]:
-    """Whether a message is of a type, by the tag that it begins with."""
-    head = bytes(control[:32])
-
-    def matches(type: Any) -> bool:
-        tag = str(type.__struct_config__.tag).encode()
-        return head.find(bytes((0xA0 | len(tag),)) + tag, 1, 6 + len(tag)) > 0
-
-    return matches
+def _is_a(type: Any, control: memoryview) -> bool:
+    tag = str(type.__struct_config__.tag).encode()
+    return bytes(control[:32]).find(bytes((0xA0 | len(tag),)) + tag, 1, 6 + len(tag)) > 0
 
 
 # --- compressed payloads ---
@@ -308,3 +305,64 @@ def expanded(frame: Frame, codec: Codec, *, bytes_max: int) -> Frame:
     if len(raw) != length:
         raise Corruption(f"a compressed frame is not of the {length} bytes that it says")
     return Frame(frame.type, frame.flags & ~FrameFlag.COMPRESSED, frame.sequence, memoryview(raw))
+
+
+GATHER_BYTES_MAX: Final = 64 << 10  # more is written at once, so that the transport can say: enough
+
+
+class WireTransport(Protocol):
+    """What is needed of a transport of asyncio."""
+
+    def writelines(self, list_of_data: Iterable[Buffer], /) -> None: ...
+
+    def is_closing(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int: ...
+
+
+class Outbox:
+    """A transport before a transport; `soon` calls back at the end of the turn."""
+
+    def __init__(
+        self, transport: WireTransport, soon: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self._transport, self._soon = transport, soon
+        self._gathered: list[Buffer] = []
+        self._bytes = 0
+        self.is_closing = transport.is_closing
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
+
+    def writelines(self, list_of_data: Iterable[Buffer], /) -> None:
+        buffers = list(list_of_data)
+        if not self._gathered:
+            self._soon(self.flush)
+        self._gathered += buffers
+        self._bytes += sum(map(len, buffers))
+        if self._bytes >= GATHER_BYTES_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._gathered:
+            gathered, self._gathered, self._bytes = self._gathered, [], 0
+            if not self._transport.is_closing():
+                self._transport.writelines(gathered)
+
+    def get_write_buffer_size(self) -> int:
+        return self._bytes + self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """Close the transport after everything that was handed over is written."""
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._gathered.clear()
+        self._transport.abort()

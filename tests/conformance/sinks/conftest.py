@@ -30,7 +30,7 @@ from penstock.sinks.memory_index import MemoryIndexSink
 from penstock.sinks.protocol import Sink
 from penstock.sinks.topics import NotifySink, RemoteSink
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
-from penstock.testing.redis import RedisProcess, redis_process
+from penstock.testing.redis import RedisProcess
 
 
 class Place(Protocol):
@@ -169,7 +169,7 @@ REFUSING = ("index", "memory", "notify", "remote")
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with redis_process(tmp_path_factory.mktemp("redis"), durable=False) as server:
+    with RedisProcess(tmp_path_factory.mktemp("redis"), durable=False) as server:
         yield server
 
 

@@ -9,8 +9,7 @@ import sys
 
 from tests.conformance.sinks.changes import Triggers
 
-from penstock.sinks.protocol import Sink
-from penstock.sinks.registry import sink_class
+from penstock.sinks.protocol import Sink, sink_class
 
 TRIGGERS = 100
 

@@ -20,7 +20,7 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import open_connection
 from penstock.errors import Unavailable
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import partition_of
 from penstock.wire.messages import Enqueued
 
 HOME = "n1"

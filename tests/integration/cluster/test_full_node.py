@@ -13,10 +13,10 @@ from tests.unit.log.mounts import fill, tmpfs
 
 from penstock.config import ClusterOptions, Config
 from penstock.errors import DiskFull, LimitExceeded
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.node.engine import Engine
 from penstock.testing.etcd import etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 LOG = LogOptions(segment_bytes=256 << 10, allocate_bytes=128 << 10, reserve_bytes=64 << 10)
 

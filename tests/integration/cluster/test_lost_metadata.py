@@ -13,7 +13,7 @@ from penstock.config import ClusterOptions, Config
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.node.engine import Engine
 from penstock.testing.etcd import etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 BODY = SCHEMAS[Kind.ENQ].encode(1, {"payload": [b"x"]})
 

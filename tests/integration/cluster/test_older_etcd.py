@@ -12,7 +12,7 @@ from tests.integration.cluster.nodes import running_node
 from penstock.config import ClusterOptions, Config
 from penstock.node.engine import Engine
 from penstock.testing.etcd import EtcdProcess, etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 
 async def restore(etcd: EtcdProcess, copy: Path) -> None:

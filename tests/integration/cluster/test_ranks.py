@@ -12,7 +12,7 @@ from tests.integration.cluster.asking import Asking
 
 import penstock
 from penstock.client.queue.entries import Item
-from penstock.model.partitioning import partitions_of
+from penstock.model.ids import partitions_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PARTITIONS, K = 6, 12  # a list has two candidates of each partition, and is soon used up

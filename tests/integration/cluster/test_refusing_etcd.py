@@ -18,7 +18,7 @@ from penstock.errors import FailedPrecondition
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.node.engine import Engine
 from penstock.testing.etcd import EtcdProcess, etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 BODY = SCHEMAS[Kind.ENQ].encode(1, {"payload": [b"x"]})
 ROOT = {"name": "root", "password": "secret"}

@@ -19,15 +19,16 @@ from penstock.cluster.keys import KeyRing
 from penstock.config import ClusterOptions, Config, TlsOptions
 from penstock.errors import PenstockError, Unauthenticated
 from penstock.node.engine import Engine
-from penstock.replication.messages import Follow
+from penstock.replication.effects import Follow
 from penstock.testing.etcd import etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import (
     Enqueue,
     Extend,
     OpenFollow,
     OpenSubscription,
+    OpenSupply,
     Part,
     Return,
     Settle,
@@ -35,7 +36,6 @@ from penstock.wire.messages import (
     Told,
     pack,
 )
-from penstock.wire.supply import OpenSupply
 
 KEY = "the nodes' own secret, long enough"
 FOLLOW = Follow("x", "u", 1, 1, 0, [], 10, 1000)

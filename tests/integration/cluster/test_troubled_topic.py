@@ -11,7 +11,7 @@ from penstock.model.topic import TopicConfig
 from penstock.node import lifecycle
 from penstock.node.lifecycle import EngineLocal
 from penstock.testing.etcd import etcd_process
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 
 async def test_files_of_a_topic_in_trouble_are_kept(

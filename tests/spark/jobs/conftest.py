@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 from tests.spark.jobs.support import Ground, load, make_topic, mixed, running
 
-from penstock.testing.redis import redis_process
+from penstock.testing.redis import RedisProcess
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def ground(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A mixed corpus brought into every kind of sink in two runs, at rest."""
     folder = tmp_path_factory.mktemp("ground")
     corpus = mixed()
-    with running(folder / "node") as node, redis_process(folder / "redis", durable=False) as server:
+    with running(folder / "node") as node, RedisProcess(folder / "redis", durable=False) as server:
         load(node, corpus, end=1_500)
         make_topic(node, "copy", dimensions=16, partitions=1)
         node.access().call("topic_create", config={"name": "vectors-changes"})

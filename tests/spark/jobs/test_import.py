@@ -15,10 +15,9 @@ from tests.spark.conftest import RunningNode
 from tests.spark.jobs.support import make_topic
 
 from penstock.errors import InvalidArgument
-from penstock.spark.jobs import import_units as import_plan
-from penstock.spark.jobs.import_units import Named, plan
-from penstock.spark.jobs.imports import ImportOptions, import_files
-from penstock.spark.jobs.materialisation import materialise
+from penstock.spark.jobs import imports
+from penstock.spark.jobs.imports import ImportOptions, Named, import_files, plan
+from penstock.spark.jobs.stores import materialise
 from penstock.spark.source.options import Connecting
 
 NOW_MS = 1_790_000_000_000
@@ -82,7 +81,7 @@ def test_an_import_run_again_writes_nothing(
 def test_a_journal_lets_an_import_go_on_where_it_stopped(
     spark: SparkSession, node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_plan, "UNIT_BYTES", 500)
+    monkeypatch.setattr(imports, "UNIT_BYTES", 500)
     good = [json.dumps(row) for row in rows(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(good))
     bad = tmp_path / "b.jsonl"

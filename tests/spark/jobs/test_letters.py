@@ -6,11 +6,10 @@ import pytest
 from tests.spark.conftest import RunningNode
 from tests.spark.jobs.support import MIXED, make_topic, mixed
 
-from penstock.client.network.endpoints import Remote
 from penstock.client.queue.entries import Item
 from penstock.errors import FailedPrecondition
 from penstock.model.batch import Batch
-from penstock.spark.jobs.letters import replay_letters
+from penstock.spark.jobs.stores import replay_letters
 
 PAYLOADS = mixed().chunk(0, 20).payloads.tolist()
 
@@ -21,9 +20,8 @@ def post(node: RunningNode, headers: dict[str, str]) -> None:
     queue.put_many([Item(payload, headers=headers, priority=1) for payload in PAYLOADS])
 
 
-async def back(node: RunningNode, topic: str | None = None) -> dict[str, object]:
-    remote = Remote(node.url, api_key=None, tls=None, client="test")
-    return await replay_letters(node.access(), remote, "vectors-quarantine", topic=topic)
+def back(node: RunningNode, topic: str | None = None) -> dict[str, object]:
+    return replay_letters(node.access(), "vectors-quarantine", topic=topic)
 
 
 def held(node: RunningNode) -> list[Batch]:
@@ -32,19 +30,19 @@ def held(node: RunningNode) -> list[Batch]:
     return [b for batches in access.read_range("vectors", 0, 1, last) for b in batches]
 
 
-async def test_letters_go_back_where_they_came_from(node: RunningNode) -> None:
+def test_letters_go_back_where_they_came_from(node: RunningNode) -> None:
     post(node, {"penstock-topic": "vectors", "penstock-reason": "parent missing", "own": "kept"})
-    assert (await back(node))["replayed"] == len(PAYLOADS)
+    assert back(node)["replayed"] == len(PAYLOADS)
     columns = [batch.columns() for batch in held(node)]
     found = [payload for one in columns for payload in one.binary("payload") or ()]
     assert sorted(found) == sorted(PAYLOADS)
     headers = {cell for one in columns for cell in one.binary("headers") or ()}
     assert headers == {b"\x81\xa3own\xa4kept"}
-    assert (await back(node))["replayed"] == 0
+    assert back(node)["replayed"] == 0
 
 
-async def test_letters_that_do_not_say_where_from_need_a_topic(node: RunningNode) -> None:
+def test_letters_that_do_not_say_where_from_need_a_topic(node: RunningNode) -> None:
     post(node, {"note": "nothing"})
     with pytest.raises(FailedPrecondition, match="--topic"):
-        await back(node)
+        back(node)
     assert not held(node)

@@ -14,11 +14,9 @@ from tests.spark.jobs.support import MIXED, Ground, mixed
 
 from penstock.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock.model.delta import decode
-from penstock.spark.attachment import node_of
-from penstock.spark.fold.state_folder import StateFolder
-from penstock.spark.jobs.materialisation import materialise
-from penstock.spark.jobs.refill import ReplayWindow, reindex, replay
-from penstock.spark.jobs.stores import compact
+from penstock.spark.delivery.delivery import node_of
+from penstock.spark.fold.state import DriverClaim
+from penstock.spark.jobs.stores import ReplayWindow, compact, materialise, reindex, replay
 from verification.reference import fold
 
 
@@ -73,7 +71,7 @@ def test_reindex_refuses_what_it_cannot_do(ground: Ground) -> None:
         reindex(ground.spark, ground.settings, "lake")
     with pytest.raises(NotFound, match="lake, index, cache"):
         reindex(ground.spark, ground.settings, "other")
-    running = StateFolder(ground.settings.state)
+    running = DriverClaim(ground.settings.store)
     with pytest.raises(Unavailable, match="in use"):
         reindex(ground.spark, ground.settings, "index")
     running.close()

@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.cluster import moves
-from penstock.cli.cluster.moves import copied, partition_of, pending, table_of, watch
-from penstock.cli.cluster.status import of_topic, troubles, unsettled, warnings
-from penstock.cli.cluster.up import view_of as view_of_up
-from penstock.cli.cluster.view import PARTITIONS_SHOWN, view_of
+from penstock.cli import cluster
+from penstock.cli.cluster import copied, partition_of, pending, table_of, view_of_up, watch
+from penstock.cli.cluster_status import (
+    PARTITIONS_SHOWN,
+    of_topic,
+    troubles,
+    unsettled,
+    view_of,
+    warnings,
+)
 from penstock.errors import NotFound, Unavailable
 
 
@@ -173,8 +178,8 @@ def move(number: int, *to: str) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "POLL_S", 0.0)
-    monkeypatch.setattr(moves, "OVERRULED_S", 0.0)
+    monkeypatch.setattr(cluster, "POLL_S", 0.0)
+    monkeypatch.setattr(cluster, "OVERRULED_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")

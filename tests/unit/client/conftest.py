@@ -23,7 +23,7 @@ from penstock.client.network.exchange import memory_pair
 from penstock.client.options import Options
 from penstock.errors import NotFound, PenstockError
 from penstock.model.batch import SCHEMAS, Kind, seal
-from penstock.model.delivery import DELIVERY
+from penstock.model.entries import DELIVERY
 from penstock.wire import frame
 from penstock.wire.frame import Frame, FrameDecoder, FrameType
 from penstock.wire.messages import (

@@ -5,7 +5,7 @@ import ssl
 from collections.abc import Callable
 
 from penstock.cluster.etcd import EtcdOptions, EtcdStore
-from penstock.testing.program import free_ports
+from penstock.testing.process import free_ports
 
 QUICK = EtcdOptions(connect_s=1.0, request_s=3.0, lease_ttl_s=2)
 OpenEtcd = Callable[[], EtcdStore]

@@ -169,13 +169,13 @@ async def test_a_dead_nodes_id_is_free_again(open_etcd: OpenEtcd) -> None:
 
 async def test_an_update_keeps_the_age(here: Membership, open_etcd: OpenEtcd) -> None:
     age = here.ages["here"]
-    await here.update(info("here", draining=True))
+    await here.set_draining(True)
     assert here.alive["here"].draining and here.ages["here"] == age
     await open_etcd().revoke(here._lease)
     await until(here, lambda: here.ages.get("here", 0) > age)
     assert here.alive["here"].draining
     with pytest.raises(FailedPrecondition):
-        await here.update(info("there"))
+        await member(open_etcd()).set_draining(True)
 
 
 def test_the_json_can_grow() -> None:

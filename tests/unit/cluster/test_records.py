@@ -6,8 +6,7 @@ from tests.unit.cluster.lines import OpenEtcd
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.placement import Move
-from penstock.cluster.records import MOVES_MAX, PLAN, HeldRecord, Plans, Records
+from penstock.cluster.placement import MOVES_MAX, PLAN, HeldRecord, Move, Plans, Records
 from penstock.cluster.store import VALUE_BYTES_MAX, MetadataStore
 from penstock.errors import Corruption, FailedPrecondition, NotFound, RevisionConflict
 from penstock.replication.assignment import PartitionRecord

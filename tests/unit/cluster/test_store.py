@@ -84,9 +84,8 @@ async def test_ids_are_shared_by_all_nodes(open_etcd: OpenEtcd) -> None:
 
 
 async def test_a_revocation_is_heard_of_on_other_nodes(open_etcd: OpenEtcd, spawn: Spawn) -> None:
-    here, there = KeyRing(open_etcd()), KeyRing(open_etcd())
     revoked: asyncio.Queue[str] = asyncio.Queue()
-    there.on_revoked(revoked.put_nowait)
+    here, there = KeyRing(open_etcd()), KeyRing(open_etcd(), on_revoked=revoked.put_nowait)
     good, bad = await here.create("good"), await here.create("bad")
     await there.load()
     spawn(there.run())
@@ -102,9 +101,8 @@ async def test_a_revocation_is_heard_of_on_other_nodes(open_etcd: OpenEtcd, spaw
 async def test_a_revocation_while_a_node_was_cut_off_is_heard_of_after(
     open_etcd: OpenEtcd, line: Line, far_store: EtcdStore, spawn: Spawn
 ) -> None:
-    here, far = KeyRing(open_etcd()), KeyRing(far_store)
     revoked: asyncio.Queue[str] = asyncio.Queue()
-    far.on_revoked(revoked.put_nowait)
+    here, far = KeyRing(open_etcd()), KeyRing(far_store, on_revoked=revoked.put_nowait)
     key = await here.create("one")
     await far.load()
     spawn(far.run())
@@ -117,8 +115,8 @@ async def test_a_revocation_while_a_node_was_cut_off_is_heard_of_after(
 
 
 async def test_a_revocation_here_is_told_here(either_store: MetadataStore) -> None:
-    ring, revoked = KeyRing(either_store), list[str]()
-    ring.on_revoked(revoked.append)
+    revoked = list[str]()
+    ring = KeyRing(either_store, on_revoked=revoked.append)
     key = await ring.create("one")
     await ring.revoke(key.record.id)
     assert revoked == [key.record.id]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.model.delta import Delta, Op, encode, hybrid_time
-from penstock.propagation.fold import waitlist as pending
+from penstock.propagation.fold import ledger as pending
 from penstock.propagation.options import PropagationOptions
 
 TEXT = (Path(__file__).parents[3] / "docs" / "deltas.md").read_text()

@@ -8,8 +8,8 @@ import pytest
 
 import penstock.node.session.session
 from penstock.node.calls.table import METHODS
-from penstock.wire.calls import CALLS
 from penstock.wire.frame import FrameType
+from penstock.wire.messages import CALLS
 
 TEXT = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 ROWS = {

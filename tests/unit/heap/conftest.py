@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.heap import Applied, Heap
+from penstock.heap.machine import Heap
+from penstock.heap.state import Applied
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind
 from penstock.model.columns import Columns
 from penstock.model.topic import topic_config

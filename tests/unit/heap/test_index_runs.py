@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.heap.index import CHUNK, Collector, Pairs, merged_pairs, rank_in, sorted_pairs
+from penstock.heap.index import CHUNK, PairBuffer, Pairs, merged_pairs, rank_in, sorted_pairs
 
 keys = st.one_of(st.integers(-3, 3), st.integers(-(1 << 63), (1 << 63) - 1))
 pairs = st.lists(st.tuples(keys, st.integers(0, 1 << 48)), max_size=60)
@@ -49,23 +49,23 @@ def test_sorting_leaves_its_input_alone() -> None:
     assert rows(given_rows) == [(3, 1), (1, 2), (2, 3)]
 
 
-def test_a_collector_gives_back_everything_in_order_of_arrival() -> None:
-    collector, expected = Collector(), []
+def test_a_buffer_gives_back_everything_in_order_of_arrival() -> None:
+    buffer, expected = PairBuffer(), []
     for n in (1, CHUNK - 1, 3, 2 * CHUNK, 1, 100):
         chunk = columns([(len(expected) + i, len(expected) + i) for i in range(n)])
         expected += rows(chunk)
         if n == 1:
-            collector.add_one(*rows(chunk)[0])
+            buffer.add_one(*rows(chunk)[0])
         else:
-            collector.add(chunk)
-    assert collector.size == len(expected)
-    assert rows(collector.take()) == expected
-    assert collector.size == 0
+            buffer.add(chunk)
+    assert buffer.size == len(expected)
+    assert rows(buffer.take()) == expected
+    assert buffer.size == 0
 
 
 def test_what_came_in_no_order_is_sorted_and_kept_once() -> None:
-    collector = Collector()
-    collector.add_one(5, 9)
-    collector.add_one(5, 3)
-    collector.add(columns([(5, 9), (4, 8)]))
-    assert rows(sorted_pairs(collector.take())) == [(4, 8), (5, 3), (5, 9)]
+    buffer = PairBuffer()
+    buffer.add_one(5, 9)
+    buffer.add_one(5, 3)
+    buffer.add(columns([(5, 9), (4, 8)]))
+    assert rows(sorted_pairs(buffer.take())) == [(4, 8), (5, 3), (5, 9)]

@@ -55,15 +55,6 @@ def test_candidates_have_keys_and_ranks(log_of) -> None:
     assert [log.heap.rank(k, 0, log.now) for k in (~9, ~8, ~5)] == [0, 1, 2]
 
 
-def test_a_message_is_described_in_the_callers_words(log_of) -> None:
-    log = log_of(mode="max", max_retries=4)
-    log.put(5, -9, max_retries=[-1, 0])
-    described = log.heap.describe(np.array([2, 1], np.uint64))
-    assert described.priorities.tolist() == [-9, 5]
-    assert described.max_retries.tolist() == [0, 4]
-    assert described.times_ms.tolist() == [log.now, log.now]
-
-
 def test_alive_is_what_compaction_must_keep(log) -> None:
     log.put(*range(6))
     log.ack(*log.lease(2))

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import Corruption, InvalidArgument, StaleProducer
-from penstock.heap import DeadLetter, Heap, MessageState
+from penstock.heap.machine import DeadLetter, Heap
+from penstock.heap.table import MessageState
 from penstock.model.batch import DeadReason, Kind
 
 
@@ -110,8 +111,8 @@ def test_a_compacted_batch_brings_the_survivors(log) -> None:
     log.write(Kind.ENQ, 2, values, covers=10_000)
     assert log.heap.sequence_applied == 10_000
     assert log.select() == [9000, 2]
-    described = log.heap.describe(np.array([2, 9000], np.uint64))
-    assert described.max_retries.tolist() == [3, 7]
+    table = log.heap.table
+    assert table.limit[table.places(np.array([2, 9000], np.uint64))].tolist() == [0, 8]
     log.heap.validate()
 
 

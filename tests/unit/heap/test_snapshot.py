@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import Corruption
-from penstock.heap import Heap, Totals
+from penstock.heap.machine import Heap
+from penstock.heap.state import Totals
 from penstock.heap.transactions import SharePlace, pack_places
 from penstock.model.batch import Kind
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.heap import Spine
+from penstock.heap.spine import Spine
 
 
 class Source:

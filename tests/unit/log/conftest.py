@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.log import LogOptions, PartitionLog
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 
 TINY = LogOptions(segment_bytes=2048, allocate_bytes=1024, reserve_bytes=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Corruption
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 
 EAGER = LogOptions(segment_bytes=2048, allocate_bytes=1024, reserve_bytes=0, floor_s=0)
 

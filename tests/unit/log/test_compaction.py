@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import FailedPrecondition, NotFound
-from penstock.log import DataFolder, LogOptions, PartitionLog, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.folder import DataFolder
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress, seal
 
 

@@ -11,7 +11,9 @@ import sys
 import pytest
 
 from penstock.errors import Corruption
-from penstock.log import LogOptions, PartitionLog, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from verification.crash_points import LOG_POINTS
 
 OPTIONS = LogOptions(segment_bytes=4096, allocate_bytes=4096, reserve_bytes=0, floor_s=0)
@@ -22,7 +24,9 @@ WRITERS = """
 import json, os, sys
 from pathlib import Path
 import numpy as np
-from penstock.log import DataFolder, LogOptions, PartitionLog
+from penstock.log.folder import DataFolder
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
 from penstock.log.crash import arm
 from penstock.model.batch import SCHEMAS, Kind, seal
 

@@ -11,7 +11,10 @@ import sys
 
 import pytest
 
-from penstock.log import LogOptions, PartitionLog, ReplicaFile, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.identity import ReplicaFile
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from penstock.model.batch import SCHEMAS, Kind, seal
 from verification.crash_points import REPLICA_POINTS
 
@@ -23,7 +26,10 @@ OLD, COMMITTED = 120, 20  # the end before a cut, and what is committed then
 RUNS = """
 import json, os, shutil, sys
 from pathlib import Path
-from penstock.log import DataFolder, LogOptions, PartitionLog, ReplicaFile
+from penstock.log.folder import DataFolder
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
+from penstock.log.identity import ReplicaFile
 from penstock.log.crash import arm
 from penstock.model.batch import SCHEMAS, Kind, seal
 

@@ -5,7 +5,8 @@ import pytest
 from tests.unit.log.mounts import fill, tmpfs
 
 from penstock.errors import DiskFull
-from penstock.log import LogOptions, PartitionLog
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
 from penstock.model.batch import Kind
 
 OPTIONS = LogOptions(segment_bytes=256 << 10, allocate_bytes=64 << 10, reserve_bytes=32 << 10)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from penstock.log.files import FloorFlag
-from penstock.log.floor import SLOT_STRIDE, Floor
+from penstock.log.recovery import SLOT_STRIDE, Floor, FloorFlag
 
 
 def test_the_floor_only_rises(tmp_path):

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
-from penstock.log import DataFolder
-from penstock.log.folder import FORMAT_DELTAS
+from penstock.errors import Corruption, FailedPrecondition, Unavailable
+from penstock.log.folder import FORMAT_DELTAS, DataFolder
 
 
 def test_a_new_folder_gets_a_format(tmp_path):
@@ -33,14 +32,7 @@ def test_a_newer_format_is_refused(tmp_path):
 def test_an_older_reader_accepts_added_fields(tmp_path):
     DataFolder.open(tmp_path).close()
     (tmp_path / "FORMAT").write_text('{"format": 1, "added": true}')
-    DataFolder.open(tmp_path, create=False).close()
-
-
-def test_without_create_a_missing_folder_is_not_made(tmp_path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(NotFound):
-            DataFolder.open(path, create=False)
-    assert list(tmp_path.iterdir()) == []
+    DataFolder.open(tmp_path).close()
 
 
 def test_topics_without_a_format_are_not_taken_over(tmp_path):
@@ -114,8 +106,8 @@ def test_partitions_are_listed_and_topics_removed(tmp_path):
     with DataFolder.open(tmp_path) as data:
         for topic, partition in ((1, 0), (1, 1), (2, 0)):
             data.partition(topic, partition).mkdir(parents=True)
-        data.remove_topic(1)
-        data.remove_topic(9)
+        data.remove(1)
+        data.remove(9)
         assert [(t, p) for t, p, _ in data.partitions()] == [(2, 0)]
 
 
@@ -131,8 +123,8 @@ def test_one_partition_is_removed(tmp_path):
     with DataFolder.open(tmp_path) as data:
         for partition in (0, 1):
             data.partition(1, partition).mkdir(parents=True)
-        data.remove_partition(1, 0)
-        data.remove_partition(1, 7)
+        data.remove(1, 0)
+        data.remove(1, 7)
         assert [(t, p) for t, p, _ in data.partitions()] == [(1, 1)]
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Corruption
-from penstock.log import DataFolder, PartitionLog
+from penstock.log.folder import DataFolder
 from penstock.log.identity import ReplicaFile, asides, remove_asides, set_aside
+from penstock.log.partition import PartitionLog
 
 
 def test_a_missing_file_is_made_and_kept(folder):
@@ -110,5 +111,5 @@ def test_what_is_aside_is_no_partition_and_goes_with_its_own(tmp_path):
             PartitionLog.open(data.partition(1, index), topic=1, partition=index).close()
             set_aside(data.partition(1, index))
         assert [index for _, index, _ in data.partitions()] == [0, 1]
-        data.remove_partition(1, 0)
+        data.remove(1, 0)
         assert asides(data.partition(1, 0)) == [] and len(asides(data.partition(1, 1))) == 1

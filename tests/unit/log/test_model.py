@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.log import LogOptions, PartitionLog
 from penstock.log.files import Mark
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 
 OPTIONS = LogOptions(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import DiskFull, NotFound
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.model.batch import Kind
 
 

@@ -10,7 +10,8 @@ import pytest
 from tests.unit.log.mounts import cut_power, ext4, fill, make_ext4, tmpfs
 
 from penstock.errors import StorageFailed
-from penstock.log import LogOptions, PartitionLog
+from penstock.log.flush import LogOptions
+from penstock.log.partition import PartitionLog
 
 OPTIONS = LogOptions(segment_bytes=64 << 10, allocate_bytes=32 << 10, reserve_bytes=0, floor_s=0)
 SECTOR = 512

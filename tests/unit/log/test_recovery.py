@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from penstock.errors import Corruption
-from penstock.log import LogOptions
 from penstock.log.files import MARK_SIZE, Mark, SegmentHeader
+from penstock.log.flush import LogOptions
 
 NO_FLOOR = LogOptions(segment_bytes=1 << 16, allocate_bytes=1 << 12, reserve_bytes=0, floor_s=1e9)
 

@@ -8,7 +8,10 @@ import pytest
 from tests.unit.log.conftest import TINY
 
 from penstock.errors import Corruption, NotFound
-from penstock.log import DataFolder, PartitionLog, ReplicaFile, verify_folder
+from penstock.log.folder import DataFolder
+from penstock.log.identity import ReplicaFile
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from penstock.model.batch import decode
 
 

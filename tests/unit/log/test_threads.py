@@ -9,7 +9,7 @@ from threading import Event
 import numpy as np
 
 from penstock.errors import NotFound
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 
 OPTIONS = LogOptions(
     segment_bytes=16 << 10, allocate_bytes=4096, reserve_bytes=0, cache_bytes=8 << 10,

@@ -7,7 +7,10 @@ import pytest
 from tests.unit.log.conftest import TINY
 
 from penstock.errors import NotFound
-from penstock.log import DataFolder, LogOptions, PartitionLog, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.folder import DataFolder
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 
 
 def encoded(batches):

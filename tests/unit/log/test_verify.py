@@ -5,7 +5,11 @@ import random
 import pytest
 
 from penstock.errors import Corruption, FailedPrecondition, NotFound, Unavailable
-from penstock.log import DataFolder, LogOptions, PartitionLog, ReplicaFile, verify_folder
+from penstock.log.flush import LogOptions
+from penstock.log.folder import DataFolder
+from penstock.log.identity import ReplicaFile
+from penstock.log.partition import PartitionLog
+from penstock.log.verify import verify_folder
 from penstock.model.batch import SCHEMAS, Codec, Kind, compress, seal
 
 TINY = LogOptions(segment_bytes=1024, allocate_bytes=1024, reserve_bytes=0)

@@ -2,7 +2,7 @@
 
 import random
 
-from penstock.model.delivery import CHANGES, most_urgent
+from penstock.model.entries import CHANGES, most_urgent
 
 
 def test_the_most_urgent_class_of_changes_is_found() -> None:

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.delta.columns import DeltaColumns, Names, encode_columns
-from penstock.client.delta.writer import HybridClock, VectorHeads
+from penstock.client.delta.writer import (
+    DeltaColumns,
+    HybridClock,
+    Names,
+    VectorHeads,
+    encode_columns,
+)
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
 from penstock.model.columns import Binary
@@ -80,7 +85,7 @@ def test_columns_are_what_the_deltas_hold(found: list[Delta]) -> None:
         assert indices[some].tolist() == named.tolist()
         some = slice(clock_offsets[row], clock_offsets[row + 1])
         assert sorted(counters[some].tolist()) == sorted(delta.clock.values())
-        assert batch.names(row) == (delta.namespace, delta.vector_id)
+        assert batch.names()[row] == (delta.namespace.encode(), delta.vector_id.encode())
         assert bool(batch.metadata(row)) == (delta.metadata is not None)
 
 

@@ -14,7 +14,7 @@ from penstock.client.network.connection import PeerConnection
 from penstock.client.network.exchange import memory_pair
 from penstock.config import ClusterOptions, Config
 from penstock.errors import QuorumUnavailable
-from penstock.node.route.ports import Key
+from penstock.node.route import Key
 from penstock.node.serve.partition import Partition
 from penstock.node.session.session import Session
 
@@ -25,7 +25,7 @@ class View:
     def __init__(self, node: str, cluster: Cluster) -> None:
         self.node, self._cluster = node, cluster
         self.peers: dict[str, PeerConnection] = {}
-        self.alone = self.cut_off = False
+        self.alone = self.cut_off = self.rolled_back = False
         self.available = True
 
     def coordinator(self, key: Key) -> str:
@@ -34,6 +34,9 @@ class View:
     def live(self, node: str) -> PeerConnection | None:
         found = self.peers.get(node)
         return found if found is not None and found.alive else None
+
+    def close(self) -> None:
+        """The tests end the connections."""
 
     async def changed(self, key: Key) -> None:
         waiter = asyncio.get_running_loop().create_future()
@@ -57,7 +60,7 @@ class Cluster:
     async def start(self) -> None:
         for name, node in self.nodes.items():
             await node.start()
-            node.engine.cluster = self.views[name]
+            node.engine.cluster = node.engine.router.cluster = self.views[name]
         for name in self.nodes:
             for other in self.nodes:
                 if other != name:
@@ -99,7 +102,7 @@ class Cluster:
         if before:
             self[before].engine.topics[name].unserve(index)
         if to:
-            self[to].engine.topics[name].serve(index, self._tenures[to, key])
+            self[to].engine.topics[name].serve(self._tenures[to, key])
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -110,8 +113,8 @@ class Cluster:
 
     def lose_quorum(self, name: str, topic: str) -> None:
         """Let nothing be committed any more in the topic's first partition, which `name` serves."""
-        journal = self[name].engine.topics[topic].here(0).journal
-        journal._writable = lambda: QuorumUnavailable("no majority is alive")
+        partition = self[name].engine.topics[topic].here(0)
+        partition._writable = lambda: QuorumUnavailable("no majority is alive")
 
 
 def _node(path: Path, name: str) -> Node:

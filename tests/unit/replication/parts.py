@@ -5,9 +5,18 @@ from typing import Any, TypeVar
 
 from penstock.model.batch import Batch, Kind, seal
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.effects import Effects, OpenStream, Persist, Send
+from penstock.replication.effects import (
+    Ack,
+    Append,
+    Effects,
+    Fenced,
+    Follow,
+    Followed,
+    OpenStream,
+    Persist,
+    Send,
+)
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Ack, Append, Fenced, Follow, Followed
 from penstock.replication.replica import Replica
 
 T = TypeVar("T")

@@ -2,9 +2,8 @@ from tests.unit.replication.parts import disk, facts, only, record
 
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator, MemberStatus
-from penstock.replication.effects import Effects, Warn
-from penstock.replication.messages import Ack, Follow
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Ack, Effects, Follow, Warn
+from penstock.replication.facts import OwnCopy, ReplicationOptions
 
 OPTIONS = ReplicationOptions(credit_entries=4, lagging_ms=100)
 LAST = 4
@@ -13,10 +12,8 @@ LAST = 4
 def coordinator(of: PartitionRecord | None = None) -> Coordinator:
     """`a`, with a log of four entries; nobody follows yet."""
     log = facts(*[2] * LAST, durable=LAST)
-    return Coordinator(
-        "a", uuid=disk("a"), record=of or record(2), revision=1, log=log, committed=0,
-        options=OPTIONS,
-    )  # fmt: skip
+    own = OwnCopy("a", uuid=disk("a"), log=log, committed=0, options=OPTIONS)
+    return Coordinator(own, record=of or record(2), revision=1)
 
 
 def follow(machine: Coordinator, *, stream: int = 1, now: int = 0, has: int = 0) -> None:

@@ -1,7 +1,7 @@
 from tests.unit.replication.parts import batch, disk, follow_and_hold, serving
 
 from penstock.errors import Backpressure
-from penstock.replication.messages import Ack
+from penstock.replication.effects import Ack
 from penstock.replication.replica import Replica
 
 WINDOW = 1000  # entries of credit that `serving` gives each follower

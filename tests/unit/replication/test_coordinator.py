@@ -8,14 +8,16 @@ from penstock.errors import Backpressure, QuorumUnavailable
 from penstock.replication.assignment import PartitionRecord
 from penstock.replication.coordinator import Coordinator
 from penstock.replication.effects import (
+    Ack,
     AnswerUnknown,
+    Append,
     BeganServing,
     ChangeRecord,
     Commit,
     Effects,
+    Follow,
 )
-from penstock.replication.messages import Ack, Append, Follow
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.facts import OwnCopy, ReplicationOptions
 
 OPTIONS = ReplicationOptions(credit_entries=10, silence_ms=100, backpressure_ms=50)
 
@@ -23,10 +25,8 @@ OPTIONS = ReplicationOptions(credit_entries=10, silence_ms=100, backpressure_ms=
 def coordinator(*epochs: int, of: PartitionRecord | None = None, durable: int = 0) -> Coordinator:
     """`a` enters epoch 2 with this log, and its barrier is staged."""
     log = facts(*epochs, durable=durable)
-    machine = Coordinator(
-        "a", uuid=disk("a"), record=of or record(2), revision=1, log=log, committed=0,
-        options=OPTIONS,
-    )  # fmt: skip
+    own = OwnCopy("a", uuid=disk("a"), log=log, committed=0, options=OPTIONS)
+    machine = Coordinator(own, record=of or record(2), revision=1)
     log.extend(epoch=2, last=len(epochs) + 1)
     return machine
 

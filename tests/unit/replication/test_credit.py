@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.replication.credit import Credit
+from penstock.replication.sender import Credit
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5), st.integers(1, 50))))

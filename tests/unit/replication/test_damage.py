@@ -17,9 +17,8 @@ from tests.unit.replication.parts import (
     serving,
 )
 
-from penstock.replication.effects import Persist, TakeEpoch
+from penstock.replication.effects import Fence, Fenced, Follow, Followed, Persist, Probe, TakeEpoch
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import Fence, Fenced, Follow, Followed, Probe
 from penstock.replication.replica import LogHealth, Replica, Role
 
 

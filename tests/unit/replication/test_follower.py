@@ -3,12 +3,10 @@ from dataclasses import replace
 from tests.unit.replication.parts import append, batch, facts, followed, only, sent
 
 from penstock.model.batch import Batch
-from penstock.replication.credit import Credit
-from penstock.replication.effects import Commit, Halt, Reseed, Truncate, Write
-from penstock.replication.facts import LogFacts
+from penstock.replication.effects import Ack, Append, Commit, Halt, Reseed, Truncate, Write
+from penstock.replication.facts import LogFacts, OwnCopy, ReplicationOptions
 from penstock.replication.follower import Follower, FollowerState
-from penstock.replication.messages import Ack, Append
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.sender import Credit
 
 OPTIONS = ReplicationOptions(credit_entries=8, ack_entries=3, buffer_batches=2, buffer_ms=100)
 
@@ -17,10 +15,8 @@ def follower(
     log: LogFacts | None = None, *, committed: int = 0, adopt: bool = False,
     options: ReplicationOptions = OPTIONS,
 ) -> Follower:  # fmt: skip
-    return Follower(
-        "b", uuid="b-disk", source="a", epoch=2, stream=1, log=log or facts(), now=0,
-        committed=committed, options=options, adopt=adopt,
-    )  # fmt: skip
+    own = OwnCopy("b", uuid="b-disk", log=log or facts(), committed=committed, options=options)
+    return Follower(own, source="a", epoch=2, stream=1, now=0, adopt=adopt)
 
 
 def streaming(log: LogFacts | None = None, **more: object) -> Follower:

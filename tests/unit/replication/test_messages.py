@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.replication import messages
-from penstock.replication.messages import (
+from penstock.replication import effects
+from penstock.replication.effects import (
     EPOCH_MAX,
     Count,
     CreditWindow,
@@ -19,7 +19,7 @@ from penstock.replication.rules import End
 
 KINDS = [
     kind
-    for kind in vars(messages).values()
+    for kind in vars(effects).values()
     if isinstance(kind, type) and issubclass(kind, PeerMessage) and kind is not PeerMessage
 ]
 
@@ -45,9 +45,9 @@ def test_what_is_sent_is_what_arrives(data: st.DataObject, kind: type[PeerMessag
 
 @pytest.mark.parametrize("epoch", [-1, EPOCH_MAX + 1, 2**64 - 1])
 def test_an_epoch_that_no_log_could_hold_does_not_arrive(epoch: int) -> None:
-    packed = msgspec.msgpack.encode(messages.Fence("a", epoch))
+    packed = msgspec.msgpack.encode(effects.Fence("a", epoch))
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(packed, type=messages.Fence)
+        msgspec.msgpack.decode(packed, type=effects.Fence)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,23 +20,21 @@ from tests.unit.replication.parts import (
 )
 
 from penstock.replication.effects import (
+    Append,
     AppendBarrier,
     BeganServing,
     CloseStream,
+    Fence,
+    Fenced,
+    Followed,
     Halt,
     Persist,
+    Probe,
+    Probed,
     Retire,
     Send,
     SteppedDown,
     TakeEpoch,
-)
-from penstock.replication.messages import (
-    Append,
-    Fence,
-    Fenced,
-    Followed,
-    Probe,
-    Probed,
 )
 from penstock.replication.replica import Role
 

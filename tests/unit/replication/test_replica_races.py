@@ -22,10 +22,18 @@ from tests.unit.replication.parts import (
 )
 
 from penstock.replication.effects import (
+    Ack,
+    Append,
     ChangeRecord,
     CloseStream,
     Commit,
+    Fence,
+    Fenced,
+    Follow,
+    Followed,
     OpenStream,
+    Probe,
+    Probed,
     Reseed,
     SteppedDown,
     TakeEpoch,
@@ -33,16 +41,6 @@ from penstock.replication.effects import (
     Write,
 )
 from penstock.replication.facts import LogFacts
-from penstock.replication.messages import (
-    Ack,
-    Append,
-    Fence,
-    Fenced,
-    Follow,
-    Followed,
-    Probe,
-    Probed,
-)
 from penstock.replication.replica import Replica, Role
 
 SILENCE = 1501

@@ -1,7 +1,7 @@
 from tests.unit.replication.parts import facts
 
-from penstock.replication.messages import Ack, Follow
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Ack, Follow
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.sender import SendWindow, StreamSender, answer
 
 OPTIONS = ReplicationOptions(lagging_ms=100, silence_ms=50)

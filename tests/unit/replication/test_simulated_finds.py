@@ -14,8 +14,7 @@ from tests.unit.replication.parts import (
     serving,
 )
 
-from penstock.replication.effects import AppendBarrier, SteppedDown
-from penstock.replication.messages import Ack, Fence, Follow
+from penstock.replication.effects import Ack, AppendBarrier, Fence, Follow, SteppedDown
 from penstock.replication.replica import Role
 
 

@@ -1,8 +1,7 @@
 from tests.unit.replication.parts import record
 
-from penstock.replication.effects import Persist
-from penstock.replication.messages import Fence
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Fence, Persist, TakeEpoch
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.takeover import Nomination, Policy, Promise, candidates
 
 
@@ -92,7 +91,7 @@ def test_an_epoch_that_was_asked_for_is_waited_for() -> None:
     nomination = Nomination("b", OPTIONS)
     assert nomination.due(["b"], 0)
     nomination.ask(1, 0)
-    nomination.taken()
+    assert nomination.take(record(voters="b")) == [TakeEpoch()]
     assert not nomination.due(["b"], 499)
     assert nomination.due(["b"], 500)
 
@@ -101,19 +100,19 @@ def test_a_majority_has_to_miss_the_coordinator() -> None:
     nomination = Nomination("b", OPTIONS)
     nomination.ask(1, 0)
     nomination.on_probed("c", epoch=1, silent=False)
-    assert not nomination.agreed(record())
+    assert nomination.take(record()) == []
     nomination.on_probed("c", epoch=0, silent=True)  # about an epoch that is over
-    assert not nomination.agreed(record())
+    assert nomination.take(record()) == []
     nomination.on_probed("c", epoch=1, silent=True)
-    assert nomination.agreed(record())
+    assert nomination.take(record()) == [TakeEpoch()]
 
 
 def test_one_agreement_is_good_for_one_epoch() -> None:
     nomination = Nomination("b", OPTIONS)
     nomination.ask(1, 0)
     nomination.on_probed("c", epoch=1, silent=True)
-    nomination.taken()
-    assert not nomination.agreed(record())
+    assert nomination.take(record()) == [TakeEpoch()]
+    assert nomination.take(record()) == []
 
 
 def test_a_coordinator_that_is_back_ends_the_doubt() -> None:
@@ -121,4 +120,4 @@ def test_a_coordinator_that_is_back_ends_the_doubt() -> None:
     nomination.ask(1, 0)
     nomination.reset()
     nomination.on_probed("c", epoch=1, silent=True)
-    assert not nomination.agreed(record())
+    assert nomination.take(record()) == []

@@ -15,7 +15,7 @@ from penstock.client.network.exchange import memory_pair
 from penstock.config import Config
 from penstock.errors import NotFound, PenstockError, Unauthenticated
 from penstock.model.batch import SCHEMAS, Kind
-from penstock.model.delivery import DELIVERY
+from penstock.model.entries import DELIVERY
 from penstock.model.topic import TopicConfig
 from penstock.server.gateway import Gateway
 from penstock.server.pool import GatewayLink

@@ -7,18 +7,18 @@ from penstock.errors import InvalidArgument, NotFound, StaleProducer
 from penstock.model.batch import SCHEMAS, Kind
 from penstock.model.delta import vector_hash
 from penstock.model.entries import EntryRun
-from penstock.model.ids import MessageId
-from penstock.model.partitioning import partition_of, partitions_of_deltas
+from penstock.model.ids import MessageId, partition_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.server.entries import (
+from penstock.server.pool import (
     FLIGHTS_MAX,
     Entry,
     GatewayEntries,
+    GatewayLink,
     joined_runs,
     packed_headers,
     producer_run,
 )
-from penstock.server.pool import GatewayLink
+from penstock.server.vocabulary import EnqueuedAnswer
 from penstock.wire.messages import Duplicate, Enqueued
 
 CONFIG = TopicConfig(name="jobs", payload_bytes_max=10)
@@ -106,8 +106,12 @@ def entry(payload: bytes, run: EntryRun | None = None) -> Entry:
     return Entry(payload, 0, b"", b"", 0, -1, run)
 
 
+def gathered(link: GatewayLink, topic: str, entry: Entry) -> asyncio.Future[EnqueuedAnswer]:
+    return link.coalescer(topic, entry).put(entry)
+
+
 async def test_what_arrives_in_one_turn_goes_out_together(link: GatewayLink, node: Any) -> None:
-    written = await asyncio.gather(*(link.desk.put("jobs", entry(b"%d" % i)) for i in range(50)))
+    written = await asyncio.gather(*(gathered(link, "jobs", entry(b"%d" % i)) for i in range(50)))
     assert [request.parts[0].count for request, _ in node.enqueues] == [50]
     assert not node.enqueues[0][0].partitioned
     assert [MessageId.parse(w.message_id).sequence for w in written] == list(range(1, 51))
@@ -117,7 +121,7 @@ async def test_what_arrives_meanwhile_waits_for_the_flights(link: GatewayLink, n
     node.held = asyncio.Event()
     puts = []
     for i in range(6):
-        puts.append(link.desk.put("jobs", entry(b"%d" % i)))
+        puts.append(gathered(link, "jobs", entry(b"%d" % i)))
         await asyncio.sleep(0.001)
     assert [r.parts[0].count for r, _ in node.enqueues] == [1, 1]
     node.held.set()
@@ -131,7 +135,7 @@ async def test_one_bad_entry_does_not_fail_its_neighbours(link: GatewayLink, nod
         return InvalidArgument("no", field="payload") if bad else None
 
     node.refuse_enqueue = refuse
-    puts = [link.desk.put("jobs", entry(p)) for p in (b"good", b"bad", b"fine")]
+    puts = [gathered(link, "jobs", entry(p)) for p in (b"good", b"bad", b"fine")]
     good, bad, fine = await asyncio.gather(*puts, return_exceptions=True)
     assert good.message_id != fine.message_id
     assert isinstance(bad, InvalidArgument)
@@ -141,7 +145,7 @@ async def test_other_refusals_reach_everyone_and_are_not_repeated(
     link: GatewayLink, node: Any
 ) -> None:
     node.refuse_enqueue = lambda *_: NotFound("no such topic")
-    puts = [link.desk.put("gone", entry(b"a")) for _ in range(3)]
+    puts = [gathered(link, "gone", entry(b"a")) for _ in range(3)]
     found = await asyncio.gather(*puts, return_exceptions=True)
     assert all(isinstance(error, NotFound) for error in found)
     assert len({id(error) for error in found}) == 3
@@ -150,8 +154,8 @@ async def test_other_refusals_reach_everyone_and_are_not_repeated(
 
 async def test_producer_keys_travel_as_runs_of_their_own(link: GatewayLink, node: Any) -> None:
     runs = [EntryRun(1, 2, s, b"p") for s in (5, 6, 9)]
-    puts = [link.desk.put("jobs", entry(b"a", run)) for run in runs]
-    puts.append(link.desk.put("jobs", entry(b"b")))
+    puts = [gathered(link, "jobs", entry(b"a", run)) for run in runs]
+    puts.append(gathered(link, "jobs", entry(b"b")))
     await asyncio.gather(*puts)
     keyed = next(c for _, c in node.enqueues if c.runs)
     assert keyed.count == 3
@@ -164,8 +168,8 @@ async def test_a_stale_producer_does_not_fail_the_others(link: GatewayLink, node
         return StaleProducer("old") if b"old" in list(columns.binary("run_producer")) else None
 
     node.refuse_enqueue = refuse
-    old = link.desk.put("jobs", entry(b"a", EntryRun(1, 1, 1, b"old")))
-    new = link.desk.put("jobs", entry(b"a", EntryRun(1, 1, 1, b"new")))
+    old = gathered(link, "jobs", entry(b"a", EntryRun(1, 1, 1, b"old")))
+    new = gathered(link, "jobs", entry(b"a", EntryRun(1, 1, 1, b"new")))
     assert (await new).message_id
     with pytest.raises(StaleProducer):
         await old
@@ -191,12 +195,12 @@ async def test_a_flight_that_cannot_be_built_fails_its_callers_alone(
     """What passes every check and still cannot be encoded. Before, those who shared its flight
     waited for ever."""
     for _ in range(FLIGHTS_MAX + 1):
-        puts = [link.desk.put("jobs", entry(b"good")), link.desk.put("jobs", bad_entry())]
+        puts = [gathered(link, "jobs", entry(b"good")), gathered(link, "jobs", bad_entry())]
         async with asyncio.timeout(30):
             found = await asyncio.gather(*puts, return_exceptions=True)
         assert all(isinstance(error, Exception) for error in found)
     async with asyncio.timeout(30):
-        assert (await link.desk.put("jobs", entry(b"later"))).message_id
+        assert (await gathered(link, "jobs", entry(b"later"))).message_id
 
 
 def bad_entry() -> Entry:
@@ -209,6 +213,6 @@ async def test_an_answer_that_cannot_be_read_fails_its_callers(
     """Before, they waited for ever."""
     node.refuse_enqueue = lambda *_: Enqueued(1, [], [Duplicate(9, 0, 1, 1)])
     async with asyncio.timeout(30):
-        puts = [link.desk.put("jobs", entry(b"a")), link.desk.put("jobs", entry(b"b"))]
+        puts = [gathered(link, "jobs", entry(b"a")), gathered(link, "jobs", entry(b"b"))]
         found = await asyncio.gather(*puts, return_exceptions=True)
     assert all(isinstance(error, Exception) for error in found)

@@ -44,7 +44,7 @@ async def test_the_least_recently_used_idle_link_makes_room(node: Any) -> None:
     first = await links.link(None)
     second = await links.link("pk_good_secret")
     assert not first.connection.alive and second.connection.alive
-    with second.held(), pytest.raises(LimitExceeded):
+    with second, pytest.raises(LimitExceeded):
         await links.link(None)
     assert second.connection.alive
     await links.close()

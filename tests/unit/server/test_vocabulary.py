@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.model.topic import TopicConfig
-from penstock.server import answers, arguments
+from penstock.server import vocabulary as say
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server.grpc.listener import SERVICE
 from penstock.server.http.routes import ENQUEUES, routes
@@ -42,20 +42,20 @@ def test_both_listeners_offer_every_call() -> None:
 
 def test_a_heap_has_every_attribute_of_a_topic() -> None:
     attributes = set(TopicConfig.__struct_fields__) - {"name"} | {"topic"}
-    assert fields("Heap") == set(answers.HeapAnswer.__struct_fields__) == attributes
-    assert fields("NewMessage") == set(arguments.NewMessage.__struct_fields__) - HTTP_ONLY
-    assert fields("PopOpen") == set(arguments.PopOpen.__struct_fields__)
+    assert fields("Heap") == set(say.HeapAnswer.__struct_fields__) == attributes
+    assert fields("NewMessage") == set(say.NewMessage.__struct_fields__) - HTTP_ONLY
+    assert fields("PopOpen") == set(say.PopOpen.__struct_fields__)
 
 
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("Message", answers.MessageAnswer),
-        ("PopItem", answers.LeasedMessageAnswer),
-        ("DeadMessage", answers.DeadMessageAnswer),
-        ("HeapStats", answers.HeapStats),
-        ("PartitionStats", answers.PartitionStatsAnswer),
-        ("Key", answers.KeyInfo),
+        ("Message", say.MessageAnswer),
+        ("PopItem", say.LeasedMessageAnswer),
+        ("DeadMessage", say.DeadMessageAnswer),
+        ("HeapStats", say.HeapStats),
+        ("PartitionStats", say.PartitionStatsAnswer),
+        ("Key", say.KeyInfo),
     ],
 )
 def test_results_within_results_agree(message: str, shown: type) -> None:

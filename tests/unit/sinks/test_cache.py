@@ -9,12 +9,12 @@ from tests.conformance.sinks.changes import State, held, states, work
 
 from penstock.errors import Corruption, InvalidArgument, Unavailable
 from penstock.sinks.cache import KEYS_PER_CALL, CacheSink, decode
-from penstock.testing.redis import RedisProcess, redis_process
+from penstock.testing.redis import RedisProcess
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with redis_process(tmp_path_factory.mktemp("redis"), durable=False) as server:
+    with RedisProcess(tmp_path_factory.mktemp("redis"), durable=False) as server:
         yield server
 
 
@@ -98,7 +98,7 @@ def test_a_value_that_is_none_of_ours_is_corruption(cache: CacheSink) -> None:
 
 
 def test_a_server_that_is_gone_is_unavailable(tmp_path: Path) -> None:
-    with redis_process(tmp_path) as server:
+    with RedisProcess(tmp_path) as server:
         sink = CacheSink("cache", url=server.url.replace("//", "//:secret@"), timeout_s=2)
         sink.open()
         sink.write(work(0, states(State(vector_id="a", revision=1))))

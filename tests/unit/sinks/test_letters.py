@@ -12,8 +12,8 @@ from penstock.model.delta import Delta, Op, PriorityClass, Source, decode, encod
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.entries import HEADERS_BYTES_MAX
 from penstock.model.plain import HEADERS_VALUES_MAX
-from penstock.sinks.letters import LetterBox, payloads_of
 from penstock.sinks.schema import DELTAS, deltas_table
+from penstock.sinks.topics import LetterBox, payloads_of
 from verification.malformed_maps import MALFORMED_MAPS
 
 COMMON = {"namespace": "default", "topic": "vectors", "log_time_ms": 1}

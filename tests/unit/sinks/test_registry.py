@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidArgument
-from penstock.sinks.protocol import Feed, Sink, Work
-from penstock.sinks.registry import KINDS, build
+from penstock.sinks.protocol import KINDS, Feed, Sink, Work, build_sink
 
 
 class Node:
@@ -48,7 +47,7 @@ MINE = f"{__name__}:Mine"
 
 
 def made(table: dict[str, Any], node: Node | None = None) -> Sink:
-    return build(table, pipeline="id", open_writer=node or Node())
+    return build_sink(table, pipeline="id", open_writer=node or Node())
 
 
 @pytest.mark.parametrize("kind", KINDS)

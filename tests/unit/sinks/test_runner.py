@@ -9,9 +9,9 @@ from tests.unit.spark.delivery.delivering import FileTopics, eventually
 from penstock.errors import SinkRejected, Unavailable
 from penstock.node.observe.logs import get_logger
 from penstock.sinks.health import Patience
-from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed, Work
 from penstock.sinks.runner import Handover, SinkRunner
+from penstock.sinks.topics import LetterBox
 
 PATIENCE = Patience(backoff_s_base=0.001, backoff_s_cap=0.001, breaker_failures=3)
 

@@ -36,12 +36,13 @@ def test_a_file_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file.write_text(FILE)
     settings = PipelineSettings.load(file)
     assert settings.topics == ("urgent", "bulk")
-    assert settings.state == tmp_path / "state"
+    assert settings.state == str(tmp_path / "state")
     assert settings.rows_per_trigger == RowsPerTrigger(min=1000, max=5000, initial=2000)
     lake, cache = settings.sinks
     assert (lake.name, lake.route, lake.options) == ("lake", (), {"path": "lake"})
     assert cache.route == ("namespace=products",)
-    assert cache.table == {"kind": "cache", "name": "hot", "url": "redis://127.0.0.1"}
+    assert (cache.kind, cache.name) == ("cache", "hot")
+    assert cache.options == {"url": "redis://127.0.0.1"}
 
 
 def test_overrides_win_over_the_file_unless_they_are_none(tmp_path: Path) -> None:

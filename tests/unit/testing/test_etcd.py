@@ -5,7 +5,7 @@ import pytest
 from penstock.cluster.etcd import EtcdStore
 from penstock.errors import Unavailable
 from penstock.testing.etcd import etcd_process, etcd_program
-from penstock.testing.program import PORTS, free_ports
+from penstock.testing.process import PORTS, free_ports
 
 
 def test_without_a_program_it_says_how_to_get_one(

@@ -9,11 +9,11 @@ import pytest
 import redis
 
 from penstock.errors import FailedPrecondition
-from penstock.testing.redis import redis_process, redis_program
+from penstock.testing.redis import RedisProcess, redis_program
 
 
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
-    with redis_process(tmp_path) as server:
+    with RedisProcess(tmp_path) as server:
         with redis.Redis.from_url(server.url) as client:
             client.set("a", b"1")
         server.kill()
@@ -24,7 +24,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
 
 def test_the_server_is_of_a_line_that_is_maintained(tmp_path: Path) -> None:
     """Before, a package brought a server of 2023, whose holes nobody closes any more."""
-    server = redis_process(tmp_path, durable=False)
+    server = RedisProcess(tmp_path, durable=False)
     with server as running, redis.Redis.from_url(running.url) as client:
         version = client.info("server")["redis_version"]
     assert int(version.split(".")[0]) >= 7

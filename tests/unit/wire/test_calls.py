@@ -4,7 +4,7 @@ import msgspec
 
 from penstock.node.calls.table import METHODS
 from penstock.node.session import session  # noqa: F401 - it has all calls registered
-from penstock.wire.calls import CALLS, is_repeatable
+from penstock.wire.messages import CALLS, is_repeatable
 
 
 def test_the_table_has_every_call_of_a_node() -> None:

@@ -10,8 +10,10 @@ import pytest
 from penstock.client.queue.producer import ids_in
 from penstock.errors import Corruption, InvalidArgument
 from penstock.model.ids import MessageId
-from penstock.wire.limits import OFFERS_MAX, OPENING_BYTES_MAX, ROUTES_MAX
 from penstock.wire.messages import (
+    OFFERS_MAX,
+    OPENING_BYTES_MAX,
+    ROUTES_MAX,
     Call,
     Duplicate,
     Enqueue,

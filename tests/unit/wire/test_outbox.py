@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from penstock.model.columns import Buffer
-from penstock.wire.outbox import GATHER_BYTES_MAX, Outbox
+from penstock.wire.frame import GATHER_BYTES_MAX, Outbox
 
 
 class Recorder:

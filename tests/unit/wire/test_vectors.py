@@ -28,13 +28,12 @@ from msgspec.inspect import (
 from penstock.errors import InvalidArgument, NotFound
 from penstock.model.batch import SCHEMAS, Batch, Codec, Kind, decode, seal, verify_chain
 from penstock.model.columns import Column, Domain, Schema
-from penstock.model.delivery import CHANGES, DELIVERY
 from penstock.model.delta import Delta, Op, vector_hash
 from penstock.model.delta import encode as encode_delta
-from penstock.model.ids import LeaseToken, MessageId
-from penstock.model.partitioning import partition_of, partitions_of_deltas
-from penstock.replication import messages as replication
-from penstock.replication.messages import (
+from penstock.model.entries import CHANGES, DELIVERY
+from penstock.model.ids import LeaseToken, MessageId, partition_of, partitions_of_deltas
+from penstock.replication import effects
+from penstock.replication.effects import (
     Ack,
     Append,
     Fence,
@@ -44,7 +43,7 @@ from penstock.replication.messages import (
     Probe,
     Probed,
 )
-from penstock.wire import limits, messages, supply
+from penstock.wire import messages
 from penstock.wire.frame import (
     FrameDecoder,
     FrameFlag,
@@ -55,6 +54,7 @@ from penstock.wire.frame import (
     flags_of_class,
 )
 from penstock.wire.messages import (
+    Ask,
     Call,
     Changes,
     Delivery,
@@ -64,38 +64,35 @@ from penstock.wire.messages import (
     Extend,
     Forwarded,
     Grant,
+    Heads,
     Hello,
+    LeaseAt,
+    LeasesHeld,
+    Lent,
     LogSlice,
     OpenFollow,
     OpenLease,
     OpenLog,
     OpenSubscription,
+    OpenSupply,
+    Order,
     Outcome,
     Part,
     Placed,
     PutDelta,
+    Ready,
     Return,
     Settle,
     Settled,
     SlowDown,
+    SupplyHead,
+    Taken,
     Tell,
     TokenPart,
     Told,
     Welcome,
     pack,
     unpack,
-)
-from penstock.wire.supply import (
-    Ask,
-    Heads,
-    LeaseAt,
-    LeasesHeld,
-    Lent,
-    OpenSupply,
-    Order,
-    Ready,
-    SupplyHead,
-    Taken,
 )
 
 DOC = Path(__file__).parents[3] / "docs" / "wire.md"
@@ -376,17 +373,16 @@ def test_the_documented_compression_is_read() -> None:
 def test_the_documented_limits() -> None:
     """Every limit of the wire stands in the page's table with its value."""
     text = DOC.read_text()
-    for name, value in vars(limits).items():
+    for name, value in vars(messages).items():
         if name.endswith("_MAX"):
             assert f"| `{name}` | {value} |" in text, name
 
 
 KINDS: dict[str, type[msgspec.Struct]] = {
     name: kind
-    for module in (messages, supply, replication)
+    for module, base in ((messages, messages.ControlMessage), (effects, effects.PeerMessage))
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    if kind.__module__ == module.__name__ and name not in ("ControlMessage", "PeerMessage")
+    if isinstance(kind, type) and issubclass(kind, base) and kind is not base
 }
 
 

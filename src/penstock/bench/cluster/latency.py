@@ -108,7 +108,7 @@ async def _settled(bench: ClusterBench, topic: str) -> None:
 
 def _keys() -> list[bytes]:
     """A key of each partition."""
-    from penstock.model.partitioning import partition_of
+    from penstock.model.ids import partition_of
 
     found: dict[int, bytes] = {}
     number = 0

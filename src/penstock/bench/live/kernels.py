@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.bench.stages import Run, Values, quantiles
 from penstock.bench.vectors import DIMENSIONS, payloads, vector_ids
-from penstock.testing.redis import redis_process
+from penstock.testing.redis import RedisProcess
 
 BATCH: Final = 10  # changes that are put together
 BATCHES: Final = 2_000
@@ -33,7 +33,7 @@ def _kernels(folder: Path, batches: int) -> Values:
     from penstock.sinks.memory_index import MemoryIndexSink
 
     values = _in_us("ingest", _ingest(batches))
-    with redis_process(folder / "redis", durable=False) as server:
+    with RedisProcess(folder / "redis", durable=False) as server:
         values |= _in_us("cache", _writes(CacheSink("cache", url=server.url), batches))
     return values | _in_us("index", _writes(MemoryIndexSink("memory"), batches))
 
@@ -44,7 +44,7 @@ def _in_us(stage: str, took: list[float]) -> Values:
 
 def _ingest(batches: int) -> list[float]:
     """A batch into the queue before the log, and out of it."""
-    from penstock.propagation.flow.ingest import IngestQueue
+    from penstock.propagation.flow.lanes import IngestQueue
 
     queue: IngestQueue[int] = IngestQueue()
     took = []

@@ -48,9 +48,9 @@ async def to_memory(run: Run) -> Values:
 
 async def to_cache(run: Run) -> Values:
     """The same, to a Redis on this machine: until it has answered that it holds the state."""
-    from penstock.testing.redis import redis_process
+    from penstock.testing.redis import RedisProcess
 
-    with redis_process(run.folder / "redis", durable=False) as redis:
+    with RedisProcess(run.folder / "redis", durable=False) as redis:
         return await _to_real_sink(run, "cache", per_s=CACHE_PER_S, kind=CACHE, url=redis.url)
 
 

@@ -7,6 +7,7 @@ they hold the vectors' creation, which is not what is measured.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from penstock.bench.pipeline.load import (
 from penstock.bench.stages import Values, quantiles
 from penstock.bench.vectors import DIMENSIONS
 from penstock.errors import Unavailable
-from penstock.testing.redis import redis_process
+from penstock.testing.redis import RedisProcess
 
 FRESHNESS_PER_S: Final = 1_000
 FRESHNESS_S: Final = 30.0
@@ -50,8 +51,6 @@ def read(bench: PipelineBench, folder: Path) -> Values:
 
 
 def _streamed(bench: PipelineBench, folder: Path, *, mode: str) -> float:
-    from penstock.spark.fold.query import rows_of
-
     stream = (
         bench.spark.readStream.format("penstock")
         .options(url=bench.load.url, topic=TOPIC, mode=mode)
@@ -66,9 +65,15 @@ def _streamed(bench: PipelineBench, folder: Path, *, mode: str) -> float:
     )
     query.awaitTermination()
     triggers = [p for p in query.recentProgress if p["numInputRows"]][1:]
-    rows = sum(rows_of(p["sources"][0])[0] for p in triggers)
+    rows = sum(_sequences(p["sources"][0]) for p in triggers)
     ms: int = sum(p["durationMs"]["triggerExecution"] for p in triggers)
     return rows / ms * 1000
+
+
+def _sequences(source: Any) -> int:
+    """How many sequences a trigger of Spark's covered."""
+    begin, end = (json.loads(source[name] or "{}") for name in ("startOffset", "endOffset"))
+    return sum(n - begin[topic][p] for topic, found in end.items() for p, n in found.items())
 
 
 # --- folding, without and with sinks ---
@@ -81,7 +86,7 @@ def ordered(bench: PipelineBench, folder: Path) -> Values:
 
 def full(bench: PipelineBench, folder: Path) -> Values:
     """The same into lake, index and cache, until all of them hold everything."""
-    with redis_process(folder / "redis", durable=False) as redis:
+    with RedisProcess(folder / "redis", durable=False) as redis:
         return {"full_per_s": _folded(bench, folder, sinks=_sinks(folder, redis.url))}
 
 
@@ -157,7 +162,7 @@ def _folded(bench: PipelineBench, folder: Path, *, sinks: list[dict[str, Any]]) 
 
 def freshness(bench: PipelineBench, folder: Path) -> Values:
     """From a put to the moment a reader of the index finds it, under a steady load."""
-    with redis_process(folder / "redis", durable=False) as redis:
+    with RedisProcess(folder / "redis", durable=False) as redis:
         return asyncio.run(_freshness(bench, folder, redis.url))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from typing import Any, Final, Self, TypedDict, Unpack
@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.client.delta.columns import DeltaColumns, Ids, Names, encode_columns
 from penstock.client.delta.fold import LogFolds, Vector
 from penstock.client.delta.subscription import (
     DeltaSubscription,
@@ -33,17 +32,25 @@ from penstock.client.delta.subscription import (
     What,
     request_of,
 )
-from penstock.client.delta.writer import DeltaWriter, VectorHead, VectorHeads
+from penstock.client.delta.writer import (
+    Causes,
+    DeltaColumns,
+    DeltaWriter,
+    Ids,
+    Names,
+    VectorHead,
+    VectorHeads,
+    encode_columns,
+)
 from penstock.client.options import Duration, deadline
 from penstock.client.queue.entries import Item, encode_headers
-from penstock.client.queue.producer import Producer
 from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass, Source, encode, vector_hash
 from penstock.model.entries import BATCH_ENTRIES_MAX
-from penstock.model.partitioning import partitions_of_digests
+from penstock.model.ids import partitions_of_digests
 from penstock.model.topic import TopicKind
-from penstock.wire.limits import SEARCH_MAX
+from penstock.wire.messages import SEARCH_MAX
 
 Components = Mapping[int, float] | tuple[ArrayLike, ArrayLike]
 BULK_BYTES: Final = 4 << 20  # payload of one request of a bulk load
@@ -220,47 +227,38 @@ class Deltas:
         """
         await self.opened()
         payload = encode(delta, dimensions=self.dimensions)
-        if delta.origin != self.origin:
-            return await self._write(payload, headers, timeout)
-        vector = vector_hash(delta.namespace, delta.vector_id)
-        if vector not in self.heads:
-            await self._flights.landed([vector])
-        self._advance(vector, delta)
-        return await self._flights.of([vector], self._write(payload, headers, timeout))
-
-    async def _write(
-        self, payload: bytes, headers: Mapping[str, Any] | None, timeout: Duration | None
-    ) -> str:
+        vectors = await self._head([delta])
         if timeout is None:
-            return await self.topic.put(payload, headers=headers)
+            return await self._flights.of(vectors, self.topic.put(payload, headers=headers))
         item = Item(payload, headers=headers)
-        return (await self.topic.put_many([item], atomic=False, timeout=timeout))[0]
+        writing = self.topic.put_many([item], atomic=False, timeout=timeout)
+        return (await self._flights.of(vectors, writing))[0]
 
     async def put_many(
         self, deltas: Iterable[Delta] | DeltaColumns, *, timeout: Duration | None = None
     ) -> int:
-        """Write many deltas, in order for each vector; how many, once all are durable.
-
-        Where a `timeout` ends it some may have been written. The same `Delta`s may be written
-        again: each counts once.
-        """
+        """Write many deltas, in order for each vector; how many, once all are durable. Where a
+        `timeout` ends it some may have been written. The same `Delta`s may be written again: each
+        counts once."""
         if isinstance(deltas, DeltaColumns):
             return len(await self._put_columns(deltas, fresh=False, timeout=timeout))
         await self.opened()
         found = list(deltas)
         items = [Item(encode(delta, dimensions=self.dimensions)) for delta in found]
-        own = [delta for delta in found if delta.origin == self.origin]
+        vectors = await self._head(found)
+        writing = self.topic.put_many(items, atomic=False, timeout=timeout)
+        await self._flights.of(vectors, writing)
+        return len(found)
+
+    async def _head(self, deltas: Sequence[Delta]) -> Collection[bytes]:
+        """Let deltas of our own origin be the heads of their vectors, which are returned."""
+        own = [delta for delta in deltas if delta.origin == self.origin]
         vectors = [vector_hash(delta.namespace, delta.vector_id) for delta in own]
         await self._flights.landed([vector for vector in vectors if vector not in self.heads])
         for vector, delta in zip(vectors, own, strict=True):
-            self._advance(vector, delta)
-        writing = self.topic.put_many(items, atomic=False, timeout=timeout)
-        await self._flights.of(set(vectors), writing)
-        return len(found)
-
-    def _advance(self, vector: bytes, delta: Delta) -> None:
-        counter = delta.clock[delta.origin]
-        self.heads.advance(vector, delta_id=delta.delta_id, counter=counter, time=delta.time)
+            counter = delta.clock[delta.origin]
+            self.heads.advance(vector, delta_id=delta.delta_id, counter=counter, time=delta.time)
+        return set(vectors)
 
     # --- in bulk ---
 
@@ -309,31 +307,31 @@ class Deltas:
         names = Names.of(columns.namespace, columns.vector_ids)
         heads = VectorHeads(self.origin.encode()) if fresh else self.heads
         vectors = set() if fresh else set(names.digests)
-        producer = await self.topic.handle.opened()
         while unknown := [vector for vector in vectors if vector not in heads]:
             await self.folds.look_up(unknown)  # others may fail meanwhile, and are unknown then
         causes = heads.chain(names, self._clock)
+        await self._flights.of(vectors, self._send(columns, names, causes, room_by=room_by))
+        return causes.delta_ids
+
+    async def _send(
+        self, columns: DeltaColumns, names: Names, causes: Causes, *, room_by: float | None
+    ) -> None:
+        producer, origin = await self.topic.open_producer(), self.origin.encode()
         under_way = asyncio.Semaphore(BULK_REQUESTS)
 
         async def send(partition: int, rows: NDArray[np.int64]) -> None:
             async with under_way:
-                payloads = encode_columns(
-                    columns, names, causes, origin=self.origin.encode(), rows=rows
-                )
+                payloads = encode_columns(columns, names, causes, origin=origin, rows=rows)
                 await producer.put_payloads(
                     payloads, partition=partition, headers=columns.headers, room_by=room_by
                 )
 
-        async def send_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for partition, rows in _portions(columns, names, producer):
-                        group.create_task(send(partition, rows))
-            except BaseExceptionGroup as failed:
-                raise failed.exceptions[0] from None
-
-        await self._flights.of(vectors, send_all())
-        return causes.delta_ids
+        try:
+            async with asyncio.TaskGroup() as group:
+                for partition, rows in _portions(columns, names, producer.config.partitions):
+                    group.create_task(send(partition, rows))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     # --- reading ---
 
@@ -342,32 +340,29 @@ class Deltas:
     ) -> Vector | None:
         """A vector as of now, or as of a time of the log (`at`, unix milliseconds if a number)."""
         await self.opened()
-        vector = vector_hash(self.namespace if namespace is None else namespace, vector_id)
+        vector = self._vector(namespace, vector_id)
         if at is None:
             fold = self.folds.kept(*self.folds.homes([vector]))
             await self.folds.follow(fold)
         else:
             fold = self.folds.of_one(vector)
             time_ms = round(at.timestamp() * 1000) if isinstance(at, datetime) else at
-            found = await self.topic.handle.ask(
-                "log_find", partition=fold.partition, time_ms=time_ms + 1
-            )
+            found = await self.topic.ask("log_find", partition=fold.partition, time_ms=time_ms + 1)
             await self.folds.follow(fold, through=found["sequence"] - 1)
         return fold.vector(vector)
 
     async def history(self, vector_id: str, *, namespace: str | None = None) -> list[Delta]:
         """The vector's deltas in causal order, as far as the log is kept."""
         await self.opened()
-        fold = self.folds.of_one(
-            vector_hash(self.namespace if namespace is None else namespace, vector_id)
-        )
-        end = (await self.folds.ends())[fold.partition]
+        fold = self.folds.of_one(self._vector(namespace, vector_id))
+        ends = await self.folds.ends()
         found: list[Delta] = []
-        async for outcome in fold.outcomes(
-            sequence_first=end["sequence_first"], through=end["sequence_committed"]
-        ):
+        async for outcome in fold.outcomes(*ends[fold.partition]):
             found += outcome.released.decoded()
         return found
+
+    def _vector(self, namespace: str | None, vector_id: str) -> bytes:
+        return vector_hash(self.namespace if namespace is None else namespace, vector_id)
 
     async def search(
         self,
@@ -387,7 +382,7 @@ class Deltas:
         if not 1 <= k <= SEARCH_MAX:
             message = f"k is {k}, must be from 1 to {SEARCH_MAX}"
             raise InvalidArgument(message, field="k", limit=SEARCH_MAX)
-        found = await self.topic.handle.ask(
+        found = await self.topic.ask(
             "vector_search", vector=np.asarray(vector, np.float32).tolist(), limit=k,
             namespace=namespace, sink=sink, partial=partial,
         )  # fmt: skip
@@ -426,18 +421,16 @@ class Deltas:
     async def follow(self, what: What) -> DeltaSubscription:
         """The same for who also asks where it began; it must be closed."""
         await self.opened()
-        wanted = self._filter(what)
-        partitions: Sequence[int] = range(self.topic.config.partitions)
-        if wanted.vector is not None:
-            partitions = self.folds.homes([wanted.vector])
-        requests = [await request_of(self.topic, p, what=what, wanted=wanted) for p in partitions]
-        return DeltaSubscription(self.topic, requests, wanted.beside(what), topic_id=self.topic.id)
-
-    def _filter(self, what: What) -> Filter:
         namespace, vector_id = what.get("namespace"), what.get("vector_id")
         if vector_id is not None and namespace is None:
             namespace = self.namespace
-        return Filter(namespace=namespace, vector_id=vector_id, op=what.get("op"))
+        wanted = Filter(namespace=namespace, vector_id=vector_id, op=what.get("op"))
+        partitions: Sequence[int] = range(self.topic.config.partitions)
+        if wanted.vector is not None:
+            partitions = self.folds.homes([wanted.vector])
+        routes, left = wanted.divided(what)
+        requests = [await request_of(self.topic, p, what=what, routes=routes) for p in partitions]
+        return DeltaSubscription(self.topic, requests, left, topic_id=self.topic.id)
 
 
 def _as_written(delta: Delta) -> Delta:
@@ -451,11 +444,9 @@ def _as_written(delta: Delta) -> Delta:
 
 
 def _portions(
-    columns: DeltaColumns, names: Names, producer: Producer
+    columns: DeltaColumns, names: Names, partitions: int
 ) -> Iterable[tuple[int, NDArray[np.int64]]]:
-    """The rows of each partition, in requests of a few MiB."""
     digests = np.ascontiguousarray(names.hashes).view("<u8")[:, 0]
-    partitions = producer.config.partitions
     homes = partitions_of_digests(np.ascontiguousarray(digests), partitions)
     width = columns.values.shape[1] * (4 if columns.indices is None else 6) + 256
     step = max(1, min(BATCH_ENTRIES_MAX, BULK_BYTES // width))

@@ -20,7 +20,7 @@ from penstock.client.delta.writer import DeltaWriter, VectorHead
 from penstock.client.queue.messages import LogReader
 from penstock.client.topic import Topic
 from penstock.model.delta_batch import DeltaBatch, deltas_of
-from penstock.model.partitioning import partitions_of_digests
+from penstock.model.ids import partitions_of_digests
 
 if TYPE_CHECKING:
     from penstock.propagation.fold.propagator import FeedOutcome
@@ -42,11 +42,9 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class LogFold:
-    """The fold of a partition, or of the deltas of `only` one vector of it.
-
-    Time passes in a fold by the deltas that it is fed. So in the fold of one vector a delta that
-    lacks its cause is given up, or its cause looked for, only when another of that vector comes.
-    """
+    """The fold of a partition, or of the deltas of `only` one vector of it. Time passes in a fold
+    by the deltas that it is fed. So in the fold of one vector a delta that lacks its cause is given
+    up, or its cause looked for, only when another of that vector comes."""
 
     def __init__(self, topic: Topic[Any], *, partition: int, only: bytes | None = None) -> None:
         from penstock.propagation.fold.propagator import Propagator  # only readers need kernels
@@ -56,15 +54,11 @@ class LogFold:
         self._sequence_first = 1
         self._reading = asyncio.Lock()
 
-    # --- reading ---
-
     async def outcomes(
-        self, *, sequence_first: int, through: int
+        self, sequence_first: int, through: int
     ) -> AsyncGenerator[FeedOutcome, None]:
-        """What comes of the log from where the fold is.
-
-        `sequence_first` is where the log begins now: retention may have dropped what was before.
-        """
+        """What comes of the log from where the fold is. `sequence_first` is where the log begins
+        now: retention may have dropped what was before."""
         fold = self._propagator
         self._sequence_first = sequence_first
         first = max(fold.sequence + 1, sequence_first)
@@ -74,17 +68,16 @@ class LogFold:
                 while missing := fold.missing():
                     yield fold.resolve(await self._find(missing))
 
-    async def catch_up(self, *, sequence_first: int, through: int) -> None:
-        """Read on to `through`."""
+    async def catch_up(self, sequence_first: int, through: int) -> None:
         async with self._reading:
             if through > self._propagator.sequence:
-                async for _ in self.outcomes(sequence_first=sequence_first, through=through):
+                async for _ in self.outcomes(sequence_first, through):
                     pass  # the state is what counts
 
     async def _find(self, ids: list[bytes]) -> set[bytes]:
         """Those of the wanted deltas that the log has from before the fold's memory of ids."""
         fold = self._propagator
-        horizon = await self._topic.handle.ask(
+        horizon = await self._topic.ask(
             "log_find",
             partition=self.partition,
             time_ms=fold.ledger.time_ms - fold.options.dedup_ms,
@@ -104,7 +97,7 @@ class LogFold:
         if from_sequence > through:
             return
         reader: LogReader[Any] = LogReader(
-            self._topic.handle,
+            self._topic,
             partition=self.partition,
             from_sequence=from_sequence,
             through=through,
@@ -121,8 +114,6 @@ class LogFold:
                     # A slice begins with the whole batch that holds the first sequence asked for.
                     deltas = deltas.take(deltas.sequences >= from_sequence)
                 yield deltas, batches[-1].last
-
-    # --- asking ---
 
     def vector(self, vector: bytes) -> Vector | None:
         """A vector as it is here; None if it is not, or deleted."""
@@ -185,7 +176,6 @@ class LogFolds:
         self._kept: dict[int, LogFold] = {}
         self._looking = asyncio.Lock()  # one look-up at a time
         self._wanted: set[bytes] = set()  # the vectors that the next look-up is to find
-        self._next: asyncio.Event | None = None  # the end of the next look-up, if one will be made
 
     def kept(self, partition: int) -> LogFold:
         found = self._kept.get(partition)
@@ -198,31 +188,21 @@ class LogFolds:
         return LogFold(self._topic, partition=self.homes([vector])[0], only=vector)
 
     async def look_up(self, vectors: Iterable[bytes]) -> None:
-        """Learn the heads of vectors that nothing is known of, from the log.
-
-        Whoever asks while a look-up is under way shares the next one with all who do.
-        """
-        wanted = [vector for vector in vectors if vector not in self._writer.heads]
+        """Learn the heads of vectors that nothing is known of, from the log. Whoever asks while a
+        look-up is under way shares the next one with all who do."""
+        wanted = self._unknown(vectors)
         while wanted:
             await self._writer.flights.landed(wanted)
             self._wanted.update(wanted)
-            if self._next is None:
-                await self._look_up_wanted()
-            else:
-                await self._next.wait()
-            wanted = [vector for vector in wanted if vector not in self._writer.heads]
-
-    async def _look_up_wanted(self) -> None:
-        self._next = done = asyncio.Event()
-        try:
             async with self._looking:
-                self._next = None  # Whoever asks from now on waits for the look-up after this one.
-                wanted, self._wanted = list(self._wanted), set()
-                await self._learn(wanted)
-        finally:
-            if self._next is done:
-                self._next = None
-            done.set()
+                # Whoever comes first looks for all; the others then find that nothing is left.
+                some, self._wanted = self._unknown(self._wanted), set()
+                if some:
+                    await self._learn(some)
+            wanted = self._unknown(wanted)
+
+    def _unknown(self, vectors: Iterable[bytes]) -> list[bytes]:
+        return [vector for vector in vectors if vector not in self._writer.heads]
 
     async def _learn(self, vectors: list[bytes]) -> None:
         homes: dict[int, list[bytes]] = {}
@@ -230,25 +210,22 @@ class LogFolds:
             homes.setdefault(partition, []).append(vector)
         ends = await self.ends()
         for partition, some in homes.items():
-            fold, end = self.kept(partition), ends[partition]
-            await fold.catch_up(
-                sequence_first=end["sequence_first"], through=end["sequence_committed"]
-            )
+            fold = self.kept(partition)
+            await fold.catch_up(*ends[partition])
             for vector, head in zip(some, fold.heads(some, self._writer.heads.origin), strict=True):
                 if vector not in self._writer.heads:  # It may have been written to meanwhile.
                     self._writer.heads.adopt(vector, head)
 
     async def follow(self, fold: LogFold, *, through: int | None = None) -> None:
-        end = (await self.ends())[fold.partition]
-        last = end["sequence_committed"] if through is None else through
-        await fold.catch_up(sequence_first=end["sequence_first"], through=last)
+        first, committed = (await self.ends())[fold.partition]
+        await fold.catch_up(first, committed if through is None else through)
 
-    async def ends(self) -> dict[int, dict[str, int]]:
-        status = await self._topic.handle.ask("log_status")
-        return {end["partition"]: end for end in status["partitions"]}
+    async def ends(self) -> dict[int, tuple[int, int]]:
+        """The first sequence that each partition's log has, and the last that is committed."""
+        found = (await self._topic.ask("log_status"))["partitions"]
+        return {p["partition"]: (p["sequence_first"], p["sequence_committed"]) for p in found}
 
     def homes(self, vectors: Sequence[bytes]) -> list[int]:
-        """The partitions that vectors belong to."""
         digests = np.frombuffer(b"".join([vector[:8] for vector in vectors]), "<u8")
         found: list[int] = partitions_of_digests(digests, self._topic.config.partitions).tolist()
         return found

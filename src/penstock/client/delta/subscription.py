@@ -24,13 +24,14 @@ from penstock.client.network.link import passing
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
 from penstock.model.columns import Binary, Columns
-from penstock.model.delivery import CHANGES
 from penstock.model.delta import Delta, Op, decode, vector_hash
 from penstock.model.delta_batch import DeltaBatch
+from penstock.model.entries import CHANGES
 from penstock.model.plain import headers_of
 from penstock.wire.messages import Changes, OpenSubscription
 
 Start = int | Mapping[int, int] | Literal["now"]
+Place = tuple[int, int]  # position and sequence
 CREDIT_ENTRIES: Final = 10_000
 CREDIT_BYTES: Final = 8 << 20
 VECTOR: Final = slice(64, 80)  # of a delta: the hash of its vector
@@ -80,26 +81,18 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return vector_hash(self.namespace, self.vector_id)
 
-    def routes(self, what: What) -> list[str]:
-        """What the node is asked for: the given routes, or the condition that takes least."""
+    def divided(self, what: What) -> tuple[list[str], Filter]:
+        """The routes that the node is asked to follow: those given, or the condition that takes
+        least; and what is left to look at here."""
         if given := list(what.get("routes", ())):
-            return given
-        if self.namespace is not None:
-            # A namespace with a slash in it could not be told from the vector in a route.
-            if self.vector_id is None or "/" in self.namespace:
-                return [f"namespace={self.namespace}"]
-            return [f"vector={self.namespace}/{self.vector_id}"]
-        return [] if self.op is None else [f"op={self.op.name}"]
-
-    def beside(self, what: What) -> Filter:
-        """What is left to look at here, where the node has followed the routes."""
-        if what.get("routes"):
-            return self
+            return given, self
         if self.namespace is None:
-            return Filter()
-        if self.vector_id is not None and "/" in self.namespace:
-            return self
-        return Filter(op=self.op)
+            return ([] if self.op is None else [f"op={self.op.name}"]), Filter()
+        if self.vector_id is None:
+            return [f"namespace={self.namespace}"], Filter(op=self.op)
+        if "/" in self.namespace:  # It could not be told from the vector in a route.
+            return [f"namespace={self.namespace}"], self
+        return [f"vector={self.namespace}/{self.vector_id}"], Filter(op=self.op)
 
     def rows(self, payloads: Binary) -> list[int] | None:
         """The rows that it holds for; None: there is no condition."""
@@ -114,8 +107,8 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         found: list[int] = np.flatnonzero(mask).tolist()
         if self.namespace is None or self.vector is not None:
             return found
-        namespaces, _ = deltas.name_bytes()
-        return [row for row in found if namespaces[row] == self.namespace.encode()]
+        names, wanted = deltas.names(), self.namespace.encode()
+        return [row for row in found if names[row][0] == wanted]
 
 
 class SubscriptionProgress:
@@ -125,22 +118,17 @@ class SubscriptionProgress:
         self.request = request
         self.began: int | None = None  # the position behind which the first stream started
         self._settled: int | None = None  # everything up to here has arrived; None: not even begun
-        # What arrived beyond the settled position: from sequence to position.
-        self._ahead: dict[int, int] = {}
-        # The sequences among them that the open stream may send a second time.
-        self._again: frozenset[int] = frozenset()
-        # Where changes are coalesced, the parts of one that came may come by themselves: by vector,
-        # the (position, sequence) of the last that arrived beyond the settled position. Those of a
-        # vector come in order, so up to this one nothing is new.
-        self._last: dict[bytes, tuple[int, int]] = {}
-        self._last_again: dict[bytes, tuple[int, int]] = {}  # the same as of earlier streams
+        # Of each vector the place of the last delta that arrived beyond the settled position. Those
+        # of a vector come in order, and a coalesced one stands for others before it: so up to this
+        # place nothing of the vector is new.
+        self._last: dict[bytes, Place] = {}
+        self._again: dict[bytes, Place] = {}  # the same as of earlier streams
         self._stream: ChangeStream | None = None  # the one that is open, or was last
         self._handled = 0  # the reader is done with everything up to here
         self._topic_id = request.topic_id  # of the topic that positions are places in
 
     def next_request(self) -> OpenSubscription:
-        """The request that goes on from here."""
-        self._again, self._last_again = frozenset(self._ahead), dict(self._last)
+        self._again = dict(self._last)
         if self._settled is None:
             return self.request
         return msgspec.structs.replace(
@@ -157,7 +145,6 @@ class SubscriptionProgress:
             stream.acknowledge(self._handled)  # The stream before may not have told the node.
 
     def acknowledge(self, position: int) -> None:
-        """The reader is done with everything up to there."""
         self._handled = max(self._handled, position)
         if self._stream is not None:
             self._stream.acknowledge(self._handled)
@@ -168,55 +155,34 @@ class SubscriptionProgress:
         if columns is not None:
             positions = columns.fixed("position").tolist()
             ahead = max(positions) > changes.position
-            sequences = columns.fixed("sequence").tolist() if ahead or self._again else []
-            if self._again:
-                fresh = self._fresh(columns, sequences, positions)
-            if ahead:
-                self._ahead.update(zip(sequences, positions, strict=True))
-                if self.request.coalesce_ms:
-                    self._note_last(columns, fresh, list(zip(positions, sequences, strict=True)))
+            if ahead or self._again:
+                places = zip(positions, columns.fixed("sequence").tolist(), strict=True)
+                rows = list(zip(_vectors(columns), places, strict=True))
+                if self._again:
+                    fresh = [row for row, place in enumerate(rows) if not self._came(*place)]
+                if ahead:
+                    self._last.update(rows if fresh is None else [rows[row] for row in fresh])
         self._settle(changes.position)
         return fresh
 
-    def _fresh(self, columns: Columns, sequences: list[int], positions: list[int]) -> list[int]:
-        """The rows of a frame that did not come before."""
-        rows = [row for row, at in enumerate(sequences) if at not in self._again]
-        if not self.request.coalesce_ms:
-            return rows
-        places = zip(_vectors(columns), positions, sequences, strict=True)
-        parts = {row for row, place in enumerate(places) if self._came_in_another(*place)}
-        return [row for row in rows if row not in parts]
-
-    def _came_in_another(self, vector: bytes, position: int, sequence: int) -> bool:
-        """Whether the last that came of its vector stands for this one, or is it."""
-        last = self._last_again.get(vector)
+    def _came(self, vector: bytes, place: Place) -> bool:
+        """Whether the last that came of the vector stands for this one, or is it."""
+        last = self._again.get(vector)
         if last is None:
             return False
-        if position > last[0] or (position, sequence) == last:
-            del self._last_again[vector]
-        return position <= last[0]
-
-    def _note_last(
-        self, columns: Columns, fresh: list[int] | None, places: list[tuple[int, int]]
-    ) -> None:
-        vectors = _vectors(columns)
-        for row in range(len(places)) if fresh is None else fresh:
-            self._last[vectors[row]] = places[row]
+        if place[0] > last[0] or place == last:
+            del self._again[vector]
+        return place[0] <= last[0]
 
     def _settle(self, position: int) -> None:
-        if self._settled is None or position > self._settled:
-            self._settled = position
-        if self._ahead:
-            self._ahead = {s: p for s, p in self._ahead.items() if p > self._settled}
-            self._again &= self._ahead.keys()
-            if not self._again:
-                self._last_again = {}
-            self._last = {v: last for v, last in self._last.items() if last[0] > self._settled}
+        settled = self._settled = max(position, self._settled or 0)
+        self._last = {v: last for v, last in self._last.items() if last[0] > settled}
+        self._again = {v: last for v, last in self._again.items() if last[0] > settled}
 
 
 def _vectors(columns: Columns) -> list[bytes]:
     payloads = columns.binary("payload")
-    return [] if payloads is None else [payload[VECTOR] for payload in payloads]
+    return [b""] * columns.count if payloads is None else [found[VECTOR] for found in payloads]
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):
@@ -261,8 +227,6 @@ class ReleasedBatch:
     def __repr__(self) -> str:
         return f"<{len(self)} deltas of partition {self.partition} up to {self.position}>"
 
-    # --- columns ---
-
     @property
     def positions(self) -> NDArray[np.uint64]:
         return self._column("position")
@@ -290,10 +254,12 @@ class ReleasedBatch:
         found = np.diff(self._payloads.offsets).astype(np.int64)
         if self._headers is not None:
             found += np.diff(self._headers.offsets)
-        return found if self._whole else found[np.asarray(self._rows, np.int64)]
+        return self._chosen(found)
 
     def _column(self, name: str) -> NDArray[Any]:
-        found = self._columns.fixed(name)
+        return self._chosen(self._columns.fixed(name))
+
+    def _chosen(self, found: NDArray[Any]) -> NDArray[Any]:
         return found if self._whole else found[np.asarray(self._rows, np.int64)]
 
     def _released(self, row: int, numbers: list[int]) -> Released:
@@ -309,18 +275,14 @@ class ReleasedBatch:
             headers=headers_of(packed) if packed else {},
         )
 
-    # --- being done ---
-
     def ack(self) -> None:
         """All of it is handled, and all that came before: the cursor, if there is one, moves."""
         self._arrived.place.acknowledge(self.position)
 
     def ack_before(self, index: int) -> None:
-        """The same up to a row that is not handled yet.
-
-        Where rows stand for several deltas, any that is left may stand for the first of the batch:
-        then nothing of it counts before all is handled.
-        """
+        """The same up to a row that is not handled yet. Where rows stand for several deltas, any
+        that is left may stand for the first of the batch: then nothing of it counts before all is
+        handled."""
         if self.folded:
             return
         left = self._columns.fixed("position")[self._rows[index] :]
@@ -398,8 +360,6 @@ class DeltaSubscription:
         await asyncio.gather(*self._followers, return_exceptions=True)
         self._arrived.clear()
 
-    # --- one partition ---
-
     async def _follow(self, place: SubscriptionProgress) -> None:
         link = self._topic.link
         at = (self._topic.name, place.request.partition)
@@ -453,9 +413,8 @@ def _batch(arrived: Arrived, wanted: Filter) -> ReleasedBatch | None:
 
 
 async def request_of(
-    topic: Topic[Any], partition: int, *, what: What, wanted: Filter
+    topic: Topic[Any], partition: int, *, what: What, routes: list[str]
 ) -> OpenSubscription:
-    """What is asked of a partition's node."""
     cursor = what.get("cursor") or ""
     start, at = start_of(what, partition)
     if cursor and partition not in what.get("positions", {}):
@@ -463,7 +422,7 @@ async def request_of(
     return OpenSubscription(
         topic.name,
         partition,
-        wanted.routes(what),
+        routes,
         start,
         at,
         cursor=cursor,
@@ -502,5 +461,5 @@ async def _first(topic: Topic[Any], partition: int, *, start: str, at: int) -> i
     if start == "sequence" and at:
         return at
     time_ms = at if start == "time" else 0
-    found = await topic.handle.ask("log_find", partition=partition, time_ms=time_ms)
+    found = await topic.ask("log_find", partition=partition, time_ms=time_ms)
     return max(1, int(found["sequence"]))

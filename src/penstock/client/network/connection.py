@@ -27,42 +27,18 @@ from numpy.typing import NDArray
 from penstock.client.network.exchange import Exchange, Receiver
 from penstock.errors import Corruption, PenstockError, Unavailable
 from penstock.model.batch import Batch, decode_all
-from penstock.model.columns import Columns
-from penstock.model.delivery import DELIVERY
+from penstock.model.columns import Buffer, Columns
+from penstock.model.entries import DELIVERY
 from penstock.model.ids import LeaseToken
-from penstock.wire.calls import traits_of
-from penstock.wire.frame import Buffer, FrameFlag, FrameType
-from penstock.wire.messages import (
-    Call,
-    Changes,
-    Delivery,
-    Enqueue,
-    Enqueued,
-    Extend,
-    Grant,
-    LogSlice,
-    OpenLease,
-    OpenLog,
-    OpenSubscription,
-    Part,
-    Return,
-    Settle,
-    Settled,
-    Tell,
-    TokenPart,
-    Told,
-    pack,
-    unpack,
-)
-from penstock.wire.outbox import Outbox
+from penstock.wire import messages as wire
+from penstock.wire.frame import FrameFlag, FrameType, Outbox
+from penstock.wire.messages import pack, traits_of, unpack
 
 ACKNOWLEDGE_S: Final = 0.05  # how long an acknowledgement may wait for the next one
 Item = TypeVar("Item")
 
 
 class SubscriptionStart(TypedDict):
-    """The answer to a subscription, as far as it is used."""
-
     position: int  # what comes is after it
     topic: NotRequired[int]  # the id of the topic
 
@@ -70,7 +46,7 @@ class SubscriptionStart(TypedDict):
 class DeliveredBatch(msgspec.Struct, frozen=True, gc=False):
     """Messages of one partition, leased together; entry *i* has token `token_first + i`."""
 
-    delivery: Delivery
+    delivery: wire.Delivery
     columns: Columns
 
 
@@ -108,7 +84,6 @@ class Stream(Receiver, ABC, Generic[Item]):
         return item
 
     def take_nowait(self) -> Item | None:
-        """An item that is already here, or None."""
         return self._take(self._arrived.popleft()) if self._arrived else None
 
     async def close(self) -> list[Item]:
@@ -140,22 +115,19 @@ class Stream(Receiver, ABC, Generic[Item]):
         """On arrival: cheap, for the reader may never come."""
 
     def _take(self, arrived: Any) -> Any:
-        """The item that the reader takes."""
         return arrived
 
 
 class LeaseStream(Stream[DeliveredBatch]):
-    """Leased messages as they become ready, best first."""
-
     def grant(self, messages: int) -> None:
         """Let `messages` more be out at once. An ended lease returns its credit by itself."""
         if messages <= 0:
             raise ValueError(f"a grant of {messages} messages is not a grant")
         if not self.ended:
-            self._exchange.send(FrameType.ACK, self.number, pack(Grant(messages)))
+            self._exchange.send(FrameType.ACK, self.number, pack(wire.Grant(messages)))
 
     def _decode(self, payload: memoryview) -> DeliveredBatch:
-        delivery, data = unpack(payload, Delivery)
+        delivery, data = unpack(payload, wire.Delivery)
         return DeliveredBatch(delivery, DELIVERY.decode(data, delivery.count))
 
 
@@ -165,10 +137,10 @@ class LogStream(Stream[list[Batch]]):
     sequence_committed = 0  # as of the last slice taken
     topic = 0  # the id of the topic that has the log
 
-    def _decode(self, payload: memoryview) -> tuple[LogSlice, memoryview]:
-        return unpack(payload, LogSlice)
+    def _decode(self, payload: memoryview) -> tuple[wire.LogSlice, memoryview]:
+        return unpack(payload, wire.LogSlice)
 
-    def _take(self, arrived: tuple[LogSlice, memoryview]) -> list[Batch]:
+    def _take(self, arrived: tuple[wire.LogSlice, memoryview]) -> list[Batch]:
         """Every batch, CRC-verified; raises `Corruption` unless they cover the slice gaplessly."""
         head, data = arrived
         found, expected = decode_all(data), head.first
@@ -180,7 +152,7 @@ class LogStream(Stream[list[Batch]]):
             raise Corruption(f"a log slice ends at {expected - 1}, not {head.last}")
         self.sequence_committed = head.sequence_committed
         if not self.ended:
-            grant = Grant(head.last - head.first + 1, len(data))
+            grant = wire.Grant(head.last - head.first + 1, len(data))
             self._exchange.send(FrameType.ACK, self.number, pack(grant))
         return found
 
@@ -193,8 +165,8 @@ class ChangeStream(Receiver):
         exchange: Exchange,
         number: int,
         *,
-        request: OpenSubscription,
-        arrived: Callable[[ChangeStream, Changes, memoryview], None],
+        request: wire.OpenSubscription,
+        arrived: Callable[[ChangeStream, wire.Changes, memoryview], None],
     ) -> None:
         self._exchange, self.number, self._arrived = exchange, number, arrived
         self._durable = bool(request.cursor)
@@ -225,7 +197,7 @@ class ChangeStream(Receiver):
             self._timer.cancel()
             self._timer = None
         if not self.ended.done():
-            grant = Grant(self._entries, self._bytes, self._position)
+            grant = wire.Grant(self._entries, self._bytes, self._position)
             self._exchange.send(FrameType.ACK, self.number, pack(grant))
         self._entries = self._bytes = self._position = 0
 
@@ -240,7 +212,7 @@ class ChangeStream(Receiver):
     # --- called by the connection ---
 
     def on_batch(self, payload: memoryview) -> None:
-        self._arrived(self, *unpack(payload, Changes))
+        self._arrived(self, *unpack(payload, wire.Changes))
 
     def on_end(self, error: PenstockError | None) -> None:
         if not self.ended.done():
@@ -257,14 +229,12 @@ class HowReturned(TypedDict, total=False):
 
 
 class Connection(Exchange):
-    """The calls, the enqueues and the streams of one client's end."""
-
     async def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
         """One administrative call; the result map, or the error it was refused with."""
         result: dict[str, Any] = await self._request(
             FrameType.SUBSCRIBE,
             dict,
-            pack(Call(method, arguments)),
+            pack(wire.Call(method, arguments)),
             wait_s=_wait_s(method, arguments.get("wait_ms")),
         )
         return result
@@ -279,28 +249,31 @@ class Connection(Exchange):
         partitioned: bool = True,
         codec: int = 0,
         raw_lengths: list[int] | None = None,
-    ) -> Enqueued:
+    ) -> wire.Enqueued:
         """Append ENQ bodies, given as (partition, entries, body); answered when durable."""
-        lengths = [Part(partition, count, len(body)) for partition, count, body in parts]
-        request = Enqueue(
+        lengths = [wire.Part(partition, count, len(body)) for partition, count, body in parts]
+        request = wire.Enqueue(
             topic, lengths, atomic, expected_sequence, codec, raw_lengths, partitioned
         )
-        enqueued: Enqueued = await self._request(
-            FrameType.BATCH, Enqueued, pack(request), *(body for _, _, body in parts)
+        enqueued: wire.Enqueued = await self._request(
+            FrameType.BATCH, wire.Enqueued, pack(request), *(body for _, _, body in parts)
         )
         return enqueued
 
     async def settle(self, topic: str, tokens: Sequence[LeaseToken]) -> list[int]:
         """Acknowledge leases; returns the positions of those that were no longer held."""
-        return await self._end(FrameType.ACK, tokens, lambda parts: Settle(topic, parts))
+        return await self._end(FrameType.ACK, tokens, lambda parts: wire.Settle(topic, parts))
 
     async def settle_range(
         self, topic: str, first: LeaseToken, tokens: NDArray[np.uint64]
     ) -> list[int]:
         """`settle` for sequences of tokens that have all else in common with `first`."""
         parts = [_part(first, len(tokens))]
-        settled: Settled = await self._request(
-            FrameType.ACK, Settled, pack(Settle(topic, parts)), tokens.astype("<u8").tobytes()
+        settled: wire.Settled = await self._request(
+            FrameType.ACK,
+            wire.Settled,
+            pack(wire.Settle(topic, parts)),
+            tokens.astype("<u8").tobytes(),
         )
         return settled.lost
 
@@ -308,23 +281,26 @@ class Connection(Exchange):
         self, topic: str, tokens: Sequence[LeaseToken], **how: Unpack[HowReturned]
     ) -> list[int]:
         """End leases unfinished; returns the positions of lost ones."""
-        return await self._end(FrameType.NACK, tokens, lambda parts: Return(topic, parts, **how))
+        return await self._end(
+            FrameType.NACK, tokens, lambda parts: wire.Return(topic, parts, **how)
+        )
 
     async def extend(self, topic: str, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
         """Let leases run `extend_ms` from now; returns the positions of lost ones."""
         return await self._end(
-            FrameType.HEARTBEAT, tokens, lambda parts: Extend(topic, parts, extend_ms)
+            FrameType.HEARTBEAT, tokens, lambda parts: wire.Extend(topic, parts, extend_ms)
         )
 
     async def _end(
         self,
         type: FrameType,
         tokens: Sequence[LeaseToken],
-        request_of: Callable[[list[TokenPart]], Settle | Return | Extend],
+        request_of: Callable[[list[wire.TokenPart]], wire.Settle | wire.Return | wire.Extend],
     ) -> list[int]:
-        """Tell the node about leases; the positions of those that were no longer held."""
         parts, data, order = grouped(tokens)
-        settled: Settled = await self._request(type, Settled, pack(request_of(parts)), data)
+        settled: wire.Settled = await self._request(
+            type, wire.Settled, pack(request_of(parts)), data
+        )
         return settled.lost if order is None else sorted(order[i] for i in settled.lost)
 
     # --- streams ---
@@ -340,7 +316,7 @@ class Connection(Exchange):
     ) -> LeaseStream:
         """Open a stream of leased messages."""
         stream = LeaseStream(self, self._next())
-        request = OpenLease(topic, credits, consumer, visibility_ms, batch_max)
+        request = wire.OpenLease(topic, credits, consumer, visibility_ms, batch_max)
         await self._open(stream, request)
         return stream
 
@@ -358,7 +334,7 @@ class Connection(Exchange):
         """Open a stream of committed batches; with `through` it ends there by itself. With the id
         of a topic, `NotFound` is raised if another one has its name by now."""
         stream = LogStream(self, self._next())
-        request = OpenLog(
+        request = wire.OpenLog(
             topic, partition, from_sequence, credit_entries, credit_bytes, through, topic_id
         )
         stream.topic = (await self._open(stream, request)).get("topic", 0)
@@ -366,8 +342,8 @@ class Connection(Exchange):
 
     async def subscribe(
         self,
-        request: OpenSubscription,
-        arrived: Callable[[ChangeStream, Changes, memoryview], None],
+        request: wire.OpenSubscription,
+        arrived: Callable[[ChangeStream, wire.Changes, memoryview], None],
     ) -> tuple[ChangeStream, SubscriptionStart]:
         """Open a stream of released deltas, handed on as they come; and where it starts."""
         stream = ChangeStream(self, self._next(), request=request, arrived=arrived)
@@ -377,13 +353,13 @@ class Connection(Exchange):
     async def _open(
         self,
         stream: LeaseStream | LogStream | ChangeStream,
-        request: OpenLease | OpenLog | OpenSubscription,
+        request: wire.OpenLease | wire.OpenLog | wire.OpenSubscription,
         answer: Any = dict,
     ) -> Any:
         number = stream.number
         self._streams[number] = stream
         # Readers of a log may have to wait until somebody serves it, or has folded it.
-        wait_s = 0.0 if isinstance(request, OpenLease) else math.inf
+        wait_s = 0.0 if isinstance(request, wire.OpenLease) else math.inf
         try:
             return await self.ask(
                 FrameType.SUBSCRIBE, answer, pack(request), number=number, wait_s=wait_s
@@ -409,9 +385,9 @@ class PeerConnection(Connection):
         """Who the other one says it is."""
         return self.welcome.node
 
-    def tell(self, told: list[Told]) -> None:
+    def tell(self, told: list[wire.Told]) -> None:
         # The frame has a number, so that a refusal is not taken for one of the whole connection.
-        self.send(FrameType.SUBSCRIBE, self._next(), pack(Tell(told)))
+        self.send(FrameType.SUBSCRIBE, self._next(), pack(wire.Tell(told)))
 
     def open(self, control: Any, stream: Receiver) -> int:
         """Subscribe; returns the stream's number. What comes goes to `stream`, a refusal too."""
@@ -423,7 +399,6 @@ class PeerConnection(Connection):
         return number
 
     def close_stream(self, number: int) -> None:
-        """Unsubscribe; nothing comes any more."""
         if self._streams.pop(number, None) is not None:
             self.send(FrameType.UNSUBSCRIBE, number)
 
@@ -438,14 +413,14 @@ def _wait_s(method: str, wait_ms: object) -> float:
 _U64: Final = struct.Struct("<Q")
 
 
-def grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list[int] | None]:
+def grouped(tokens: Sequence[LeaseToken]) -> tuple[list[wire.TokenPart], bytes, list[int] | None]:
     """Tokens as parts of one (topic, partition, epoch) each; `order` maps back unless nothing
     moved."""
     if len(tokens) == 1:
         token = tokens[0]
         return [_part(token, 1)], _U64.pack(token[3]), None
     order = sorted(range(len(tokens)), key=lambda i: tokens[i][:3])
-    parts: list[TokenPart] = []
+    parts: list[wire.TokenPart] = []
     start = 0
     for end in range(1, len(order) + 1):
         head = tokens[order[start]]
@@ -456,8 +431,8 @@ def grouped(tokens: Sequence[LeaseToken]) -> tuple[list[TokenPart], bytes, list[
     return parts, data, order
 
 
-def _part(token: LeaseToken, count: int) -> TokenPart:
-    return TokenPart(token.partition, token.epoch, count, token.topic)
+def _part(token: LeaseToken, count: int) -> wire.TokenPart:
+    return wire.TokenPart(token.partition, token.epoch, count, token.topic)
 
 
 async def all_pages(

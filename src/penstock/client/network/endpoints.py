@@ -67,7 +67,6 @@ class Address(NamedTuple):
         return list(found)
 
     def context(self, tls: Tls) -> ssl.SSLContext | None:
-        """The TLS context for this address; None for a plain one."""
         if not self.secure:
             if tls:
                 raise InvalidArgument("tls needs a penstocks:// url", field="tls")
@@ -106,11 +105,7 @@ async def _check_serving(connection: Connection) -> None:
 
 
 async def dial(
-    address: Address,
-    make: Callable[[], C],
-    *,
-    tls: Tls = None,
-    timeout: float = GREETING_TIMEOUT_S,
+    address: Address, make: Callable[[], C], *, tls: Tls = None, timeout: float = GREETING_TIMEOUT_S
 ) -> C:
     """Connect and be greeted, each within `timeout`. A refused connection is told by the error's
     `refused`: nobody listens there."""
@@ -134,7 +129,6 @@ async def dial(
 async def connect_peer(
     host: str, port: int, *, cluster_key: str | None = None, tls: Tls = None, node: str
 ) -> PeerConnection:
-    """Connect to the node at this address, in the name of `node`."""
     return await dial(
         Address(host, port, tls is not None),
         lambda: PeerConnection(
@@ -153,11 +147,9 @@ class ConnectionSource(Protocol):
 
 
 class Remote:
-    """Connections to nodes at urls: to whichever answers, or to a certain one.
-
-    Clients begin at a random node, so that they `spread`. After one was lost or left the others
-    have their turn, in a circle: it is tried last.
-    """
+    """Connections to nodes at urls: to whichever answers, or to a certain one. Clients begin at a
+    random node, so that they `spread`. After one was lost or left the others have their turn, in a
+    circle: it is tried last."""
 
     def __init__(
         self,
@@ -212,7 +204,6 @@ class Remote:
         raise failed
 
     async def connect_to(self, host: str, port: int) -> Connection:
-        """A connection to the node at one of the learned places."""
         return await self._dial(Address(host, port, self._given[0].secure), ENDPOINT_TIMEOUT_S)
 
     async def _dial(self, address: Address, timeout: float) -> Connection:

@@ -19,20 +19,10 @@ from typing import Any, Final, Protocol, cast
 
 from penstock.errors import Corruption, PenstockError, Unavailable, from_wire
 from penstock.model.batch import Codec
+from penstock.model.columns import Buffer
 from penstock.wire import frame
-from penstock.wire.frame import (
-    CODECS,
-    VERSIONS,
-    Buffer,
-    Frame,
-    FrameDecoder,
-    FrameFlag,
-    FrameType,
-    compressed,
-    expanded,
-)
+from penstock.wire.frame import Frame, FrameFlag, FrameType, WireTransport
 from penstock.wire.messages import Hello, SlowDown, Welcome, pack, unpack
-from penstock.wire.outbox import WireTransport
 
 GREETING_TIMEOUT_S: Final = 10.0
 SILENT_TICKS_MAX: Final = 6  # half heartbeats; a live peer answers each of ours
@@ -67,11 +57,11 @@ class Exchange(asyncio.Protocol):
         codecs: Sequence[str] = (),  # that frames may be compressed by, the preferred one first
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._hello = Hello(list(VERSIONS), api_key, client, list(codecs), cluster_key)
+        self._hello = Hello(list(frame.VERSIONS), api_key, client, list(codecs), cluster_key)
         self._codec = Codec.NONE  # the one that the server has chosen of those in the greeting
         self.alive = False  # It was made, and neither side has ended it.
         self._transport: WireTransport | None = None
-        self._decoder = FrameDecoder()
+        self._decoder = frame.FrameDecoder()
         self._number = 0
         self.answer_s: float | None = None  # how long an answer may take; None: for ever
         # The server was too late with an answer, or said that other nodes should be asked.
@@ -134,7 +124,6 @@ class Exchange(asyncio.Protocol):
             self._fail(Unavailable("the connection was left for another"), abort=False)
 
     async def wait_closed(self) -> None:
-        """Until the connection is over, whoever ended it."""
         await self._closed.wait()
 
     def abort(self) -> None:
@@ -146,7 +135,7 @@ class Exchange(asyncio.Protocol):
     def send(self, type: FrameType, sequence: int, *payload: Buffer, flags: int = 0) -> None:
         if self._lost is None and self._transport is not None:
             self._sent = True
-            if self._codec and (packed := compressed(self._codec, payload)) is not None:
+            if self._codec and (packed := frame.compressed(self._codec, payload)) is not None:
                 payload, flags = tuple(packed), flags | FrameFlag.COMPRESSED
             self._transport.writelines(frame.encode(type, sequence, *payload, flags=flags))
 
@@ -217,7 +206,6 @@ class Exchange(asyncio.Protocol):
                 self._let_go(number)
 
     def _let_go(self, number: int) -> None:
-        """Hear nothing more of a stream."""
         self._streams.pop(number, None)
         self._end_if_left()
 
@@ -261,7 +249,7 @@ class Exchange(asyncio.Protocol):
     def _on_frame(self, item: Frame) -> None:
         kind = item.type
         if item.flags & FrameFlag.COMPRESSED:
-            item = expanded(item, self._codec, bytes_max=frame.PAYLOAD_BYTES_MAX)
+            item = frame.expanded(item, self._codec, bytes_max=frame.PAYLOAD_BYTES_MAX)
         if kind is FrameType.ACK:
             self._on_answer(item)
         elif kind is FrameType.BATCH:
@@ -271,7 +259,7 @@ class Exchange(asyncio.Protocol):
         elif kind is FrameType.NACK:
             self._on_refusal(item)
         elif kind is FrameType.UNSUBSCRIBE:
-            self._on_stream_end(item)
+            self._end_stream(item.sequence, self._error_in(item) if item.payload else None)
         elif kind is FrameType.HEARTBEAT:
             if not self._greeting.done():
                 self._on_welcome(unpack(item.payload, Welcome)[0])
@@ -284,7 +272,7 @@ class Exchange(asyncio.Protocol):
     def _on_welcome(self, welcome: Welcome) -> None:
         if welcome.version not in self._hello.versions:
             raise Corruption(f"the server speaks version {welcome.version}, which was not offered")
-        self._codec = CODECS.get(welcome.codec, Codec.NONE)
+        self._codec = frame.CODECS.get(welcome.codec, Codec.NONE)
         self._greeting.set_result(welcome)
         interval = self._heartbeat_s or welcome.heartbeat_ms / 2000
         if interval > 0:
@@ -315,9 +303,7 @@ class Exchange(asyncio.Protocol):
             return
         found = self._waiting.pop(item.sequence, None)
         if found is None:
-            stream = self._streams.pop(item.sequence, None)
-            if stream is not None:
-                stream.on_end(error)
+            self._end_stream(item.sequence, error)
         elif not found[0].done():
             found[0].set_exception(error)
 
@@ -329,13 +315,11 @@ class Exchange(asyncio.Protocol):
         self.leave()
 
     def _end_streams(self, error: PenstockError) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.on_end(error)
+        for number in list(self._streams):
+            self._end_stream(number, error)
 
-    def _on_stream_end(self, item: Frame) -> None:
-        error = self._error_in(item) if len(item.payload) else None
-        stream = self._streams.pop(item.sequence, None)
+    def _end_stream(self, number: int, error: PenstockError | None) -> None:
+        stream = self._streams.pop(number, None)
         if stream is not None:
             stream.on_end(error)
 
@@ -395,8 +379,7 @@ def memory_pair(
     """Link two protocols of the running loop; `connection_made` is called on the server first."""
     loop = asyncio.get_running_loop()
     near, far = MemoryTransport(loop, client), MemoryTransport(loop, server)
-    near.link(far)
-    far.link(near)
+    near._peer, far._peer = far, near
     server.connection_made(far)
     client.connection_made(near)
     return near, far
@@ -412,22 +395,16 @@ class MemoryTransport(asyncio.Transport):
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
-        super().__init__({"peername": None, "memory": True})
+        super().__init__()
         self._loop = loop
         self._protocol: asyncio.Protocol = protocol
         self._peer: MemoryTransport = self
         self._outbox: list[Any] = []
         self._unread = 0
-        self._high, self._low = HIGH_WATER, LOW_WATER
         self._reading = True
         self._paused_writer = False
         self._closing = False
         self._lost = False
-
-    def link(self, peer: MemoryTransport) -> None:
-        self._peer = peer
-
-    # --- writing ---
 
     def write(self, data: Any) -> None:
         self.writelines((data,))
@@ -441,7 +418,7 @@ class MemoryTransport(asyncio.Transport):
             # A caller may reuse a mutable buffer once this returns; immutable ones are shared.
             self._outbox.append(data if type(data) is bytes else bytes(data))
             self._unread += len(data)
-        if self._unread > self._high and not self._paused_writer:
+        if self._unread > HIGH_WATER and not self._paused_writer:
             self._paused_writer = True
             self._protocol.pause_writing()
 
@@ -455,20 +432,14 @@ class MemoryTransport(asyncio.Transport):
             self._unread = 0
             if not peer._lost:
                 peer._protocol.data_received(data)
-        if self._paused_writer and self._unread <= self._low:
+        if self._paused_writer and self._unread <= LOW_WATER:
             self._paused_writer = False
             self._protocol.resume_writing()
         if self._closing and not self._outbox:
             self._lose(None)
 
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = HIGH_WATER if high is None else high
-        self._low = self._high // 4 if low is None else low
-
     def get_write_buffer_size(self) -> int:
         return self._unread
-
-    # --- reading ---
 
     def pause_reading(self) -> None:
         self._reading = False
@@ -477,8 +448,6 @@ class MemoryTransport(asyncio.Transport):
         self._reading = True
         if self._peer._outbox or self._peer._closing:
             self._loop.call_soon(self._peer._deliver)
-
-    # --- ending ---
 
     def is_closing(self) -> bool:
         return self._closing

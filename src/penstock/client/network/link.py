@@ -29,7 +29,7 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.endpoints import ConnectionSource, Remote
 from penstock.client.options import Options
 from penstock.errors import Backpressure, PenstockError, Unavailable, WrongEpoch
-from penstock.wire.calls import is_repeatable
+from penstock.wire.messages import is_repeatable
 
 R = TypeVar("R")
 Where = tuple[str, int]  # topic, partition
@@ -45,8 +45,6 @@ log = logging.getLogger("penstock.client")
 
 
 class Link:
-    """Connections shared by all topics of a client."""
-
     def __init__(self, source: ConnectionSource, options: Options) -> None:
         self.options = options
         self._source = source
@@ -76,16 +74,12 @@ class Link:
     def toward(self, topic: str, partition: int) -> Connection | None:
         """The connection nearest to a partition, if there is any right now."""
         nearest = None if self.fleet is None else self.fleet.toward(topic, partition)
-        if nearest is None:
-            nearest = self._connection
-        return nearest if nearest is not None and nearest.alive else None
+        return self.live if nearest is None else nearest
 
     def coordinator(self, topic: str, partition: int) -> str | None:
-        """The node that serves a partition; empty: none right now; None: not known."""
         return None if self.fleet is None else self.fleet.coordinator(topic, partition)
 
     async def connection(self) -> Connection:
-        """The connection; opens one if there is none."""
         found = self.live
         if found is not None:
             return found
@@ -99,7 +93,6 @@ class Link:
             return self._connection
 
     def _look_around(self, connection: Connection) -> None:
-        """If the node is one of a cluster, learn of the others."""
         if not connection.welcome.cluster or not isinstance(self._source, Remote):
             return
         if self.fleet is None:
@@ -206,10 +199,9 @@ class Link:
         )
 
     async def _reached(self, at: Where | None) -> Connection:
-        if at is not None and self.fleet is not None:
-            nearest = self.fleet.toward(*at)
-            if nearest is not None:
-                return nearest
+        nearest = None if at is None else self.toward(*at)
+        if nearest is not None:
+            return nearest
         try:
             return await self.connection()
         except Unavailable as error:
@@ -272,8 +264,6 @@ class Fleet:
         self._dialled: dict[str, float] = {}  # when a node was last tried; infinite: right now
         self.size = 1  # nodes that can take requests
 
-    # --- where to ---
-
     def partitions(self, topic: str) -> int:
         """How many a topic has, as last heard; 0: not known yet."""
         return len(self._coordinators.get(topic, ()))
@@ -300,8 +290,6 @@ class Fleet:
             return found
         self._dial(node)
         return None
-
-    # --- asking ---
 
     def refresh(self) -> None:
         """The link's own connection is a new one: learn what has changed meanwhile."""
@@ -345,8 +333,6 @@ class Fleet:
         self._remote.learn((place.host, place.port) for place in routes.nodes)
         if topic:
             self._coordinators[topic] = routes.coordinators
-
-    # --- connecting ---
 
     def _dial(self, node: str) -> None:
         since = self._loop.time() - self._dialled.get(node, -math.inf)

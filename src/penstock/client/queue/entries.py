@@ -20,12 +20,7 @@ import numpy as np
 
 from penstock.client.options import Duration, milliseconds
 from penstock.errors import InvalidArgument
-from penstock.model.entries import (
-    BATCH_ENTRIES_MAX,
-    HEADERS_BYTES_MAX,
-    KEY_BYTES_MAX,
-    RETRIES_MAX,
-)
+from penstock.model.entries import BATCH_ENTRIES_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, RETRIES_MAX
 from penstock.model.plain import fault_of
 from penstock.model.topic import TopicConfig
 
@@ -43,13 +38,19 @@ class Content(NamedTuple, Generic[T]):
 
 
 def content_of(of: Any) -> Content[Any]:
-    """How values of type `of` become payloads, and back."""
     if of is bytes:
         return Content(_bytes, bytes)
     if of is str:
-        return Content(_text, _untext)
+        return Content(
+            _converter(str.encode, "a value is not Unicode text", UnicodeEncodeError, takes=str),
+            _converter(bytes.decode, "a payload is not UTF-8", UnicodeDecodeError, field="payload"),
+        )
     if hasattr(of, "model_validate_json") and hasattr(of, "model_dump_json"):
-        return _pydantic(of)
+        wrong = f"a payload is not {of.__name__}"  # pydantic's ValidationError is a ValueError
+        return Content(
+            _converter(lambda value: value.model_dump_json().encode(), takes=of),
+            _converter(of.model_validate_json, wrong, ValueError, field="payload"),
+        )
     return _json(of)
 
 
@@ -65,62 +66,39 @@ def _bytes(value: Any) -> bytes:
     )
 
 
-def _text(value: Any) -> bytes:
-    if isinstance(value, str):
-        try:
-            return value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgument(f"a value is not Unicode text: {error}", field="value") from error
-    raise InvalidArgument(f"this topic takes str, not {type(value).__name__}", field="value")
-
-
-def _untext(payload: bytes) -> str:
-    try:
-        return payload.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"a payload is not UTF-8: {error}", field="payload") from error
-
-
 def _json(of: Any) -> Content[Any]:
     try:
-        decoder = msgspec.json.Decoder(of)
+        decode = msgspec.json.Decoder(of).decode
     except TypeError as error:
         raise InvalidArgument(f"{of!r} cannot be a topic's type: {error}", field="of") from error
-    encoder = msgspec.json.Encoder()
+    encode, wrong = msgspec.json.Encoder().encode, f"a payload is not {of}"
+    unfit = (TypeError, ValueError, OverflowError, RecursionError)
+    unread = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+    return Content(
+        _converter(encode, "a value is not JSON", *unfit),
+        _converter(decode, wrong, *unread, field="payload"),
+    )
 
-    def encode(value: Any) -> bytes:
+
+def _converter(
+    convert: Callable[[Any], Any],
+    wrong: str = "",
+    *failures: type[Exception],
+    takes: type = object,
+    field: str = "value",
+) -> Callable[[Any], Any]:
+    """`convert` for what is of the right type; its failures are told as `wrong` arguments."""
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, takes):
+            given = type(value).__name__
+            raise InvalidArgument(f"this topic takes {takes.__name__}, not {given}", field=field)
         try:
-            return encoder.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidArgument(f"a value is not JSON: {error}", field="value") from error
+            return convert(value)
+        except failures as error:
+            raise InvalidArgument(f"{wrong}: {error}", field=field) from error
 
-    def decode(payload: bytes) -> Any:
-        try:
-            return decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidArgument(f"a payload is not {of}: {error}", field="payload") from error
-
-    return Content(encode, decode)
-
-
-def _pydantic(of: Any) -> Content[Any]:
-    def encode(value: Any) -> bytes:
-        if not isinstance(value, of):
-            raise InvalidArgument(
-                f"this topic takes {of.__name__}, not {type(value).__name__}", field="value"
-            )
-        text: str = value.model_dump_json()
-        return text.encode()
-
-    def decode(payload: bytes) -> Any:
-        try:
-            return of.model_validate_json(payload)
-        except ValueError as error:  # pydantic's ValidationError is one
-            raise InvalidArgument(
-                f"a payload is not {of.__name__}: {error}", field="payload"
-            ) from error
-
-    return Content(encode, decode)
+    return converted
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +145,6 @@ class EntryGroup:
         self.bytes = sum(map(len, payloads)) + len(payloads) * (len(headers) + 16)
 
     def only(self, rows: Iterable[int]) -> EntryGroup:
-        """Some entries by themselves."""
         some = EntryGroup()
         for row in rows:
             some.add(self.rows[row])
@@ -181,7 +158,6 @@ class EntryGroup:
         return {name: c for (name, default), c in found if c.count(default) < len(c)}
 
     def answer(self, ids: Sequence[str]) -> None:
-        """Tell everybody the id of the message."""
         for waiter, message_id in zip(self.waiters, ids, strict=True):
             if not waiter.done():
                 waiter.set_result(message_id)
@@ -194,10 +170,8 @@ class EntryGroup:
 
 
 class ProducerIdentity:
-    """A producer's key: one id and epoch, and for each partition its own gapless sequence.
-
-    A partition's id has the partition as suffix, so that no key is used in two partitions.
-    """
+    """A producer's key: one id and epoch, and for each partition its own gapless sequence. A
+    partition's id has the partition as suffix, so that no key is used in two partitions."""
 
     def __init__(self, name: str, epoch: int, *, lasting: bool = False) -> None:
         self.name, self.epoch = name, epoch
@@ -312,10 +286,8 @@ def chunked(
     context: bytes,
     atomic: bool,
 ) -> list[EntryGroup]:
-    """The items as columns, in as many requests as the limits ask for; in one if atomic.
-
-    `context` are the headers of items that have none.
-    """
+    """The items as columns, in as many requests as the limits ask for; in one if atomic. `context`
+    are the headers of items that have none."""
     encode, limit = content.encode, config.payload_bytes_max
     items = list(items)
     chunks = [entries := EntryGroup()]

@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Generic, TypeVar, Unpack, overload
+from typing import Any, Final, Generic, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client import spans
 from penstock.client.network.connection import HowReturned
 from penstock.client.options import Duration, milliseconds, optional_ms
-from penstock.client.queue.handle import TopicHandle
-from penstock.client.queue.messages import Message, cells_of, fields_of
+from penstock.client.queue.messages import Message, TopicHandle, cells_of, fields_of
 from penstock.errors import InvalidArgument, LeaseLost, PenstockError
 from penstock.model.columns import Columns
 from penstock.model.ids import LeaseToken
@@ -35,6 +33,9 @@ from penstock.wire.messages import Delivery
 T = TypeVar("T")
 log = logging.getLogger("penstock.client")
 REASON_CHARS_MAX = 500
+# Nothing of OpenTelemetry is imported that the application has not imported by itself: without its
+# tracer there is nobody to send spans to, and then a message costs one dictionary lookup.
+TRACING: Final = "opentelemetry.trace"
 
 
 class LeaseState(IntEnum):
@@ -63,6 +64,14 @@ class Returnable(ABC):
     async def give_back(self) -> None:
         """Not used: someone else may have it now, and no attempt is counted."""
         await self._give_back(counted=False, delay_ms=0)
+
+    @abstractmethod
+    def hand_out(self) -> bool:
+        """A handler has it now. False if it was lost while it waited."""
+
+    @abstractmethod
+    def take_tokens(self) -> list[LeaseToken]:
+        """Mark what is held as settled; the leases that end with it."""
 
     @abstractmethod
     async def ack(self) -> None: ...
@@ -140,7 +149,7 @@ class MessageBatch(Returnable, Generic[T]):
     def _message(self, row: int) -> LeasedMessage[T]:
         fields = {name: column[row] for name, column in self._rows.items()}
         return LeasedMessage(
-            self, row, {"topic": self.topic, "partition": self.partition, **fields}
+            self, row, {"_topic": self.topic, "partition": self.partition, **fields}
         )
 
     @cached_property
@@ -149,8 +158,6 @@ class MessageBatch(Returnable, Generic[T]):
         numbers = ("priority", "attempts", "time_ms")
         rows = cells_of(self._columns, len(self), numbers)
         return {"sequence": self._columns.fixed("message").tolist(), **rows}
-
-    # --- settling ---
 
     async def ack(self) -> None:
         """Acknowledge every message still held; raises `LeaseLost` if some were not any more."""
@@ -162,9 +169,7 @@ class MessageBatch(Returnable, Generic[T]):
 
     async def _give_back(self, **how: Unpack[HowReturned]) -> None:
         _mend_reason(how)
-        rows = self.take()
-        if len(rows):
-            tokens = [self.token(row) for row in rows.tolist()]
+        if tokens := self.take_tokens():
             self._raise_lost(await self.origin.settler.give_back(tokens, **how))
 
     def _raise_lost(self, lost: list[int]) -> None:
@@ -177,19 +182,18 @@ class MessageBatch(Returnable, Generic[T]):
     async def __aexit__(self, *exited: Any) -> None:
         await self._settle(exited[1], self.origin.name)
 
-    # --- rows and their leases ---
-
     def state(self, row: int) -> LeaseState:
         return LeaseState(self._states[row])
 
     def held_rows(self) -> NDArray[np.int64]:
         return np.flatnonzero(self._all_states <= LeaseState.OUT)
 
-    def hand_out(self, row: int | None = None) -> None:
-        """A handler has the row now, or all of them."""
-        if row is None:
-            self._all_states[self._all_states == LeaseState.WAITING] = LeaseState.OUT
-        elif self._states[row] == LeaseState.WAITING:
+    def hand_out(self) -> bool:
+        self._all_states[self._all_states == LeaseState.WAITING] = LeaseState.OUT
+        return self.held > 0
+
+    def hand_out_row(self, row: int) -> None:
+        if self._states[row] == LeaseState.WAITING:
             self._states[row] = LeaseState.OUT
 
     def take(self) -> NDArray[np.int64]:
@@ -198,6 +202,9 @@ class MessageBatch(Returnable, Generic[T]):
         self._all_states[rows] = LeaseState.SETTLED
         self._end(len(rows), out)
         return rows
+
+    def take_tokens(self) -> list[LeaseToken]:
+        return [self.token(row) for row in self.take().tolist()]
 
     def take_row(self, row: int) -> None:
         """Mark one row as settled; raises if it is not ours to settle any more."""
@@ -249,8 +256,12 @@ class LeasedMessage(Message[T], Returnable):
         """False once it was settled, or its lease is known to be lost."""
         return self._batch.state(self._row) <= LeaseState.OUT
 
-    def hand_out(self) -> None:
-        self._batch.hand_out(self._row)
+    def hand_out(self) -> bool:
+        self._batch.hand_out_row(self._row)
+        return self.held
+
+    def take_tokens(self) -> list[LeaseToken]:
+        return [self.take()] if self.held else []
 
     def take(self) -> LeaseToken:
         """Mark it as settled for whoever ends its lease by this token."""
@@ -275,7 +286,6 @@ class LeasedMessage(Message[T], Returnable):
             raise LeaseLost("the lease ran out before the message was given back")
 
     def begin(self) -> None:
-        """A handler has begun."""
         if self._batch.entered is not None:
             self._batch.entered(self._batch)
 
@@ -285,13 +295,21 @@ class LeasedMessage(Message[T], Returnable):
             await self._settle(error, self._batch.origin.name)
 
     def trace(self) -> AbstractContextManager[Any]:
-        """A span for handling it, if the application traces."""
-        if spans.API not in sys.modules:
+        """A span for handling it, child of the one that put it, if the application traces."""
+        if TRACING not in sys.modules:
             return nullcontext()
-        return spans.processing(
-            self._batch.origin.name,
-            headers=self.headers,
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        topic = self._batch.origin.name
+        texts = {name: value for name, value in self.headers.items() if isinstance(value, str)}
+        return trace.get_tracer("penstock").start_as_current_span(
+            f"process {topic}",
+            context=TraceContextTextMapPropagator().extract(texts),
+            kind=trace.SpanKind.CONSUMER,
             attributes={
+                "messaging.system": "penstock",
+                "messaging.destination.name": topic,
                 "messaging.message.id": self.id,
                 "penstock.partition": self.partition,
                 "penstock.attempts": self.attempts,
@@ -331,63 +349,40 @@ class Keeper:
 
     def __init__(self, topic: TopicHandle[Any], visibility_ms: int) -> None:
         self._topic, self._visibility_ms = topic, visibility_ms
+        self._interval_s = visibility_ms / 3000
         self._absorbing: list[Callable[[], None]] = []  # of each consumer that is open
         self._batches: set[MessageBatch[Any]] = set()
-        self._running = self._stopped = False
-        self._look = asyncio.Event()  # something ended: is there still anything to keep?
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self, absorb: Callable[[], None]) -> None:
         self._absorbing.append(absorb)
-        self._ensure()
+        self._arm()
 
     def finish(self, absorb: Callable[[], None]) -> None:
         """Nothing new will come; what is held is still kept."""
         self._absorbing.remove(absorb)
-        self._look.set()
 
     def keep(self, batch: MessageBatch[Any]) -> None:
-        """Extend the leases of `batch` until none is held."""
         self._batches.add(batch)
-        batch.kept = self._let_go
-        self._ensure()
+        batch.kept = self._batches.discard
+        self._arm()
 
     def stop(self) -> None:
-        """Keep nothing any longer."""
-        self._stopped = True
-        self._look.set()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _let_go(self, batch: MessageBatch[Any]) -> None:
-        self._batches.discard(batch)
-        if not self._batches:
-            self._look.set()
+    def _arm(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._interval_s, self._on_due)
 
-    @property
-    def _needed(self) -> bool:
-        return not self._stopped and bool(self._absorbing or self._batches)
+    def _on_due(self) -> None:
+        self._timer = None
+        if (self._absorbing or self._batches) and not self._topic.link.closed:
+            self._topic.link.spawn(self._extend_all())
+            self._arm()
 
-    def _ensure(self) -> None:
-        if not self._running and self._needed:
-            self._running = True
-            self._topic.link.spawn(self._run())
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        interval_s = self._visibility_ms / 3000
-        due = loop.time() + interval_s
-        while self._needed:
-            self._look.clear()
-            try:
-                async with asyncio.timeout_at(due):
-                    await self._look.wait()
-            except TimeoutError:
-                due = loop.time() + interval_s
-                try:
-                    await self._extend_all(interval_s)
-                except Exception:  # the next time may go well, and others' leases need it
-                    log.exception("leases were not extended")
-        self._running = False
-
-    async def _extend_all(self, within_s: float) -> None:
+    async def _extend_all(self) -> None:
         for absorb in self._absorbing:
             absorb()
         held: dict[int, list[tuple[MessageBatch[Any], int]]] = defaultdict(list)
@@ -396,11 +391,11 @@ class Keeper:
                 held[batch.partition].append((batch, row))
         async with asyncio.TaskGroup() as tasks:
             for some in held.values():
-                tasks.create_task(self._extend(some, within_s))
+                tasks.create_task(self._extend(some))
 
-    async def _extend(self, held: list[tuple[MessageBatch[Any], int]], within_s: float) -> None:
+    async def _extend(self, held: list[tuple[MessageBatch[Any], int]]) -> None:
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self._interval_s):
                 tokens = [batch.token(row) for batch, row in held]
                 lost = await self._topic.settler.extend(tokens, self._visibility_ms)
         except (PenstockError, TimeoutError) as error:

@@ -1,4 +1,9 @@
-"""Messages as a reader sees them: peeked, among the dead letters, or read from the log.
+"""A topic as all its parts know it, and its messages as a reader sees them: peeked, among the dead
+letters, or read from the log.
+
+A topic's consumers, readers and dead letters know it as a `TopicHandle`: the link, the type of the
+values, the configuration as last heard of, the calls about the topic, and a `Settler`. The topic of
+the SDK is one, with what may be done beside that.
 
 The log has messages of an atomic batch from its PREPARE on, but they exist only if its DECIDE says
 so: a reader of the log holds them back until then and yields them where the decision stands.
@@ -6,53 +11,219 @@ so: a reader of the log holds them back until then and yields them where the dec
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Generic, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
-from penstock.client.network.connection import Connection, LogStream
-from penstock.client.queue.entries import Content
-from penstock.client.queue.handle import TopicHandle
-from penstock.errors import LimitExceeded, Unavailable
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.client.network.connection import Connection, HowReturned, LogStream, grouped
+from penstock.client.network.link import Link, Where
+from penstock.client.queue.entries import Content, ProducerIdentity
+from penstock.client.queue.producer import Producer
+from penstock.errors import LeaseLost, LimitExceeded, Unavailable
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
-from penstock.model.ids import MessageId
+from penstock.model.ids import LeaseToken, MessageId
 from penstock.model.plain import headers_of
+from penstock.model.topic import TopicConfig
+from penstock.wire.frame import FrameType
+from penstock.wire.messages import Settle, Settled, pack
 
 T = TypeVar("T")
-_UNSET: Any = object()
 
 
-class Message(Generic[T]):
-    """One message. `value` is decoded when it is first asked for."""
+Ack = tuple[LeaseToken, asyncio.Future[None]]  # and who waits for it
 
-    __slots__ = (
-        "_content", "_headers", "_topic", "_value", "attempts", "key", "partition", "payload",
-        "priority", "sequence", "time_ms",
-    )  # fmt: skip
+
+class Settler:
+    """Ends and extends the leases of one topic.
+
+    Acks of one turn of the loop share a request; all of them survive a reconnect. At a cluster they
+    share one only with others of their partition. A request is answered once, and repeated as a
+    whole: had one of its partitions trouble, the acks of the others would take effect, be sent
+    again, and be told as lost.
+    """
+
+    def __init__(self, link: Link, topic: str) -> None:
+        self._link, self._topic = link, topic
+        self._loop = asyncio.get_running_loop()
+        self._acks: list[Ack] = []  # of this turn
+        self._under_way = 0
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+
+    async def ack(self, token: LeaseToken) -> None:
+        """Acknowledge one lease, together with all others of this turn."""
+        self._link.raise_if_closed()
+        if not self._acks:
+            self._loop.call_soon(self._flush)
+            self._idle.clear()
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._acks.append((token, waiter))
+        await waiter
+
+    def _flush(self) -> None:
+        acks, self._acks = self._acks, []
+        if self._link.fleet is None:
+            self._send(acks)
+            return
+        apart: dict[int, list[Ack]] = {}
+        for ack in acks:
+            apart.setdefault(ack[0].partition, []).append(ack)
+        for some in apart.values():
+            self._send(some)
+
+    def _send(self, acks: list[Ack]) -> None:
+        self._under_way += 1
+        tokens, waiters = zip(*acks, strict=True)
+        parts, data, order = grouped(tokens)
+        self._link.begin(
+            (FrameType.ACK, Settled, pack(Settle(self._topic, parts)), data),
+            at=(self._topic, tokens[0].partition),
+            ended=partial(self._on_answer, waiters, order),
+        )
+
+    def _on_answer(
+        self,
+        waiters: Sequence[asyncio.Future[None]],
+        order: list[int] | None,
+        answer: asyncio.Future[Settled],
+    ) -> None:
+        error: Exception | None = None
+        try:
+            for at in answer.result().lost:
+                lost = LeaseLost("the lease ran out before the message was done")
+                _end(waiters[at if order is None else order[at]], lost)
+        except Exception as failed:  # noqa: BLE001 - it is told to those who wait for it
+            error = failed
+        for waiter in waiters:
+            _end(waiter, error)
+        self._under_way -= 1
+        if not self._under_way and not self._acks:
+            self._idle.set()
+
+    async def ack_range(self, first: LeaseToken, tokens: NDArray[np.uint64]) -> list[int]:
+        """Acknowledge leases by sequences of tokens that have all else in common with `first`;
+        positions of lost ones."""
+        return await self._link.request(
+            lambda c: c.settle_range(self._topic, first, tokens), at=(self._topic, first.partition)
+        )
+
+    async def give_back(
+        self, tokens: Sequence[LeaseToken], **how: Unpack[HowReturned]
+    ) -> list[int]:
+        """End leases unfinished; positions of lost ones."""
+        return await self._link.request(
+            lambda c: c.give_back(self._topic, tokens, **how), at=self._where(tokens)
+        )
+
+    async def extend(self, tokens: Sequence[LeaseToken], extend_ms: int) -> list[int]:
+        return await self._link.request(
+            lambda c: c.extend(self._topic, tokens, extend_ms), at=self._where(tokens)
+        )
+
+    def _where(self, tokens: Sequence[LeaseToken]) -> Where | None:
+        """The partition of all of them, if it is one."""
+        partitions = {token.partition for token in tokens}
+        return (self._topic, partitions.pop()) if len(partitions) == 1 else None
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+
+def _end(waiter: asyncio.Future[None], error: Exception | None) -> None:
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)
+
+
+class TopicHandle(Generic[T]):
+    """What a topic's parts share. `wanted` are the attributes for its creation, if `create` asks
+    for that."""
 
     def __init__(
         self,
-        content: Content[T],
+        link: Link,
+        name: str,
         *,
-        topic: int,
-        partition: int,
-        sequence: int,
-        priority: int,
-        attempts: int,
-        time_ms: int,
-        key: bytes,
-        headers: bytes | Mapping[str, Any],
-        payload: bytes,
+        content: Content[T],
+        identity: ProducerIdentity,
+        create: bool,
+        wanted: dict[str, Any],
     ) -> None:
-        self._content, self._topic, self._headers = content, topic, headers
-        self.partition, self.sequence = partition, sequence
-        self.priority = priority
-        self.attempts = attempts  # earlier deliveries that ended unfinished
-        self.time_ms = time_ms  # when it was enqueued
-        self.key, self.payload = key, payload
-        self._value: Any = _UNSET
+        self.link, self.name, self.content = link, name, content
+        self.settler = Settler(link, name)
+        self.producer: Producer | None = None  # None: the topic was not opened yet, or is gone
+        self._identity, self._create, self._wanted = identity, create, wanted
+        self._opening = asyncio.Lock()
+
+    async def opened(self) -> Self:
+        """Make sure that the topic exists and that its configuration is known."""
+        await self.open_producer()
+        return self
+
+    async def open_producer(self) -> Producer:
+        if self.producer is None:
+            async with self._opening:
+                if self.producer is None:
+                    self.producer = Producer(self.link, await self._found(), self._identity)
+        return self.producer
+
+    async def _found(self) -> TopicConfig:
+        if self._create:
+            wanted = {"name": self.name, **self._wanted}
+            answer = await self.link.call("topic_create", config=wanted, exists_ok=True)
+        else:
+            answer = await self.ask("topic_get")
+        return msgspec.convert(answer, TopicConfig)
+
+    @property
+    def config(self) -> TopicConfig:
+        """The configuration as last heard of."""
+        if self.producer is None:
+            raise RuntimeError(f"topic {self.name} was not opened yet: await it first")
+        return self.producer.config
+
+    async def ask(self, method: str, /, **arguments: Any) -> dict[str, Any]:
+        return await self.link.call(method, topic=self.name, **arguments)
+
+    async def confirmed(self, method: str, /, *, force: bool, **more: Any) -> dict[str, Any]:
+        """A destructive call, with the confirmation that it needs."""
+        if force:
+            granted = await self.link.call("confirm", method=method, subject=self.name)
+            more["confirm"] = granted["confirm"]
+        return await self.ask(method, force=force, **more)
+
+
+_UNSET: Any = object()
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Message(Generic[T]):
+    """One message. `value` is decoded when it is first asked for."""
+
+    _content: Content[T]
+    _: KW_ONLY
+    _topic: int
+    partition: int
+    sequence: int
+    priority: int
+    attempts: int  # earlier deliveries that ended unfinished
+    time_ms: int  # when it was enqueued
+    key: bytes
+    _headers: bytes | Mapping[str, Any]
+    payload: bytes
+    _value: Any = _UNSET
 
     @property
     def id(self) -> str:
@@ -82,30 +253,27 @@ class Message(Generic[T]):
         return f"<{type(self).__name__} {self.id} priority={self.priority}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeadMessage(Message[T]):
     """A dead letter, with why and when it died."""
 
-    __slots__ = ("dead_ms", "detail", "reason")
-
-    def __init__(self, content: Content[T], fields: dict[str, Any]) -> None:
-        super().__init__(content, **fields_of(fields))
-        self.reason: str = fields.get("reason", "")
-        self.detail: str = fields.get("detail", "")
-        self.dead_ms: int = fields.get("dead_ms", 0)
+    reason: str = ""
+    detail: str = ""
+    dead_ms: int = 0
 
 
 def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
     """What a message is made of, out of a call's answer."""
     return {
         # Not the id that this client knows the topic by: another may have its name by now.
-        "topic": MessageId.parse(fields["message_id"]).topic,
+        "_topic": MessageId.parse(fields["message_id"]).topic,
         "partition": fields["partition"],
         "sequence": fields["sequence"],
         "priority": fields.get("priority", 0),
         "attempts": fields.get("attempts", 0),
         "time_ms": fields["time_ms"],
         "key": fields.get("key") or b"",
-        "headers": fields.get("headers") or {},
+        "_headers": fields.get("headers") or {},
         "payload": fields["payload"],
     }
 
@@ -113,9 +281,9 @@ def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
 def cells_of(columns: Columns, count: int, numbers: Sequence[str]) -> dict[str, list[Any]]:
     """What messages are made of, out of columns: some numbers, and the bytes of each."""
     cells = {name: columns.fixed(name).tolist() for name in numbers}
-    for name in ("key", "headers", "payload"):
+    for field, name in (("key", "key"), ("_headers", "headers"), ("payload", "payload")):
         column = columns.binary(name)
-        cells[name] = [b""] * count if column is None else column.tolist()
+        cells[field] = [b""] * count if column is None else column.tolist()
     return cells
 
 
@@ -137,8 +305,12 @@ class DeadLetters(Generic[T]):
     async def list(self, *, limit: int = PAGE, after: str | None = None) -> Page[T]:
         """A page, and the cursor of the next one (None: this was the last)."""
         answer = await self._topic.ask("dlq_list", after=after, limit=limit)
-        found = [DeadMessage(self._topic.content, fields) for fields in answer["messages"]]
+        found = [self._dead(fields) for fields in answer["messages"]]
         return found, answer.get("next")
+
+    def _dead(self, fields: dict[str, Any]) -> DeadMessage[T]:
+        death = {name: fields[name] for name in ("reason", "detail", "dead_ms") if name in fields}
+        return DeadMessage(self._topic.content, **fields_of(fields), **death)
 
     async def __aiter__(self) -> AsyncIterator[DeadMessage[T]]:
         after: str | None = None
@@ -153,18 +325,16 @@ class DeadLetters(Generic[T]):
         self, messages: Iterable[str | Message[T]] | None = None, *, limit: int | None = None
     ) -> int:
         """Make dead letters ready again, with no attempts counted; all of them unless named."""
-        arguments = {"message_ids": _ids(messages), "limit": limit}
-        given = {name: value for name, value in arguments.items() if value is not None}
-        replayed: int = (await self._topic.ask("dlq_replay", **given))["replayed"]
+        answer = await self._topic.ask("dlq_replay", message_ids=_ids(messages), limit=limit)
+        replayed: int = answer["replayed"]
         return replayed
 
     async def delete(
         self, messages: Iterable[str | Message[T]] | None = None, *, force: bool = False
     ) -> int:
         """Delete dead letters for good; all of them unless named. Needs `force=True`."""
-        ids = _ids(messages)
-        more = {} if ids is None else {"message_ids": ids}
-        deleted: int = (await self._topic.confirmed("dlq_delete", force=force, **more))["deleted"]
+        answer = await self._topic.confirmed("dlq_delete", force=force, message_ids=_ids(messages))
+        deleted: int = answer["deleted"]
         return deleted
 
 
@@ -240,10 +410,7 @@ class LogReader(Generic[T]):
         self._topic_id = stream.topic
         return stream
 
-    def __aiter__(self) -> AsyncIterator[Message[T]]:
-        return self._messages()
-
-    async def _messages(self) -> AsyncGenerator[Message[T], None]:
+    async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
         async with aclosing(self.batches()) as batches:
             async for batch in batches:
                 for ready in self._decided(batch):
@@ -278,7 +445,7 @@ class LogReader(Generic[T]):
         for row, sequence in enumerate(sequences):
             yield Message(
                 self._topic.content,
-                topic=batch.topic,
+                _topic=batch.topic,
                 partition=batch.partition,
                 sequence=sequence,
                 attempts=0,

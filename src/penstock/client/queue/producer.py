@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from random import randrange
 from typing import Any, Final, NamedTuple
@@ -35,13 +36,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.client.network.link import Fleet, Link, Where
+from penstock.client.network.link import Link, Where
 from penstock.client.queue.entries import EntryGroup, ProducerIdentity, PutEntry
 from penstock.errors import Backpressure, Corruption, InvalidArgument, NotFound, PenstockError
 from penstock.model.columns import Binary
 from penstock.model.entries import ENQ
-from penstock.model.ids import MessageId, message_ids
-from penstock.model.partitioning import partitions_of, partitions_of_deltas
+from penstock.model.ids import MessageId, message_ids, partitions_of, partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
 from penstock.wire.frame import FrameType, pack
 from penstock.wire.messages import Enqueue, Enqueued, Part
@@ -50,8 +50,6 @@ TELL_AGAIN: Final = 0.5  # the part of `dedup_ms` after which partitions are tol
 
 
 class KeyedPart(NamedTuple):
-    """Entries of one partition with their producer key."""
-
     partition: int
     first: int  # producer sequence
     entries: int
@@ -59,11 +57,9 @@ class KeyedPart(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """A request that may be sent again, byte for byte, to any node.
-
-    It holds the producer key (id, epoch, sequence) of every entry. Repeating it repeats the keys,
-    by which a node knows what it has written already.
-    """
+    """A request that may be sent again, byte for byte, to any node. It holds the producer key (id,
+    epoch, sequence) of every entry. Repeating it repeats the keys, by which a node knows what it
+    has written already."""
 
     at: Where  # Whoever coordinates its first partition forwards the others' parts.
     question: tuple[Any, ...]
@@ -107,8 +103,6 @@ def ids_in(answer: Enqueued, count: int) -> list[str]:
 
 
 class Producer:
-    """The enqueueing half of one topic."""
-
     def __init__(self, link: Link, config: TopicConfig, identity: ProducerIdentity) -> None:
         self.config = config
         self._link, self._identity, self._options = link, identity, link.options
@@ -131,7 +125,6 @@ class Producer:
 
     @property
     def ready(self) -> bool:
-        """Whether an entry may be added right now."""
         if self._full or self._link.closed:
             return False
         return not self._identity.lasting or self._succeeded()
@@ -155,12 +148,8 @@ class Producer:
                 return
             config, identity = self.config, self._identity
             until = self._loop.time() + config.dedup_ms / 1000 * TELL_AGAIN
-            await self._link.call(
-                "producer_begin",
-                topic=config.name,
-                producer=identity.name,
-                epoch=identity.epoch,
-            )
+            whose = {"producer": identity.name, "epoch": identity.epoch}
+            await self._link.call("producer_begin", topic=config.name, **whose)
             self._told = (config.id, config.partitions, until)
 
     async def room(self, room_by: float | None = None) -> None:
@@ -178,7 +167,6 @@ class Producer:
                 raise Backpressure(message) from None
 
     async def drain(self) -> None:
-        """Wait until everything that was accepted is answered."""
         while self.inflight_entries:
             self._answered.clear()
             await self._answered.wait()
@@ -242,7 +230,11 @@ class Producer:
         """The partition of the next batch's entries without a key."""
         fleet = self._link.fleet
         if fleet is not None and fleet.size > 1:
-            self._grow(fleet)
+            known = fleet.partitions(self.config.name)
+            if (
+                known > self.config.partitions
+            ):  # The topic was given some while this client is open.
+                self.config = msgspec.structs.replace(self.config, partitions=known)
             now, options = self._loop.time(), self._options
             self._stayed += entries
             stays = now < self._stay_until and self._stayed <= options.stay_entries
@@ -257,12 +249,6 @@ class Producer:
             if (fleet is None and not self._link.troubled) or not self._in_trouble(self._sticky):
                 break
         return self._sticky
-
-    def _grow(self, fleet: Fleet) -> None:
-        """Use partitions that the topic was given while this client was open."""
-        known = fleet.partitions(self.config.name)
-        if known > self.config.partitions:
-            self.config = msgspec.structs.replace(self.config, partitions=known)
 
     def _in_trouble(self, partition: int) -> bool:
         where = (self.config.name, partition)
@@ -290,15 +276,7 @@ class Producer:
             targets[np.fromiter((not key for key in keys), bool, len(keys))] = sticky
         return {int(p): np.flatnonzero(targets == p).tolist() for p in np.unique(targets)}
 
-    def _seal(
-        self,
-        entries: EntryGroup,
-        partition: int,
-        *,
-        atomic: bool = False,
-        expected_sequence: int | None = None,
-    ) -> Shipment:
-        """A request for entries, under keys of their own."""
+    def _seal(self, entries: EntryGroup, partition: int, **how: Any) -> Shipment:
         groups: dict[int, Sequence[int]] = {0: range(len(entries.rows))}
         if self.config.partitions > 1:
             groups = self._groups(entries, partition)
@@ -310,7 +288,7 @@ class Producer:
                       entries.columns(None if order is None else rows))
             for target, rows in groups.items()
         ]  # fmt: skip
-        return self._shipment(keyed, order, atomic=atomic, expected_sequence=expected_sequence)
+        return self._shipment(keyed, order, **how)
 
     def _shipment(
         self, keyed: list[KeyedPart], order: list[int] | None = None, **how: Any
@@ -373,8 +351,7 @@ class Producer:
                 await self._deliver_apart(group, shipment)
                 return
             await self._renew()  # The topic of this name may have other partitions now.
-            shipment = self._seal(group, self._turn(len(group.waiters)))
-            group.answer(shipment.ids(await self._sent(shipment)))
+            group.answer(await self._put_once(group))
         except Exception as error:  # noqa: BLE001 - it is told to those who wait for it
             group.fail(_told(error))
         except BaseException as error:
@@ -414,51 +391,28 @@ class Producer:
     # --- many at once ---
 
     async def put_many(
-        self,
-        entries: EntryGroup,
-        *,
-        atomic: bool,
-        expected_sequence: int | None,
-        room_by: float | None = None,
+        self, entries: EntryGroup, *, room_by: float | None = None, **how: Any
     ) -> list[str]:
-        """One request of its own for `entries`, or one for each node; their message ids."""
-        await self.room(room_by)
-        self.inflight_entries += len(entries.rows)
-        self.inflight_bytes += entries.bytes
-        put = partial(
-            self._put_once,
-            entries,
-            atomic=atomic,
-            expected_sequence=expected_sequence,
-            room_by=room_by,
-        )
-        try:
+        """One request of its own for `entries`, or one for each node; their message ids. `how` are
+        the conditions of an `Enqueue`."""
+        async with self._admitted(len(entries.rows), entries.bytes, room_by):
             try:
-                return await put()
+                return await self._put_once(entries, room_by, **how)
             except NotFound as error:
-                if not self._made_again(error, expected_sequence):
+                if not self._made_again(error, how.get("expected_sequence")):
                     raise
             await self._renew()
-            return await put()
-        finally:
-            self._release(len(entries.rows), entries.bytes)
+            return await self._put_once(entries, room_by, **how)
 
     async def _put_once(
-        self,
-        entries: EntryGroup,
-        *,
-        atomic: bool,
-        expected_sequence: int | None,
-        room_by: float | None,
+        self, entries: EntryGroup, room_by: float | None = None, *, atomic: bool = False, **how: Any
     ) -> list[str]:
         partition = self._turn(len(entries.rows))
         rows: list[Sequence[int]] = []
         if not atomic and self._link.fleet is not None:
             rows = self._apart(entries, partition)
         if len(rows) <= 1:
-            shipment = self._seal(
-                entries, partition, atomic=atomic, expected_sequence=expected_sequence
-            )
+            shipment = self._seal(entries, partition, atomic=atomic, **how)
             return shipment.ids(await self._sent(shipment, room_by))
         shipments = [self._seal(entries.only(some), partition) for some in rows]
         sending = [self._sent(shipment, room_by) for shipment in shipments]
@@ -479,20 +433,27 @@ class Producer:
         headers: bytes = b"",
         room_by: float | None = None,
     ) -> None:
-        """One request of its own for payloads that belong to one partition."""
-        count, size = len(payloads), len(payloads.blob)
-        await self.room(room_by)
-        self.inflight_entries += count
-        self.inflight_bytes += size
+        count = len(payloads)
         columns: dict[str, Any] = {"payload": payloads}
         if headers:
             columns["headers"] = [headers] * count
-        try:
+        async with self._admitted(count, len(payloads.blob), room_by):
             first = self._identity.take(partition, count)
             shipment = self._shipment([KeyedPart(partition, first, count, columns)])
             await self._sent(shipment, room_by)
+
+    @asynccontextmanager
+    async def _admitted(
+        self, entries: int, size: int, room_by: float | None
+    ) -> AsyncIterator[None]:
+        """Entries are under way, once there is room for them."""
+        await self.room(room_by)
+        self.inflight_entries += entries
+        self.inflight_bytes += size
+        try:
+            yield
         finally:
-            self._release(count, size)
+            self._release(entries, size)
 
 
 def _shared_fault(group: EntryGroup, error: BaseException) -> bool:

@@ -57,7 +57,7 @@ async def count_everything(
 async def _quarantined(house: Cinema) -> str | None:
     """The id that the first letter in quarantine misses; it may take its time to get there."""
     from penstock.errors import NotFound
-    from penstock.sinks.letters import MISSING, quarantine_topic
+    from penstock.sinks.topics import MISSING, quarantine_topic
 
     house.doing = "the orphan's time runs out"
     deadline = time.monotonic() + QUARANTINE_S_MAX

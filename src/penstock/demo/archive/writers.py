@@ -91,12 +91,12 @@ class Models:
 
     async def _put(self, size: int) -> None:
         from penstock.model.columns import Binary
-        from penstock.model.partitioning import partitions_of_deltas
+        from penstock.model.ids import partitions_of_deltas
 
         chunk = await asyncio.to_thread(self.corpus.chunk, self.position, self.position + size)
         payloads = list(chunk.payloads)
         homes = partitions_of_deltas(payloads, PARTITIONS[STILLS])
-        producer = await self.deltas.topic.handle.opened()
+        producer = await self.deltas.topic.open_producer()
         for partition in np.unique(homes).tolist():
             rows = [payloads[row] for row in np.flatnonzero(homes == partition).tolist()]
             await producer.put_payloads(Binary.of(rows), partition=partition)

@@ -5,6 +5,7 @@ is written there about the epochs of producers and about atomic batches.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Final
 
 import msgspec
@@ -14,9 +15,8 @@ from penstock.heap.transactions import SharePlace
 from penstock.log.folder import FORMAT_PRODUCERS
 from penstock.model.batch import Kind
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
-from penstock.node.atomic.participant import apply_here, decide_here, doubts_here
-from penstock.node.calls.fan_out import NodeShare, fan_out, merged, shared
-from penstock.node.calls.table import Arguments, Caller, Result, TopicArguments, method
+from penstock.node.atomic import ParticipantHere
+from penstock.node.calls.table import NodeShare, Result, fan_out, merged, method, shared
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import gone
@@ -26,14 +26,7 @@ EPOCH_MAX: Final = (1 << 63) - 1
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 
 
-class LogFindArguments(TopicArguments, frozen=True):
-    partition: int
-    time_ms: int
-
-
-class ExtentBounds(Arguments, frozen=True):
-    """Part of a partition's log, and how much of it is wanted at most."""
-
+class LogExtent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     partition: int
     from_sequence: int
     through: int
@@ -41,27 +34,16 @@ class ExtentBounds(Arguments, frozen=True):
     bytes_max: int = 1 << 62
 
 
-class LogExtentArguments(TopicArguments, frozen=True):
-    extents: list[ExtentBounds]
-
-
-class FindShare(Arguments, frozen=True):
-    time_ms: int
-
-
-class PlacedExtent(ExtentBounds, frozen=True, kw_only=True):
+class PlacedExtent(LogExtent, frozen=True, kw_only=True):
     place: int  # in the request
 
 
-class ExtentShare(Arguments, frozen=True):
-    extents: list[PlacedExtent]
-
-
-@method(TopicArguments)
-async def log_status(engine: Engine, _: Caller, a: TopicArguments) -> Result:
+@method()
+async def log_status(engine: Engine, *, topic: str) -> Result:
     """Each partition's sequences. Up to `sequence_stable` nothing waits for a decision."""
-    results = await fan_out(engine, engine.topics[a.topic], log_status_share)
-    return {"partitions": merged(results, "partitions")}
+    served = engine.topics[topic]
+    results = await fan_out(engine, served, log_status_share)
+    return {"topic_id": served.config.id, "partitions": merged(results, "partitions")}
 
 
 @shared()
@@ -95,49 +77,48 @@ async def _stable(topic: ServedTopic, partition: Partition) -> int:
     through = partition.heap.sequence_applied
     undecided = min((t.first for t in transactions.prepared.values()), default=through + 1)
     topic.wake()
-    await partition.journal.committed(through)
+    await partition.committed(through)
     return min(through, undecided - 1)
 
 
-@method(LogFindArguments)
-async def log_find(engine: Engine, _: Caller, a: LogFindArguments) -> Result:
+@method()
+async def log_find(engine: Engine, *, topic: str, partition: int, time_ms: int) -> Result:
     """The first committed batch that is not from before `time_ms`; past the end if none is."""
-    topic = engine.topics[a.topic]
-    index = topic.partition(a.partition).index
-    wanted = FindShare(time_ms=a.time_ms)
-    (result,) = await fan_out(engine, topic, log_find_share, wanted, indices=[index])
+    served = engine.topics[topic]
+    index = served.partition(partition).index
+    find = partial(log_find_share, time_ms=time_ms)
+    (result,) = await fan_out(engine, served, find, indices=[index])
     return result
 
 
-@shared(FindShare)
-async def log_find_share(share: NodeShare) -> Result:
-    partition, time_ms = share.the_only(), share.arguments.time_ms
+@shared()
+async def log_find_share(share: NodeShare, *, time_ms: int) -> Result:
+    partition = share.the_only()
     through = partition.coordinator.sequence_committed
     sequence = await asyncio.to_thread(partition.log.reader.find_time, time_ms, through=through)
     return {"sequence": sequence}
 
 
-@method(LogExtentArguments)
-async def log_extent(engine: Engine, _: Caller, a: LogExtentArguments) -> Result:
+@method()
+async def log_extent(engine: Engine, *, topic: str, extents: list[LogExtent]) -> Result:
     """How far whole committed batches reach within bounds: what a reader plans its ranges by."""
-    topic = engine.topics[a.topic]
-    indices = {topic.partition(extent.partition).index for extent in a.extents}
+    served = engine.topics[topic]
+    indices = {served.partition(extent.partition).index for extent in extents}
     placed = [
         PlacedExtent(place=place, **msgspec.structs.asdict(extent))
-        for place, extent in enumerate(a.extents)
+        for place, extent in enumerate(extents)
     ]
-    wanted = ExtentShare(extents=placed)
-    results = await fan_out(engine, topic, log_extent_share, wanted, indices=indices)
+    measure = partial(log_extent_share, extents=placed)
+    results = await fan_out(engine, served, measure, indices=indices)
     found = sorted((row for r in results for row in r["extents"]), key=lambda row: row[0])
     return {"extents": [extent for _, extent in found]}
 
 
-@shared(ExtentShare)
-async def log_extent_share(share: NodeShare) -> Result:
-    """Extents of these partitions, each with its place in the request."""
+@shared()
+async def log_extent_share(share: NodeShare, *, extents: list[PlacedExtent]) -> Result:
     by_index = {partition.index: partition for partition in share.partitions}
     found = []
-    for wanted in share.arguments.extents:
+    for wanted in extents:
         partition = by_index.get(wanted.partition)
         if partition is None:
             continue
@@ -155,22 +136,10 @@ async def log_extent_share(share: NodeShare) -> Result:
     return {"extents": found}
 
 
-class BeginShare(Arguments, frozen=True):
-    producer: str
-    epoch: Epoch
-    suffixed: bool
-
-    def id_in(self, partition: int) -> bytes:
-        return (f"{self.producer}.{partition}" if self.suffixed else self.producer).encode()
-
-
-class BeginArguments(BeginShare, frozen=True, kw_only=True):
-    topic: str
-    suffixed: bool = True  # in partition 3 its id has `.3` at the end; False: it is the same in all
-
-
-@method(BeginArguments)
-async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> Result:
+@method()
+async def producer_begin(
+    engine: Engine, *, topic: str, producer: str, epoch: Epoch, suffixed: bool = True
+) -> Result:
     """A producer begins: every partition of the topic refuses its earlier epochs from now on. It
     may be called again.
 
@@ -179,81 +148,74 @@ async def producer_begin(engine: Engine, _: Caller, a: BeginArguments) -> Result
     name that outlives it therefore has its epoch written into the log of every partition first. A
     record in the log is replicated and recovered as any other; whoever coordinates the partition
     knows it.
+
+    `suffixed`: in partition 3 the producer's id has `.3` at the end; else it is the same in all.
     """
-    topic = engine.topics[a.topic]
-    longest = a.id_in(len(topic.partitions) - 1)
-    if not a.producer or len(longest) > PRODUCER_ID_BYTES_MAX:
+    served = engine.topics[topic]
+    longest = _id_in(len(served.partitions) - 1, producer, suffixed=suffixed)
+    if not producer or len(longest) > PRODUCER_ID_BYTES_MAX:
         raise InvalidArgument(
             f"the id of a producer has 1 to {PRODUCER_ID_BYTES_MAX} bytes",
             field="producer",
             limit=PRODUCER_ID_BYTES_MAX,
         )
-    begun = BeginShare(producer=a.producer, epoch=a.epoch, suffixed=a.suffixed)
-    await fan_out(engine, topic, producer_begin_share, begun)
-    return {"topic": topic.config.id, "partitions": len(topic.partitions)}
+    begin = partial(producer_begin_share, producer=producer, epoch=epoch, suffixed=suffixed)
+    await fan_out(engine, served, begin)
+    return {"topic": served.config.id, "partitions": len(served.partitions)}
 
 
-@shared(BeginShare)
-async def producer_begin_share(share: NodeShare) -> Result:
-    a: BeginShare = share.arguments
+@shared()
+async def producer_begin_share(
+    share: NodeShare, *, producer: str, epoch: Epoch, suffixed: bool
+) -> Result:
+    records = []
     for partition in share.partitions:
-        current = partition.heap.dedup.epoch_of(a.id_in(partition.index))
-        if current is not None and current > a.epoch:
+        id_ = _id_in(partition.index, producer, suffixed=suffixed)
+        current = partition.heap.dedup.epoch_of(id_)
+        if current is not None and current > epoch:
             raise StaleProducer(
-                f"producer epoch {a.epoch} is over, {current} is current", epoch=current
+                f"producer epoch {epoch} is over, {current} is current", epoch=current
             )
-        refusal = partition.journal.flusher.disk_full()
+        refusal = partition.flusher.disk_full()
         if refusal is not None:
             raise refusal
-        partition.journal.check_commits()
+        partition.check_commits()
+        begun = {"producer": [id_], "producer_epoch": [epoch]}
+        records.append((partition, Kind.PRODUCER, 1, begun))
     await asyncio.to_thread(share.engine.folder.raise_format, FORMAT_PRODUCERS)
-    records = [
-        (p, Kind.PRODUCER, 1, {"producer": [a.id_in(p.index)], "producer_epoch": [a.epoch]})
-        for p in share.partitions
-    ]
     await share.engine.write_records(share.topic, records)
     return {}
+
+
+def _id_in(partition: int, producer: str, *, suffixed: bool) -> bytes:
+    return (f"{producer}.{partition}" if suffixed else producer).encode()
 
 
 # --- atomic batches: what nodes ask the coordinator of a partition ---
 
 
-class OfTopicArguments(TopicArguments, frozen=True, kw_only=True):
-    """What names a topic that has the same id at the node that asks."""
-
-    topic_id: int = 0
-
-    def queue(self, engine: Engine) -> ServedTopic:
-        topic = engine.queue(self.topic)
-        check_id(topic, self.topic_id)
-        return topic
+def _asked_of(engine: Engine, topic: str, topic_id: int, partition: int) -> ParticipantHere:
+    """A partition that this node serves, of the topic that has the same id where it is asked."""
+    queue = engine.queue(topic)
+    check_id(queue, topic_id)
+    return ParticipantHere(queue, queue.here(partition))
 
 
-class TransactionArguments(OfTopicArguments, frozen=True):
-    partition: int
-    transaction: bytes
-
-
-class DecisionArguments(TransactionArguments, frozen=True):
-    commit: bool
-
-
-class HomeArguments(DecisionArguments, frozen=True):
-    places: tuple[tuple[int, int], ...] = ()  # where the shares are; none: they are not told
-
-
-class DoubtsArguments(OfTopicArguments, frozen=True):
-    partition: int
-    home: int
-
-
-@method(HomeArguments)
-async def transaction_decide(engine: Engine, _: Caller, a: HomeArguments) -> Result:
-    """Decide in the home partition; the first decision holds and is the answer."""
-    topic = a.queue(engine)
-    home = topic.here(a.partition)
-    places = [_place(topic, *place) for place in a.places]
-    return {"commit": await decide_here(topic, home, a.transaction, commit=a.commit, places=places)}
+@method()
+async def transaction_decide(
+    engine: Engine,
+    *,
+    topic: str,
+    topic_id: int = 0,
+    partition: int,
+    transaction: bytes,
+    commit: bool,
+    places: tuple[tuple[int, int], ...] = (),
+) -> Result:
+    """The first decision in the home partition holds and is the answer. No `places`: not told."""
+    home = _asked_of(engine, topic, topic_id, partition)
+    known = [_place(engine.queue(topic), *place) for place in places]
+    return {"commit": await home.decide(transaction, commit=commit, places=known)}
 
 
 def _place(topic: ServedTopic, partition: int, sequence: int) -> SharePlace:
@@ -262,25 +224,32 @@ def _place(topic: ServedTopic, partition: int, sequence: int) -> SharePlace:
     return SharePlace(topic.partition(partition).index, sequence)
 
 
-@method(TransactionArguments)
-async def transaction_outcome(engine: Engine, _: Caller, a: TransactionArguments) -> Result:
+@method()
+async def transaction_outcome(
+    engine: Engine, *, topic: str, topic_id: int = 0, partition: int, transaction: bytes
+) -> Result:
     """The home's decision; if there is none, it decides against."""
-    topic = a.queue(engine)
-    home = topic.here(a.partition)
-    return {"commit": await decide_here(topic, home, a.transaction, commit=False)}
+    home = _asked_of(engine, topic, topic_id, partition)
+    return {"commit": await home.outcome(transaction)}
 
 
-@method(DecisionArguments)
-async def transaction_apply(engine: Engine, _: Caller, a: DecisionArguments) -> Result:
-    """Follow the home's decision in another partition."""
-    topic = a.queue(engine)
-    apply_here(topic, topic.here(a.partition), a.transaction, commit=a.commit)
+@method()
+async def transaction_apply(
+    engine: Engine,
+    *,
+    topic: str,
+    topic_id: int = 0,
+    partition: int,
+    transaction: bytes,
+    commit: bool,
+) -> Result:
+    await _asked_of(engine, topic, topic_id, partition).apply(transaction, commit=commit)
     return {}
 
 
-@method(DoubtsArguments)
-async def transaction_doubts(engine: Engine, _: Caller, a: DoubtsArguments) -> Result:
-    """Which batches of a home wait for its decision in another partition."""
-    topic = a.queue(engine)
-    doubts = await doubts_here(topic, topic.here(a.partition), a.home)
+@method()
+async def transaction_doubts(
+    engine: Engine, *, topic: str, topic_id: int = 0, partition: int, home: int
+) -> Result:
+    doubts = await _asked_of(engine, topic, topic_id, partition).doubts(home)
     return {"sequence": doubts.sequence, "transactions": sorted(doubts.transactions)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -12,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable
-from penstock.heap import DeadLetter, MessageState
-from penstock.heap.table import Ordering
+from penstock.heap.machine import DeadLetter
+from penstock.heap.table import MessageState, Ordering
 from penstock.model.batch import DeadReason, Kind
-from penstock.model.delivery import DELIVERY
+from penstock.model.entries import DELIVERY
 from penstock.model.ids import LeaseToken
-from penstock.node.calls.fan_out import NodeShare, fan_out, shared
 from penstock.node.calls.pages import (
     Allowance,
     locate,
@@ -26,22 +26,13 @@ from penstock.node.calls.pages import (
     read_messages,
     size_of,
 )
-from penstock.node.calls.table import (
-    Arguments,
-    Caller,
-    DestructiveArguments,
-    Result,
-    TopicArguments,
-    confirmed,
-    method,
-)
+from penstock.node.calls.table import Caller, NodeShare, Result, fan_out, method, shared
 from penstock.node.engine import Engine
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import ConsumerStream
 from penstock.node.serve.topic import ServedTopic
-from penstock.node.write.settler import unused
-from penstock.wire.limits import bounded
-from penstock.wire.messages import Delivery
+from penstock.node.write import unused
+from penstock.wire.messages import Delivery, bounded
 
 LIST_MAX: Final = 1000
 POP_MAX: Final = 1000
@@ -53,52 +44,28 @@ REPLAY_MAX: Final = 1_000_000_000
 # to say so (see `UNHEARD_SILENCES`), which those who wait at another node do not hear.
 ARRIVE_MS_MAX: Final = 6_000
 _pops: Final = itertools.count(1)
-
-
-class PeekArguments(TopicArguments, frozen=True):
-    limit: int = 10
-
-
-class PopArguments(TopicArguments, frozen=True):
-    limit: int = 1
-    wait_ms: int = 0
-    visibility_ms: int | None = None
-    consumer: str = ""
-
-
-class MoveArguments(TopicArguments, frozen=True):
-    message_id: str
-    reason: str = ""
-
-
-class PeekShare(Arguments, frozen=True):
-    limit: Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
-
-
-class MoveShare(Arguments, frozen=True):
-    message_id: str
-    reason: str
+ListLimit = Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
 
 
 # --- looking ---
 
 
-@method(PeekArguments)
-async def peek(engine: Engine, _: Caller, a: PeekArguments) -> Result:
+@method()
+async def peek(engine: Engine, *, topic: str, limit: int = 10) -> Result:
     """The next messages in order, without leasing them: the best of each node, merged."""
-    topic = engine.queue(a.topic)
-    limit = bounded(a.limit, 1, LIST_MAX, "limit")
-    results = await fan_out(engine, topic, peek_share, PeekShare(limit=limit))
+    queue = engine.queue(topic)
+    bounded(limit, 1, LIST_MAX, "limit")
+    results = await fan_out(engine, queue, partial(peek_share, limit=limit))
     lists = [
         ([(key, row["sequence"]) for key, row in zip(r["keys"], r["messages"], strict=True)], r)
         for r in results
     ]
-    return {"messages": merged_lists(lists, topic, limit)[0]}
+    return {"messages": merged_lists(lists, queue, limit)[0]}
 
 
-@shared(PeekShare, of_queues=True)
-async def peek_share(share: NodeShare) -> Result:
-    now_ms, limit = share.engine.clock.now_ms(), share.arguments.limit
+@shared(of_queues=True)
+async def peek_share(share: NodeShare, *, limit: ListLimit) -> Result:
+    now_ms = share.engine.clock.now_ms()
     found: list[tuple[int, int, Partition]] = []
     for partition in share.partitions:
         keys, sequences = partition.candidates(limit, now_ms)
@@ -114,51 +81,44 @@ async def peek_share(share: NodeShare) -> Result:
 # --- popping ---
 
 
-@method(PopArguments)
-async def pop(engine: Engine, caller: Caller, a: PopArguments) -> Result:
-    """Lease up to `limit` messages, and no more than an answer may hold, waiting for the first at
-    most `wait_ms`."""
-    topic = engine.queue(a.topic)
-    limit = bounded(a.limit, 1, min(POP_MAX, topic.config.consumer_leases_max), "limit")
-    wait_ms = bounded(a.wait_ms, 0, WAIT_MS_MAX, "wait_ms")
-    if a.visibility_ms is not None:
-        bounded(a.visibility_ms, 1, topic.config.visibility_ms_max, "visibility_ms")
-    consumer = f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{a.consumer}"
-    popping = _Pop(topic, consumer.encode(), limit, a.visibility_ms, key_id=caller.key_id)
-    topic.add_stream(popping.stream)
+@method()
+async def pop(
+    engine: Engine,
+    *,
+    caller: Caller,
+    topic: str,
+    limit: int = 1,
+    wait_ms: int = 0,
+    visibility_ms: int | None = None,
+    consumer: str = "",
+) -> Result:
+    """Lease up to `limit` messages that fit an answer, waiting for the first at most `wait_ms`."""
+    queue = engine.queue(topic)
+    bounded(limit, 1, min(POP_MAX, queue.config.consumer_leases_max), "limit")
+    bounded(wait_ms, 0, WAIT_MS_MAX, "wait_ms")
+    if visibility_ms is not None:
+        bounded(visibility_ms, 1, queue.config.visibility_ms_max, "visibility_ms")
+    name = f"{engine.identity.node}/{engine.run_id}/pop/{next(_pops)}/{consumer}"
+    popping = _Pop(queue, name.encode(), limit, visibility_ms, key_id=caller.key_id)
+    queue.add_stream(popping.stream)
     engine.pops.add(popping.arrived)
     try:
-        unreadable = -1
-        if wait_ms:
-            await popping.first(engine, wait_ms)
-            await popping.whole()
-            unreadable = popping.stream.unreadable
-        # What became a dead letter has made way for others.
-        while not popping.messages and unreadable < popping.stream.unreadable:
-            unreadable = popping.stream.unreadable
-            await topic.dispatched()
-            await popping.whole()
-        while popping.wants_more():
-            await topic.dispatched()
-            await popping.whole()
+        await popping.run(engine, wait_ms)
     finally:
-        topic.remove_stream(popping.stream)
+        queue.remove_stream(popping.stream)
         engine.pops.discard(popping.arrived)
     if engine.stopping and not popping.messages and not popping.failed:
         raise Unavailable("the node is stopping, nothing was leased", elsewhere=True)
     messages = popping.answered()
     if caller.gone():  # it will settle none of them
-        give_back_unused(topic, messages)
+        give_back_unused(queue, messages)
         raise Unavailable("the caller is gone")
     return {"messages": messages}
 
 
 class _Pop:
-    """The stream of one pop, and what has come on it.
-
-    Its window grows as the sizes of messages become known, so that little is leased that the answer
-    has no room for.
-    """
+    """Its window grows as the sizes of messages become known, so that little is leased that the
+    answer has no room for."""
 
     def __init__(
         self,
@@ -194,13 +154,27 @@ class _Pop:
         self.failed.append(error)
         self.arrived.set()
 
-    async def first(self, engine: Engine, wait_ms: int) -> None:
+    async def run(self, engine: Engine, wait_ms: int) -> None:
         def reached() -> bool:
             return bool(self.messages or self.failed or engine.stopping)
 
-        await _until(self.arrived, reached, wait_ms)
+        unreadable = -1
+        if wait_ms:
+            await _until(self.arrived, reached, wait_ms)
+            await self._whole()
+            unreadable = self.stream.unreadable
+        # What became a dead letter has made way for others.
+        while not self.messages and unreadable < self.stream.unreadable:
+            unreadable = self.stream.unreadable
+            await self._lease_more()
+        while self._wants_more():
+            await self._lease_more()
 
-    async def whole(self) -> None:
+    async def _lease_more(self) -> None:
+        await self._topic.dispatched()
+        await self._whole()
+
+    async def _whole(self) -> None:
         """Wait until all that was leased so far is here."""
         await _until(self.arrived, self._complete, ARRIVE_MS_MAX)
         if not self._complete():
@@ -209,9 +183,8 @@ class _Pop:
     def _complete(self) -> bool:
         return bool(self.failed) or len(self.messages) >= self.stream.out + self.stream.away
 
-    def wants_more(self) -> bool:
-        """Whether there may be more to lease that the answer has room for; the stream may have it
-        then."""
+    def _wants_more(self) -> bool:
+        """Whether there may be more to lease that fits the answer; the stream may have it then."""
         if self.failed or len(self.messages) < self.stream.window:
             return False
         step = self._allowance.step()
@@ -266,12 +239,10 @@ async def _until(changed: asyncio.Event, reached: Callable[[], bool], wait_ms: i
 # --- removing ---
 
 
-@method(DestructiveArguments)
-async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> Result:
+@method(of_queues=True)
+async def purge(engine: Engine, *, topic: str) -> Result:
     """Drop every message that waits, ready or delayed. Leased and dead ones stay."""
-    topic = engine.queue(a.topic)
-    confirmed(engine, caller, "purge", a)
-    results = await fan_out(engine, topic, purge_share)
+    results = await fan_out(engine, engine.queue(topic), purge_share)
     return {"purged": sum(result["purged"] for result in results)}
 
 
@@ -279,24 +250,24 @@ async def purge(engine: Engine, caller: Caller, a: DestructiveArguments) -> Resu
 async def purge_share(share: NodeShare) -> Result:
     waiting = [(p, count) for p in share.partitions if (count := p.heap.ready + p.heap.delayed)]
     for partition in share.partitions:
-        partition.journal.check_commits()
+        partition.check_commits()
     records = [(p, Kind.ACK, 1, {"through": [p.log.sequence_last]}) for p, _ in waiting]
     await share.engine.write_records(share.topic, records)
     return {"purged": sum(count for _, count in waiting)}
 
 
-@method(MoveArguments)
-async def move_to_dlq(engine: Engine, _: Caller, a: MoveArguments) -> Result:
-    topic = engine.queue(a.topic)
-    index, _sequence = locate(topic, a.message_id)
-    moved = MoveShare(message_id=a.message_id, reason=a.reason)
-    await fan_out(engine, topic, move_share, moved, indices=[index])
+@method()
+async def move_to_dlq(engine: Engine, *, topic: str, message_id: str, reason: str = "") -> Result:
+    queue = engine.queue(topic)
+    index, _sequence = locate(queue, message_id)
+    move = partial(move_share, message_id=message_id, reason=reason)
+    await fan_out(engine, queue, move, indices=[index])
     return {}
 
 
-@shared(MoveShare, of_queues=True)
-async def move_share(share: NodeShare) -> Result:
-    partition, message_id = share.the_only(), share.arguments.message_id
+@shared(of_queues=True)
+async def move_share(share: NodeShare, *, message_id: str, reason: str) -> Result:
+    partition = share.the_only()
     index, sequence = locate(share.topic, message_id)
     if index != partition.index:
         raise NotFound(f"no living message {message_id}", message_id=message_id)
@@ -304,11 +275,11 @@ async def move_share(share: NodeShare) -> Result:
     state = MessageState(int(partition.heap.states(sequences)[0]))
     if state not in (MessageState.READY, MessageState.DELAYED, MessageState.LEASED):
         raise NotFound(f"no living message {message_id}", message_id=message_id)
-    partition.journal.check_commits()
+    partition.check_commits()
     values: dict[str, Any] = {
         "message": sequences,
         "reason": [DeadReason.MOVED],
-        "detail": [share.arguments.reason.encode()[:DETAIL_BYTES_MAX]],
+        "detail": [reason.encode()[:DETAIL_BYTES_MAX]],
     }
     await share.engine.write_records(share.topic, [(partition, Kind.DEAD, 1, values)])
     return {}
@@ -317,48 +288,17 @@ async def move_share(share: NodeShare) -> Result:
 # --- dead letters ---
 
 
-class DlqListArguments(TopicArguments, frozen=True):
-    after: str | None = None
-    limit: int = 100
-
-
-class DlqReplayArguments(TopicArguments, frozen=True):
-    message_ids: list[str] | None = None
-    limit: int | None = None
-
-
-class DlqDeleteArguments(DestructiveArguments, frozen=True):
-    message_ids: list[str] | None = None
-
-
-class ListShare(Arguments, frozen=True):
-    """A page that begins in partition `start`, behind the sequence `after` there."""
-
-    start: int
-    after: Annotated[int, msgspec.Meta(ge=0)]
-    limit: Annotated[int, msgspec.Meta(ge=1, le=LIST_MAX)]
-
-
-class ChosenShare(Arguments, frozen=True):
-    message_ids: list[str] | None
-
-
-class ReplayShare(ChosenShare, frozen=True):
-    limit: Annotated[int, msgspec.Meta(ge=0)] | None
-
-
-@method(DlqListArguments)
-async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> Result:
-    """Dead letters by partition and sequence, a page at a time."""
-    topic = engine.queue(a.topic)
-    limit = bounded(a.limit, 1, LIST_MAX, "limit")
-    start, after = _parse_cursor(a.after)
-    wanted = ListShare(start=start, after=after, limit=limit)
-    results = await fan_out(
-        engine, topic, dlq_list_share, wanted, indices=range(start, len(topic.partitions))
-    )
+@method()
+async def dlq_list(
+    engine: Engine, *, topic: str, after: str | None = None, limit: int = 100
+) -> Result:
+    queue = engine.queue(topic)
+    bounded(limit, 1, LIST_MAX, "limit")
+    start, behind = _parse_cursor(after)
+    page = partial(dlq_list_share, start=start, after=behind, limit=limit)
+    results = await fan_out(engine, queue, page, indices=range(start, len(queue.partitions)))
     lists = [([(row["partition"], row["sequence"]) for row in r["messages"]], r) for r in results]
-    rows, more = merged_lists(lists, topic, limit)
+    rows, more = merged_lists(lists, queue, limit)
     last = rows[-1] if more or len(rows) >= limit else None
     return {
         "messages": rows,
@@ -366,15 +306,16 @@ async def dlq_list(engine: Engine, _: Caller, a: DlqListArguments) -> Result:
     }
 
 
-@shared(ListShare, of_queues=True)
-async def dlq_list_share(share: NodeShare) -> Result:
-    a: ListShare = share.arguments
-    limit = a.limit
+@shared(of_queues=True)
+async def dlq_list_share(
+    share: NodeShare, *, start: int, after: Annotated[int, msgspec.Meta(ge=0)], limit: ListLimit
+) -> Result:
+    """A page that begins in partition `start`, behind the sequence `after` there."""
     await share.all_committed()
     found: list[tuple[Partition, DeadLetter]] = []
     for partition in share.partitions:
-        after = a.after if partition.index == a.start else 0
-        found += [(partition, row) for row in partition.heap.dead_list(after, limit - len(found))]
+        behind = after if partition.index == start else 0
+        found += [(partition, row) for row in partition.heap.dead_list(behind, limit - len(found))]
         if len(found) >= limit:
             break
     places = [(partition, row.sequence) for partition, row in found]
@@ -399,81 +340,83 @@ def _parse_cursor(after: str | None) -> tuple[int, int]:
     return partition, sequence
 
 
-@method(DlqReplayArguments)
-async def dlq_replay(engine: Engine, _: Caller, a: DlqReplayArguments) -> Result:
-    """Make dead letters ready again in their own topic, no faster than `replay_per_s`: so nodes
-    do it one after the other, each up to what is left of the limit."""
-    topic = engine.queue(a.topic)
-    if a.limit is not None:
-        bounded(a.limit, 1, REPLAY_MAX, "limit")
-    indices = await _checked(engine, topic, a.message_ids)
-    replayed = 0
-    for some in _by_node(topic, indices):
-        left = None if a.limit is None else a.limit - replayed
-        if left is not None and left <= 0:
+@method()
+async def dlq_replay(
+    engine: Engine, *, topic: str, message_ids: list[str] | None = None, limit: int | None = None
+) -> Result:
+    """Make dead letters ready again in their own topic, no faster than `replay_per_s`: so one
+    partition comes after the other, each up to what is left of the limit."""
+    queue = engine.queue(topic)
+    left = REPLAY_MAX if limit is None else bounded(limit, 1, REPLAY_MAX, "limit")
+    replayed = moved = 0
+    for index, named in (await _checked(engine, queue, message_ids)).items():
+        if replayed == left:
             break
-        wanted = ReplayShare(message_ids=a.message_ids, limit=left)
-        results = await fan_out(engine, topic, dlq_replay_share, wanted, indices=some, in_turn=True)
-        replayed += sum(result["moved"] for result in results)
+        await asyncio.sleep(min(moved, _chunk_size(queue)) / queue.config.replay_per_s)
+        replay = partial(dlq_replay_share, message_ids=named, limit=left - replayed)
+        (result,) = await fan_out(engine, queue, replay, indices=[index])
+        moved = result["moved"]
+        replayed += moved
     return {"replayed": replayed}
 
 
-@method(DlqDeleteArguments)
-async def dlq_delete(engine: Engine, caller: Caller, a: DlqDeleteArguments) -> Result:
-    topic = engine.queue(a.topic)
-    confirmed(engine, caller, "dlq_delete", a)
-    indices = await _checked(engine, topic, a.message_ids)
-    chosen = ChosenShare(message_ids=a.message_ids)
-    results = await fan_out(engine, topic, dlq_delete_share, chosen, indices=indices)
+@method(of_queues=True)
+async def dlq_delete(engine: Engine, *, topic: str, message_ids: list[str] | None = None) -> Result:
+    queue = engine.queue(topic)
+    indices = await _checked(engine, queue, message_ids)
+    delete = partial(dlq_delete_share, message_ids=message_ids)
+    results = await fan_out(engine, queue, delete, indices=indices)
     return {"deleted": sum(result["moved"] for result in results)}
 
 
-async def _checked(engine: Engine, topic: ServedTopic, message_ids: list[str] | None) -> list[int]:
-    """The partitions that are meant; raises if one of the named is not a dead letter."""
+async def _checked(
+    engine: Engine, topic: ServedTopic, message_ids: list[str] | None
+) -> dict[int, list[str] | None]:
+    """The partitions that are meant, each with those of the named messages that are there; raises
+    if one of them is not a dead letter."""
     if message_ids is None:
-        return list(range(len(topic.partitions)))
-    indices = sorted({locate(topic, message_id)[0] for message_id in message_ids})
-    chosen = ChosenShare(message_ids=message_ids)
-    await fan_out(engine, topic, dlq_check_share, chosen, indices=indices)
-    return indices
+        return dict.fromkeys(range(len(topic.partitions)))
+    named: dict[int, list[str]] = {}
+    for message_id in message_ids:
+        named.setdefault(locate(topic, message_id)[0], []).append(message_id)
+    check = partial(dlq_check_share, message_ids=message_ids)
+    await fan_out(engine, topic, check, indices=named)
+    return {**named}
 
 
-def _by_node(topic: ServedTopic, indices: list[int]) -> list[list[int]]:
-    groups: dict[str, list[int]] = {}
-    for index in indices:
-        groups.setdefault(topic.router.coordinator(topic.key(index)), []).append(index)
-    return list(groups.values())
-
-
-@shared(ChosenShare, of_queues=True)
-async def dlq_check_share(share: NodeShare) -> Result:
-    for partition, sequences in _chosen(share):
+@shared(of_queues=True)
+async def dlq_check_share(share: NodeShare, *, message_ids: list[str] | None) -> Result:
+    for partition, sequences in _chosen(share, message_ids):
         states = partition.heap.states(np.array(sequences, np.uint64))
         if (states != MessageState.DEAD).any() or len(set(sequences)) < len(sequences):
             raise NotFound("a named message is not a dead letter", partition=partition.index)
     return {}
 
 
-@shared(ReplayShare, of_queues=True)
-async def dlq_replay_share(share: NodeShare) -> Result:
+@shared(of_queues=True)
+async def dlq_replay_share(
+    share: NodeShare,
+    *,
+    message_ids: list[str] | None,
+    limit: Annotated[int, msgspec.Meta(ge=0)] | None,
+) -> Result:
     replayed = 0
-    for partition, sequences in _chunks(share, share.arguments.limit):
+    for partition, sequences in _chunks(share, message_ids, limit):
         if replayed:
             await asyncio.sleep(len(sequences) / share.topic.config.replay_per_s)
         replayed += await _move(share, partition, Kind.REPLAY, sequences)
     return {"moved": replayed}
 
 
-@shared(ChosenShare, of_queues=True)
-async def dlq_delete_share(share: NodeShare) -> Result:
+@shared(of_queues=True)
+async def dlq_delete_share(share: NodeShare, *, message_ids: list[str] | None) -> Result:
     deleted = 0
-    for partition, sequences in _chunks(share, None):
+    for partition, sequences in _chunks(share, message_ids, None):
         deleted += await _move(share, partition, Kind.ACK, sequences)
     return {"moved": deleted}
 
 
-def _chosen(share: NodeShare) -> list[tuple[Partition, list[int]]]:
-    named = share.arguments.message_ids
+def _chosen(share: NodeShare, named: list[str] | None) -> list[tuple[Partition, list[int]]]:
     if named is None:
         found = share.partitions
         return [(p, [row.sequence for row in p.heap.dead_list(0, 1 << 62)]) for p in found]
@@ -484,13 +427,19 @@ def _chosen(share: NodeShare) -> list[tuple[Partition, list[int]]]:
     return [(p, chosen[p.index]) for p in share.partitions if p.index in chosen]
 
 
-def _chunks(share: NodeShare, limit: int | None) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
+def _chunks(
+    share: NodeShare, named: list[str] | None, limit: int | None
+) -> Iterable[tuple[Partition, NDArray[np.uint64]]]:
     left = limit if limit is not None else 1 << 62
-    size = min(CHUNK, share.topic.config.replay_per_s)
-    for partition, sequences in _chosen(share):
+    size = _chunk_size(share.topic)
+    for partition, sequences in _chosen(share, named):
         sequences, left = sequences[:left], left - len(sequences[:left])
         for at in range(0, len(sequences), size):
             yield partition, np.array(sequences[at : at + size], np.uint64)
+
+
+def _chunk_size(topic: ServedTopic) -> int:
+    return min(CHUNK, topic.config.replay_per_s)
 
 
 async def _move(
@@ -498,7 +447,7 @@ async def _move(
 ) -> int:
     still = sequences[partition.heap.states(sequences) == MessageState.DEAD]
     if len(still):
-        partition.journal.check_commits()
+        partition.check_commits()
         record = (partition, kind, len(still), {"message": still})
         await share.engine.write_records(share.topic, [record])
     return len(still)

@@ -11,7 +11,9 @@ several nodes have a part is merged from what each of them tells.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -19,12 +21,12 @@ import numpy as np
 
 from penstock.errors import NotFound
 from penstock.model.columns import Columns
-from penstock.model.delivery import DELIVERY
+from penstock.model.entries import DELIVERY
 from penstock.model.ids import PARTITIONS_MAX, MessageId
 from penstock.model.plain import UNREADABLE, headers_of
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import ServedTopic
-from penstock.wire.limits import ANSWER_BYTES_MAX, PAGE_BYTES_MAX
+from penstock.wire.messages import ANSWER_BYTES_MAX, PAGE_BYTES_MAX
 
 # Partitions that one page tells of, where their rows are made before their sizes are known. A
 # topic has no more, so a page always holds a whole one.
@@ -32,6 +34,7 @@ PAGE_PARTITIONS_MAX: Final = PARTITIONS_MAX
 # What a message takes in an answer besides key, headers and payload: its id, its token, numbers.
 ROW_BYTES: Final = 256
 UNSEEN_PART: Final = 16
+Keyed = tuple[Any, Any]  # a row behind what it is in order by
 
 
 class Page:
@@ -59,10 +62,15 @@ class Page:
         """The `after` of the next page; None: this was the last."""
         return self._last if self.more else None
 
+    def told(self, rows: str) -> dict[str, Any]:
+        return {rows: self.rows, "next": self.next}
 
-def page_of(rows: Iterable[tuple[str, Any]], *, more: bool = False) -> Page:
+
+def page_of(
+    rows: Iterable[tuple[str, Any]], *, more: bool = False, bytes_max: int | None = None
+) -> Page:
     """A page of rows with their names, in order. `more`: there are others behind them."""
-    page = Page()
+    page = Page(bytes_max)
     for name, row in rows:
         if not page.take(name, row):
             return page
@@ -90,34 +98,36 @@ def locate(topic: ServedTopic, message_id: str) -> tuple[int, int]:
     return place.partition, place.sequence
 
 
+def known_in_order(lists: Sequence[tuple[Sequence[Keyed], bool]]) -> tuple[list[Keyed], bool]:
+    """The rows of several nodes by their keys, each node's being in order and perhaps cut; and
+    whether one is. All ends where one ends that was cut: what comes next in that is not known, and
+    might come before what is next in the others."""
+    ends = [rows[-1][0] for rows, cut in lists if cut and rows]
+    merged = heapq.merge(*(rows for rows, _ in lists), key=itemgetter(0))
+    return [row for row in merged if not ends or row[0] <= min(ends)], bool(ends)
+
+
 def merged_lists(
     lists: Iterable[tuple[list[tuple[int, int]], dict[str, Any]]], topic: ServedTopic, limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
     """The first messages of what nodes tell, as many as an answer may hold; and whether there are
-    more. With each result come the keys of its messages, by which the whole list is in order.
-
-    It ends where a list ends that was cut, because its node `found` more than its answer has room
-    for: what comes next in that one is not known, and might come before what is next in the
-    others."""
-    rows: list[tuple[tuple[int, int], dict[str, Any], bool]] = []
-    for keys, result in lists:
-        mine = result["messages"]
-        ends = [False] * (len(mine) - 1) + [len(mine) < result.get("found", 0)]
-        rows += zip(keys, mine, ends, strict=False)
-    rows.sort(key=lambda row: row[0])
+    more. With each result come the keys of its messages, by which the whole list is in order. It
+    was cut if its node `found` more than its answer has room for."""
+    told = [
+        (list(zip(keys, r["messages"], strict=False)), len(r["messages"]) < r.get("found", 0))
+        for keys, r in lists
+    ]
+    rows, cut = known_in_order(told)
     allowance = Allowance(topic, limit)
     found: list[dict[str, Any]] = []
-    for _, row, ends_there in rows:
+    for _, row in rows:
         if len(found) == limit or not allowance.take(size_of(row)):
             return found, True
         found.append(row)
-        if ends_there:
-            return found, True
-    return found, False
+    return found, cut
 
 
 def size_of(row: dict[str, Any]) -> int:
-    """About what a message takes in an answer."""
     headers = row["headers"]
     packed = len(msgspec.msgpack.encode(headers)) if headers else 0
     return ROW_BYTES + len(row["payload"]) + len(row["key"]) + packed + len(row.get("detail", ""))
@@ -160,8 +170,7 @@ class Allowance:
 async def read_messages(
     topic: ServedTopic, places: list[tuple[Partition, int]], *, besides: int = 0
 ) -> list[dict[str, Any]]:
-    """Messages in the order asked for, as many of the first as an answer may hold in which there
-    are so many bytes `besides` of each."""
+    """Messages as asked for, as many as an answer may hold with `besides` bytes for each."""
     allowance = Allowance(topic, len(places))
     found: list[dict[str, Any]] = []
     while (step := allowance.step()) > 0:

@@ -16,8 +16,15 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.cluster.placement import Candidate, Move, Policy, place, plan_drain, plan_rebalance
-from penstock.cluster.records import MOVES_MAX
+from penstock.cluster.placement import (
+    MOVES_MAX,
+    Candidate,
+    Move,
+    Policy,
+    place,
+    plan_drain,
+    plan_rebalance,
+)
 from penstock.cluster.store import until_won
 from penstock.errors import (
     FailedPrecondition,
@@ -53,6 +60,10 @@ log = get_logger(__name__)
 class ClusterAdministration:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+
+    @property
+    def replica_sets(self) -> ClusterAdministration:
+        return self
 
     # --- topics ---
 
@@ -199,7 +210,6 @@ class ClusterAdministration:
         return await self._begin(moves, records, dry_run=dry_run)
 
     async def drain(self, node: str, *, dry_run: bool) -> dict[str, Any]:
-        """Move everything away from a node, which is given nothing more."""
         records = await self.cluster.records.list()
         known = self.cluster.alive.keys() | {n for r in records.values() for n in r.members}
         if node not in known:
@@ -300,7 +310,6 @@ class Mover:
         self._since: dict[Key, float] = {}  # when a partition was first seen on the move
 
     async def run(self) -> None:
-        """One look, and the pause after it."""
         more = self._cluster.is_oldest and await self.look(time.monotonic())
         await asyncio.sleep(BUSY_S if more else IDLE_S)
 
@@ -348,7 +357,6 @@ class Returner:
         self._asked: dict[Key, float] = {}
 
     async def run(self) -> None:
-        """A pause, and one look."""
         await asyncio.sleep(LOOK_S)
         itself = self._cluster.alive.get(self._cluster.node)
         if self._cluster.policy is not Policy.BALANCED or self._cluster.leaving:

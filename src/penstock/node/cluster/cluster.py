@@ -1,8 +1,25 @@
-"""The other nodes of this one's cluster: who they are, what they hold, and how to reach them."""
+"""The other nodes of this one's cluster: who they are, what they hold, and how to reach them; and
+this node's data folder, as the metadata of the cluster know it.
+
+    disks/<uuid of the folder>  a `DiskEntry`, JSON
+
+What a node has acknowledged is on its disk, and the others count on that. A folder that was
+restored from an older copy has forgotten some of it and does not know. So each folder has a
+generation, on disk and in the metadata, that is raised at every start, at every clean stop, and now
+and then in between. A folder whose generation the metadata have left behind is taken for what it
+is: each of its replicas gets another uuid. It copies from the others what it lacks, as a wiped disk
+does, and counts for nothing until it has all of it.
+
+The same raising finds two nodes that run on copies of one folder: whoever comes later has raised
+the generation, and the other one, which finds that it is not its own any more, stops.
+
+What is not found: a copy that was taken and put back between two raises.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -12,22 +29,36 @@ import msgspec
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.membership import Membership, NodeInfo
-from penstock.cluster.placement import Candidate, Policy
-from penstock.cluster.records import Plans, Records
-from penstock.cluster.store import LeasingStore, repeat
+from penstock.cluster.placement import Candidate, Plans, Policy, Records
+from penstock.cluster.store import LeasingStore, MetadataStore, Versioned, repeat, until_won
 from penstock.config import ClusterOptions
-from penstock.errors import FailedPrecondition, PenstockError, RetryableError, Unavailable
+from penstock.errors import (
+    Corruption,
+    FailedPrecondition,
+    PenstockError,
+    RetryableError,
+    Unavailable,
+)
+from penstock.log.crash import crash_point
+from penstock.log.folder import DataFolder
+from penstock.log.identity import (
+    GENERATION_FILE,
+    NO_GENERATION,
+    REPLICA_FILE,
+    Generation,
+    GenerationFile,
+    ReplicaFile,
+)
 from penstock.node.clock import Clock
 from penstock.node.cluster.control import ClusterControl, Local
-from penstock.node.cluster.copies import SeedReader, SeedServer
-from penstock.node.cluster.disk import DataDisk
-from penstock.node.cluster.transport import Connect, Peers, PeerTransport
+from penstock.node.cluster.transport import Connect, Peers, PeerTransport, SeedReader, SeedServer
 from penstock.node.observe.logs import get_logger
 from penstock.node.replica.clocks import Clocks, ClockWatch
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import Key
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.facts import ReplicationOptions
 
+DISKS: Final = "disks/"
 CLUSTER_UUID: Final = "cluster/uuid"
 PROBE_S: Final = 2.0  # between looks whether the metadata store answers
 LOOK_S: Final = 0.5  # between looks whether the others are reached
@@ -37,12 +68,144 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 
+class DiskEntry(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    generation: int
+    token: str
+
+
+class DataDisk:
+    """`claim` before anything of the folder is used, `renew` from then on."""
+
+    def __init__(self, folder: DataFolder, *, uuid: str, node: str, store: MetadataStore) -> None:
+        self._folder, self._node, self._store = folder, node, store
+        self._key = f"{DISKS}{uuid}"
+        self._file: GenerationFile | None = None
+        self._raising = asyncio.Lock()
+        # Told to the metadata, and not answered yet. It is told again rather than another one: what
+        # was taken for lost may arrive later, and must not look like somebody else's.
+        self._told: Generation | None = None
+        self.rolled_back = False  # as it was found when it was claimed
+
+    @property
+    def generation(self) -> int:
+        return 0 if self._file is None else self._file.record.current.number
+
+    async def claim(self, *, accept_rollback: bool) -> None:
+        """Make the folder ours. An older one has its replicas renamed before the generation is
+        raised: a crash in between finds it as old again."""
+        async with self._raising:
+            file = self._file = await asyncio.to_thread(self._open)
+
+            async def claim() -> None:
+                entry = await self._store.get(self._key)
+                if self._is_behind(file, entry):
+                    await self._on_rolled_back(file, entry, accepted=accept_rollback)
+                await self._raise(file, entry)
+
+            await until_won(claim)
+
+    async def renew(self) -> None:
+        """Raise the generation. Raises `FailedPrecondition` if somebody else has."""
+        async with self._raising:
+            file = self._file
+            if file is None:
+                return
+
+            async def renew() -> None:
+                entry = await self._store.get(self._key)
+                if self._is_behind(file, entry):
+                    raise FailedPrecondition(
+                        f"another node runs on a copy of {self._folder.path}: "
+                        f"it is at generation {_of(entry).number}, this one at {self.generation}"
+                    )
+                await self._raise(file, entry)
+
+            await until_won(renew)
+
+    def _open(self) -> GenerationFile:
+        try:
+            return GenerationFile(self._folder.path)
+        except Corruption as error:
+            log.error("the generation of the data folder is not known", error=error.message)
+            (self._folder.path / GENERATION_FILE).unlink()
+            return GenerationFile(self._folder.path)
+
+    def _is_behind(self, file: GenerationFile, entry: Versioned | None) -> bool:
+        """Whether the metadata know of a later state of this folder."""
+        known = _of(entry)
+        if known in (file.record.current, file.record.intended):
+            return False
+        if known.number >= file.record.current.number:
+            return True
+        log.warning(
+            "the metadata are older than this data folder: was etcd restored from a copy?",
+            generation=file.record.current.number, in_metadata=known.number,
+        )  # fmt: skip
+        return False
+
+    async def _on_rolled_back(
+        self, file: GenerationFile, entry: Versioned | None, *, accepted: bool
+    ) -> None:
+        facts = {"generation": file.record.current.number, "in_metadata": _of(entry).number}
+        if accepted:
+            log.critical("an older copy of the data folder is accepted as it is", **facts)
+            return
+        self.rolled_back = True
+        renamed = await asyncio.to_thread(rename_replicas, self._folder)
+        log.critical(
+            "the data folder is an older copy of itself: its replicas count no more, "
+            "and copy from the others what they lack",
+            replicas=renamed, **facts,
+        )  # fmt: skip
+
+    async def _raise(self, file: GenerationFile, entry: Versioned | None) -> None:
+        known = _of(entry)
+        if known == file.record.intended != file.record.current:  # an answer was lost
+            await asyncio.to_thread(file.settle, known)
+            self._told = None
+        if self._told is None:
+            highest = max(known.number, file.record.current.number, file.record.intended.number)
+            self._told = Generation(highest + 1, secrets.token_hex(16))
+        wanted = self._told
+        await asyncio.to_thread(file.intend, wanted)
+        crash_point("node.disk.intended")
+        value = DiskEntry(node=self._node, generation=wanted.number, token=wanted.token)
+        await self._store.put(
+            self._key, msgspec.json.encode(value), expected_revision=entry.revision if entry else 0
+        )
+        crash_point("node.disk.told")
+        await asyncio.to_thread(file.settle, wanted)
+        self._told = None
+
+
+def rename_replicas(folder: DataFolder) -> int:
+    """Give every replica in the folder another uuid; how many there are."""
+    count = 0
+    for _, _, path in folder.partitions():
+        if not (path / REPLICA_FILE).exists():
+            continue  # whoever opens it makes a new one
+        try:
+            ReplicaFile(path).rename()
+        except Corruption as error:  # whoever opens it starts over, under a new uuid
+            log.warning("a replica is damaged besides", folder=str(path), error=error.message)
+        count += 1
+    return count
+
+
+def _of(entry: Versioned | None) -> Generation:
+    if entry is None:
+        return NO_GENERATION
+    value = msgspec.json.decode(entry.value, type=DiskEntry)
+    return Generation(value.generation, value.token)
+
+
 class Cluster:
     """`start` once this node listens, `leave` before it stops listening."""
 
     def __init__(
         self,
-        info: NodeInfo,
+        node: str,
         *,
         store: LeasingStore,
         catalog: Catalog,
@@ -55,7 +218,7 @@ class Cluster:
         spawn: Callable[..., object],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        self.node, self.options, self.policy = info.id, options, Policy(options.policy)
+        self.node, self.options, self.policy = node, options, Policy(options.policy)
         self.catalog, self.records = catalog, Records(store)
         self.plans, self.store = Plans(store), store
         self.disk, self._on_fatal, self._local = disk, on_fatal, local
@@ -64,21 +227,21 @@ class Cluster:
             on_change=self._on_members,
         )  # fmt: skip
         self.peers = Peers(
-            info.id, connect=connect, spawn=spawn, on_connected=self._on_connected,
+            node, connect=connect, spawn=spawn, on_connected=self._on_connected,
             on_refused=lambda node: self.transport.on_refused(node),
         )  # fmt: skip
-        self.clocks = Clocks(info.id, tolerance_ms=options.clock_offset_s * 1000)
+        self.clocks = Clocks(node, tolerance_ms=options.clock_offset_s * 1000)
         self._watch = ClockWatch(
             self.clocks, clock, ask=self.ask, reached=self._reached, members=lambda: self.alive,
             hand_over=self._give_up_all,
         )  # fmt: skip
-        self.uuid = ""  # of its metadata; known once this node has joined
+        self._uuid = ""  # of its metadata; known once this node has joined
         self.available = True  # the metadata store answered when it was asked last
         self.ready = False  # topics and records were read: requests may come
         self.leaving = False
         self.alone = False
         self.cut_off = False  # neither the metadata store nor a majority of the members is reached
-        self._info, self._spawn = info, spawn
+        self._spawn = spawn
         self._membership: asyncio.Task[Any] | None = None
         reader = SeedReader(self.peers, bytes_per_s=replication.seed_bytes_per_s)
         self.seeds = SeedServer(local.hosts)
@@ -90,6 +253,7 @@ class Cluster:
             ages=lambda: self.members.ages, deleted=self.deleted, spawn=spawn,
         )  # fmt: skip
         self.live, self.changed = self.peers.live, self.control.changed
+        self.close, self.set_draining = self.peers.close, self.members.set_draining
 
     # --- the view that requests are routed by ---
 
@@ -108,7 +272,6 @@ class Cluster:
     async def ask(
         self, node: str, method: str, /, *, within_s: float = ASK_S, **arguments: Any
     ) -> dict[str, Any]:
-        """An administrative call to a node, this one too."""
         if node == self.node:
             return await self._local.call(method, arguments)
         connection = self.live(node)
@@ -123,7 +286,7 @@ class Cluster:
     async def ask_all(
         self, method: str, /, *, within_s: float = ASK_S, **arguments: Any
     ) -> dict[str, dict[str, Any]]:
-        """The same to every member; those who do not answer are left out."""
+        """An administrative call to every member; those who do not answer are left out."""
         nodes = sorted({*self.alive, self.node})
         answers = await asyncio.gather(
             *(self.ask(node, method, within_s=within_s, **arguments) for node in nodes),
@@ -144,27 +307,42 @@ class Cluster:
         return self.members.alive
 
     @property
+    def ages(self) -> Mapping[str, int]:
+        return self.members.ages
+
+    @property
+    def rolled_back(self) -> bool:
+        """Whether the folder is an older copy of itself, and some replica in it does not count."""
+        if not self.disk.rolled_back:
+            return False
+        records, hosts = self.control.records, self._local.hosts
+        ours = [key for key, held in records.items() if held.record.is_voter(self.node)]
+        return not all(key in hosts and hosts[key].replica.counts for key in ours)
+
+    @property
     def is_oldest(self) -> bool:
         """Whether this node looks after what one node is enough for."""
-        ages = self.members.ages
-        return self.node == min(ages, key=lambda node: ages[node], default="")
+        return self.node == min(self.ages, key=lambda node: self.ages[node], default="")
 
     def candidates(self) -> list[Candidate]:
-        ages = self.members.ages
         return [
-            Candidate(info.id, info.zone, ages.get(info.id, 0), info.draining)
+            Candidate(info.id, info.zone, self.ages.get(info.id, 0), info.draining)
             for info in self.alive.values()
         ]
 
     def _on_members(self) -> None:
-        self.peers.on_members(self.members.alive)
-        self.control.on_members(self.members.ages)
+        self.peers.on_members(self.alive)
+        self.control.on_members(self.ages)
 
     # --- coming and going ---
 
-    async def start(self, info: NodeInfo) -> None:
-        """Join, and take part from now on. Raises `AlreadyExists` if another node has our name."""
-        self._info = info
+    async def open(self) -> None:
+        """Nothing is held before this node has joined (`start`)."""
+
+    async def start(self, info: NodeInfo, *, uuid: str) -> None:
+        """Join, and take part from now on. Raises `AlreadyExists` if another node has our name.
+        `uuid` is of the metadata that the data folder is from."""
+        self._uuid = uuid
         await until_available(lambda: self.members.join(info))
         self._on_members()
         self._spawn(self._stay(), name="members", vital=True)
@@ -196,11 +374,6 @@ class Cluster:
         except FailedPrecondition as error:
             self._on_fatal(error)
             raise
-
-    async def set_draining(self, draining: bool) -> None:
-        """Tell the others whether this node is to be given replicas."""
-        self._info = msgspec.structs.replace(self._info, draining=draining)
-        await self.members.update(self._info)
 
     async def leave(self, within_s: float) -> None:
         """Hand all partitions over, bounded in time, and tell the others that we go. Without time,
@@ -275,13 +448,11 @@ class Cluster:
         return [node for node in self.alive if self.live(node) is not None]
 
     async def deleted(self, topic: int) -> bool:
-        """Whether a topic that is not there was deleted: the metadata are those that we joined
-        with, and have given out its id."""
+        """Whether a topic was deleted: our metadata, as we joined with them, gave out its id."""
         return await self.catalog.given(topic) and await self._same()
 
     async def protect_ids(self) -> None:
-        """Have no topic given an id that a folder here has: a store that was restored from an older
-        copy does not know of it."""
+        """Have no topic given an id that a folder here has: a restored store does not know it."""
         skipped = await self.catalog.skip_ids(self._local.topic_id_highest())
         if skipped:
             log.critical(
@@ -292,13 +463,15 @@ class Cluster:
 
     async def _same(self) -> bool:
         entry = await self.store.get(CLUSTER_UUID)
-        return entry is not None and entry.value.decode() == self.uuid
+        return entry is not None and entry.value.decode() == self._uuid
 
     async def _look_around(self) -> None:
         """Know whether this node is cut off. Then others have taken over what it coordinates, or
         soon will, and whoever can reach them should."""
         while True:
-            cut_off = self.ready and not (self.available or self._among_most())
+            # A majority of those who were alive when we last heard.
+            among_most = 2 * (1 + len(self._reached())) > len(self.alive)
+            cut_off = self.ready and not (self.available or among_most)
             if cut_off and not self.cut_off:
                 log.warning("cut off from the other nodes and the metadata store")
             elif self.cut_off and not cut_off:
@@ -307,10 +480,6 @@ class Cluster:
             if cut_off:
                 self._local.on_cut_off()
             await asyncio.sleep(LOOK_S)
-
-    def _among_most(self) -> bool:
-        """Whether we are connected to a majority of those who were alive when we last heard."""
-        return 2 * (1 + len(self._reached())) > len(self.alive)
 
     async def _probe(self) -> None:
         try:

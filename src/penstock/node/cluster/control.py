@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 from penstock.cluster.catalog import Catalog
-from penstock.cluster.records import (
+from penstock.cluster.placement import (
     PARTITIONS,
     HeldRecord,
     Records,
@@ -38,8 +38,6 @@ log = get_logger(__name__)
 
 
 class Local(Protocol):
-    """What this node does about topics and replicas."""
-
     @property
     def hosts(self) -> Mapping[Key, Host]: ...
 
@@ -59,15 +57,12 @@ class Local(Protocol):
     async def drop_replica(self, key: Key) -> None:
         """Close the host and remove its folder: others hold the partition."""
 
-    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Make an administrative call to this node itself."""
+    async def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]: ...
 
-    def topic_id_highest(self) -> int:
-        """Of the folders here."""
+    def topic_id_highest(self) -> int: ...
 
     def on_cut_off(self) -> None:
-        """Neither the metadata store nor a majority of the members is reached. Said again and
-        again while it is so."""
+        """Neither the store nor a majority of the members is reached; said again while it is so."""
 
 
 class ClusterControl:

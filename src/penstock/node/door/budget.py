@@ -18,10 +18,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol
 
 from penstock.errors import Backpressure
+from penstock.node.clock import NextTurn
 
 SHARE: Final = 2  # times what is free is what one party may hold
 RESERVE_PART: Final = 8  # this part of the budget is for accounts that hold little
@@ -63,12 +65,10 @@ class Holder(Protocol):
         """Cut the caller off. What is stuck is given back before this returns."""
 
 
+@dataclass(eq=False)
 class Party:
-    """Those who share what one caller may hold."""
-
-    def __init__(self) -> None:
-        self.held = 0
-        self.accounts = 0
+    held: int = 0
+    accounts: int = 0
 
 
 class Account:
@@ -99,8 +99,7 @@ class Account:
         return self.held > LITTLE_BYTES and self.party.held > free
 
     def check(self, size: int, kind: Held | None = None) -> None:
-        """Raise `Backpressure` unless so much more may be held, if need be in the place of others
-        that are stuck."""
+        """Raise `Backpressure` unless there is room, if need be that of others that are stuck."""
         if self.has_room(size, kind) or self.makes_room(size, kind):
             return
         self.budget.on_refused("held_bytes")
@@ -109,7 +108,6 @@ class Account:
         )
 
     def makes_room(self, size: int, kind: Held | None = None) -> bool:
-        """Whether there is room, if need be because others that are stuck make way."""
         if self.has_room(size, kind):
             return True
         if self.held + size <= MODEST_BYTES:
@@ -150,8 +148,7 @@ class Account:
             self.give_back(-change, kind)
 
     async def acquire(self, size: int, kind: Held) -> None:
-        """Take `size` as soon as there is room for it; raises `Backpressure` if that is too long
-        to wait for."""
+        """Take `size` once there is room for it; raises `Backpressure` if that takes too long."""
         if not self.makes_room(size, kind):
             woken = asyncio.Event()
             try:
@@ -205,7 +202,8 @@ class Budget:
         self._watched: set[Holder] = set()  # something of theirs waits for their caller
         self._sweeping: asyncio.TimerHandle | None = None
         self._relieved = 0.0  # when it was last looked for stuck accounts
-        self._waking = False
+        # Has those who wait for room look again.
+        self.wake = NextTurn(self._wake).ask
 
     def account(self, holder: Holder | None = None, *, key_id: str | None = None) -> Account:
         made = Account(self, Party() if key_id is None else self.party(key_id), holder)
@@ -224,15 +222,8 @@ class Budget:
 
     # --- room ---
 
-    def wake(self) -> None:
-        """Have those who wait for room look again, once in this turn of the loop."""
-        if not self._waking:
-            self._waking = True
-            asyncio.get_running_loop().call_soon(self._wake)
-
     def _wake(self) -> None:
         """Those who find no room wait again, behind the others."""
-        self._waking = False
         for look in list(itertools.islice(self.waiting, WAKE_MAX)):
             del self.waiting[look]
             look()
@@ -242,8 +233,7 @@ class Budget:
         return self.by_kind[Held.ANSWERS] + self.by_kind[Held.READS]
 
     def relieve(self, asking: Account, enough: Callable[[], bool]) -> None:
-        """Cut off those that have been stuck with the most for longest, until some room is free.
-        Who asks holds less than any of them."""
+        """Cut off who has been stuck with the most for longest, and holds more than who asks."""
         now = time.monotonic()
         if now - self._relieved < RELIEF_S:
             return

@@ -43,7 +43,6 @@ class Confirmations:
         self._open: dict[str, _OpenToken] = {}  # oldest first, which is the order of their ends
 
     def give(self, caller: str, deed: Deed) -> tuple[str, int]:
-        """A token for `caller`, and until when it is good."""
         now_ms = self._clock.now_ms()
         self._make_room(caller, now_ms)
         token, expires_ms = secrets.token_urlsafe(12), now_ms + LIFE_MS

@@ -1,9 +1,16 @@
-"""Who may be connected: strangers, who have not shown yet that they may, and those who have.
+"""Who may be connected, and by which names a listener may be called.
 
 A stranger is a connection that has not greeted, has not shown a good key, or is still at its TLS
 handshake. Strangers have a bound of their own, and when there are too many the oldest goes: a
 newcomer always gets in, and whoever means well is past the greeting long before its turn to go
 comes. One address has a part of the places only.
+
+A web page can make a name of its own point to this machine (DNS rebinding). Its browser then takes
+the listener for the site that the page came from: `Origin` and `Host` agree, and the page may read
+every answer. What such a page cannot do is to send another name than its own, so a listener
+answers to the names that it is known by and to no others. An address in `Host` was not looked up
+by anybody, so it cannot be rebound: a listener that other machines reach takes any address, as
+probes and scrapers write it; one on loopback has only loopback addresses.
 """
 
 from __future__ import annotations
@@ -13,22 +20,23 @@ import ipaddress
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
-from penstock.config import Limits
-from penstock.errors import LimitExceeded
+from penstock.config import Limits, host_port, is_loopback
+from penstock.errors import InvalidArgument, LimitExceeded, Misdirected
+from penstock.node.clock import NextTurn
 
 GRACE_S: Final = 0.25  # for which a stranger stays, unless there are twice as many as there may be
 IDLE_S: Final = 5.0  # after which a connection without a request may make way for another one
 LOOKED_AT_MAX: Final = 32  # connections, for one to make way
 READ_BYTES: Final = 256 << 10  # from TCP at once, as the loop does without TLS
 TURN_BYTES: Final = 1 << 20  # decrypted in one turn of the loop for all connections together
+REMEMBERED_MAX: Final = 256  # values of `Host` whose outcome is kept
 
 
 class Guest(Protocol):
-    """A connection, as far as the doorway deals with it."""
-
     address: str
 
     def idle_s(self) -> float:
@@ -51,7 +59,7 @@ class TlsIntake:
         self.received = memoryview(bytearray(READ_BYTES))
         self._used = 0  # bytes, of this turn of the loop
         self._resting: deque[Callable[[], None]] = deque()
-        self._scheduled = False
+        self._next = NextTurn(self._turn)
 
     def spend(self, size: int, go_on: Callable[[], None]) -> bool:
         """So much came from a connection. Whether it rests until `go_on` is called: all have had
@@ -60,21 +68,16 @@ class TlsIntake:
         rests = self._used > TURN_BYTES or (bool(self._resting) and size == READ_BYTES)
         if rests:
             self._resting.append(go_on)
-        self._schedule()
+        self._next.ask()
         return rests
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         """Those who have rested for longest go on, as many as can use up a turn."""
-        self._scheduled, self._used = False, 0
+        self._used = 0
         for _ in range(min(len(self._resting), TURN_BYTES // READ_BYTES)):
             self._resting.popleft()()
         if self._resting:
-            self._schedule()
+            self._next.ask()
 
 
 class Doorway:
@@ -182,3 +185,39 @@ def address_of(transport: asyncio.BaseTransport) -> str:
     if address.ipv4_mapped:
         return str(address.ipv4_mapped)
     return str(ipaddress.IPv6Network((address, 64), strict=False))
+
+
+class HostNames:
+    """The names of one listener, each with or without a port: a tunnel may have changed that."""
+
+    def __init__(self, listen: str, *, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(_plain(name) for name in ("localhost", listen, *names) if name)
+        self._exposed = not is_loopback(listen)
+        self._admits = lru_cache(REMEMBERED_MAX)(self._look_up)
+
+    def check(self, host: bytes | None) -> None:
+        if host is None:
+            raise InvalidArgument("a request needs a Host header", field="host")
+        if not self._admits(host):
+            name = host.decode("ascii", "backslashreplace")
+            raise Misdirected(f"this listener does not answer to {name}", host=name)
+
+    def _look_up(self, host: bytes) -> bool:
+        try:
+            name, _ = host_port(host.decode("ascii"), field="host", port=0)
+        except UnicodeDecodeError as error:
+            raise InvalidArgument("the Host header is not ASCII", field="host") from error
+        name = _plain(name)
+        return name in self._names or (_is_address(name) if self._exposed else is_loopback(name))
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

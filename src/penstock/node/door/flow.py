@@ -27,15 +27,15 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from penstock.config import Limits
 from penstock.errors import Backpressure, Corruption, Unavailable
-from penstock.node.door.budget import LITTLE_BYTES, WAIT_S, Budget, Held
-from penstock.node.door.outlet import UNREAD_BYTES_MAX, Unread
-from penstock.wire.frame import Frame, FrameDecoder
-from penstock.wire.limits import GREETING_BYTES_MAX
-from penstock.wire.outbox import WireTransport
+from penstock.node.clock import NextTurn
+from penstock.node.door.budget import LITTLE_BYTES, MODEST_BYTES, WAIT_S, Account, Budget, Held
+from penstock.wire.frame import Frame, FrameDecoder, WireTransport
+from penstock.wire.messages import GREETING_BYTES_MAX
 
 INFLIGHT_BYTES_MAX: Final = 32 << 20  # of one connection's requests
 FRAMES_MAX: Final = 128  # decoded at once
@@ -46,6 +46,45 @@ TURN_S: Final = 0.004  # that all connections' frames take in one turn of the lo
 RESTS: Final = 3  # turns of the loop between two in which those are served who have waited
 FEW: Final = 16  # frames that are handled together, so that they are written together
 FEW_S: Final = 0.02  # unless they take so long
+UNREAD_BYTES_MAX: Final = 4 << 20  # of one connection's answers, beside what the kernel has taken
+READ_BYTES_PER_S: Final = 4 << 10  # slower than this, an answer is not being read
+TURN_BYTES: Final = 1 << 20  # that streams read from logs in one turn of the loop
+ROOM_S: Final = 0.25  # after which streams that found no room look again
+
+
+class Unread:
+    """What was sent and is not on its way yet, because the other end does not read."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.size = 0
+        self._whole = 0  # of what was sent since all was on its way: a part of it keeps all of it
+        self.since = 0.0  # when it was last seen to get less, at the least rate; 0: all is sent
+        self._size_then = 0
+
+    def update(self, size: int, sent: int = 0) -> None:
+        self.size = size
+        self._whole = self._whole + sent if size else 0
+        self._account.hold(max(size, self._whole), Held.ANSWERS)
+        if not size:
+            self.since = 0.0
+        elif not self.since:
+            self.since, self._size_then = time.monotonic(), size
+            if self._account.holder is not None:
+                self._account.budget.watch(self._account.holder)
+        budget = self._account.budget
+        if size > LITTLE_BYTES and budget.held > budget.bytes_large_max:
+            budget.overrun(self._account)
+
+    def overdue(self, write_s: float) -> bool:
+        """Whether the other end has hardly read for so long. A byte now and then is not reading."""
+        if not self.since:
+            return False
+        waited_s = time.monotonic() - self.since
+        if self._size_then - self.size > READ_BYTES_PER_S * waited_s:
+            self.since, self._size_then = time.monotonic(), self.size
+            return False
+        return waited_s > write_s
 
 
 class Flow:
@@ -94,7 +133,6 @@ class Flow:
             self._steer()
 
     def hold_frame(self, held: int) -> None:
-        """So many bytes of an unfinished frame are here now."""
         self.account.hold(held, Held.FRAMES)
         self._budget.parts += _if_little(held) - _if_little(self.frame_bytes)
         self.frame_bytes = held
@@ -202,16 +240,10 @@ class Rota:
         self.fresh: deque[Inbox] = deque()
         self.others: deque[Inbox] = deque()
         self.used_s = 0.0  # of this turn of the loop
-        self._scheduled = False
         self._rests = 0  # that are left
-
-    def schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+        self.schedule = NextTurn(self._turn).ask
 
     def _turn(self) -> None:
-        self._scheduled = False
         self.used_s = 0.0
         while self.fresh and self.used_s < TURN_S:
             self.fresh.popleft().on_turn()
@@ -225,28 +257,25 @@ class Rota:
             self.schedule()
 
 
+@dataclass(eq=False)
 class Inbox:
     """Invariant: while frames are left over, the connection is halted and is in the rota once."""
 
-    def __init__(
-        self,
-        rota: Rota,
-        budget: Budget,
-        flow: Flow,
-        *,
-        on_frame: Callable[[Frame], None],
-        on_dropped: Callable[[int, Backpressure], None],
-        on_corrupt: Callable[[Corruption], None],
-    ) -> None:
-        self._rota, self._budget, self._flow = rota, budget, flow
-        self._on_frame, self._on_dropped, self._on_corrupt = on_frame, on_dropped, on_corrupt
-        self.decoder = FrameDecoder(GREETING_BYTES_MAX)
-        self._frames: deque[Frame] = deque()  # decoded and not handled
-        self._whole_bytes = 0  # of the large ones among these
-        self._late: list[bytes] = []  # what a transport hands over although it is not read
-        self._waits = False  # for a turn
-        self._room_timer: asyncio.TimerHandle | None = None  # it waits for room for a frame
-        self._ended = False
+    rota: Rota
+    budget: Budget
+    flow: Flow
+    _: KW_ONLY
+    on_frame: Callable[[Frame], None]
+    on_dropped: Callable[[int, Backpressure], None]
+    on_corrupt: Callable[[Corruption], None]
+    decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(GREETING_BYTES_MAX))
+    _frames: deque[Frame] = field(default_factory=deque)  # decoded and not handled
+    _whole_bytes: int = 0  # of the large ones among these
+    # What a transport hands over although it is not read.
+    _late: list[bytes] = field(default_factory=list)
+    _waits: bool = False  # for a turn
+    _room_timer: asyncio.TimerHandle | None = None  # it waits for room for a frame
+    _ended: bool = False
 
     def end(self) -> None:
         """The connection is over: handle nothing more, and keep nothing."""
@@ -272,13 +301,13 @@ class Inbox:
             return
         self._handle_some(fresh=False)
         if not self._waits and not self._ended:
-            self._flow.go_on()
+            self.flow.go_on()
 
     # --- frames ---
 
     def _handle_some(self, *, fresh: bool) -> None:
         """Handle what a turn allows, and wait for another one if there is more."""
-        rota = self._rota
+        rota = self.rota
         started = now = time.perf_counter()
         if rota.used_s < TURN_S:
             quantum_s = QUANTUM_S if rota.fresh or rota.others else TURN_S - rota.used_s
@@ -289,7 +318,7 @@ class Inbox:
                 if len(frame.payload) > LARGE_BYTES_MIN:  # from now on it counts as a request
                     self._whole_bytes -= len(frame.payload)
                     self._count()
-                self._on_frame(frame)
+                self.on_frame(frame)
                 now = time.perf_counter()
                 if not self._frames and (self.decoder.more or self._late):
                     self._decode(b"".join(self._late))
@@ -298,7 +327,7 @@ class Inbox:
         if not self._frames or self._ended:
             return
         if fresh:
-            self._flow.halt()
+            self.flow.halt()
         self._waits = True
         (rota.fresh if fresh and now == started else rota.others).append(self)
         rota.schedule()
@@ -309,7 +338,7 @@ class Inbox:
         try:
             frames = decoder.feed(data, FRAMES_MAX)
         except Corruption as error:
-            self._on_corrupt(error)
+            self.on_corrupt(error)
             return
         self._frames.extend(frames)
         for frame in frames:
@@ -318,8 +347,8 @@ class Inbox:
         if decoder.buffered and not decoder.more:
             self._on_unfinished(begun=bool(frames))
         elif frames:
-            self._flow.frame_since = 0.0
-        if decoder.buffered or self._whole_bytes or self._flow.frame_bytes:
+            self.flow.frame_since = 0.0
+        if decoder.buffered or self._whole_bytes or self.flow.frame_bytes:
             self._count()
 
     def _count(self) -> None:
@@ -327,15 +356,15 @@ class Inbox:
         unless it is very little: the node has room for so much of all its connections."""
         size = self.decoder.buffered
         part = size if size > PART_BYTES_MIN and not self.decoder.more else 0
-        if self._whole_bytes + part != self._flow.frame_bytes:
-            self._flow.hold_frame(self._whole_bytes + part)
+        if self._whole_bytes + part != self.flow.frame_bytes:
+            self.flow.hold_frame(self._whole_bytes + part)
 
     # --- a frame that is not whole ---
 
     def _on_unfinished(self, *, begun: bool) -> None:
         """A large frame that there is no room for has to wait; after a while it is refused before
         it is whole, and the rest of it passed over."""
-        decoder, flow = self.decoder, self._flow
+        decoder, flow = self.decoder, self.flow
         flow.on_unfinished(decoder.buffered, begun=begun)
         if decoder.buffered <= PART_BYTES_MIN and decoder.need <= LARGE_BYTES_MIN:
             return
@@ -347,16 +376,16 @@ class Inbox:
         else:
             flow.halt()
             self._room_timer = asyncio.get_running_loop().call_later(WAIT_S, self._refuse_frame)
-            self._budget.waiting[self._look_for_room] = None
+            self.budget.waiting[self._look_for_room] = None
 
     def _look_for_room(self) -> None:
         if self._room_timer is None:
             return
         rest = self.decoder.need - self.decoder.buffered
-        if self._flow.account.has_room(rest, Held.FRAMES):
+        if self.flow.account.has_room(rest, Held.FRAMES):
             self._go_on()
         else:
-            self._budget.waiting[self._look_for_room] = None
+            self.budget.waiting[self._look_for_room] = None
 
     def _refuse_frame(self) -> None:
         self._drop_frame()
@@ -366,10 +395,10 @@ class Inbox:
         """Refuse the frame unless there is room for it after all."""
         decoder = self.decoder
         try:
-            self._flow.account.check(decoder.need - decoder.buffered, Held.FRAMES)
+            self.flow.account.check(decoder.need - decoder.buffered, Held.FRAMES)
         except Backpressure as error:
-            self._flow.frame_since = 0.0
-            self._on_dropped(decoder.drop(), error)
+            self.flow.frame_since = 0.0
+            self.on_dropped(decoder.drop(), error)
             self._count()
 
     def _go_on(self) -> None:
@@ -378,10 +407,10 @@ class Inbox:
             self._late.clear()
             if late:
                 self.feed(late)
-            self._flow.go_on()
+            self.flow.go_on()
 
     def _stop_waiting_for_room(self) -> bool:
-        self._budget.waiting.pop(self._look_for_room, None)
+        self.budget.waiting.pop(self._look_for_room, None)
         if self._room_timer is None:
             return False
         self._room_timer.cancel()
@@ -391,3 +420,76 @@ class Inbox:
 
 def _if_little(size: int) -> int:
     return size if size <= LITTLE_BYTES else 0
+
+
+class ReadPace:
+    def __init__(self) -> None:
+        self.used = 0  # bytes, of this turn
+        self.waiting: dict[Outlet, None] = {}  # their streams go on in another turn, in this order
+        self.schedule = NextTurn(self._turn).ask
+
+    def _turn(self) -> None:
+        self.used = 0
+        for outlet in list(self.waiting):
+            if self.used >= TURN_BYTES:
+                self.schedule()
+                return
+            del self.waiting[outlet]
+            outlet.go_on()
+
+
+class Outlet:
+    """Room for what the streams of one connection read from logs in order to send it.
+
+    It counts before it is read: of a hundred readers that all ask at once and then read nothing,
+    only those are sent something for whom there is room. The others wait for it.
+    """
+
+    def __init__(self, pace: ReadPace, account: Account, go_on: Callable[[], None]) -> None:
+        self._pace, self._account, self.go_on = pace, account, go_on
+        self._taken = 0
+        self._missed = False  # a stream waits until others have sent what they read
+        self._timer: asyncio.TimerHandle | None = None  # nobody has room before it is over
+
+    def take(self, size: int) -> bool:
+        """Whether a stream may read so much now. If not, all are told to go on when they may."""
+        if self._timer is not None:
+            return False
+        if self._taken and self._taken + size > UNREAD_BYTES_MAX:
+            self._missed = True
+            return False
+        if self._pace.used >= TURN_BYTES:
+            self._wait()
+            return False
+        # What is larger than most answers need not fit into the part for answers, which may be
+        # smaller than the largest batch.
+        kind = Held.READS if size <= MODEST_BYTES else Held.ANSWERS
+        if not self._account.makes_room(size, kind):
+            self._timer = asyncio.get_running_loop().call_later(ROOM_S, self._look_again)
+            return False
+        self._taken += size
+        self._account.take(size, Held.READS)
+        self._pace.used += size
+        self._pace.schedule()
+        return True
+
+    def give_back(self, size: int) -> None:
+        """What was read is sent. If nobody reads it, it counts as an answer from now on."""
+        self._taken -= size
+        self._account.give_back(size, Held.READS)
+        if self._missed:
+            self._missed = False
+            self._wait()
+
+    def _wait(self) -> None:
+        self._pace.waiting[self] = None
+        self._pace.schedule()
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.go_on()
+
+    def end(self) -> None:
+        self._pace.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()

@@ -5,32 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
 from penstock.errors import InvalidArgument, PenstockError, Unsupported
 from penstock.model.topic import NAME, TopicKind
+from penstock.node.engine import Engine
 from penstock.node.hosted.sink import HostedOptions, HostedSink
+from penstock.node.live.hub import Hub
 from penstock.node.serve.intake import enqueue
+from penstock.node.serve.topic import ServedTopic
 from penstock.propagation.flow.route import DeltaRoute, Routes
-from penstock.sinks import registry
-from penstock.sinks.letters import LetterBox, letters_config
-from penstock.sinks.protocol import Items, Sink, TopicWriter
-from penstock.sinks.requests import Part, item_requests
+from penstock.sinks.protocol import Items, Part, Sink, TopicWriter, build_sink, item_requests
+from penstock.sinks.topics import LetterBox, letters_config
 from penstock.wire.messages import Enqueue, Enqueued
 from penstock.wire.messages import Part as WirePart
 
-if TYPE_CHECKING:
-    from penstock.node.engine import Engine
-    from penstock.node.live.hub import Hub
-    from penstock.node.serve.topic import ServedTopic
-
 
 class SinkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One table, checked."""
-
     topic: str
     name: str
     routes: Routes
@@ -79,7 +73,6 @@ def check_sinks(engine: Engine) -> None:
 
 
 def host_sinks(engine: Engine, topic: ServedTopic) -> None:
-    """Have the node's own sinks follow a topic from now on."""
     for plan in plans(engine.config.live.sink):
         if plan.topic == topic.config.name and topic.config.kind is TopicKind.DELTA:
             _host(engine, engine.hub(topic), plan)
@@ -93,7 +86,7 @@ def _sink(engine: Engine, plan: SinkPlan, *, numbering: str, writer: TopicWriter
             raise Unsupported(f"sink {plan.name}: this node cannot reach others; leave out url")
         return engine.open_writer(url=url, api_key=api_key, ca=ca)
 
-    return registry.build(plan.table, pipeline=numbering, open_writer=open_writer)
+    return build_sink(plan.table, pipeline=numbering, open_writer=open_writer)
 
 
 def _host(engine: Engine, hub: Hub, plan: SinkPlan) -> None:
@@ -106,7 +99,7 @@ def _host(engine: Engine, hub: Hub, plan: SinkPlan) -> None:
         sink,
         routes=plan.routes,
         options=plan.options,
-        pipeline=lambda partition: f"{numbering}-{partition}",
+        numbering=numbering,
         box=LetterBox(writer=writer, create=writer.create),
         spawn=engine.spawn,
     )

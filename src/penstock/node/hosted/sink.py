@@ -14,32 +14,42 @@ deltas do, and a parcel has few enough of them to be made in a moment.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 
 from penstock.errors import NotFound, PenstockError
 from penstock.model.delta_batch import halves
-from penstock.node.hosted.sink_thread import Parcel, SinkThread
 from penstock.node.live.catch_up import OLDEST
 from penstock.node.live.cursors import SINK_PREFIX, CursorPlace
-from penstock.node.live.held_changes import SubscriptionTerms
+from penstock.node.live.hub import Hub, SinkReading
 from penstock.node.live.partition import LivePartition
-from penstock.node.live.subscription import Emit, Outgoing, Subscription, SubscriptionState
+from penstock.node.live.subscription import (
+    Emit,
+    Outgoing,
+    Subscription,
+    SubscriptionState,
+    SubscriptionTerms,
+)
+from penstock.node.live.telemetry import Timings
 from penstock.node.observe.logs import get_logger
-from penstock.node.observe.readings import SinkReading
 from penstock.propagation.flow.outbox import bytes_of
 from penstock.propagation.flow.route import Routes
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.sinks.health import Patience
-from penstock.sinks.letters import LetterBox
-from penstock.sinks.protocol import Feed, Sink
-
-if TYPE_CHECKING:
-    from penstock.node.live.hub import Hub
+from penstock.sinks.protocol import Feed, Sink, Work
+from penstock.sinks.runner import Handover, SinkRunner
+from penstock.sinks.schema import deltas_table, newest_of, states_table
+from penstock.sinks.topics import LetterBox
 
 AGAIN_S: Final = 1.0  # after which a partition that could not be followed is tried again
 PROBE_S: Final = 5.0  # after which it is seen whether the cursor of one that is halted is gone
@@ -50,8 +60,6 @@ log = get_logger(__name__)
 
 
 class HostedOptions(Patience, frozen=True, kw_only=True):
-    """What a `[[live.sink]]` table may say besides the sink's own options."""
-
     start: Literal["beginning", "now"] = "beginning"  # of a sink without a cursor
     batch_rows: int = 100  # so many are written at once, …
     batch_ms: int = 10  # … or those that have gathered in so long; 0: at once
@@ -60,13 +68,11 @@ class HostedOptions(Patience, frozen=True, kw_only=True):
     window_bytes: int = 32 << 20  # … states included
 
 
+@dataclass(eq=False)
 class AttachedPartition:
-    """One partition, during one tenure."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.subscription: Subscription | None = None
-        self._found = 0  # committed when the subscription began
+    index: int
+    subscription: Subscription | None = None
+    _found: int = 0  # committed when the subscription began
 
     def follow(self, subscription: Subscription) -> None:
         self.subscription, self._found = subscription, subscription.source.sequence_committed
@@ -84,7 +90,7 @@ class HostedSink:
         *,
         routes: Routes,
         options: HostedOptions,
-        pipeline: Callable[[int], str],
+        numbering: str,
         box: LetterBox,
         spawn: Callable[..., object],
     ) -> None:
@@ -93,7 +99,7 @@ class HostedSink:
         self._with_states = bool(sink.feed & Feed.STATES)
         self._spawn, self._loop = spawn, asyncio.get_running_loop()
         self.thread = SinkThread(
-            sink, topic=hub.topic.config.name, pipeline=pipeline, box=box, patience=options,
+            sink, topic=hub.topic.config.name, numbering=numbering, box=box, patience=options,
             opened=lambda held: self._in_loop(self._opened, held),
             done=lambda parcels: self._in_loop(self._done, parcels),
         )  # fmt: skip
@@ -113,12 +119,15 @@ class HostedSink:
         self.thread.runner.start()
 
     def _opened(self, held: int | None) -> None:
-        self._held, self._ready = held, True
-        for partition in self.hub.topic.local:
-            self.serve(partition.index)
+        """The sink is open, perhaps not for the first time."""
+        if not self._ready:
+            self._held, self._ready = held, True
+            for partition in self.hub.topic.local:
+                self.serve(partition.index)
 
     def serve(self, index: int) -> None:
-        if self._ready and not self.stopped and index not in self._attached:
+        here = self._ready and not self.stopped and self._is_here(index)
+        if here and index not in self._attached:
             attached = self._attached[index] = AttachedPartition(index)
             self._spawn(self._attach(attached), name=f"sink-{self.name}-{index}")
 
@@ -145,17 +154,17 @@ class HostedSink:
         index = attached.index
         while self._wants(attached):
             try:
+                if index in self.halted and not await self._may_go_on(attached):
+                    continue
                 subscription = await self.hub.open(
                     index,
                     self._terms(),
-                    start="cursor",
-                    at=0 if self.options.start == "now" else OLDEST,
                     emit=lambda live: self._emitter(live, attached),
                     fail=lambda error: self._lost(attached, error),
-                    held=self._held,
                 )
             except NotFound as error:  # what it would need next is no longer in the log
-                await self._halt(attached, error)
+                self.halted[index] = error.message
+                log.error("sink halted", sink=self.name, partition=index, problem=error.message)
             except PenstockError as error:
                 log.warning("sink waits", sink=self.name, partition=index, error=error.message)
                 await asyncio.sleep(AGAIN_S)
@@ -165,26 +174,22 @@ class HostedSink:
         if self._attached.get(index) is attached:
             del self._attached[index]
 
-    async def _halt(self, attached: AttachedPartition, problem: NotFound) -> None:
-        """Wait until somebody has decided that it may leave out what is gone."""
-        index = attached.index
-        self.halted[index] = problem.message
-        log.error("sink halted", sink=self.name, partition=index, problem=problem.message)
-        place = CursorPlace(self.hub.topic.config.id, self._terms().cursor, index)
-        while self._wants(attached):
-            await asyncio.sleep(PROBE_S)
-            try:
-                stored = await self.hub.cursors.look(place)
-            except PenstockError as error:
-                log.warning("sink waits", sink=self.name, partition=index, error=error.message)
-                continue
-            if stored is None and self._wants(attached):
-                del self.halted[index]
-                return
+    async def _may_go_on(self, attached: AttachedPartition) -> bool:
+        """Whether somebody has decided, by now, that what is gone may be left out."""
+        await asyncio.sleep(PROBE_S)
+        topic, cursor = self.hub.topic.config.id, self._terms().cursor
+        stored = await self.hub.cursors.look(CursorPlace(topic, cursor, attached.index))
+        if stored is not None or not self._wants(attached):
+            return False
+        self.halted.pop(attached.index, None)
+        return True
+
+    def _is_here(self, index: int) -> bool:
+        return self.hub.topic.served(index) is not None and not self.hub.closed
 
     def _wants(self, attached: AttachedPartition) -> bool:
-        here = self.hub.topic.served(attached.index) is not None and not self.hub.closed
-        return here and not self.stopped and self._attached.get(attached.index) is attached
+        index = attached.index
+        return self._is_here(index) and not self.stopped and self._attached.get(index) is attached
 
     def _lost(self, attached: AttachedPartition, error: PenstockError) -> None:
         """The subscription ended: the tenure did, or something went wrong with it."""
@@ -193,12 +198,8 @@ class HostedSink:
             log.info("sink detached", sink=self.name, partition=attached.index, why=error.message)
             here = self.hub.topic.served(attached.index)
             if here is None and hasattr(self.sink, "forget"):
-                self.thread.forget(attached.index)
-            self._loop.call_later(AGAIN_S, self._again, attached.index)
-
-    def _again(self, index: int) -> None:
-        if not self.hub.closed and self.hub.topic.served(index) is not None:
-            self.serve(index)
+                self.thread.forget(attached)
+            self._loop.call_later(AGAIN_S, self.serve, attached.index)
 
     def _terms(self) -> SubscriptionTerms:
         options, live = self.options, self.hub.options
@@ -206,8 +207,16 @@ class HostedSink:
         waiting = rows if in_order else options.window_rows  # in order, all that waits is a parcel
         return SubscriptionTerms(
             name=self.name,
+            options=msgspec.structs.replace(
+                live,
+                outbox_entries=min(live.outbox_entries, waiting),
+                outbox_bytes=min(live.outbox_bytes, options.window_bytes),
+            ),
             hosted=True,
             routes=self.routes,
+            start="cursor",
+            at=0 if options.start == "now" else OLDEST,
+            held=self._held,
             cursor="" if getattr(self.sink, "volatile", False) else SINK_PREFIX + self.name,
             credit_entries=options.window_rows,
             credit_bytes=options.window_bytes,
@@ -217,11 +226,6 @@ class HostedSink:
             batch_ms=options.batch_ms,
             in_order=in_order,
             needs_fold=self._with_states,
-            outbox_entries=min(live.outbox_entries, waiting),
-            outbox_bytes=min(live.outbox_bytes, options.window_bytes),
-            ageing_ms=live.ageing_ms,
-            rate_min=live.rate_min,
-            rate_max=live.rate_max,
         )
 
     def _parcel_rows(self) -> int:
@@ -246,7 +250,7 @@ class HostedSink:
                 size += states.values.nbytes + len(states.metadata.blob)
             # Shared is what a feed has just released; everything else has waited somewhere.
             since = None if shared is None else _committed_at(live, rows)
-            parcel = Parcel(attached, attached.index, rows, states, position, size, since)
+            parcel = Parcel(attached, rows, states, position, size, since)
             if inline and self.thread.write_now(parcel):
                 self._loop.call_soon(self._done, [parcel])
             else:
@@ -263,7 +267,9 @@ class HostedSink:
         if times:
             ages_s = (time.time_ns() // 1_000_000 - np.concatenate(times)) / 1000
             self.thread.runner.meter.freshness.record(ages_s, now=time.monotonic())
-            self.hub.on_written(self.name, len(ages_s), max(0.0, float(ages_s.max())))
+            place = (self.hub.topic.config.name, self.name)
+            oldest_s = max(0.0, float(ages_s.max()))
+            self.hub.metrics.live_sink_seconds.observe(place, oldest_s, len(ages_s))
 
     def _settle(self, sender: AttachedPartition, parcels: list[Parcel]) -> None:
         """Return the credit of all of them at once: each return may have the next parcel made."""
@@ -318,7 +324,7 @@ class HostedSink:
             "busy_s": round(meter.busy_s(now=now), 3),
             "visible_s": meter.freshness.recent(now=now),
             "timings": {"written": self.thread.timings.summary()},
-            "last_error": None if meter.last_error is None else vars(meter.last_error),
+            "last_error": meter.last_error,
         }
         rows = []
         for partition in self.hub.topic.local:
@@ -332,7 +338,6 @@ class HostedSink:
 
 
 def _states(live: LivePartition, rows: ReleasedRows) -> VectorStates:
-    """The vectors that these rows have changed, as they are now."""
     fold = live.fold
     vectors = np.unique(np.ascontiguousarray(rows.batch.vector), axis=0)
     numbers = fold.ledger.vectors.find(*halves(vectors))
@@ -343,3 +348,197 @@ def _committed_at(live: LivePartition, rows: ReleasedRows) -> float | None:
     """When the first of the rows that are being delivered was committed."""
     first = int(rows.positions[0]) if len(rows) else 0
     return next((since for last, since in live.delivered if last >= first), None)
+
+
+class Parcel(NamedTuple):
+    """Rows of one partition for a sink; with them it holds everything up to `position`."""
+
+    sender: AttachedPartition  # who handed it over, and is told when it is written
+    rows: ReleasedRows
+    states: VectorStates | None
+    position: int
+    bytes: int
+    committed_at: float | None = None  # by the performance counter; None: it was read from the log
+    moved: bool = False  # no rows come any more: the partition is to be forgotten
+
+
+class SinkThread:
+    """Writes parcels, those of one partition together. The thread itself, its retries and its dead
+    letters are the runner's. Parcels that gather while a sink fails are bounded by the credit of
+    whoever hands them over. `opened` and `done` are called in the sink's thread."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        topic: str,
+        numbering: str,
+        box: LetterBox,
+        patience: Patience,
+        opened: Callable[[int | None], None],
+        done: Callable[[list[Parcel]], None],
+    ) -> None:
+        self.sink, self._topic, self._numbering = sink, topic, numbering
+        self._on_opened, self._on_done = opened, done
+        self._wants_deltas = bool(sink.feed & (Feed.DELTAS | Feed.PAYLOADS))
+        self._wants_payloads = bool(sink.feed & Feed.PAYLOADS)
+        self._wants_rows = bool(sink.feed & Feed.ROWS)
+        self.timings = Timings()  # from the commit until `write` has returned
+        self._waiting: deque[Parcel] = deque()
+        self._taken: deque[list[Parcel]] = deque()  # by partition; the first is being written
+        self._handover: Handover | None = None  # of the first
+        self._news = threading.Condition()
+        self._resting = False  # the thread waits for parcels: nobody is in the sink
+        self.runner = SinkRunner(
+            sink,
+            thread=f"penstock-live-{sink.name}",
+            letters=box,
+            patience=patience,
+            log=log,
+            advance=self._advance,
+            rest=self._rest,
+            end=lambda: None,
+        )
+
+    # --- from the loop ---
+
+    def put(self, parcel: Parcel) -> None:
+        with self._news:
+            self._waiting.append(parcel)
+            self._news.notify()
+
+    def forget(self, sender: AttachedPartition) -> None:
+        """Have the sink forget a partition, once what was handed over of it before is written."""
+        self.put(Parcel(sender, ReleasedRows.empty(), None, 0, 0, moved=True))
+
+    def write_now(self, parcel: Parcel) -> bool:
+        """Write in the caller's thread, if the sink's own has nothing to do. False: it has, or that
+        failed; hand the parcel over, then it is tried again as all others are."""
+        if not self._resting or self._waiting or not self.runner.opened:
+            return False
+        if not len(parcel.rows):
+            return True
+        handover = Handover(work=self._work_of([parcel]))
+        try:
+            self._hand_over(handover, [parcel])
+        except Exception as error:  # noqa: BLE001  a sink may fail in any way
+            log.warning("sink failed", sink=self.sink.name, error=str(error))
+            return False
+        return handover.refused is None  # letters are the thread's: they wait for the loop
+
+    def stop(self) -> None:
+        self.runner.stop()
+        with self._news:
+            self._news.notify()
+
+    # --- steps of the sink's thread ---
+
+    def _advance(self) -> bool:
+        """Open the sink, or carry out one write; False if no parcel waits."""
+        if not self.runner.opened:
+            self.runner.open(self._on_opened)
+            if self._handover is None:  # else the write will show whether it is well
+                self.runner.succeeded()
+            return True
+        if not self._taken and not self._take():
+            return False
+        self._carry_out(self._taken[0])
+        self._handover = None
+        self.runner.succeeded()
+        self._on_done(self._taken.popleft())
+        return True
+
+    def _carry_out(self, parcels: list[Parcel]) -> None:
+        """Write, then the letters of what was refused; it goes on where it failed."""
+        if parcels[0].moved:
+            self.runner.call(lambda: self.sink.forget(parcels[0].sender.index))  # type: ignore[attr-defined]
+        elif any(len(parcel.rows) for parcel in parcels):
+            if self._handover is None:
+                self._handover = Handover(work=self._work_of(parcels))
+            self._hand_over(self._handover, parcels)
+            if self._handover.refused is not None:
+                self._bury(self._handover, parcels)
+
+    def _take(self) -> bool:
+        with self._news:
+            waiting = sorted(self._waiting, key=lambda parcel: parcel.sender.index)
+            self._waiting.clear()
+        # Those of each partition together, in their order; a move is by itself.
+        groups = itertools.groupby(waiting, lambda parcel: (parcel.sender.index, parcel.moved))
+        self._taken.extend(list(group) for _, group in groups)
+        return bool(self._taken)
+
+    def _rest(self) -> None:
+        with self._news:
+            self._resting = True
+            self._news.wait_for(lambda: self._waiting or self.runner.stopping)
+            self._resting = False
+
+    # --- writing ---
+
+    def _work_of(self, parcels: list[Parcel]) -> Work:
+        partition, rows = parcels[0].sender.index, _joined(parcels)
+        deltas = states = None
+        if self._wants_deltas:
+            deltas = self._deltas(rows, partition, payloads=self._wants_payloads)
+        tables = [
+            states_table(parcel.states, topic=self._topic, partition=partition)
+            for parcel in parcels
+            if parcel.states is not None
+        ]
+        if tables:
+            states = tables[0] if len(tables) == 1 else newest_of(pa.concat_tables(tables))
+        positions = rows.positions
+        ends = (positions[0], positions[-1])
+        if not self.sink.ordered:
+            ends = (positions.min(), positions.max())
+        return Work(
+            pipeline=f"{self._numbering}-{partition}",
+            first=int(ends[0]),
+            last=int(ends[1]),
+            states=states,
+            deltas=deltas,
+            rows=rows if self._wants_rows else None,
+            committed_at=_oldest(parcels),
+        )
+
+    def _hand_over(self, handover: Handover, parcels: list[Parcel]) -> None:
+        if handover.written:
+            return
+        began = time.monotonic()
+        self.runner.write(handover)
+        now = time.monotonic()
+        rows = sum(len(parcel.rows) for parcel in parcels)
+        self.runner.meter.wrote(rows, seconds=now - began, now=now)
+        now = time.perf_counter()
+        for parcel in parcels:
+            if parcel.committed_at is not None and len(parcel.rows):
+                self.timings.record(now - parcel.committed_at, len(parcel.rows))
+
+    def _bury(self, handover: Handover, parcels: list[Parcel]) -> None:
+        """Letters hold the deltas as they were sent, whatever the sink is fed."""
+        whole = self._deltas(_joined(parcels), parcels[0].sender.index, payloads=True)
+        if handover.work.deltas is not None:
+            handover.work = replace(handover.work, deltas=whole)
+        self.runner.bury(handover, lambda: [whole])
+
+    def _deltas(self, rows: ReleasedRows, partition: int, *, payloads: bool) -> pa.Table:
+        return deltas_table(
+            rows.batch,
+            positions=rows.positions,
+            ordinals=rows.ordinals,
+            topic=self._topic,
+            partition=partition,
+            payloads=payloads,
+        )
+
+
+def _joined(parcels: list[Parcel]) -> ReleasedRows:
+    return ReleasedRows.concat([parcel.rows for parcel in parcels])
+
+
+def _oldest(parcels: list[Parcel]) -> float | None:
+    """Since when the oldest of their rows is committed, if that is known of all."""
+    found = [parcel.committed_at for parcel in parcels if len(parcel.rows)]
+    known = [since for since in found if since is not None]
+    return min(known) if len(known) == len(found) else None

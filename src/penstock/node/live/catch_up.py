@@ -8,9 +8,9 @@ costs a slice and its credit, however far behind it is.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +20,9 @@ from penstock.errors import Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.delta_batch import DeltaBatch, deltas_of, sixteens
+from penstock.node.clock import NextTurn
 from penstock.node.serve.streams import gone
+from penstock.node.storage.log_io import SliceReader
 from penstock.propagation.flow.route import Routes, wanted
 from penstock.propagation.fold.releases import ReleasedRows, Releases
 
@@ -47,52 +49,22 @@ class ReleaseSource(Protocol):
     def fold_idle(self) -> bool: ...
 
 
-class ThreadErrand:
-    """What a thread does for somebody on the loop, one thing at a time: the owner looks whether it
-    is busy, and closes it when the outcome is no longer wanted."""
-
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-        self.busy = self.closed = False
-
-    def run(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        self.busy = True
-
-        def done(future: asyncio.Future[T]) -> None:
-            self.busy = False
-            if self.closed or future.cancelled():
-                return
-            error = future.exception()
-            if error is not None:
-                self._fail(error)
-            else:
-                then(future.result())
-
-        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(done)
-
-
+@dataclass(eq=False)
 class CatchUp:
     """Rows from position `next` on. `held` were read and are not sent yet: they come before it."""
 
-    def __init__(
-        self,
-        source: ReleaseSource,
-        *,
-        first: int,
-        routes: Routes,
-        sent: dict[bytes, int],
-        wake: Callable[[], None],
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._source, self._routes = source, routes
-        self._sent = sent  # by vector, the last ordinal that was sent before, out of turn
-        self._sent_last = max(sent.values(), default=0)
-        self._wake = wake
-        self.errand = ThreadErrand(fail)  # a thread that reads for it
-        self.next = first
-        self.held: ReleasedRows | None = None
-        self._at = 0  # rows of `held` that were taken
-        self._batches: list[Batch] | None = None  # read, and waiting for what was late
+    source: ReleaseSource
+    _: KW_ONLY
+    next: int
+    routes: Routes
+    sent: dict[bytes, int]  # by vector, the last ordinal that was sent before, out of turn
+    errand: SliceReader
+    held: ReleasedRows | None = None
+    _at: int = 0  # rows of `held` that were taken
+    _batches: list[Batch] | None = None  # read, and waiting for what was late
+
+    def __post_init__(self) -> None:
+        self._sent_last = max(self.sent.values(), default=0)
 
     @property
     def settled(self) -> int:
@@ -101,13 +73,11 @@ class CatchUp:
 
     @property
     def left(self) -> int:
-        """Rows of `held` that are not taken."""
         return 0 if self.held is None else len(self.held) - self._at
 
     @property
     def done(self) -> bool:
-        """Whether all that the partition has released so far was taken."""
-        return self.held is None and not self.errand.busy and self.next > self._source.sequence
+        return self.held is None and not self.errand.busy and self.next > self.source.sequence
 
     def take(self, entries: int, size: int) -> ReleasedRows:
         """The next rows of `held` that fit so many bytes, one at least."""
@@ -121,69 +91,56 @@ class CatchUp:
         return held.cut(at, end)
 
     def fill(self) -> bool:
-        """Read the next slice; False if a thread reads it, which will wake whoever waits.
-
-        `held` stays None if there is nothing for this subscriber in it.
-        """
+        """Read the next slice; False if a thread does. `held` may stay None: nothing is wanted."""
         if self.errand.busy:
             return False
-        if self.next < self._source.log.sequence_first:
-            raise gone(self.next, sequence_first=oldest_position(self._source))
+        if self.next < self.source.log.sequence_first:
+            raise gone(self.next, sequence_first=oldest_position(self.source))
         if self._batches is None:
-            self._batches = self._read(nowait=True)
+            self._batches = self.errand.read(
+                self.next, through=self.source.sequence_committed, bytes_max=SLICE_BYTES,
+                then=self._keep,
+            )  # fmt: skip
             if self._batches is None:
-                self.errand.run(lambda: self._read(nowait=False), self._on_batches)
                 return False
         return self._order(self._batches)
 
-    def _read(self, *, nowait: bool) -> list[Batch] | None:
-        source = self._source
-        return source.log.reader.read_slice(
-            self.next, through=source.sequence_committed, bytes_max=SLICE_BYTES, nowait=nowait,
-            staged=True,
-        )  # fmt: skip
-
-    def _on_batches(self, batches: list[Batch] | None) -> None:
-        self._batches = batches or []
-        self._wake()
+    def _keep(self, batches: list[Batch]) -> None:
+        self._batches = batches
 
     def _order(self, batches: list[Batch]) -> bool:
         """Put what was read in the order of release; False if something late is to be fetched."""
         if not batches:
             raise Unavailable(f"sequence {self.next} is committed and cannot be read")
-        first, last = self.next, min(batches[-1].last, self._source.sequence)
-        log, late = self._source.log, self._source.releases.late_sequences(first, last)
+        first, last = self.next, min(batches[-1].last, self.source.sequence)
+        log, late = self.source.log, self.source.releases.late_sequences(first, last)
         if len(late) and int(late[0]) < log.sequence_first:
-            raise gone(first, sequence_first=oldest_position(self._source))
+            raise gone(first, sequence_first=oldest_position(self.source))
         found = deltas_at(log, late, nowait=True) if len(late) <= LATE_MAX else None
         if found is None:
             self.errand.run(
                 lambda: deltas_at(log, late, nowait=False),
-                lambda found: self._on_late(batches, last, found),
+                lambda found: self._hold(batches, last, found or DeltaBatch.empty()),
             )
             return False
         self._hold(batches, last, found)
         return True
 
-    def _on_late(self, batches: list[Batch], last: int, late: DeltaBatch | None) -> None:
-        self._hold(batches, last, late or DeltaBatch.empty())
-        self._wake()
-
     def _hold(self, batches: list[Batch], last: int, late: DeltaBatch) -> None:
-        releases = self._source.releases
+        releases = self.source.releases
         rows = releases.rows(deltas_of(batches), self.next, last, late)
-        rows = wanted(rows, self._routes)
-        if self._sent:
+        rows = wanted(rows, self.routes)
+        if self.sent:
             rows = self._unsent(rows)
             if releases.ordinal_at(last) >= self._sent_last:
-                self._sent = {}
+                self.sent = {}
         self._batches, self.next = None, last + 1
         self.held, self._at = rows if len(rows) else None, 0
 
     def _unsent(self, rows: ReleasedRows) -> ReleasedRows:
         vectors, ordinals = sixteens(rows.batch.vector), rows.ordinals.tolist()
         pairs = zip(vectors, ordinals, strict=True)
-        return rows.take(np.array([n > self._sent.get(v, 0) for v, n in pairs], np.bool_))
+        return rows.take(np.array([n > self.sent.get(v, 0) for v, n in pairs], np.bool_))
 
 
 def oldest_position(source: ReleaseSource) -> int:
@@ -223,10 +180,7 @@ class ParentSearch:
         self._looked: dict[bytes, int] = {}  # by id: the log before this sequence was looked at
 
     def find(self, wanted: set[bytes], *, waiting: set[bytes], horizon: int) -> set[bytes]:
-        """Those of the wanted that the log has before `horizon`; `waiting` may be wanted soon.
-
-        What is neither is forgotten. Blocks.
-        """
+        """Those before `horizon`. What is neither wanted nor `waiting` is forgotten. Blocks."""
         known, first = wanted | waiting, self._log.sequence_first
         self._looked = {id_: max(first, self._looked.get(id_, 0)) for id_ in known}
         self._found &= known
@@ -261,22 +215,17 @@ class ReadTurns:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._due = False
+        self._next = NextTurn(self._take)
 
     def add(self, step: Callable[[], None]) -> None:
         """Have a step done, when those who came before had theirs."""
         self._waiting.append(step)
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if self._waiting and not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_soon(self._take)
+        self._next.ask()
 
     def _take(self) -> None:
-        self._due = False
         try:
             for _ in range(min(SLICES_PER_TURN, len(self._waiting))):
                 self._waiting.popleft()()
         finally:
-            self._schedule()
+            if self._waiting:
+                self._next.ask()

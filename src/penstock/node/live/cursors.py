@@ -144,8 +144,7 @@ class Cursors:
         return entry.revision if self._is_ours(place, entry) else None
 
     async def rows(self, topic: int, after: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """For `cursor_list`, with their names: those behind `after`, by name and partition. The
-        store is read whole; rows are made as they are asked for."""
+        """For `cursor_list`, behind `after`, in order. The store is read whole, rows are lazy."""
         found: dict[CursorPlace, Versioned | None] = {}
         for entry in await self._store.range(f"{PREFIX}{topic}/"):
             _, _, name, partition = entry.key.split("/")
@@ -176,7 +175,6 @@ class Cursors:
             return len(entries)
 
     def forget(self, topic: int) -> None:
-        """The topic was deleted, and its cursors with it."""
         for known in (self._noted, self._sent, self._revisions):
             for place in [place for place in known if place.topic == topic]:
                 del known[place]

@@ -12,35 +12,32 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.errors import FailedPrecondition, LimitExceeded, PenstockError, Unavailable
 from penstock.model.columns import Buffer
 from penstock.node.clock import Clock, Timer
 from penstock.node.live.catch_up import ReadTurns
-from penstock.node.live.cursors import CursorPlace, Cursors, LiveCursor, check_name
-from penstock.node.live.held_changes import SubscriptionTerms
+from penstock.node.live.cursors import CursorPlace, Cursors, check_name
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.subscription import (
     Emit,
     Outgoing,
     Subscription,
     SubscriptionState,
+    SubscriptionTerms,
     encode,
 )
-from penstock.node.live.telemetry import Quarantine
 from penstock.node.observe.metrics import Metrics
-from penstock.node.observe.readings import LiveReading, SinkReading
+from penstock.node.serve.topic import ServedTopic
 from penstock.propagation.flow.route import DeltaRoute
 from penstock.propagation.fold.releases import ReleasedRows
 from penstock.propagation.options import LiveOptions
 from penstock.wire.messages import Changes, OpenSubscription
-
-if TYPE_CHECKING:
-    from penstock.node.serve.topic import ServedTopic
 
 TICK_MS: Final = 100
 QUIET_S: Final = 10.0  # that a thread may need to end what it reads
@@ -54,6 +51,34 @@ Row = dict[str, Any]
 LISTS: Final = ("partitions", "subscriptions", "sinks")  # of a topic, in `live_status`
 
 
+class SinkReading(NamedTuple):
+    """A sink of the node, over the partitions that it follows here, as a scrape finds it."""
+
+    sink: str
+    up: bool = True
+    breaker: str = "closed"
+    lag: int = 0  # sequences that are committed and not written
+    outbox: int = 0
+    rate: float = 0.0
+    busy_s: float = 0.0
+    rows: int = 0
+    retries: int = 0
+    rejected: int = 0
+    dead_letters: int = 0
+
+
+class LiveReading(NamedTuple):
+    """A delta topic on this node. Subscribers are shown together: there may be thousands."""
+
+    topic: str
+    folds: Mapping[int, int] = {}  # by active partition: committed sequences not folded yet
+    states: Mapping[str, int] = {}  # subscribers, by state
+    lag: int = 0  # of the subscriber that is furthest behind, in sequences
+    outbox: int = 0  # deltas that wait in all outboxes
+    rate: float = 0.0  # of the slowest subscriber; 0: there is none
+    sinks: tuple[SinkReading, ...] = ()
+
+
 class SinkPort(Protocol):
     """A sink of this node, which reads as subscribers do."""
 
@@ -61,15 +86,13 @@ class SinkPort(Protocol):
     def name(self) -> str: ...
 
     @property
-    def sink(self) -> object:
-        """What it writes to, which can perhaps be searched."""
+    def sink(self) -> object: ...
 
     def serve(self, index: int) -> None: ...
 
     def unserve(self, index: int) -> None: ...
 
-    def filling(self, partitions: Iterable[int]) -> list[int]:
-        """Those of the partitions that it does not hold all of yet."""
+    def filling(self, partitions: Iterable[int]) -> list[int]: ...
 
     def reading(self) -> SinkReading: ...
 
@@ -78,30 +101,28 @@ class SinkPort(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Hub:
-    def __init__(
-        self,
-        topic: ServedTopic,
-        *,
-        options: LiveOptions,
-        cursors: Cursors,
-        clock: Clock,
-        metrics: Metrics,
-        turns: ReadTurns,
-        spawn: Spawn,
-    ) -> None:
-        self.topic, self.options, self.cursors = topic, options, cursors
-        self._turns = turns
-        self._clock, self._metrics, self._spawn = clock, metrics, spawn
-        self.partitions: dict[int, LivePartition] = {}
-        self.sinks: list[SinkPort] = []
-        self._ending: list[LivePartition] = []  # closed while a thread was reading their logs
-        self._holders: dict[CursorPlace, Subscription] = {}  # who moves a cursor
-        self._opening = 0  # subscriptions of clients that are on their way to be opened
-        self._timer: Timer | None = None
-        self._ticks = 0
-        self.closed = False
-        topic.follow(self)
+    topic: ServedTopic
+    _: KW_ONLY
+    options: LiveOptions
+    cursors: Cursors
+    clock: Clock
+    metrics: Metrics
+    turns: ReadTurns
+    spawn: Spawn
+    partitions: dict[int, LivePartition] = field(default_factory=dict)
+    sinks: list[SinkPort] = field(default_factory=list)
+    # Closed while a thread was reading their logs.
+    _ending: list[LivePartition] = field(default_factory=list)
+    _holders: dict[CursorPlace, Subscription] = field(default_factory=dict)  # who moves a cursor
+    _opening: int = 0  # subscriptions of clients that are on their way to be opened
+    _timer: Timer | None = None
+    _ticks: int = 0
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.topic.follow(self)
 
     def room(self) -> int:
         """How many more deltas may be written before a fold lags behind its log too much. One that
@@ -115,12 +136,7 @@ class Hub:
     # --- subscribing ---
 
     async def subscribe(
-        self,
-        index: int,
-        request: OpenSubscription,
-        *,
-        send: Send,
-        fail: Fail,
+        self, index: int, request: OpenSubscription, *, send: Send, fail: Fail
     ) -> Subscription:
         """Nothing is sent before this returns to who awaits it."""
         limit = self.options.subscriptions_max
@@ -130,23 +146,19 @@ class Hub:
             )
         self._opening += 1
         try:
-            return await self.open(
-                index,
-                self._terms(request),
-                start=request.start,
-                at=request.at,
-                emit=lambda live: _sender(live, send),
-                fail=fail,
-            )
+            terms = self._terms(request)
+            return await self.open(index, terms, emit=lambda live: _sender(live, send), fail=fail)
         finally:
             self._opening -= 1
 
     def _terms(self, request: OpenSubscription) -> SubscriptionTerms:
-        options = self.options
         return SubscriptionTerms(
             name=request.cursor or f"subscriber-{next(_numbers)}",
+            options=self.options,
             routes=tuple(DeltaRoute.parse(text) for text in request.routes),
             cursor=request.cursor,
+            start=request.start,
+            at=request.at,
             credit_entries=request.credit_entries,
             credit_bytes=request.credit_bytes,
             batch_max=request.batch_max,
@@ -154,11 +166,6 @@ class Hub:
             read_rows=request.batch_max,
             batch_ms=request.batch_ms,
             coalesce_ms=request.coalesce_ms,
-            outbox_entries=options.outbox_entries,
-            outbox_bytes=options.outbox_bytes,
-            ageing_ms=options.ageing_ms,
-            rate_min=options.rate_min,
-            rate_max=options.rate_max,
         )
 
     async def open(
@@ -166,35 +173,21 @@ class Hub:
         index: int,
         terms: SubscriptionTerms,
         *,
-        start: str,
-        at: int,
         emit: Callable[[LivePartition], Emit],
         fail: Fail,
-        held: int | None = None,
     ) -> Subscription:
-        """Follow a partition. `held`: whatever its cursor says, it has no more than this."""
         if terms.cursor:
             check_name(terms.cursor)
         committed = self.topic.here(index).sequence_readable
         live = await self.activated(index)
         place = CursorPlace(self.topic.config.id, terms.cursor, index)
-
-        async def first_of(stored: LiveCursor | None) -> int:
-            if held is not None and stored is not None and held < stored.position:
-                stored = LiveCursor(held, stored.time_ms)
-            return await live.position_of(start=start, at=at, stored=stored, committed=committed)
-
-        if (holder := self._holders.get(place)) is not None:
-            self._note(place, holder)
-            await first_of(await self.cursors.look(place))  # who is refused leaves it alone
-            self._take_over(place)
-        first = await first_of(await self.cursors.get(place) if terms.cursor else None)
+        first = await self._first_of(live, place, terms, committed)
         if live.closed or self.closed:
             raise Unavailable(f"partition {index} of {self.topic.config.name} moved")
         self._take_over(place)  # from who came at the same time
         subscription = Subscription(
-            live, terms, first=first, emit=emit(live), fail=fail, clock=self._clock,
-            turns=self._turns, forget=lambda gone: self._forget(live, place, gone),
+            live, terms, first=first, emit=emit(live), fail=fail, clock=self.clock,
+            turns=self.turns, forget=lambda gone: self._forget(live, place, gone),
         )  # fmt: skip
         subscription.opened = live.opened_at(first)
         live.add(subscription)
@@ -202,6 +195,17 @@ class Hub:
             self._holders[place] = subscription
         self._tick_soon()
         return subscription
+
+    async def _first_of(
+        self, live: LivePartition, place: CursorPlace, terms: SubscriptionTerms, committed: int
+    ) -> int:
+        if (holder := self._holders.get(place)) is not None:
+            self._note(place, holder)
+            # Who is refused leaves the cursor alone.
+            await live.position_of(terms, await self.cursors.look(place), committed=committed)
+            self._take_over(place)
+        stored = await self.cursors.get(place) if terms.cursor else None
+        return await live.position_of(terms, stored, committed=committed)
 
     def _take_over(self, place: CursorPlace) -> None:
         """A cursor has one user: the newest."""
@@ -216,20 +220,18 @@ class Hub:
         if live is None or live.closed:
             live = self.partitions[index] = LivePartition(
                 self.topic.here(index),
-                dimensions=self.topic.config.dimensions,
-                clock=self._clock,
-                quarantine=Quarantine(self.topic.config.name, index, self._metrics),
-                released=self._on_released,
+                topic=self.topic.config,
+                clock=self.clock,
+                metrics=self.metrics,
             )
-            self._spawn(live.activate(), name=f"activate-{self.topic.config.name}-{index}")
+            self.spawn(live.activate(), name=f"activate-{self.topic.config.name}-{index}")
             self._tick_soon()
-        live.used_ms = self._clock.now_ms()
+        live.used_ms = self.clock.now_ms()
         await asyncio.shield(live.active)  # who is cancelled does not stop the activation
         return live
 
     def _forget(self, live: LivePartition, place: CursorPlace, gone: Subscription) -> None:
         live.remove(gone)
-        self._count(gone)
         if place.name and self._holders.get(place) is gone:
             self._note(place, gone)
             del self._holders[place]
@@ -268,25 +270,22 @@ class Hub:
 
     def _tick_soon(self) -> None:
         if self._timer is None and not self.closed:
-            self._timer = self._clock.call_at(self._clock.now_ms() + TICK_MS, self._tick)
+            self._timer = self.clock.call_at(self.clock.now_ms() + TICK_MS, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         self._ticks += 1
         for index, live in list(self.partitions.items()):
             live.tick(now_ms)
             if live.closed or live.idle_ms(now_ms) > self.options.idle_s * 1000:
                 live.close()
                 del self.partitions[index]
-        for live in self.partitions.values():
-            for subscription in live.subscriptions:
-                self._count(subscription)
         if self._ticks % CURSOR_TICKS == 0:
             for place, holder in self._holders.items():
                 self._note(place, holder)
             if self.cursors.due:
-                self._spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
+                self.spawn(self.cursors.flush(), name=f"cursors-{self.topic.config.name}")
         if self.partitions or self.cursors.due:
             self._tick_soon()
 
@@ -294,18 +293,6 @@ class Hub:
         if subscription.noted != subscription.acknowledged:
             subscription.noted = subscription.acknowledged
             self.cursors.note(place, subscription.acknowledged)
-
-    def _count(self, subscription: Subscription) -> None:
-        delivered, switches = subscription.take_counts()
-        labels = (self.topic.config.name,)
-        if delivered:
-            self._metrics.live_delivered.add(labels, delivered)
-        if switches:
-            self._metrics.live_switches.add(labels, switches)
-
-    def on_written(self, sink: str, rows: int, seconds: float) -> None:
-        """A sink of this node has written rows, the oldest of them so long after the log."""
-        self._metrics.live_sink_seconds.observe((self.topic.config.name, sink), seconds, rows)
 
     async def stop_sinks(self) -> None:
         await asyncio.gather(*(sink.stop() for sink in self.sinks))
@@ -317,9 +304,6 @@ class Hub:
             if all(live.quiet for live in self._ending):
                 return
             await asyncio.sleep(0.002)
-
-    def _on_released(self, rows: int, seconds: float) -> None:
-        self._metrics.live_push_seconds.observe((self.topic.config.name,), seconds, rows)
 
     # --- how things are ---
 
@@ -337,31 +321,29 @@ class Hub:
             sinks=tuple(sink.reading() for sink in self.sinks),
         )
 
-    def rows(self, indices: Collection[int], after: str) -> Iterator[tuple[str, str, Row]]:
+    def rows(self, indices: Iterable[int], after: str) -> Iterator[tuple[str, str, Row]]:
         """For `live_status`: what there is to tell of these partitions behind a place, in order,
         with the place and the list that it belongs to. Rows of folds and of subscriptions, of which
         there may be many, are made as they are asked for."""
-        now_ms = self._clock.now_ms()
-        found: list[tuple[str, str, Callable[[], Row]]] = []
-        for index, live in self.partitions.items():
-            found.append((place_of("partitions", index), "partitions", live.status))
-            found += [
-                (
-                    place_of("subscriptions", index, subscription.terms.name),
-                    "subscriptions",
-                    partial(subscription.status, now_ms, partition=index),
-                )
-                for subscription in live.subscriptions
-                if subscription.state is not SubscriptionState.CLOSED
-                and not subscription.terms.hosted
-            ]
-        for sink in self.sinks:
-            for row in sink.status(now_ms):
-                found.append((place_of("sinks", row["partition"], sink.name), "sinks", row.copy))
-        wanted = {f"{index:04}" for index in indices}
-        for place, kind, make in sorted(found, key=itemgetter(0)):
-            if place > after and place[:4] in wanted:
-                yield place, kind, make()
+        now_ms = self.clock.now_ms()
+        sinks = [row for sink in self.sinks for row in sink.status(now_ms)]
+        for index in sorted(indices):
+            for kind, name, make in self._told_of(index, sinks, now_ms):
+                if (place := place_of(kind, index, name)) > after:
+                    yield place, kind, make()
+
+    def _told_of(
+        self, index: int, sinks: list[Row], now_ms: int
+    ) -> Iterator[tuple[str, str, Callable[[], Row]]]:
+        live = self.partitions.get(index)
+        if live is not None:
+            yield "partitions", "", live.status
+            for s in sorted(live.subscriptions, key=lambda one: one.terms.name):
+                if s.state is not SubscriptionState.CLOSED and not s.terms.hosted:
+                    yield "subscriptions", s.terms.name, partial(s.status, now_ms, partition=index)
+        for row in sorted(sinks, key=itemgetter("name")):
+            if row["partition"] == index:
+                yield "sinks", row["name"], row.copy
 
 
 def place_of(kind: str, partition: int, name: str = "") -> str:

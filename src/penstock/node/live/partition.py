@@ -2,7 +2,7 @@
 
 The fold is the pipeline's own (`propagation.fold.propagator`), so what it releases, where and in
 which order is a function of the log. First it takes what the log holds already, in a thread; then
-it *follows*: the journal hands over every batch when it is staged, and tells of the commit.
+it *follows*: the partition hands over every batch when it is staged, and tells of the commit.
 
     staged ──► fold ahead, while the disk syncs ──► commit ──► deliver
        └──► commit ──► fold on the loop ──► deliver
@@ -23,24 +23,29 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.errors import PenstockError, Unavailable
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch, Kind
 from penstock.model.columns import Columns
 from penstock.model.delta_batch import DeltaBatch, deltas_in, deltas_of
-from penstock.node.clock import Clock
-from penstock.node.live.catch_up import ParentSearch, ThreadErrand, oldest_position
+from penstock.model.topic import TopicConfig
+from penstock.node.clock import Clock, NextTurn
+from penstock.node.live.catch_up import ParentSearch, oldest_position
 from penstock.node.live.cursors import LiveCursor
-from penstock.node.live.subscription import Outgoing, Subscription
+from penstock.node.live.subscription import Outgoing, Subscription, SubscriptionTerms
 from penstock.node.live.telemetry import Commits, Quarantine, Stretch, Timings
 from penstock.node.observe.logs import get_logger
+from penstock.node.observe.metrics import Metrics
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.streams import gone
+from penstock.node.storage.log_io import ThreadErrand
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.releases import ReleasedRows, Releases
 
@@ -66,18 +71,12 @@ class LivePartition:
     """From its activation to the end of the tenure, or until nobody has used it for a while."""
 
     def __init__(
-        self,
-        partition: Partition,
-        *,
-        dimensions: int,
-        clock: Clock,
-        quarantine: Quarantine,
-        released: Callable[[int, float], None],
+        self, partition: Partition, *, topic: TopicConfig, clock: Clock, metrics: Metrics
     ) -> None:
         self.partition, self.log, self._clock = partition, partition.log, clock
-        self.quarantine, self._on_released = quarantine, released
-        self._loop = asyncio.get_running_loop()
-        self.fold = Propagator(dimensions)
+        self._topic, self._metrics, self._loop = topic, metrics, asyncio.get_running_loop()
+        self.quarantine = Quarantine(topic.name, partition.index, metrics)
+        self.fold = Propagator(topic.dimensions)
         self.releases = Releases()
         self._parents = ParentSearch(self.log)
         self.subscriptions: list[Subscription] = []
@@ -91,9 +90,9 @@ class LivePartition:
         # Ahead, behind `sequence`; the last may have paused.
         self._folded: deque[FoldedFeed] = deque()
         self._folding_at = 0.0  # when that began, if the loop has not looked at the disk since
-        self._ahead_due = False
-        self._due = False  # a step of its own is scheduled
-        self._thread = ThreadErrand(self._fail_fold)  # while it is busy, a thread has the fold
+        self._next_ahead, self._next = NextTurn(self._run_ahead), NextTurn(self._run)
+        # While it is busy, a thread has the fold.
+        self._thread = ThreadErrand(self._fail_fold, go_on=self._run)
         self.following = False
         self.closed = False
         self.released = 0  # since it was activated
@@ -118,15 +117,14 @@ class LivePartition:
     async def _fold_log(self) -> None:
         more, looked_at = True, time.perf_counter()
         while more and not self.closed:
-            looked_at, through = time.perf_counter(), self.sequence_committed
-            self._thread.busy = True
+            looked_at = time.perf_counter()
+            work = partial(self._fold_slice, self.sequence_committed)
             # Who is cancelled does not stop the thread, which has the fold until it is through.
-            work = self._loop.run_in_executor(None, self._fold_slice, through)
-            more = await asyncio.shield(work)
+            more = await asyncio.shield(self._thread.begin(work))
         if self.closed:
             raise Unavailable("the partition moved while its log was folded")
         self.following = True
-        self.partition.journal.live = self
+        self.partition.listen(self)
         self._target = self.sequence_committed
         self._commits.add(self._target, looked_at)
         self._run()
@@ -136,32 +134,21 @@ class LivePartition:
 
     def _fold_slice(self, through: int) -> bool:
         """Fold the next piece of the log; False at its end. Nobody else has the fold yet."""
-        try:
-            return self._fold_next(through)
-        finally:
-            self._thread.busy = False
-
-    def _fold_next(self, through: int) -> bool:
         first = max(self.fold.sequence + 1, self.log.sequence_first)
         if first > through or self.closed:
             return False
-        batches = _read(self.log, first, through=through, nowait=False) or []
-        if not batches:
-            return False
-        deltas, last = _clipped(deltas_of(batches), first), batches[-1].last
-        outcomes = self._fold_whole(deltas, last).outcomes
-        self.releases.on_feed(deltas.sequences, *outcomes)
-        for outcome in outcomes:
+        folded = self._fold_cold(first, through)
+        self.releases.on_feed(folded.deltas.sequences, *folded.outcomes)
+        for outcome in folded.outcomes:
             self.quarantine.counts.update(outcome.reasons)
-        self.sequence = last
+        self.sequence = folded.last
         return True
 
     def close(self) -> None:
         self.closed = self._thread.closed = True
         self._staged.clear()
         self._folded.clear()
-        if self.partition.journal.live is self:
-            self.partition.journal.live = None
+        self.partition.unlisten(self)
 
     def fail(self, error: PenstockError) -> None:
         """Nobody is served from here any more; all are told why."""
@@ -207,6 +194,7 @@ class LivePartition:
     def remove(self, subscription: Subscription) -> None:
         if subscription in self.subscriptions:
             self.subscriptions.remove(subscription)
+            self._count(subscription)
             if subscription.reading:
                 self._readers.append(subscription)
             self.used_ms = self._clock.now_ms()
@@ -217,27 +205,21 @@ class LivePartition:
         self._ahead = not any(s.terms.needs_fold for s in self.subscriptions)
 
     async def position_of(
-        self, *, start: str, at: int, stored: LiveCursor | None, committed: int
+        self, terms: SubscriptionTerms, stored: LiveCursor | None, *, committed: int
     ) -> int:
         """The first position that is wanted. `committed` is from when the request came."""
-        if start == "now":
+        oldest, at = oldest_position(self), terms.at
+        if terms.start == "now" or (terms.start == "cursor" and stored is None and not at):
             return committed + 1
-        if start == "time":
+        if terms.start == "time":
             found = await asyncio.to_thread(self.log.reader.find_time, at, through=committed)
             return max(found, oldest_position(self))
-        if start == "cursor":
-            if stored is not None:
-                at = stored.position + 1
-            elif not at:
-                return committed + 1
-        elif start != "sequence":
-            raise InvalidArgument("start must be one of now, sequence, time, cursor", field="start")
-        oldest = oldest_position(self)
-        if at <= 0:
-            return oldest
-        if at < oldest:
+        if terms.start == "cursor" and stored is not None:
+            held = stored.position if terms.held is None else terms.held
+            at = min(stored.position, held) + 1
+        if 0 < at < oldest:
             raise gone(at, sequence_first=oldest)
-        return at
+        return at if at > 0 else oldest
 
     def opened_at(self, first: int) -> dict[str, int]:
         releases = self.releases
@@ -250,11 +232,11 @@ class LivePartition:
             "topic": self.partition.heap.config.id,
         }
 
-    # --- from the journal ---
+    # --- from the partition ---
 
     def on_staged(self, batch: Batch, columns: Columns) -> None:
         """A batch is on its way to disk. What is not kept is read back once it is committed."""
-        if self._staged.add(batch, columns) and not self.partition.journal.flusher.writing:
+        if self._staged.add(batch, columns) and not self.partition.flusher.writing:
             self._plan_ahead()
 
     def on_enqueued(self, arrivals: Sequence[tuple[float, int]]) -> None:
@@ -265,18 +247,17 @@ class LivePartition:
     def _plan_ahead(self) -> None:
         """Fold what is staged in a step of its own: this one goes on to have it written. What is
         staged during a write is folded with all that goes into the next one."""
-        if self._ahead and not self._ahead_due and self._staged.rows <= INLINE_ROWS:
-            self._ahead_due = True
-            self._loop.call_soon(self._run_ahead)
+        if self._ahead and self._staged.rows <= INLINE_ROWS:
+            self._next_ahead.ask()
 
     def on_commit(self, sequence: int) -> None:
         self._target = sequence
         # What is heard of right behind a fold may have been durable since that began.
         self._commits.add(sequence, self._folding_at or time.perf_counter())
-        if self._thread.busy or self._due:
+        if self._thread.busy or self._next.due:
             return
         if self._staged.rows > INLINE_ROWS:
-            self._run_soon()
+            self._next.ask()
             return
         self._run()
         if self._staged.rows:
@@ -284,25 +265,18 @@ class LivePartition:
 
     # --- folding ---
 
-    def _run_soon(self) -> None:
-        self._due = True
-        self._loop.call_soon(self._run)
-
     def _run(self) -> None:
-        self._due = False
+        self._take_step(self._advance)
+
+    def _run_ahead(self) -> None:
+        if self._ahead and not self._next.due:
+            self._take_step(self._fold_ahead)
+
+    def _take_step(self, step: Callable[[], None]) -> None:
         if self._thread.busy or self.closed:
             return
         try:
-            self._advance()
-        except Exception as error:  # noqa: BLE001 - it ends the fold, and is logged
-            self._fail_fold(error)
-
-    def _run_ahead(self) -> None:
-        self._ahead_due = False
-        if not self._ahead or self._due or self._thread.busy or self.closed:
-            return
-        try:
-            self._fold_ahead()
+            step()
         except Exception as error:  # noqa: BLE001 - it ends the fold, and is logged
             self._fail_fold(error)
 
@@ -338,7 +312,7 @@ class LivePartition:
             ready.append(folded.popleft())
         if ready and self.fold.paused and not folded:
             paused = ready.pop()
-            self._in_thread(lambda: self._resolved(paused))
+            self._thread.run(lambda: self._resolved(paused), self._finish)
         if ready:
             self._finish(*ready)
 
@@ -351,22 +325,23 @@ class LivePartition:
         if batches is None:
             found = _read(self.log, self.sequence + 1, through=self._target, nowait=True)
             if found is None:
-                self._in_thread(self._fold_cold)
+                work = partial(self._fold_cold, self.sequence + 1, self._target)
+                self._thread.run(work, self._finish)
                 return
             batches = [(batch, batch.columns()) for batch in found]
         if not batches:
             return
         deltas, last = _deltas(batches, self.sequence + 1), batches[-1][0].last
         if len(deltas) > LOOP_ROWS:
-            self._in_thread(lambda: self._fold_whole(deltas, last))
+            self._thread.run(lambda: self._resolved(self._fold(deltas, last)), self._finish)
             return
         folded = self._fold(deltas, last)
         if self.fold.paused:
-            self._in_thread(lambda: self._resolved(folded))
+            self._thread.run(lambda: self._resolved(folded), self._finish)
             return
         self._finish(folded)
-        if self.sequence < self._target and not self._due:
-            self._run_soon()
+        if self.sequence < self._target:
+            self._next.ask()
 
     def _finish(self, *ready: FoldedFeed) -> None:
         ready_at = time.perf_counter()
@@ -399,27 +374,18 @@ class LivePartition:
         for (_, since), end in zip(stretches, ends, strict=False):
             if end > before:
                 self.timings["sent"].record(now - since, end - before)
-                self._on_released(end - before, now - since)
+                labels = (self._topic.name,)
+                self._metrics.live_push_seconds.observe(labels, now - since, end - before)
             before = end
 
     # --- in a thread ---
 
-    def _in_thread(self, work: Callable[[], FoldedFeed]) -> None:
-        def done(folded: FoldedFeed) -> None:
-            self._finish(folded)
-            self._run()
-
-        self._thread.run(work, done)
-
-    def _fold_cold(self) -> FoldedFeed:
-        first = self.sequence + 1
-        batches = _read(self.log, first, through=self._target, nowait=False)
+    def _fold_cold(self, first: int, through: int) -> FoldedFeed:
+        batches = _read(self.log, first, through=through, nowait=False)
         if not batches:
             raise Unavailable(f"sequence {first} is committed and cannot be read")
-        return self._fold_whole(_clipped(deltas_of(batches), first), batches[-1].last)
-
-    def _fold_whole(self, deltas: DeltaBatch, last: int) -> FoldedFeed:
-        return self._resolved(self._fold(deltas, last))
+        deltas = _clipped(deltas_of(batches), first)
+        return self._resolved(self._fold(deltas, batches[-1].last))
 
     def _resolved(self, folded: FoldedFeed) -> FoldedFeed:
         """The rest of a feed that may have paused, as every reader of the log resolves it."""
@@ -445,6 +411,14 @@ class LivePartition:
             self.releases.trim(first)  # what retention has dropped nobody can read any more
         for subscription in self.subscriptions.copy():
             subscription.tick(now_ms)
+            self._count(subscription)
+
+    def _count(self, subscription: Subscription) -> None:
+        delivered, switches = subscription.take_counts()
+        if delivered:
+            self._metrics.live_delivered.add((self._topic.name,), delivered)
+        if switches:
+            self._metrics.live_switches.add((self._topic.name,), switches)
 
     def status(self) -> dict[str, Any]:
         committed, busy = self.sequence_committed, self._thread.busy
@@ -485,14 +459,13 @@ def _clipped(deltas: DeltaBatch, first: int) -> DeltaBatch:
 Pair = tuple[Batch, Columns]
 
 
+@dataclass(slots=True, eq=False)
 class StagedDeltas:
     """Batches on their way to disk, in the order of the log: they need not be read back."""
 
-    __slots__ = ("_batches", "_bytes", "rows")
-
-    def __init__(self) -> None:
-        self._batches: deque[Pair] = deque()
-        self._bytes = self.rows = 0
+    _batches: deque[Pair] = field(default_factory=deque)
+    _bytes: int = 0
+    rows: int = 0
 
     def add(self, batch: Batch, columns: Columns) -> bool:
         """False: there is no room for it."""

@@ -19,28 +19,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, PenstockError, Unavailable
 from penstock.model.columns import Buffer
-from penstock.model.delivery import CHANGES
+from penstock.model.delta_batch import sixteens
+from penstock.model.entries import CHANGES
 from penstock.node.clock import Alarm, Clock
 from penstock.node.live.catch_up import CatchUp, ReadTurns, ReleaseSource
-from penstock.node.live.held_changes import HeldChanges, SubscriptionTerms
 from penstock.node.observe.logs import get_logger
-from penstock.propagation.flow.outbox import bytes_of
+from penstock.node.storage.log_io import SliceReader
+from penstock.propagation.flow.outbox import CoalesceWindow, DeltaOutbox, bytes_of
 from penstock.propagation.flow.rate import AdaptiveRate, TokenBucket
 from penstock.propagation.flow.route import Routes, wanted
 from penstock.propagation.fold.releases import ReleasedRows
-from penstock.replication.credit import Credit
+from penstock.propagation.options import LiveOptions
+from penstock.replication.sender import Credit
 
 FRAME_BYTES: Final = 1 << 20  # of rows in one sending, or a single row
 ENTRY_BYTES: Final = 48  # of a row besides its payload and headers
 PACE_MS: Final = 10  # between two sendings that the rate holds back, at least
 QUIET_MS: Final = 1000  # after which a position that moved without rows is told
+AHEAD_MAX: Final = 100_000  # vectors of rows sent out of turn that are remembered
 log = get_logger(__name__)
 
 
@@ -51,8 +55,7 @@ class SubscriptionState(Enum):
 
 
 class Outgoing:
-    """What one feed released, through a position: routed and encoded once for all who want the
-    same."""
+    """Released by one feed, up to a position: routed and encoded once for all who want the same."""
 
     __slots__ = ("_bodies", "_routed", "rows", "through")
 
@@ -90,13 +93,126 @@ def encode(rows: ReleasedRows) -> bytes:
     )
 
 
-class Emit(Protocol):
-    def __call__(self, rows: ReleasedRows, position: int, shared: Outgoing | None) -> int:
-        """Send rows, perhaps none, and that all is sent up to a position; the bytes it took.
+class SubscriptionTerms(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    options: LiveOptions  # the bounds of its outbox and of its rate
+    routes: Routes = ()
+    cursor: str = ""
+    start: str = "now"  # or else: at a sequence, at a time, or where its cursor is
+    at: int = 0
+    held: int | None = None  # whatever its cursor says, it has no more than this
+    credit_entries: int
+    credit_bytes: int
+    batch_max: int  # rows of one sending
+    batch_ms: int = 0  # how long the first of a batch may wait for others
+    batch_rows: int  # … unless there are so many
+    read_rows: int  # rows of one sending while it reads on from the log
+    coalesce_ms: int = 0
+    hosted: bool = False  # a sink of this node
+    needs_fold: bool = False  # it looks at states: not while a thread has the fold
+    in_order: bool = False  # never by urgency: all that waits is sent together
 
-        `shared`: these are all the rows that it has for these routes.
-        """
-        ...
+
+class HeldChanges:
+    """Rows gather in a window if they are to be coalesced, and wait in the outbox; both are
+    bounded. What goes out before others that were released earlier is remembered."""
+
+    def __init__(self, terms: SubscriptionTerms) -> None:
+        self._terms = terms
+        self.outbox = DeltaOutbox(
+            entries_max=terms.options.outbox_entries,
+            bytes_max=terms.options.outbox_bytes,
+            ageing_ms=terms.options.ageing_ms,
+        )
+        self._window: CoalesceWindow | None = None
+        if terms.coalesce_ms:
+            self._window = CoalesceWindow(terms.coalesce_ms, bytes_max=self.outbox.bytes_max)
+        # What was sent while others, released before it, still wait: by vector, the position and
+        # the ordinal of the last. Deltas of a vector go in order, so that says all of it.
+        self._ahead: dict[bytes, tuple[int, int]] = {}
+        self._lost: int | None = None  # the first position of what did not fit, once merged
+        self.folded = 0  # deltas that were merged into others
+        # Nothing is ever kept back for a while: with an empty outbox, rows go out as they come.
+        self.direct = not (terms.batch_ms or terms.coalesce_ms)
+
+    @property
+    def rows(self) -> int:
+        return self.outbox.entries + (0 if self._window is None else self._window.entries)
+
+    @property
+    def full(self) -> bool:
+        """Whether something had to be dropped, or too much would have to be remembered."""
+        return self._lost is not None or len(self._ahead) > AHEAD_MAX
+
+    def settled(self, through: int) -> int:
+        """Nothing waits that was released up to here, of all up to `through`."""
+        found = self.outbox.settled_position if self.outbox.entries else through
+        if self._window is not None:
+            for first in (self._window.first_position, self._lost):
+                found = found if first is None else min(found, first - 1)
+        return found
+
+    def keep(self, rows: ReleasedRows, now_ms: int) -> bool:
+        if self._window is None:
+            return self.outbox.add(rows, now_ms)
+        self._window.add(rows.packed(), now_ms)
+        return True
+
+    def collect(self, now_ms: int) -> None:
+        window = self._window
+        if window is not None:
+            first, rows = window.first_position, window.due(now_ms)
+            if rows is not None and not self.outbox.add(rows, now_ms):
+                self._lost = first
+
+    def wait_ms(self, now_ms: int) -> float | None:
+        """How long what waits may wait for more; None: nothing waits, 0: no longer."""
+        found = None
+        if self._window is not None and self._window.due_ms is not None:
+            found = self._window.due_ms - now_ms
+        terms, outbox = self._terms, self.outbox
+        if outbox.entries:
+            if not terms.batch_ms or outbox.entries >= min(terms.batch_rows, terms.batch_max):
+                return 0.0
+            left_ms = terms.batch_ms - (now_ms - (outbox.oldest_ms or 0))
+            found = left_ms if found is None else min(found, left_ms)
+        return None if found is None else max(found, 0.0)
+
+    def take(self, entries: int, bytes_: int, through: int) -> ReleasedRows | None:
+        rows = self.outbox.take(entries, bytes_)
+        if rows is None:
+            return None
+        self.folded += rows.folded
+        if not self.outbox.entries:
+            self._ahead.clear()
+        else:
+            self._remember(rows, self.settled(through))
+        return rows
+
+    def _remember(self, rows: ReleasedRows, settled: int) -> None:
+        early = rows.positions > settled
+        if early.any():
+            vectors, positions = sixteens(rows.batch.vector[early]), rows.positions[early].tolist()
+            places = zip(positions, rows.ordinals[early].tolist(), strict=True)
+            self._ahead.update(zip(vectors, places, strict=True))
+        if len(self._ahead) > AHEAD_MAX:
+            known = self._ahead.items()
+            self._ahead = {vector: place for vector, place in known if place[0] > settled}
+
+    def drop(self) -> dict[bytes, int]:
+        """Forget what waits; of each vector the last that was sent out of turn."""
+        sent = {vector: ordinal for vector, (_, ordinal) in self._ahead.items()}
+        self._ahead.clear()
+        self.outbox.clear()
+        if self._window is not None:
+            self._window.clear()
+        self._lost = None
+        return sent
+
+
+# Sends rows, perhaps none, and that all is sent up to a position; the bytes it took. With an
+# `Outgoing`, these are all the rows that it has for the subscriber's routes.
+Emit = Callable[[ReleasedRows, int, Outgoing | None], int]
 
 
 class Subscription:
@@ -120,9 +236,8 @@ class Subscription:
         self._through = first - 1  # LIVE: all feeds up to here were offered
         self._reading: CatchUp | None = self._reader(first, {})
         self._waiting = HeldChanges(terms)
-        self.rate = AdaptiveRate(
-            initial=terms.rate_max, minimum=terms.rate_min, maximum=terms.rate_max
-        )
+        slowest, fastest = terms.options.rate_min, terms.options.rate_max
+        self.rate = AdaptiveRate(initial=fastest, minimum=slowest, maximum=fastest)
         self._bucket = TokenBucket(self.rate)
         self._moved = False  # something was sent or returned since the rate was adjusted
         self._credit = Credit(entries=terms.credit_entries, bytes=terms.credit_bytes)
@@ -187,7 +302,6 @@ class Subscription:
     def status(self, now_ms: int, **known: Any) -> dict[str, Any]:
         """How it is, behind what the caller knows of it."""
         outbox, lag = self._waiting.outbox, self.lag
-        oldest = outbox.oldest_ms
         return known | {
             "name": self.terms.name,
             "routes": [str(route) for route in self.terms.routes],
@@ -196,7 +310,7 @@ class Subscription:
             "position": self.settled,
             "acknowledged": self.acknowledged,
             "lag_entries": lag,
-            "lag_ms": 0 if not lag else max(0, now_ms - round(oldest or self._log_ms)),
+            "lag_ms": 0 if not lag else max(0, now_ms - round(outbox.oldest_ms or self._log_ms)),
             "outbox_entries": self.waiting,
             "outbox_bytes": outbox.bytes,
             "rate": round(self.rate.rate),
@@ -248,8 +362,7 @@ class Subscription:
     # --- from the partition ---
 
     def offer(self, outgoing: Outgoing, now_ms: int) -> None:
-        """What a feed released. Who is behind finds it in the log, and may have waited for the fold
-        to be through with it."""
+        """What a feed released. Who is behind finds it in the log, once it is folded."""
         if self.state is not SubscriptionState.LIVE:
             if self.terms.needs_fold:
                 self._schedule()
@@ -261,11 +374,7 @@ class Subscription:
             self._through = outgoing.through
         elif self._may_send_at_once(rows, now_ms):
             self._through = outgoing.through
-            if len(rows.positions) <= self.terms.batch_max and len(rows.batch.blob) <= FRAME_BYTES:
-                shared = outgoing if rows is outgoing.rows_for(self.terms.routes) else None
-                self._send(rows, self._through, shared=shared, now_ms=now_ms)
-            else:
-                self._send_in_frames(rows, now_ms)
+            self._send_at_once(rows, outgoing, now_ms)
         elif self._waiting.keep(rows, now_ms):
             self._through = outgoing.through
             self._pump()
@@ -290,8 +399,12 @@ class Subscription:
             return False
         return self._bucket.take_all(count, now_ms)
 
-    def _send_in_frames(self, rows: ReleasedRows, now_ms: int) -> None:
+    def _send_at_once(self, rows: ReleasedRows, outgoing: Outgoing, now_ms: int) -> None:
         """In the order of release, in as many frames as it takes."""
+        if len(rows.positions) <= self.terms.batch_max and len(rows.batch.blob) <= FRAME_BYTES:
+            shared = outgoing if rows is outgoing.rows_for(self.terms.routes) else None
+            self._send(rows, self._through, shared=shared, now_ms=now_ms)
+            return
         ends = np.cumsum(rows.batch.sizes)
         at = 0
         while at < len(rows):
@@ -359,27 +472,16 @@ class Subscription:
             entries, size = self._room()
             if entries < 1 or size < 1 or (in_order and entries < outbox.entries):
                 return
-            entries = min(entries, outbox.entries)
-            allowed = self._allowed(entries, now_ms)
-            if not allowed:
-                return
-            rows = waiting.take(allowed, outbox.bytes if in_order else size, now_ms, self._through)
-            if rows is None:
-                return
-            self._bucket.give_back(allowed - len(rows))
-            self._send(rows, self.settled, shared=None, now_ms=now_ms)
-            if self.terms.needs_fold and outbox.entries:
-                self._schedule()  # others have their turn while states are copied
+            allowed = self._allowed(min(entries, outbox.entries), now_ms)
+            size = outbox.bytes if in_order else size
+            rows = waiting.take(allowed, size, self._through) if allowed else None
+            if rows is None or not self._send_allowed(rows, allowed, now_ms, left=outbox.entries):
                 return
         if waiting.full:
             self._fall_behind()
 
     def _pump_log(self, reading: CatchUp, *, turn: bool) -> None:
-        while True:
-            if reading.done:
-                self._reading, self.state = None, SubscriptionState.LIVE
-                self._through = self.source.sequence
-                return
+        while not reading.done:
             entries, size = self._room()
             if entries < 1 or size < 1:
                 return
@@ -388,16 +490,24 @@ class Subscription:
                     self._schedule()  # others have their turn between two slices
                 return
             now_ms = self._clock.now_ms()
-            entries = min(entries, self.terms.read_rows, reading.left)
-            allowed = self._allowed(entries, now_ms)
+            allowed = self._allowed(min(entries, self.terms.read_rows, reading.left), now_ms)
             if not allowed:
                 return
             rows = reading.take(allowed, size)
-            self._bucket.give_back(allowed - len(rows))
-            self._send(rows, reading.settled, shared=None, now_ms=now_ms)
-            if self.terms.needs_fold and reading.left:
-                self._schedule()
+            if not self._send_allowed(rows, allowed, now_ms, left=reading.left):
                 return
+        self._reading, self.state = None, SubscriptionState.LIVE
+        self._through = self.source.sequence
+
+    def _send_allowed(self, rows: ReleasedRows, allowed: int, now_ms: int, *, left: int) -> bool:
+        """Send rows, of which the rate has allowed so many. Whether others may follow at once:
+        where states are copied for them, everybody else has a turn before."""
+        self._bucket.give_back(allowed - len(rows))
+        self._send(rows, self.settled, shared=None, now_ms=now_ms)
+        if self.terms.needs_fold and left:
+            self._schedule()
+            return False
+        return True
 
     def _send(
         self, rows: ReleasedRows, position: int, *, shared: Outgoing | None, now_ms: int
@@ -424,10 +534,8 @@ class Subscription:
         self._schedule()
 
     def _reader(self, first: int, sent: dict[bytes, int]) -> CatchUp:
-        return CatchUp(
-            self.source, first=first, routes=self.terms.routes, sent=sent, wake=self._schedule,
-            fail=self.fail,
-        )  # fmt: skip
+        errand = SliceReader(self.source.log, self.fail, go_on=self._schedule)
+        return CatchUp(self.source, next=first, routes=self.terms.routes, sent=sent, errand=errand)
 
     def _wake_in(self, delay_ms: float, now_ms: int) -> None:
         self._alarm.set(now_ms + max(1, round(delay_ms)))

@@ -7,6 +7,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ log = get_logger(__name__)
 Stretch = tuple[int, float]  # of the log, up to a sequence, and since when it is committed
 
 
+@dataclass(slots=True, eq=False)
 class Commits:
     """Stretches of the log that are committed and not delivered, times by the performance counter.
 
@@ -32,11 +34,8 @@ class Commits:
     a little slower than it is, never faster.
     """
 
-    __slots__ = ("_ends", "_since")
-
-    def __init__(self) -> None:
-        self._ends: list[int] = []
-        self._since: list[float] = []
+    _ends: list[int] = field(default_factory=list)
+    _since: list[float] = field(default_factory=list)
 
     def add(self, sequence: int, at: float) -> None:
         if len(self._ends) >= COMMITS_MAX:
@@ -88,6 +87,7 @@ class Timings:
         return found
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Deltas that the fold could not place. They are pushed to nobody, so they must be seen here.
 
@@ -95,16 +95,17 @@ class Quarantine:
     node's log tell only of what is quarantined while the fold follows its log.
     """
 
-    def __init__(self, topic: str, partition: int, metrics: Metrics) -> None:
-        self._topic, self._partition, self._metrics = topic, partition, metrics
-        self.counts: Counter[str] = Counter()  # by reason
-        self._told_at = -math.inf
-        self._untold = 0
+    topic: str
+    partition: int
+    metrics: Metrics
+    counts: Counter[str] = field(default_factory=Counter)  # by reason
+    _told_at: float = -math.inf
+    _untold: int = 0
 
     def add(self, outcome: FeedOutcome) -> None:
         self.counts.update(outcome.reasons)
         for reason, count in Counter(outcome.reasons).items():
-            self._metrics.live_quarantined.add((self._topic, reason), count)
+            self.metrics.live_quarantined.add((self.topic, reason), count)
         self._untold += len(outcome.reasons)
         now = time.monotonic()
         if now - self._told_at >= LINES_S:
@@ -114,7 +115,7 @@ class Quarantine:
     def _tell(self, outcome: FeedOutcome) -> None:
         missing = outcome.missing[0]
         log.warning(
-            "deltas quarantined", topic=self._topic, partition=self._partition, count=self._untold,
+            "deltas quarantined", topic=self.topic, partition=self.partition, count=self._untold,
             reason=outcome.reasons[0], delta=outcome.quarantined.delta_ids()[0].hex(),
             missing=None if missing == NO_ID else missing.hex(),
         )  # fmt: skip

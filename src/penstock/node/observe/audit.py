@@ -27,6 +27,7 @@ import msgspec
 from penstock.cluster.reserve import NO_SPACE, Reserve
 from penstock.config import AuditOptions
 from penstock.errors import Backpressure, DiskFull, PenstockError, StorageFailed
+from penstock.log.files import sync_folder
 
 ANONYMOUS: Final = "anonymous"
 OK: Final = "ok"
@@ -34,19 +35,17 @@ WAITING_MAX: Final = 10_000  # lines in memory; past it administrative acts are 
 RESERVE_BYTES: Final = 64 << 10
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 class AuditLog:
     """Making one opens the file, which blocks shortly."""
 
     def __init__(
-        self, path: Path, options: AuditOptions, *, now_ms: Callable[[], int] = _wall_ms
+        self,
+        path: Path,
+        options: AuditOptions,
+        *,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self._path = path
-        self._options = options
-        self._now_ms = now_ms
+        self._path, self._options, self._now_ms = path, options, now_ms
         self._reserve = Reserve(path.with_name(path.name + ".reserve"), RESERVE_BYTES)
         self._waiting: deque[bytes] = deque()  # loop appends, thread takes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
@@ -95,11 +94,8 @@ class AuditLog:
         try:
             yield
             outcome = OK
-        except PenstockError as error:
-            outcome = error.code
-            raise
-        except Exception:
-            outcome = PenstockError.code
+        except Exception as error:
+            outcome = error.code if isinstance(error, PenstockError) else PenstockError.code
             raise
         finally:
             await self.record(act, subject=subject, who=who, outcome=outcome, request_id=request_id)
@@ -160,11 +156,7 @@ class AuditLog:
     def _open_file(self) -> None:
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._size = os.fstat(self._file).st_size
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
 
     def _end_torn_line(self) -> None:
         """A crash may have left half a line. It stays, as evidence, but on a line of its own."""

@@ -1,9 +1,9 @@
 """A node's metrics, in Prometheus' text format.
 
 What happens is counted as it happens, once per batch. What *is* (backlog, leases, ages, sizes) is
-read from the engine when somebody scrapes (`readings`): keeping it current all day would cost the
-hot path for numbers that are looked at every fifteen seconds. `docs/metrics.md` explains every one
-of them.
+read from the engine when somebody scrapes (`node.upkeep`): keeping it current all day would cost
+the hot path for numbers that are looked at every fifteen seconds. `docs/metrics.md` explains every
+one of them.
 
 Counters and histograms here take a whole batch in one call. prometheus_client's own histogram
 counts one observation at a time, under a lock, which costs a batch of 100 some 200 µs. These add
@@ -19,8 +19,9 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import accumulate
-from typing import Final
+from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -33,7 +34,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock.model.version import __version__
-from penstock.node.observe.readings import NodeReading, gauges
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SERIES_MAX: Final = 10_000  # of one metric; what comes after is counted together
@@ -59,6 +59,12 @@ class _Instrument:
         self._series: dict[Labels, list[float]] = {}
         if not labels:
             self.begin(())
+
+    def fresh(self) -> Self:
+        """The same instrument with nothing counted."""
+        made = copy(self)
+        made._series = {} if self.labels else {(): [0] * self._width}
+        return made
 
     def begin(self, labels: Labels) -> list[float]:
         """A series of zeros, unless there is one: a rate can only be taken of what was there
@@ -124,136 +130,124 @@ class Histogram(_Instrument):
 
 
 class Metrics(Collector):
-    """Everything one node counts, in a registry of its own: several nodes fit in one process."""
+    """What one node counts, in a registry of its own: several nodes fit in one process."""
 
-    def __init__(self, *, node: str = "") -> None:
-        self._node = node
-        self._read: Callable[[], NodeReading] = NodeReading
-        self._make_topic_instruments()
-        self._make_live_instruments()
-        self._make_node_instruments()
-        self._instruments = [
-            instrument
-            for instrument in vars(self).values()
-            if isinstance(instrument, Counter | Histogram)
-        ]
+    enqueue_seconds = Histogram(
+        "penstock_enqueue_seconds",
+        "From a request's arrival to its durable answer, by message.",
+        "topic",
+    )
+    pop_seconds = Histogram(
+        "penstock_pop_seconds",
+        "From a message being chosen to its committed lease being sent, by message.",
+        "topic",
+    )
+    rank_error = Histogram(
+        "penstock_rank_error", "Better messages that were ready when one was popped.", "topic",
+        bounds=RANKS,
+    )  # fmt: skip
+    duplicates = Counter(
+        "penstock_duplicate_messages", "Enqueues answered with an earlier message.", "topic"
+    )
+    acked = Counter("penstock_acked_messages", "Acknowledged messages.", "topic")
+    retried = Counter(
+        "penstock_retried_messages", "Messages that went back for another attempt.", "topic"
+    )
+    dead_lettered = Counter(
+        "penstock_dead_lettered_messages",
+        "Messages that went to the dead letters (DLQ), by reason.",
+        *("topic", "reason"),  # one of a few words of ours, never a caller's text
+    )
+    replayed = Counter(
+        "penstock_replayed_messages", "Dead letters that went back to their topic.", "topic"
+    )
+    leases_expired = Counter(
+        "penstock_lease_expiries", "Leases that ran out before they were settled.", "topic"
+    )
+    leases_lost = Counter(
+        "penstock_lease_lost", "Settlements of a lease that was no longer held.", "topic"
+    )
+    takeovers = Counter(
+        "penstock_takeovers", "Tenures as coordinator that this node began.", "topic"
+    )
+    promises = Counter(
+        "penstock_fences", "Epochs that replicas of this node have promised.", "topic"
+    )
+    replicas_renewed = Counter(
+        "penstock_replicas_renewed", "Damaged replicas that were begun anew.", "topic"
+    )
+    truncated = Counter(
+        "penstock_truncated_entries", "Entries cut off that never committed.", "topic"
+    )
+    follower_warnings = Counter(
+        "penstock_follower_warnings",
+        "Followers that ran low on credit, out of it, or fell behind, by what happened.",
+        *("topic", "partition", "follower", "what"),
+    )
+
+    live_push_seconds = Histogram(
+        "penstock_live_push_seconds",
+        "From a commit to what it released being handed to subscribers, by delta.",
+        "topic",
+        bounds=PUSH_SECONDS,
+    )
+    live_delivered = Counter(
+        "penstock_live_delivered_deltas", "Deltas sent to subscribers and sinks.", "topic"
+    )
+    live_switches = Counter(
+        "penstock_live_behind_switches",
+        "Times that a subscriber or sink fell behind and read on from the log.",
+        "topic",
+    )
+    live_quarantined = Counter(
+        "penstock_live_quarantined_deltas",
+        "Deltas that the fold of a partition could not place, by reason.",
+        *("topic", "reason"),
+    )
+    live_sink_seconds = Histogram(
+        "penstock_live_sink_seconds",
+        "From the log to a sink of the node, by delta; the oldest of a write counts.",
+        *("topic", "sink"),
+    )
+    ingest_rejected = Counter(
+        "penstock_ingest_rejected_deltas",
+        "Deltas refused because too many waited to be written.",
+        "topic",
+    )
+    ingest_crossings = Counter(
+        "penstock_ingest_high_water_crossings",
+        "Times that the queue of deltas to be written rose to its high-water mark.",
+        "topic",
+    )
+
+    log_written = Counter(
+        "penstock_log_written_bytes", "Bytes written to the write-ahead log (WAL)."
+    )
+    fsync_seconds = Histogram("penstock_fsync_seconds", "One write of the log made durable.")
+    snapshot_seconds = Histogram("penstock_snapshot_seconds", "Writing one snapshot.")
+    requests = Counter("penstock_requests", "Answered requests, by outcome.", "method", "status")
+    request_seconds = Histogram("penstock_request_seconds", "From request to answer.", "method")
+    backpressure = Counter(
+        "penstock_backpressure", "Requests refused because a bound was reached.", "reason"
+    )
+    evictions = Counter(
+        "penstock_evicted_connections", "Connections that were cut off, by reason.", "reason"
+    )
+    auth_failures = Counter(
+        "penstock_auth_failures", "Connections and calls without a valid API key."
+    )
+
+    def __init__(self, *, node: str = "", gauges: Callable[[], Iterable[Metric]] = tuple) -> None:
+        """`gauges` are what the node holds, read anew at each scrape."""
+        self._node, self._gauges = node, gauges
+        self._instruments: list[Counter | Histogram] = []
+        for name, declared in vars(type(self)).items():
+            if isinstance(declared, Counter | Histogram):
+                self._instruments.append(declared.fresh())
+                setattr(self, name, self._instruments[-1])
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-
-    def _make_topic_instruments(self) -> None:
-        self.enqueue_seconds = Histogram(
-            "penstock_enqueue_seconds",
-            "From a request's arrival to its durable answer, by message.",
-            "topic",
-        )
-        self.pop_seconds = Histogram(
-            "penstock_pop_seconds",
-            "From a message being chosen to its committed lease being sent, by message.",
-            "topic",
-        )
-        self.rank_error = Histogram(
-            "penstock_rank_error", "Better messages that were ready when one was popped.", "topic",
-            bounds=RANKS,
-        )  # fmt: skip
-        self.duplicates = Counter(
-            "penstock_duplicate_messages", "Enqueues answered with an earlier message.", "topic"
-        )
-        self.acked = Counter("penstock_acked_messages", "Acknowledged messages.", "topic")
-        self.retried = Counter(
-            "penstock_retried_messages", "Messages that went back for another attempt.", "topic"
-        )
-        self.dead_lettered = Counter(
-            "penstock_dead_lettered_messages",
-            "Messages that went to the dead letters (DLQ), by reason.",
-            *("topic", "reason"),  # one of a few words of ours, never a caller's text
-        )
-        self.replayed = Counter(
-            "penstock_replayed_messages", "Dead letters that went back to their topic.", "topic"
-        )
-        self.leases_expired = Counter(
-            "penstock_lease_expiries", "Leases that ran out before they were settled.", "topic"
-        )
-        self.leases_lost = Counter(
-            "penstock_lease_lost", "Settlements of a lease that was no longer held.", "topic"
-        )
-        self.takeovers = Counter(
-            "penstock_takeovers", "Tenures as coordinator that this node began.", "topic"
-        )
-        self.promises = Counter(
-            "penstock_fences", "Epochs that replicas of this node have promised.", "topic"
-        )
-        self.replicas_renewed = Counter(
-            "penstock_replicas_renewed", "Damaged replicas that were begun anew.", "topic"
-        )
-        self.truncated = Counter(
-            "penstock_truncated_entries", "Entries cut off that never committed.", "topic"
-        )
-        self.follower_warnings = Counter(
-            "penstock_follower_warnings",
-            "Followers that ran low on credit, out of it, or fell behind, by what happened.",
-            *("topic", "partition", "follower", "what"),
-        )
-
-    def _make_live_instruments(self) -> None:
-        self.live_push_seconds = Histogram(
-            "penstock_live_push_seconds",
-            "From a commit to what it released being handed to subscribers, by delta.",
-            "topic",
-            bounds=PUSH_SECONDS,
-        )
-        self.live_delivered = Counter(
-            "penstock_live_delivered_deltas", "Deltas sent to subscribers and sinks.", "topic"
-        )
-        self.live_switches = Counter(
-            "penstock_live_behind_switches",
-            "Times that a subscriber or sink fell behind and read on from the log.",
-            "topic",
-        )
-        self.live_quarantined = Counter(
-            "penstock_live_quarantined_deltas",
-            "Deltas that the fold of a partition could not place, by reason.",
-            *("topic", "reason"),
-        )
-        self.live_sink_seconds = Histogram(
-            "penstock_live_sink_seconds",
-            "From the log to a sink of the node, by delta; the oldest of a write counts.",
-            *("topic", "sink"),
-        )
-        self.ingest_rejected = Counter(
-            "penstock_ingest_rejected_deltas",
-            "Deltas refused because too many waited to be written.",
-            "topic",
-        )
-        self.ingest_crossings = Counter(
-            "penstock_ingest_high_water_crossings",
-            "Times that the queue of deltas to be written rose to its high-water mark.",
-            "topic",
-        )
-
-    def _make_node_instruments(self) -> None:
-        self.log_written = Counter(
-            "penstock_log_written_bytes", "Bytes written to the write-ahead log (WAL)."
-        )
-        self.fsync_seconds = Histogram(
-            "penstock_fsync_seconds", "One write of the log made durable."
-        )
-        self.snapshot_seconds = Histogram("penstock_snapshot_seconds", "Writing one snapshot.")
-        self.requests = Counter(
-            "penstock_requests", "Answered requests, by outcome.", "method", "status"
-        )
-        self.request_seconds = Histogram(
-            "penstock_request_seconds", "From request to answer.", "method"
-        )
-        self.backpressure = Counter(
-            "penstock_backpressure", "Requests refused because a bound was reached.", "reason"
-        )
-        self.evictions = Counter(
-            "penstock_evicted_connections", "Connections that were cut off, by reason.", "reason"
-        )
-        self.auth_failures = Counter(
-            "penstock_auth_failures", "Connections and calls without a valid API key."
-        )
 
     def begin_topic(self, topic: str) -> None:
         """Show a topic's counters at zero from the start."""
@@ -265,9 +259,6 @@ class Metrics(Collector):
         """A deleted topic leaves the scrape; a new one of that name starts at zero."""
         for instrument in self._instruments:
             instrument.forget("topic", topic)
-
-    def read_with(self, read: Callable[[], NodeReading]) -> None:
-        self._read = read
 
     def text(self) -> bytes:
         """The scrape, of type `CONTENT_TYPE`."""
@@ -282,4 +273,4 @@ class Metrics(Collector):
         yield InfoMetricFamily("penstock_build", "What is running.", value=build)
         for instrument in self._instruments:
             yield instrument.collect()
-        yield from gauges(self._read())
+        yield from self._gauges()

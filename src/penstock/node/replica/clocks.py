@@ -22,6 +22,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -129,30 +130,23 @@ def undisputed() -> Clocks:
     return clocks
 
 
+@dataclass(slots=True, eq=False)
 class ClockWatch:
     """Asks the others again and again, and acts on the verdict."""
 
-    def __init__(
-        self,
-        clocks: Clocks,
-        clock: Clock,
-        *,
-        ask: Callable[..., Awaitable[dict[str, Any]]],
-        reached: Callable[[], Collection[str]],
-        members: Callable[[], Collection[str]],
-        hand_over: Callable[[], Awaitable[bool]],
-    ) -> None:
-        """`hand_over` gives up what is coordinated here; whether nothing is left."""
-        self.clocks, self._clock = clocks, clock
-        self._ask, self._reached, self._members = ask, reached, members
-        self._hand_over = hand_over
-        self._news = asyncio.Event()  # somebody else can be asked
+    clocks: Clocks
+    clock: Clock
+    _: KW_ONLY
+    ask: Callable[..., Awaitable[dict[str, Any]]]
+    reached: Callable[[], Collection[str]]
+    members: Callable[[], Collection[str]]
+    hand_over: Callable[[], Awaitable[bool]]  # of what is coordinated here; whether nothing is left
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody else can be asked
 
     def wake(self) -> None:
         self._news.set()
 
     async def run(self) -> None:
-        """One look, and the pause after it."""
         self._news.clear()
         await self.look()
         with suppress(TimeoutError):
@@ -160,18 +154,18 @@ class ClockWatch:
                 await self._news.wait()
 
     async def look(self) -> None:
-        await asyncio.gather(*(self._measure(node) for node in self._reached()))
+        await asyncio.gather(*(self._measure(node) for node in self.reached()))
         before = self.clocks.verdict
-        verdict = self.clocks.judge(self._members(), time.monotonic())
+        verdict = self.clocks.judge(self.members(), time.monotonic())
         if verdict is not before:
             self._tell(before, verdict)
-        if verdict is ClockVerdict.OFF and await self._hand_over():
-            self.clocks.on_step(self._clock.resync())
+        if verdict is ClockVerdict.OFF and await self.hand_over():
+            self.clocks.on_step(self.clock.resync())
 
     async def _measure(self, node: str) -> None:
-        asked_s, own_ms = time.monotonic(), self._clock.now_ms()
+        asked_s, own_ms = time.monotonic(), self.clock.now_ms()
         try:
-            answer = await self._ask(node, "replica_clock", within_s=ASK_S_MAX)
+            answer = await self.ask(node, "replica_clock", within_s=ASK_S_MAX)
         except PenstockError as error:  # it is away, or of a version that does not tell
             log.debug("no time from a peer", peer=node, error=error.message)
             return

@@ -5,8 +5,10 @@ performed here in order, on the event loop. Some take a while: a promise that is
 is cut, a heap that must catch up before the barrier. What comes after such an effect waits for it,
 while the core goes on being told what happens. Effects that come of an effect wait for their turn.
 
-Ending a tenure is the exception. Nothing may be appended once the core has stepped down, so that
-part happens at once, whatever waits.
+A *tenure* begins when the core says that the epoch is ours and the log the right one. The heap then
+applies the rest of the log, and a `Partition` is made, whose first batch is the barrier; once that
+is committed, the topic serves it. The tenure's end is the one effect that does not wait for others:
+nothing may be appended once the core has stepped down.
 """
 
 from __future__ import annotations
@@ -18,34 +20,41 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.errors import Corruption, PenstockError, Unavailable
-from penstock.heap import Heap
+from penstock.errors import Corruption, DiskFull, PenstockError, QuorumUnavailable, Unavailable
+from penstock.heap.machine import Heap
+from penstock.log.crash import crash_point
 from penstock.log.identity import remove_asides
-from penstock.model.batch import Batch
+from penstock.model.batch import Batch, Kind
+from penstock.model.columns import Value
 from penstock.node.observe.logs import get_logger
-from penstock.node.replica.follower_log import FollowerLog
-from penstock.node.replica.heap_applier import HeapApplier, ReplayedLog
-from penstock.node.replica.log_sender import LogSender
-from penstock.node.replica.opener import OpenedReplica
+from penstock.node.replica.log_ends import FollowerLog, LogSender, Repair
 from penstock.node.replica.ports import Key, SeedHead, Slow, Surroundings
-from penstock.node.replica.repair import Repair
-from penstock.node.replica.tenure import Tenure
+from penstock.node.replica.replay import HeapApplier, OpenedReplica, ReplayedLog
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.topic import ServedTopic
-from penstock.node.storage.flusher import Flusher
+from penstock.node.storage.log_io import Flusher
 from penstock.replication import effects as do
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.effects import Effect, Effects
-from penstock.replication.messages import Ack, Append, Fenced, Follow, Followed, Letter
+from penstock.replication.effects import (
+    Ack,
+    Append,
+    Effect,
+    Effects,
+    Fenced,
+    Follow,
+    Followed,
+    Letter,
+)
 from penstock.replication.replica import Replica, Role
 
 log = get_logger(__name__)
+BARRIER_BYTES: Final = 4096  # of records that a tenure's start may take
 CREDIT_TOLD_MS: Final = 60_000  # between two warnings in the log of one follower's credit
 _OF_CREDIT: Final = ("credit_low", "credit_exhausted")
 
 
 class Host:
-    """See the module. `partition` is there while this node serves."""
+    """See the module. `partition` is there while this node serves it."""
 
     def __init__(
         self, topic: ServedTopic, index: int, opened: OpenedReplica, around: Surroundings
@@ -73,23 +82,21 @@ class Host:
             on_room=self._write_on, on_failed=self._on_failed,
         )  # fmt: skip
         self.applying = HeapApplier(
-            opened.replayed.heap, opened.log, spawn=self._spawn, on_rebuilt=self._on_rebuilt,
+            opened.replayed.heap, opened.log, on_rebuilt=self._on_rebuilt,
             on_unreadable=self._on_unapplied,
         )  # fmt: skip
         self.following = FollowerLog(
-            self.key, self.replica, log=opened.log, flusher=self.flusher, applying=self.applying,
-            now=around.now, spawn=self._spawn, perform=self._perform,
+            self.key, self.replica, opened.log, around, flusher=self.flusher,
+            applying=self.applying, spawn=self._spawn, perform=self._perform,
         )  # fmt: skip
         self.sending = LogSender(
-            self.key, self.replica, opened.log, transport=around.transport, now=around.now,
-            pace=around.pace, perform=self._perform, spawn=self._spawn,
+            self.key, self.replica, opened.log, around, perform=self._perform,
             on_unreadable=self._on_unsent,
         )  # fmt: skip
         self.snapshot = opened.replayed.snapshot  # the newest one
-        self.tenure = Tenure(
-            topic, index, self.replica, flusher=self.flusher, applying=self.applying,
-            sending=self.sending, around=around,
-        )  # fmt: skip
+        self._entered: Partition | None = None  # from its barrier on
+        self.partition: Partition | None = None  # the same, once the barrier is committed
+        self._served: asyncio.Future[None] = self._loop.create_future()
         self.replayed = opened.replayed.batches
         self._floor_persisted = 0  # how far the log is known on disk to be acknowledged
         self._credit_told_ms: dict[tuple[str, str], int] = {}  # (follower, what) -> when
@@ -102,10 +109,6 @@ class Host:
     @property
     def heap(self) -> Heap:
         return self.applying.heap
-
-    @property
-    def partition(self) -> Partition | None:
-        return self.tenure.partition
 
     @property
     def committed(self) -> int:
@@ -175,12 +178,9 @@ class Host:
     async def seed_slice(self, from_sequence: int, *, through: int, bytes_max: int) -> list[Batch]:
         """The next batches of a copy as stored, compacted ones too; at least one, whatever its
         size. Raises `NotFound` when they were dropped meanwhile: the copy begins anew."""
+        read = self.log.reader.read_slice
         found = await asyncio.to_thread(
-            self.log.reader.read_slice,
-            from_sequence,
-            through=through,
-            bytes_max=bytes_max,
-            nowait=False,
+            read, from_sequence, through=through, bytes_max=bytes_max, nowait=False
         )
         return found or []
 
@@ -191,11 +191,11 @@ class Host:
         self._perform(self.replica.on_tick(self.around.now()))
         if not (self.closed or self.halted):
             self.mending.on_tick()
-            self.tenure.on_tick()
+            if self._entered is not None and self.around.clocks.agreed:
+                self._entered.on_clock_agreed()
 
     def persist_floor(self) -> None:
-        """Remember on disk how far an idle log was acknowledged."""
-        reached = min(self.log.sequence_durable, self.log.sequence_committed)
+        reached = self.sequence_readable
         idle = not self.flusher.writing if self.partition is None else self.partition.idle
         lately = not self.log.floor_due
         if idle and self._floor_persisted < reached and not (lately or self.log.seeding):
@@ -211,7 +211,7 @@ class Host:
     async def resign(self) -> None:
         """Give up the epoch, after what is under way: another takes over at once."""
         if self.partition is not None:
-            await self.tenure.finish()
+            await self.partition.finish()
             self._perform(self.replica.resign(self.around.now()))
 
     async def close(self) -> None:
@@ -222,8 +222,8 @@ class Host:
         self.log.reader.on_damage = None
         self.topic.end_readers(self)
         stopping = Unavailable("the node is stopping; the outcome is unknown")
-        self.tenure.end(stopping)
-        self.tenure.refuse(stopping)
+        self._end(stopping)
+        self._refuse(stopping)
         self._effects.clear()
         await self.following.stop()
         if self.flusher.failed is None:
@@ -241,14 +241,17 @@ class Host:
         if committed and not self.closed:
             self.mending.on_damage(error)
 
-    def _on_unsent(self, error: Corruption) -> None:
-        self.mending.on_damage(error, faulty=self.replica.coordinator is None)
-
-    def _on_unapplied(self, error: Corruption) -> None:
-        if self.around.alone or "file" not in error.details:
-            self._on_error(error)  # nobody has it whole, or what is whole makes no sense
+    def _on_unsent(self, error: BaseException) -> None:
+        if isinstance(error, Corruption):
+            self.mending.on_damage(error, faulty=self.replica.coordinator is None)
         else:
+            self._on_error(error)
+
+    def _on_unapplied(self, error: BaseException) -> None:
+        if isinstance(error, Corruption) and "file" in error.details and not self.around.alone:
             self.mending.on_damage(error, faulty=True)
+        else:
+            self._on_error(error)  # nobody has it whole, or what is whole makes no sense
 
     def _hand_over(self) -> None:
         self._tell(log.warning, "a damaged replica hands over")
@@ -272,7 +275,7 @@ class Host:
             return
         for effect in effects:
             if type(effect) is do.SteppedDown:
-                self.tenure.depose()
+                self._end(self._unknown("changed its coordinator"))
         self._effects.extend(effects)
         if not self._busy:
             self._perform_next()
@@ -287,10 +290,8 @@ class Host:
                 if slow is not None:
                     self._spawn(self._finish(slow)).add_done_callback(_closing(slow))
                     return
-        except PenstockError as error:
-            self._on_error(error)
         except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
-            self.around.on_fatal(error)
+            self._on_error(error)
         self._busy = False
 
     async def _finish(self, slow: Slow) -> None:
@@ -304,34 +305,36 @@ class Host:
         async def guarded() -> None:
             try:
                 await work
-            except PenstockError as error:
-                self._on_error(error)
             except Exception as error:  # noqa: BLE001 - what is half done cannot be gone on from
-                self.around.on_fatal(error)
+                self._on_error(error)
 
         task = self.around.spawn(guarded())
         task.add_done_callback(_closing(work))
         return task
 
-    def _on_error(self, error: PenstockError) -> None:
+    def _on_error(self, error: BaseException) -> None:
         """Something that the replica cannot go on without has failed."""
         if self.closed:
             return
         if isinstance(error, Corruption):
             self._halt(do.Halt(error.message))
             self.around.on_damage(error)
-        else:
+        elif isinstance(error, PenstockError):
             self.flusher.fail(error)
+        else:
+            self.around.on_fatal(error)
 
     def _on_failed(self, error: BaseException) -> None:
         assert self.flusher.failed is not None
-        self.tenure.fail(self.flusher.failed)
+        self._refuse(self.flusher.failed)
+        if self._entered is not None:
+            self._entered.end(self.flusher.failed)
         self.around.on_fatal(error)
 
     def _halt(self, effect: do.Halt) -> None:
         self.halted = effect.reason
         self._effects.clear()
-        self.tenure.end(Unavailable(f"the partition halted: {effect.reason}"))
+        self._end(Unavailable(f"the partition halted: {effect.reason}"))
         self._tell(log.critical, "a replica halts", reason=effect.reason)
 
     def _tell(self, level: Callable[..., object], event: str, **facts: object) -> None:
@@ -341,6 +344,112 @@ class Host:
         await asyncio.to_thread(self._file.promise, effect.promised)
         self.around.metrics.promises.add((self.topic.config.name,))
         return self.replica.on_persisted(effect.promised, self.around.now())
+
+    # --- the tenure ---
+
+    async def serving(self) -> None:
+        """Wait until the partition was served here once; raises if that cannot be."""
+        await asyncio.shield(self._served)
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Whoever waits to be served here waits in vain."""
+        if not self._served.done():
+            self._served.set_exception(error)
+            self._served.exception()  # it is no mistake that nobody waits
+
+    async def _begin(self, effect: do.AppendBarrier) -> Effects:
+        """Apply the tail first: what is to be served is the state after all of the log."""
+
+        def wanted() -> bool:  # else it was given up while this waited for something slow
+            coordinator = self.replica.coordinator
+            return coordinator is not None and coordinator.epoch == effect.epoch
+
+        if not await self.applying.catch_up(self.log.sequence_last, wanted=wanted):
+            # Still wanted: some of it is damaged.
+            return self.replica.resign(self.around.now()) if wanted() else []
+        try:
+            await self.flusher.make_room(BARRIER_BYTES, enqueue=False)
+        except DiskFull as error:
+            if self.around.alone:
+                self._refuse(error)  # whoever opens the topic decides what becomes of it
+                return []
+            self._tell(log.error, "no room to coordinate", error=error.message)
+            return self.replica.resign(self.around.now())
+        if wanted():
+            self._enter()
+        return []
+
+    def _enter(self) -> None:
+        topic, around, alone = self.topic, self.around, self.around.alone
+        now_ms = around.clock.now_ms()
+        begin_ms = max(self._latest_ms(now_ms), self.log.time_ms_last)
+        self._entered = partition = Partition(
+            self.heap, self.replica, self.flusher, clock=around.clock,
+            ahead_ms=begin_ms - now_ms, reserve_bytes=around.reserve_bytes, cache=around.cache,
+            flush=self.flusher.flush if alone else self._flush,
+            wake=topic.wake, turn=topic.turn if alone else topic.wake, observe=topic.observe,
+            writable=None if alone else self._writable, on_fatal=around.on_fatal,
+        )  # fmt: skip
+        partition.append_record(Kind.BARRIER, 1, {"node": [around.node.encode()]})
+        crash_point("node.barrier.staged")
+        partition.flush()
+
+    def _latest_ms(self, own_ms: int) -> int:
+        """When the partition's time may begin at the latest; `own_ms`, if our clock is right. Else
+        we go by the clocks of those who promised the epoch, and of all that were compared."""
+        clocks = self.around.clocks
+        if clocks.agreed:
+            return own_ms
+        quorum_ms = self.replica.quorum_ms(own_ms, self.around.now())
+        return min(own_ms, quorum_ms, clocks.latest_ms(own_ms))
+
+    def _writable(self) -> PenstockError | None:
+        refusal = self.replica.writable(self.around.now())
+        if isinstance(refusal, QuorumUnavailable) and self.around.cut_off():
+            refusal.details["elsewhere"] = True
+        return refusal
+
+    def _serve(self, effect: do.BeganServing) -> None:
+        """The barrier is committed."""
+        partition, config = self._entered, self.topic.config
+        if partition is None or partition.coordinator.epoch != effect.epoch:
+            return  # ended already
+        self.partition = partition
+        if partition.heap.config != config:
+            values: dict[str, Value | None] = {"config": [msgspec.msgpack.encode(config)]}
+            partition.append_record(Kind.CONFIG, 1, values)
+        self.topic.serve(partition)
+        self.around.metrics.takeovers.add((config.name,))
+        if not self._served.done():
+            self._served.set_result(None)
+
+    def _doubt(self, effect: do.AnswerUnknown) -> None:
+        """No quorum is heard: nobody is kept waiting for a commit that may never come. The tenure
+        goes on, and what is staged commits should a quorum come back."""
+        if self.partition is not None:
+            error = self._unknown("hears no quorum")
+            told = self.partition.doubt(error) + self.topic.doubt(self.partition, error)
+            if told:
+                self._tell(log.warning, "no quorum is heard", unanswered=told)
+
+    def _unknown(self, why: str) -> Unavailable:
+        name = self.topic.config.name
+        return Unavailable(
+            f"partition {self.index} of {name} {why}; the outcome is unknown", partition=self.index
+        )
+
+    def _end(self, error: Unavailable) -> None:
+        """Nothing is appended or answered from here on. The heap stays; see `applying`."""
+        entered, served = self._entered, self.partition
+        self._entered = self.partition = None
+        self.sending.close()
+        if served is not None and not self.topic.closed:
+            self.topic.unserve(self.index)
+        if entered is not None:
+            entered.reader.forget()
+            entered.end(error)
+            self.flusher.flush()
+            self.applying.resume(self.replica.committed)
 
     # --- messages and streams ---
 
@@ -371,12 +480,12 @@ class Host:
         self._tell(log.warning, "a replica starts over from a snapshot", source=effect.source)
         self.mending.on_replaced()
         self.around.on_mended(self.key)
-        self.following.reseed(effect.source, self.around.transport.fetch_seed)
+        self.following.reseed(effect.source)
 
     def _on_durable(self, sequence: int) -> None:
         effects = self.replica.on_durable(sequence)
-        if self.tenure.partition is None:
-            self.tenure.flush()
+        if self.partition is None:
+            self._flush()
             self.topic.on_readable()  # it may have heard of the commit before its disk was done
         elif not effects:  # no commit takes a turn
             self.topic.wake()
@@ -387,20 +496,25 @@ class Host:
         if self.partition is not None:
             self.topic.wake()
         else:
-            self.tenure.flush()
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is staged, and write it: the disk and the followers work at the same time."""
+        if self._entered is not None:
+            self.sending.pump_all()
+        self.flusher.flush()
 
     def _commit(self, effect: do.Commit) -> None:
         # What a full disk did not take is not here, though others have committed it.
         sequence = min(effect.sequence, self.log.sequence_last)
         self.log.advance_commit(sequence)
-        journal = self.tenure.journal
-        if journal is None:
+        if self._entered is None:
             self.applying.advance(sequence)
             self.topic.on_readable()
             return
         if self.sending.streams:
             self.sending.on_commit()
-        journal.on_commit(sequence)
+        self._entered.on_commit(sequence)
 
     def _on_rebuilt(self, replayed: ReplayedLog) -> None:
         self.snapshot = replayed.snapshot
@@ -431,9 +545,9 @@ def _closing(work: Coroutine[Any, Any, Any]) -> Callable[[asyncio.Task[None]], N
 
 
 _EFFECTS: Final[dict[type, Callable[[Host, Any], Slow | None]]] = {
-    do.AnswerUnknown: lambda host, effect: host.tenure.doubt(),
-    do.AppendBarrier: lambda host, effect: host.tenure.begin(effect.epoch),
-    do.BeganServing: lambda host, effect: host.tenure.serve(effect.epoch),
+    do.AnswerUnknown: Host._doubt,
+    do.AppendBarrier: Host._begin,
+    do.BeganServing: Host._serve,
     do.ChangeRecord: lambda host, effect: host.around.control.change_record(
         host.key, effect.record, effect.revision
     ),

@@ -19,11 +19,10 @@ from penstock.node.clock import Clock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.clocks import Clocks, undisputed
 from penstock.node.serve.message_reader import ReadCache
-from penstock.node.storage.flusher import Syncer, WriterPool
+from penstock.node.storage.log_io import Syncer, WriterPool
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.effects import Effects
-from penstock.replication.messages import Append, Follow, Letter
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Append, Effects, Follow, Letter
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.takeover import Policy
 
 Key = tuple[int, int]  # (topic id, partition)
@@ -48,8 +47,7 @@ class SeedHead(NamedTuple):
 
 
 class SeedTarget(Protocol):
-    """A replica that starts over. A copy that is cut short is given up; the next one begins
-    again with `begin`."""
+    """A replica that starts over; after a copy that was cut short, again with `begin`."""
 
     async def begin(self, head: SeedHead) -> None:
         """Drop everything, keep the snapshot, and expect batches from `head.first` on."""
@@ -78,8 +76,7 @@ class ReplicaTransport(Protocol):
         full or it is gone; `on_writable` or `on_follower_lost` comes later."""
 
     async def fetch_seed(self, source: str, key: Key, into: SeedTarget, /) -> None:
-        """Copy a replica: one `begin`, then `write` until `through` is reached. Raises a
-        `PenstockError` if that is not possible now."""
+        """One `begin`, then `write` until `through`. Raises a `PenstockError` if that cannot be."""
 
 
 class NoPeers:
@@ -103,8 +100,7 @@ class NoPeers:
 
 class Control(Protocol):
     def take_epoch(self, key: Key) -> None:
-        """Try to take the next epoch. Only a win is told, with `on_epoch_taken`; whoever else was
-        faster is seen as a new record."""
+        """Try to. `on_epoch_taken` tells of a win; that another was faster, a new record."""
 
     def change_record(self, key: Key, record: PartitionRecord, revision: int) -> None:
         """Swap the record if it still has that revision; `on_record` or `on_change_lost` tells."""
@@ -119,8 +115,7 @@ class Control(Protocol):
 
 
 class CopyPace:
-    """So many bytes per second for copies of replicas, over all who ask: moving them leaves room
-    for the traffic."""
+    """Bytes per second for all copies together: moving replicas leaves room for the traffic."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -142,8 +137,6 @@ def monotonic_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the hosts of a node share."""
-
     node: str
     clock: Clock
     metrics: Metrics

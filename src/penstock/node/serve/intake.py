@@ -1,4 +1,5 @@
-"""From an Enqueue frame to the parts that wait in partitions.
+"""Requests on their way in: from an Enqueue frame, or lease tokens, to the parts that wait in
+partitions, and one answer for all of them.
 
 Bodies are checked as they came. Those of a delta topic hold valid deltas, each in the partition of
 its vector.
@@ -7,6 +8,8 @@ its vector.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,47 +17,49 @@ from numpy.typing import NDArray
 
 from penstock.errors import Corruption, InvalidArgument, PenstockError
 from penstock.model.batch import Codec, decompress
-from penstock.model.columns import Binary, Buffer, Columns, Value
-from penstock.model.delta_batch import DeltaBatch, explain
-from penstock.model.delta_checks import validate
-from penstock.model.entries import (
-    BATCH_ENTRIES_MAX,
-    DELAY_MS_MAX,
-    ENQ,
-    HEADERS_BYTES_MAX,
-    KEY_BYTES_MAX,
-    PRODUCER_ID_BYTES_MAX,
-    PRODUCER_NUMBER_MAX,
-    RETRIES_MAX,
+from penstock.model.columns import Buffer, Columns, Value
+from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ, PRODUCER_NUMBER_MAX
+from penstock.model.topic import TopicKind
+from penstock.node.route import PartitionPort, forwarded
+from penstock.node.serve.topic import ServedTopic, check_id, has_id
+from penstock.node.write import (
+    EnqueuePart,
+    EnqueueRequest,
+    Gathered,
+    Reply,
+    TokenRequest,
+    as_one,
+    check_body,
+    check_partition,
+    homes_of_deltas,
+    homes_of_entries,
+    subset,
 )
-from penstock.model.partitioning import partitions_of, partitions_of_deltas, partitions_of_digests
-from penstock.model.plain import fault_in
-from penstock.model.topic import TopicConfig, TopicKind
-from penstock.node.route.ports import PartitionPort
-from penstock.node.route.router import forwarded
-from penstock.node.serve.topic import ServedTopic, check_id
-from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest, producer_entries, subset
-from penstock.node.write.journal import Reply
-from penstock.wire.messages import Enqueue, Enqueued, Part, PutDelta
+from penstock.wire.messages import (
+    Enqueue,
+    Enqueued,
+    Extend,
+    Part,
+    PutDelta,
+    Return,
+    Settle,
+    Settled,
+    TokenPart,
+    bounded,
+)
 
-_BYTES_MAX: Final = (
-    ("key", KEY_BYTES_MAX),
-    ("headers", HEADERS_BYTES_MAX),
-    ("run_producer", PRODUCER_ID_BYTES_MAX),
-)
-_RANGES: Final = (("delay_ms", 0, DELAY_MS_MAX), ("max_retries", -1, RETRIES_MAX))
-FEW: Final = 20  # deltas that are looked at one by one
-_MEANINGLESS: Final = ("delay_ms", "max_retries")  # where nothing is ever leased
 PARTS_MIN: Final = 64  # that an enqueue may have, however few partitions its topic has
 Checked = tuple[Columns, Buffer, int]  # columns, the body as received, its first entry's place
+TOKENS_MAX: Final = 100_000
+# Makes one partition's request of its tokens, and of who is told which of them were lost.
+Make = Callable[[NDArray[np.uint64], Reply], TokenRequest]
 
 
 def enqueue(
     topic: ServedTopic, control: Enqueue, data: memoryview, reply: Reply, *, raw_bytes_max: int
 ) -> None:
-    """Check everything, then hand the parts to their partitions. Raises before any change.
-
-    `raw_bytes_max`: what compressed bodies may have together when they are decompressed."""
+    """Check all, then hand the parts over; raises before any change. `raw_bytes_max` is for
+    compressed bodies together, when they are decompressed."""
     if control.topic_id != topic.config.id:
         check_id(topic, control.topic_id)
     bodies = _bodies(topic, control, data, raw_bytes_max)
@@ -84,15 +89,11 @@ def enqueue(
 
 
 def enqueue_of_delta(control: PutDelta, delta: memoryview) -> tuple[Enqueue, bytes]:
-    """The enqueue that a delta by itself stands for."""
     values: dict[str, Value] = {"payload": [delta]}
     if control.headers:
         values["headers"] = [control.headers]
     for field, number in (("epoch", control.epoch), ("sequence", control.sequence)):
-        if not 0 <= number < PRODUCER_NUMBER_MAX:
-            raise InvalidArgument(
-                f"{field} must be from 0 to {PRODUCER_NUMBER_MAX - 1}", field=field
-            )
+        bounded(number, 0, PRODUCER_NUMBER_MAX - 1, field)
     if control.producer:
         values |= {
             "run_count": [1],
@@ -135,7 +136,6 @@ def _enqueue_forwarded(
 def _bodies(
     topic: ServedTopic, control: Enqueue, data: memoryview, raw_bytes_max: int
 ) -> list[Checked]:
-    """Each part's checked columns, its body as received, and its first entry's place."""
     if not control.parts:
         raise InvalidArgument("an enqueue has no parts", field="parts")
     parts_max = max(PARTS_MIN, len(topic.partitions))
@@ -200,8 +200,7 @@ def _decompressed(control: Enqueue, index: int, body: bytes) -> bytes:
 def _parts(
     topic: ServedTopic, control: Enqueue, bodies: list[Checked], request: EnqueueRequest
 ) -> list[tuple[PartitionPort, EnqueuePart]]:
-    """Which partition gets which part. Deltas are checked here: they go only where their vectors
-    belong."""
+    """Which partition gets which part. Deltas may go only where their vectors belong."""
     placed: list[tuple[PartitionPort, EnqueuePart]] = []
     ports = topic.partitions
     for part, checked in zip(control.parts, bodies, strict=True):
@@ -218,7 +217,7 @@ def _parts(
         if homes is None:
             topic.rotation = (topic.rotation + 1) % len(ports)
             homes = homes_of_entries(columns, len(ports), fallback=topic.rotation)
-        found: list[int] = np.unique(homes).tolist()
+        found: list[int] = [0] if len(ports) == 1 else np.unique(homes).tolist()
         if len(found) == 1:
             placed.append((ports[found[0]], _whole(request, control, checked)))
             continue
@@ -260,147 +259,96 @@ def _timed(topic: ServedTopic, control: Enqueue, reply: Reply) -> Reply:
     return answer
 
 
-# --- bodies ---
+class Tokens:
+    """Checked. Those of an earlier topic of the same name are lost: nothing is done about them."""
+
+    def __init__(
+        self, topic: ServedTopic, control: Settle | Return | Extend, data: memoryview
+    ) -> None:
+        self._topic, self._parts, self._forwarded = topic, control.parts, control.forwarded
+        total = sum(part.count for part in self._parts)
+        if not 1 <= total <= TOKENS_MAX or len(data) != 8 * total:
+            raise InvalidArgument(
+                f"tokens must be 1 to {TOKENS_MAX} and match the parts",
+                field="tokens",
+                limit=TOKENS_MAX,
+            )
+        if any(part.count < 0 for part in self._parts):
+            raise InvalidArgument("a part's count is negative", field="parts")
+        self._partitions = [self._partition(part) for part in self._parts]
+        self._tokens = np.frombuffer(data, "<u8")
+
+    def _partition(self, part: TokenPart) -> PartitionPort | None:
+        """Where the tokens of a part belong; None: they are of a topic that is no more."""
+        if part.topic <= 0:
+            raise InvalidArgument("a part of lease tokens names no topic", field="parts")
+        if has_id(self._topic, part.topic):
+            return self._topic.partition(part.partition)
+        return None
+
+    def hand_out(self, make: Make, answer: Reply) -> None:
+        if self._forwarded:
+            self._hand_out_forwarded(make, forwarded(len(self._parts), answer))
+            return
+
+        def whole(result: object) -> None:
+            if isinstance(result, Settled) and result.lost:
+                topic = self._topic
+                topic.metrics.leases_lost.add((topic.config.name,), len(result.lost))
+            answer(result)
+
+        if len(self._parts) == 1:
+
+            def only(lost: object) -> None:
+                whole(Settled(lost) if isinstance(lost, list) else lost)
+
+            _settle(self._partitions[0], make(self._tokens, only))
+            return
+        shares = self._by_partition()
+        positions = [some for _, some in shares]
+        gathered = Gathered(len(shares), partial(_lost_of, positions), whole)
+        for i, (partition, some) in enumerate(shares):
+            _settle(partition, make(self._tokens[some], gathered.part(i)))
+
+    def _by_partition(self) -> list[tuple[PartitionPort | None, NDArray[np.intp]]]:
+        """Each partition once, with the positions of its tokens: a partition acts on many as fast
+        as on one, and a request may have thousands of parts."""
+        pairs = list(zip(self._parts, self._partitions, strict=True))
+        numbers = [-1 if port is None else part.partition for part, port in pairs]
+        numbered = np.repeat(np.array(numbers), [part.count for part in self._parts])
+        order = np.argsort(numbered, kind="stable")
+        found, firsts = np.unique(numbered[order], return_index=True)
+        ports = dict(zip(numbers, self._partitions, strict=True))
+        groups = np.split(order, firsts[1:])
+        return [(ports[int(n)], group) for n, group in zip(found, groups, strict=True)]
+
+    def _hand_out_forwarded(self, make: Make, outcomes: Gathered) -> None:
+        """Another node has sent them on: each part has an outcome of its own."""
+        at = 0
+        for i, part in enumerate(self._parts):
+            partition = self._partitions[i]
+            if partition is None or self._topic.served(partition.index) is not None:
+                tokens = self._tokens[at : at + part.count]
+                _settle(partition, make(tokens, outcomes.part(i)))
+            else:
+                outcomes.part(i)(self._topic.not_here(part.partition))
+            at += part.count
 
 
-def check_body(body: Buffer, count: int, config: TopicConfig) -> Columns:
-    """Decode an untrusted ENQ body and hold it against the topic's limits."""
-    if not 1 <= count <= BATCH_ENTRIES_MAX:
-        raise InvalidArgument(
-            f"a batch has {count} entries, must be from 1 to {BATCH_ENTRIES_MAX}",
-            field="entries",
-            limit=BATCH_ENTRIES_MAX,
-        )
-    try:
-        columns = ENQ.decode(body, count)
-        columns.validate()
-    except Corruption as error:
-        raise InvalidArgument(f"malformed batch: {error.message}", field="body") from error
-    if "sequence" in columns.views:
-        raise InvalidArgument("a batch must not name its sequences", field="sequence")
-    for name, limit in (("payload", config.payload_bytes_max), *_BYTES_MAX):
-        if len(body) > limit:  # else none of its values can be
-            _check_sizes(columns, name, limit)
-    if "headers" in columns.views:
-        _check_headers(columns)
-    for name, low, high in _RANGES:
-        if name in columns.views:
-            _check_range(columns, name, low, high)
-    if columns.runs:
-        _check_runs(columns)
-    return columns
+def _settle(partition: PartitionPort | None, request: TokenRequest) -> None:
+    if partition is None:
+        request.reply(list(range(len(request.tokens))))
+    else:
+        partition.settle(request)
 
 
-def _check_runs(columns: Columns) -> None:
-    counts = columns.views.get("run_count")
-    if counts is None or sum(counts) != columns.count:
-        raise InvalidArgument("producer runs do not cover the batch", field="run_count")
-    if "run_producer" not in columns.views:
-        raise InvalidArgument("producer runs name no producer", field="run_producer")
-    epochs, firsts = columns.views.get("run_epoch"), columns.views.get("run_sequence")
-    if epochs is not None and max(epochs) > PRODUCER_NUMBER_MAX:
-        raise _too_large("run_epoch")
-    if firsts is not None and any(
-        first + count > PRODUCER_NUMBER_MAX for first, count in zip(firsts, counts, strict=True)
-    ):
-        raise _too_large("run_sequence")
-
-
-def _too_large(field: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{field} is over {PRODUCER_NUMBER_MAX}", field=field, limit=PRODUCER_NUMBER_MAX
-    )
-
-
-def _check_sizes(columns: Columns, name: str, limit: int) -> None:
-    if name not in columns.blobs or len(columns.blobs[name]) <= limit:
-        return
-    ends = np.asarray(columns.views[name])
-    sizes = np.diff(ends)
-    if int(sizes.max()) > limit:
-        index = int(sizes.argmax())
-        raise InvalidArgument(
-            f"{name} of entry {index} has {int(sizes[index])} bytes, at most {limit}",
-            field=name,
-            limit=limit,
-            index=index,
-        )
-
-
-def _check_headers(columns: Columns) -> None:
-    """Refuse headers that somebody who gets the message could not read."""
-    column = columns.binary("headers")
-    assert column is not None
-    found = fault_in(column)
-    if found is not None:
-        index, fault = found
-        raise InvalidArgument(
-            f"headers of entry {index} are not a msgpack map of plain values: {fault.text}",
-            field="headers",
-            limit=fault.limit,
-            index=index,
-        )
-
-
-def _check_range(columns: Columns, name: str, low: int, high: int) -> None:
-    values = columns.fixed(name)
-    if int(values.min()) < low or int(values.max()) > high:
-        raise InvalidArgument(f"{name} must be from {low} to {high}", field=name, limit=high)
-
-
-def homes_of_entries(columns: Columns, partitions: int, *, fallback: int) -> NDArray[np.int64]:
-    """Where each entry goes: by key, else by producer sequence, else to `fallback`."""
-    if partitions == 1:
-        return np.zeros(columns.count, np.int64)
-    keys = columns.binary("key")
-    names = [b""] * columns.count if keys is None else list(keys)
-    keyless = [i for i, key in enumerate(names) if not key]
-    if keyless and columns.runs:
-        producer, sequence, run = producer_entries(columns)
-        for i in keyless:
-            if producer[run[i]]:
-                names[i] = b"%s:%d" % (producer[run[i]], sequence[i])
-    where = partitions_of(names, partitions)
-    where[[i for i in keyless if not names[i]]] = fallback
-    return where
-
-
-def homes_of_deltas(columns: Columns, config: TopicConfig, *, now_ms: int) -> NDArray[np.int64]:
-    """Where each delta of a checked ENQ body belongs: all deltas of a vector lie in one log.
-
-    Raises `InvalidArgument` for the first entry that is no valid delta.
-    """
-    payloads = columns.binary("payload")
-    if payloads is None:
-        raise InvalidArgument("a delta has no payload", field="payload")
-    for name in _MEANINGLESS:
-        if name in columns.views and (columns.fixed(name) > 0).any():
-            raise InvalidArgument(f"{name} has no meaning in a delta topic", field=name, limit=0)
-    if len(payloads) <= FEW:
-        return _homes_of_few(payloads, config, now_ms)
-    deltas = DeltaBatch.of(payloads)
-    validate(deltas, dimensions=config.dimensions, now_ms=now_ms)
-    return partitions_of_digests(np.ascontiguousarray(deltas.vector[:, 0]), config.partitions)
-
-
-def _homes_of_few(payloads: Binary, config: TopicConfig, now_ms: int) -> NDArray[np.int64]:
-    """The same without columns, which take longer to set up than a few deltas to check."""
-    rows = payloads.tolist()
-    for row, payload in enumerate(rows):
-        explain(payload, row, dimensions=config.dimensions, now_ms=now_ms)
-    if config.partitions == 1:
-        return np.zeros(len(rows), np.int64)
-    return partitions_of_deltas(rows, config.partitions)
-
-
-def check_partition(homes: NDArray[np.int64], partition: int, partitions: int) -> None:
-    """Refuse a part whose producer has another idea of where its vectors belong."""
-    if partitions == 1:
-        return
-    wrong = homes != partition
-    if wrong.any():
-        raise InvalidArgument(
-            f"delta {int(np.argmax(wrong))}: its vector does not belong in partition {partition}",
-            field="partition",
-            limit=partitions - 1,
-        )
+def _lost_of(positions: Sequence[NDArray[np.intp]], results: Sequence[object]) -> object:
+    """What several partitions lost, by its positions in the request; or why it is not known."""
+    errors = [result for result in results if isinstance(result, PenstockError)]
+    if errors:
+        return as_one(errors, len(results))
+    lost: list[int] = []
+    for mine, result in zip(positions, results, strict=True):
+        if isinstance(result, list) and result:
+            lost += mine[result].tolist()
+    return Settled(sorted(lost))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from itertools import accumulate, count
 from typing import Final
@@ -16,33 +16,28 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption, NotFound
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
-from penstock.model.columns import Buffer, Columns
-from penstock.model.delivery import DELIVERY
+from penstock.model.columns import Buffer, Columns, Value
+from penstock.model.entries import DELIVERY
 from penstock.model.plain import faults_of
 
+_BINARY: Final = ("key", "headers", "payload")
 _TIME: Final = struct.Struct("<q")
 _OVERHEAD: Final = 2048  # bytes of the objects round an opened batch
 _COPIED_MAX: Final = 300  # entries that are copied out at once: lists and bytes are picked faster
 
 
 class _Decoded:
-    """A batch opened for picking single messages out of it.
+    """A batch opened for picking messages. One that is what was written, as its CRC says, and yet
+    holds no columns has empty messages, and `fault` says why."""
 
-    One that is what was written, as its CRC says, and yet holds no columns is opened all the same:
-    its messages are empty, and `fault` says why.
-    """
-
-    __slots__ = ("fault", "first", "headers", "keys", "last", "payloads", "places", "priority",
-                 "size", "time_ms")  # fmt: skip
+    __slots__ = ("cells", "fault", "first", "last", "places", "priority", "size", "time_ms")
 
     def __init__(self, batch: Batch) -> None:
         self.first, self.last, self.time_ms = batch.first, batch.last, batch.time_ms
         self.size = _OVERHEAD
         self.fault = ""
         self.priority: Sequence[int] | None = None
-        self.payloads: _Slices = ([0] * (batch.count + 1), b"")
-        self.keys: _Slices | None = None
-        self.headers: _Slices | None = None
+        self.cells: dict[str, _Slices] = {}  # by column; a message lacks what is not here
         self.places: dict[int, int] | None = None
         try:
             columns = batch.columns()
@@ -58,9 +53,7 @@ class _Decoded:
         self.priority = priority
         if priority is not None and len(priority) <= _COPIED_MAX:
             self.priority = priority.tolist()
-        self.payloads = _slices(columns, "payload") or self.payloads
-        self.keys = _slices(columns, "key")
-        self.headers = _slices(columns, "headers")
+        self.cells = {n: _slices(columns, n) for n in _BINARY if n in columns.views}
         if batch.compacted:
             sequences = columns.fixed("sequence").tolist()
             self.places = {sequence: i for i, sequence in enumerate(sequences)}
@@ -75,18 +68,14 @@ class _Decoded:
 
     @property
     def bytes(self) -> int:
-        """Of all payloads, keys and headers."""
-        columns = (self.payloads, self.keys, self.headers)
-        return sum([slices[0][-1] for slices in columns if slices is not None])
+        return sum([ends[-1] for ends, _ in self.cells.values()])
 
     def only(self, sequences: list[int]) -> _Decoded:
         """A copy with just these messages, in this order, that does not hold on to the batch."""
         places = [self.place(sequence) for sequence in sequences]
         some = copy(self)
         some.priority = None if self.priority is None else [self.priority[p] for p in places]
-        some.payloads = _copied(self.payloads, places)
-        some.keys = None if self.keys is None else _copied(self.keys, places)
-        some.headers = None if self.headers is None else _copied(self.headers, places)
+        some.cells = {name: _copied(slices, places) for name, slices in self.cells.items()}
         some.places = None
         return some
 
@@ -95,54 +84,40 @@ _Slices = tuple[Sequence[int], Buffer]  # offsets, and the blob that they point 
 _Picks = list[tuple[_Decoded, list[int]]]  # batches, and the entries wanted of each
 
 
-def _slices(columns: Columns, name: str) -> _Slices | None:
-    ends = columns.views.get(name)
-    if ends is None:
-        return None
+def _slices(columns: Columns, name: str) -> _Slices:
+    ends = columns.views[name]
     if len(ends) > _COPIED_MAX:
         return ends, columns.blobs[name]
     return ends.tolist(), bytes(columns.blobs[name])
 
 
 def _copied(slices: _Slices, places: list[int]) -> _Slices:
-    ends, blob = slices
-    values = [bytes(blob[ends[place] : ends[place + 1]]) for place in places]
+    values = [bytes(value) for value in _picked(slices, places)]
     return list(accumulate(map(len, values), initial=0)), b"".join(values)
 
 
-def _values(cells: Iterable[tuple[_Slices | None, list[int]]]) -> list[Buffer]:
-    """The picked values of a binary column, empty where a batch does not have it."""
-    values: list[Buffer] = []
-    for slices, places in cells:
-        if slices is None:
-            values += [b""] * len(places)
-        else:
-            ends, blob = slices
-            values += [blob[ends[place] : ends[place + 1]] for place in places]
-    return values
+def _picked(slices: _Slices | None, places: list[int]) -> list[Buffer]:
+    if slices is None:
+        return [b""] * len(places)
+    ends, blob = slices
+    return [blob[ends[place] : ends[place + 1]] for place in places]
 
 
 class MessageRows:
-    """Messages gathered from the log, as columns."""
-
     __slots__ = ("picks", "sequences")
 
     def __init__(self, sequences: list[int], picks: _Picks) -> None:
         self.sequences, self.picks = sequences, picks
 
     def faults(self) -> dict[int, str]:
-        """By row, why it cannot be read: its batch, or its headers, are not what they should be.
-
-        Nothing wrong enters a log nowadays, but a log may be older than that.
-        """
+        """By row, why it cannot be read: a log may be older than the checks of today."""
         found: dict[int, str] = {}
         row = 0
         for batch, places in self.picks:
             if batch.fault:
                 found |= dict.fromkeys(range(row, row + len(places)), f"body: {batch.fault}")
-            elif batch.headers is not None:
-                ends, blob = batch.headers
-                values = [bytes(blob[ends[place] : ends[place + 1]]) for place in places]
+            elif "headers" in batch.cells:
+                values = [bytes(value) for value in _picked(batch.cells["headers"], places)]
                 for at, fault in faults_of(values).items():
                     found[row + at] = f"headers: {fault.text}"
             row += len(places)
@@ -156,46 +131,39 @@ class MessageRows:
             return False
         left = bytes_max
         for batch, places in self.picks:
-            for slices in (batch.payloads, batch.keys, batch.headers):
-                if slices is not None:
-                    ends = slices[0]
-                    left -= sum([ends[place + 1] - ends[place] for place in places])
+            for ends, _ in batch.cells.values():
+                left -= sum([ends[place + 1] - ends[place] for place in places])
         return left < 0
 
     def encode(self, attempts: NDArray[np.uint32]) -> bytes:
         times: list[bytes] = []
         priorities: list[int] = []
-        payloads: list[Buffer] = []
-        keyed = headed = False
         for batch, places in self.picks:
             times.append(_TIME.pack(batch.time_ms) * len(places))
             if batch.priority is None:
                 priorities += [0] * len(places)
             else:
                 priorities += map(batch.priority.__getitem__, places)
-            ends, blob = batch.payloads
-            payloads += [blob[ends[place] : ends[place + 1]] for place in places]
-            keyed |= batch.keys is not None
-            headed |= batch.headers is not None
-        return DELIVERY.encode(
-            len(self.sequences),
-            {
-                "message": np.array(self.sequences, np.uint64),
-                "time_ms": np.frombuffer(b"".join(times), np.int64),
-                "priority": priorities,
-                "attempts": attempts if attempts.any() else None,
-                "key": _values((b.keys, p) for b, p in self.picks) if keyed else None,
-                "headers": _values((b.headers, p) for b, p in self.picks) if headed else None,
-                "payload": payloads,
-            },
-        )
+        values: dict[str, Value | None] = {
+            "message": np.array(self.sequences, np.uint64),
+            "time_ms": np.frombuffer(b"".join(times), np.int64),
+            "priority": priorities,
+            "attempts": attempts if attempts.any() else None,
+        }
+        for name in _BINARY:
+            if name == "payload" or any(name in batch.cells for batch, _ in self.picks):
+                values[name] = self._column(name)
+        return DELIVERY.encode(len(self.sequences), values)
+
+    def _column(self, name: str) -> list[Buffer]:
+        values: list[Buffer] = []
+        for batch, places in self.picks:
+            values += _picked(batch.cells.get(name), places)
+        return values
 
 
 class ReadCache:
-    """Opened batches of all partitions of a node, bounded by bytes, least recently used first out.
-
-    Messages leave in the order of priority, so a batch is visited many times before it is done.
-    """
+    """Opened batches of a node, bounded by bytes: the order of priority visits each many times."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -252,11 +220,8 @@ class MessageReader:
 
     def load(self, sequences: list[int], bytes_max: int | None = None) -> MessageRows | None:
         """`gather` from wherever they are; blocks, so it runs in a thread. None if several of them
-        are more than `bytes_max`, which is found before all of them are read.
-
-        It takes the messages themselves out of their batches: there may be as many batches, in as
-        many files, and nothing says that all of them fit in memory or can be open at once.
-        """
+        are more than `bytes_max`, which is found before all of them are read. The messages are
+        taken out of their batches, which may be too many for the memory, or to be open at once."""
         left = bytes_max
         found: dict[int, tuple[_Decoded, int]] = {}
         wanted = sorted(sequences)
@@ -272,9 +237,8 @@ class MessageReader:
                     return None
             found.update((sequence, (some, i)) for i, sequence in enumerate(wanted[at:end]))
             at = end
-        return MessageRows(
-            sequences, [(some, [i]) for some, i in map(found.__getitem__, sequences)]
-        )
+        picks = [(some, [i]) for some, i in map(found.__getitem__, sequences)]
+        return MessageRows(sequences, picks)
 
     def forget(self) -> None:
         """The log's files changed (compaction), or the partition is closed."""

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,16 +28,15 @@ from penstock.errors import Corruption, PenstockError
 from penstock.model.columns import Buffer
 from penstock.model.topic import TopicConfig
 from penstock.node.observe.logs import get_logger
-from penstock.node.route.ports import PeerPort
-from penstock.node.serve.dispatch import STRETCH, Dispatch
-from penstock.node.serve.partition import TopicView
+from penstock.node.route import PeerPort
+from penstock.node.serve.dispatch import STRETCH, Dispatch, TopicView
+from penstock.node.serve.partition import COALESCE_ENTRIES
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.journal import COALESCE_ENTRIES
-from penstock.node.write.settler import unused
+from penstock.node.write import unused
 from penstock.wire.frame import FrameType
-from penstock.wire.messages import Delivery, pack, unpack
-from penstock.wire.supply import (
+from penstock.wire.messages import (
     Ask,
+    Delivery,
     Heads,
     LeaseAt,
     LeasesHeld,
@@ -46,9 +44,11 @@ from penstock.wire.supply import (
     OpenSupply,
     Order,
     Ready,
+    Supplied,
     SupplyHead,
     Taken,
-    Told,
+    pack,
+    unpack,
 )
 
 LEASES_PER_ROUND: Final = 5000
@@ -96,7 +96,7 @@ class Rounds:
 
     def forget(self, consumer: bytes) -> None:
         for supply in self.supplies.values():
-            supply.forget(consumer)
+            supply.held.pop(consumer, None)  # it is no credit of anybody any more
 
     def close(self) -> None:
         for timer in self._timers.values():
@@ -216,12 +216,10 @@ class Rounds:
         stream.on_away(count)
         bound = listed.take(count)
         mine = orders.setdefault(listed.supply, {})
-        order = mine.get(stream)
-        if order is None:
+        if stream not in mine:
             visibility_ms = stream.visibility_ms or self._topic.config.visibility_ms
-            order = mine[stream] = Order(
-                stream.consumer, visibility_ms, stream.batch_max, [], [], [], []
-            )
+            mine[stream] = Order(stream.consumer, visibility_ms, stream.batch_max, [], [], [], [])
+        order = mine[stream]
         if listed.partition not in order.partitions:
             order.partitions.append(listed.partition)
             order.counts.append(0)
@@ -250,7 +248,6 @@ class Rounds:
     # --- supplies ---
 
     def _keep_open(self) -> None:
-        """One supply to each other node that serves partitions of the topic."""
         linger = self._timers.pop(self._close_unused, None)
         if linger is not None:
             linger.cancel()
@@ -281,11 +278,7 @@ class Rounds:
             return
         self._unreached.pop(node, None)
         self.supplies[node] = Supply(
-            node,
-            peer,
-            topic=self._topic.config,
-            consumers=self._router.consumers,
-            rounds=self,
+            node, peer, topic=self._topic.config, consumers=self._router.consumers, rounds=self
         )
         self._fresh = True
 
@@ -347,8 +340,7 @@ class Rounds:
         if stream is not None and stream.open:
             stream.send(delivery, body)
             return
-        first = delivery.token_first
-        tokens = np.arange(first, first + delivery.count, dtype=np.uint64)
+        tokens = range(delivery.token_first, delivery.token_first + delivery.count)
         self._topic.partitions[delivery.partition].settle(unused(tokens))
 
     def on_away(self, consumer: bytes, change: int) -> None:
@@ -358,7 +350,7 @@ class Rounds:
             if change < 0:
                 self.wake()
 
-    def on_lost(self, supply: Supply, error: PenstockError | None) -> None:
+    def on_lost(self, supply: Supply) -> None:
         self._leave_out(supply)
         self.wake()
 
@@ -367,7 +359,6 @@ class Rounds:
         self.wake()
 
     def _call_in(self, action: Callable[[], None], seconds: float) -> None:
-        """Do something after so long, unless it is done before."""
         # uvloop turns less than half a millisecond into a call that has no time to compare with.
         now, seconds = self._loop.time(), max(seconds, 0.001)
         timer = self._timers.get(action)
@@ -441,10 +432,6 @@ class Supply:
             self._forget_all()
             self._peer.close_stream(self._number)
 
-    def forget(self, consumer: bytes) -> None:
-        """A consumer is gone: what it holds there is no credit of anybody."""
-        self.held.pop(consumer, None)
-
     def _send(self, message: Any) -> None:
         self._peer.send(FrameType.ACK, self._number, pack(message))
 
@@ -466,10 +453,22 @@ class Supply:
         if not self.open:
             return
         message: Any
-        message, data = unpack(payload, Told)  # type: ignore[arg-type]
+        message, data = unpack(payload, Supplied)  # type: ignore[arg-type]
         if not self._is_sound(message, data):
             raise Corruption(f"node {self.node} tells of messages what cannot be")
-        self._HANDLERS[type(message)](self, message, data)
+        match message:
+            case Heads():
+                self._on_heads(message, np.frombuffer(data, "<i8"))
+            case Taken():
+                self._on_taken(message)
+            case LeasesHeld(consumers, counts):
+                for consumer, count in zip(consumers, counts, strict=True):
+                    self._count(consumer, count)
+            case Lent(consumer, delivery):
+                self._rounds.on_lent(consumer, delivery, data)
+            case Ready():
+                self.ready = True
+                self._rounds.wake()
 
     def _is_sound(self, message: Any, data: memoryview) -> bool:
         """Whether lists that belong together fit, and an answer its question."""
@@ -485,31 +484,25 @@ class Supply:
     def on_end(self, error: PenstockError | None) -> None:
         if self.open:
             self._forget_all()
-            self._rounds.on_lost(self, error)
+            self._rounds.on_lost(self)
 
-    def _on_heads(self, heads: Heads, data: memoryview) -> None:
-        keys = np.frombuffer(data, "<i8")
+    def _on_heads(self, heads: Heads, keys: NDArray[np.int64]) -> None:
         at = 0
         self.lists = []
         for head in heads.heads:
-            mine = keys[at : at + head.count]
-            self.lists.append(Listed(self, head, mine))
+            self.lists.append(Listed(self, head, keys[at : at + head.count]))
             at += head.count
         self.leased = heads.leased
         self.ready = any(listed.left for listed in self.lists)
         self._rounds.on_heads(self, heads)
 
-    def _on_taken(self, taken: Taken, _: memoryview) -> None:
+    def _on_taken(self, taken: Taken) -> None:
         asked = self._asked.popleft()
         self.ready = taken.more
         for (consumer, count), held in zip(asked.items(), taken.held, strict=True):
             self._rounds.on_away(consumer, -count)
             self._count(consumer, held)
         self._rounds.on_taken(self, taken)
-
-    def _on_held(self, held: LeasesHeld, _: memoryview) -> None:
-        for consumer, count in zip(held.consumers, held.counts, strict=True):
-            self._count(consumer, count)
 
     def _count(self, consumer: bytes, count: int) -> None:
         change = count - self.held.get(consumer, 0)
@@ -518,18 +511,3 @@ class Supply:
         else:
             self.held.pop(consumer, None)
         self._rounds.on_away(consumer, change)
-
-    def _on_lent(self, lent: Lent, body: memoryview) -> None:
-        self._rounds.on_lent(lent.consumer, lent.delivery, body)
-
-    def _on_ready(self, _: Ready, __: memoryview) -> None:
-        self.ready = True
-        self._rounds.wake()
-
-    _HANDLERS: Final[dict[type[msgspec.Struct], Callable[[Any, Any, memoryview], None]]] = {
-        Heads: _on_heads,
-        Taken: _on_taken,
-        LeasesHeld: _on_held,
-        Lent: _on_lent,
-        Ready: _on_ready,
-    }

@@ -6,17 +6,19 @@ nothing is queued for it meanwhile, so a slow reader costs the node its window a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import takewhile
 from typing import Final, Protocol
 
 from penstock.errors import InvalidArgument, NotFound, PenstockError
 from penstock.log.partition import PartitionLog
 from penstock.model.batch import Batch
 from penstock.model.columns import Buffer
-from penstock.wire.limits import bounded
-from penstock.wire.messages import Delivery, LogSlice
+from penstock.node.door.flow import Outlet
+from penstock.node.storage.log_io import SliceReader, covered
+from penstock.replication.sender import Credit
+from penstock.wire.messages import Delivery, LogSlice, bounded
 
 WINDOW_ENTRIES_MAX: Final = 1_000_000
 WINDOW_BYTES_MAX: Final = 256 << 20
@@ -32,7 +34,6 @@ def gone(sequence: int, *, sequence_first: int) -> NotFound:
 
 
 def check_window(entries: int, bytes_: int) -> None:
-    """Raise unless a reader may ask for this much."""
     bounded(entries, 1, WINDOW_ENTRIES_MAX, "credit_entries")
     bounded(bytes_, 1, WINDOW_BYTES_MAX, "credit_bytes")
 
@@ -45,16 +46,6 @@ class LogSource(Protocol):
 
     @property
     def sequence_readable(self) -> int: ...
-
-
-class SendRoom(Protocol):
-    """Where the bytes count that are read in order to be sent."""
-
-    def take(self, size: int) -> bool:
-        """Whether so much may be read now. If not, the stream is pumped again when it may."""
-
-    def give_back(self, size: int) -> None:
-        """What was taken is sent, or not sent after all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,109 +112,79 @@ class ReaderStream:
     _: KW_ONLY
     partition: int
     cursor: int
-    window_entries: int
-    window_bytes: int
+    credit: Credit
     send: Callable[[LogSlice, list[Buffer]], None]
     fail: Callable[[BaseException], None]
     end: Callable[[], None]
-    send_room: SendRoom
+    send_room: Outlet
     through: int | None = None  # the batch that covers it is the last; None: there is none
     open: bool = True
     blocked: bool = False
-    entries_out: int = 0
-    bytes_out: int = 0
-    reading: bool = False
+    _taken: int = 0  # of the room to send, for the slice that is being read
+    _reader: SliceReader = field(init=False)
 
-    def acknowledge(self, entries: int, bytes_: int) -> None:
-        """The reader took this much: its credit comes back."""
-        if not (0 <= entries <= self.entries_out and 0 <= bytes_ <= self.bytes_out):
-            raise InvalidArgument("more credit returned than is out", field="entries")
-        self.entries_out -= entries
-        self.bytes_out -= bytes_
+    def __post_init__(self) -> None:
+        self._reader = SliceReader(self.source.log, self._on_failed, staged=False)
 
     def pump(self) -> None:
         """Send what is committed and fits the credit, as far as there is room for it."""
+        reader = self._reader
         while self._may_send(sequence_committed := self.source.sequence_readable):
-            room = min(SLICE_BYTES_MAX, max(1, self.window_bytes - self.bytes_out))
-            taken = 0
-            try:
-                # A segment that is not open tells no size: its first slice may have more.
-                size = self.source.log.reader.slice_size(
-                    self.cursor, through=sequence_committed, bytes_max=room
-                )
-                wanted = SLICE_BYTES_MAX if size is None else size
-                if not self.send_room.take(wanted):
-                    return
-                taken = wanted
-                batches = self.source.log.reader.read_slice(
-                    self.cursor, through=sequence_committed, bytes_max=room, nowait=True
-                )
-            except PenstockError as error:  # dropped by retention, or damaged
-                self.send_room.give_back(taken)
-                self.fail(error)
+            bytes_max = min(SLICE_BYTES_MAX, self.credit.bytes)
+            size = reader.size(self.cursor, through=sequence_committed, bytes_max=bytes_max)
+            # A segment that is not open tells no size: its first slice may have more.
+            self._taken = SLICE_BYTES_MAX if size is None else size
+            if not self.send_room.take(self._taken):
                 return
-            if batches is None:
-                self._read_cold(sequence_committed, room, taken=taken)
-                return
-            if not self._send_slice(batches, sequence_committed, taken=taken):
+            batches = reader.read(
+                self.cursor, through=sequence_committed, bytes_max=bytes_max, then=self._on_read
+            )
+            if batches is None or not self._send_slice(batches):
                 return
 
     def _may_send(self, sequence_committed: int) -> bool:
         return (
             self.open
             and not self.blocked
-            and not self.reading
+            and not self._reader.busy
             and self.cursor <= sequence_committed
-            and (self.bytes_out < self.window_bytes or not self.bytes_out)
+            and not self.credit.exhausted
         )
 
-    def _send_slice(self, batches: list[Batch], sequence_committed: int, *, taken: int) -> bool:
-        """Send the leading batches that the credit covers, and give back what was taken for them.
-        A batch that comes when nothing is out may exceed the window, in entries and bytes. Whether
-        something was sent, and more may follow."""
-        fitting: list[Buffer] = []
-        entries, size, last = self.entries_out, self.bytes_out, 0
-        for batch in batches:
-            padded = batch.size + (-batch.size & 7)
-            if entries and entries + batch.count > self.window_entries:
-                break
-            if size and size + padded > self.window_bytes:
-                break
-            if self.through is not None and batch.first > self.through:
-                break
-            fitting += [batch.header, batch.body, bytes(padded - batch.size)]
-            entries, size, last = entries + batch.count, size + padded, batch.last
+    def _on_read(self, batches: list[Batch]) -> None:
+        if not self.open:
+            self.send_room.give_back(self._taken)
+        elif self._send_slice(batches):
+            self.pump()  # more may be committed by now
+
+    def _on_failed(self, error: BaseException) -> None:
+        self.send_room.give_back(self._taken)
+        if self.open:
+            self.fail(error)
+
+    def _send_slice(self, batches: list[Batch]) -> bool:
+        """Send the leading batches that the credit covers; if nothing is out, the first of them may
+        exceed the window. Whether something was sent, and more may follow."""
+        credit, through = self.credit, self.through
+        wanted = takewhile(lambda batch: through is None or batch.first <= through, batches)
+        fitting, entries, size = covered(
+            wanted, entries=credit.entries, bytes=credit.bytes, lone=not credit.bytes_out, align=8
+        )
         try:
             if fitting:
-                self.entries_out, self.bytes_out = entries, size
-                about = LogSlice(self.partition, batches[0].first, last, sequence_committed)
-                self.send(about, fitting)
+                credit.on_sent(entries, size)
+                last = fitting[-1].last
+                committed = self.source.sequence_readable
+                about = LogSlice(self.partition, fitting[0].first, last, committed)
+                self.send(about, [part for batch in fitting for part in _padded(batch)])
                 self.cursor = last + 1
         finally:
-            self.send_room.give_back(taken)
-        if self.through is not None and last >= self.through:
+            self.send_room.give_back(self._taken)
+        if fitting and through is not None and self.cursor > through:
             self.end()
             return False
         return bool(fitting)
 
-    def _read_cold(self, sequence_committed: int, bytes_max: int, *, taken: int) -> None:
-        """The page cache misses: read in a thread, then go on."""
-        self.reading = True
-        future = asyncio.get_running_loop().run_in_executor(
-            None,
-            lambda: self.source.log.reader.read_slice(
-                self.cursor, through=sequence_committed, bytes_max=bytes_max, nowait=False
-            ),
-        )
 
-        def done(future: asyncio.Future[list[Batch] | None]) -> None:
-            self.reading = False
-            error = future.exception()
-            if error is not None or not self.open:
-                self.send_room.give_back(taken)
-                if error is not None and self.open:
-                    self.fail(error)
-            elif self._send_slice(future.result() or [], sequence_committed, taken=taken):
-                self.pump()  # more may be committed by now
-
-        future.add_done_callback(done)
+def _padded(batch: Batch) -> tuple[Buffer, Buffer, Buffer]:
+    return batch.header, batch.body, bytes(-batch.size & 7)

@@ -3,6 +3,15 @@
 A turn runs at most once per loop iteration: every partition turns what has gathered into batches,
 ready messages are leased to the streams that have credit, and all of it goes out in one write per
 partition. An enqueue and the lease that follows from it thus share one fsync.
+
+Enqueues of a delta topic pass a gate: bounded, the most urgent first. As long as its log keeps up,
+a partition takes deltas as they come, and nothing there costs more than a comparison. Once as many
+are on their way into the log as a turn takes, or the live path has no room, what comes waits in the
+topic's queue. There classes decide, and what does not fit is refused with the time after which it
+is worth trying again: a producer that is told so still has everything.
+
+The live path says how much more may be written by `ServedTopic.live_room`. While there is no room
+the queue stands still: that is how a live path that lags is felt by producers.
 """
 
 from __future__ import annotations
@@ -10,31 +19,43 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
-from penstock.errors import InvalidArgument, NotFound, PenstockError, Unavailable, WrongEpoch
-from penstock.heap import Applied
+import numpy as np
+
+from penstock.errors import (
+    Backpressure,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    Unavailable,
+    WrongEpoch,
+)
+from penstock.heap.state import Applied
+from penstock.model.delta import PriorityClass
 from penstock.model.topic import TopicConfig
 from penstock.node.clock import Alarm, Clock
 from penstock.node.observe.metrics import Metrics
-from penstock.node.route.ports import Key, PartitionPort
-from penstock.node.route.router import RemotePartition, Router
-from penstock.node.serve.deliveries import Deliveries
-from penstock.node.serve.demand import Demand
-from penstock.node.serve.dispatch import Dispatch
-from penstock.node.serve.ingest import IngestGate
+from penstock.node.route import Key, PartitionPort, RemotePartition, Router
+from penstock.node.serve.dispatch import Deliveries, Demand, Dispatch
 from penstock.node.serve.partition import Partition
 from penstock.node.serve.rounds import Rounds
 from penstock.node.serve.streams import ConsumerStream, LogSource, ReaderStream
-from penstock.node.write.enqueuer import EnqueuePart
+from penstock.node.write import EnqueuePart
+from penstock.propagation.flow.lanes import IngestQueue
 from penstock.propagation.options import LiveOptions
+
+TURN_ENTRIES: Final = 8192  # of a partition on their way into its log; from there on they wait
+LOOK_AGAIN_MS: Final = 5  # at a live path that had no room
+_PRIORITY_AT: Final = 2  # in a delta's payload
+_VECTOR_AT: Final = slice(64, 80)
+Placed = list[tuple[PartitionPort, EnqueuePart]]
 
 
 class AtomicPort(Protocol):
     """A topic's atomic batches, which are driven outside of its turns."""
 
-    def enqueue(self, parts: Sequence[tuple[PartitionPort, EnqueuePart]]) -> None:
-        """Write all parts or none, and answer their requests."""
+    def enqueue(self, parts: Sequence[tuple[PartitionPort, EnqueuePart]]) -> None: ...
 
     def prepare(
         self, partition: Partition, part: EnqueuePart, *, transaction: bytes, home: int
@@ -48,8 +69,6 @@ class AtomicPort(Protocol):
 
 
 class LivePath(Protocol):
-    """What pushes the deltas of a topic to subscribers, as far as its topic must know it."""
-
     def room(self) -> int:
         """How many more deltas may be written before it lags too much."""
 
@@ -58,6 +77,135 @@ class LivePath(Protocol):
     def unserve(self, index: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+class IngestGate:
+    def __init__(self, topic: ServedTopic, options: LiveOptions) -> None:
+        self._topic, self._clock, self._metrics = topic, topic.clock, topic.metrics
+        self.queue: IngestQueue[EnqueuePart] = IngestQueue(
+            options.ingest_max, options.ingest_high_water, options.ageing_ms
+        )
+        self._again = Alarm(topic.clock, topic.wake)
+        self._turns = 0
+
+    # --- arrival ---
+
+    def enqueue(self, parts: Placed) -> None:
+        """Hand the parts of a request to their partitions, let them wait, or refuse all of them."""
+        if self._free(parts):
+            for partition, part in parts:
+                partition.enqueue(part)
+            return
+        queue = self.queue
+        waiting = [part.count for p, part in parts if self._topic.served(p.index) is not None]
+        if waiting and not queue.fits(sum(waiting)):
+            self._refuse(parts)
+            return
+        crossings, now_ms = queue.crossings, self._clock.now_ms()
+        for partition, part in parts:
+            if self._topic.served(partition.index) is not None:
+                queue.put(
+                    part, priority=_most_urgent(part), count=part.count, now_ms=now_ms,
+                    group=partition.index, keys=partial(_vectors, part),
+                )  # fmt: skip
+            else:
+                partition.enqueue(part)
+        if queue.crossings != crossings:
+            self._metrics.ingest_crossings.add((self._topic.config.name,))
+        self._topic.wake()
+
+    def _free(self, parts: Placed) -> bool:
+        room, waiting = self._topic.live_room, self.queue.depths
+        if room is not None and room() <= 0:
+            return False
+        for port, _ in parts:
+            partition = self._topic.served(port.index)
+            if partition is not None and (
+                port.index in waiting or _under_way(partition) >= TURN_ENTRIES
+            ):
+                return False
+        return True
+
+    def _refuse(self, parts: Placed) -> None:
+        queue, name = self.queue, self._topic.config.name
+        refusal = Backpressure(
+            f"{queue.depth} deltas wait to be written to {name}",
+            retry_after_s=round(queue.retry_after_s(self._clock.now_ms()), 3),
+            limit=queue.capacity,
+        )
+        self._metrics.ingest_rejected.add((name,), sum(part.count for _, part in parts))
+        for _, part in parts:
+            part.request.part_failed(refusal)
+
+    # --- the turn ---
+
+    def drain(self) -> None:
+        """Hand on what the partitions and the live path have room for."""
+        queue, topic, left = self.queue, self._topic, self._live_room()
+        now_ms = self._clock.now_ms()
+        self._turns += 1
+        groups = list(queue.depths)
+        first = self._turns % len(groups) if groups else 0  # so that none is always the last
+        for index in groups[first:] + groups[:first]:
+            partition = topic.served(index)
+            if partition is None:
+                continue
+            refused = partition.refusal() is not None
+            # What cannot be written now is not kept waiting: the partition will say so.
+            room = queue.depths[index] if refused else TURN_ENTRIES - _under_way(partition)
+            if left is not None and not refused:
+                room = min(room, left)
+            for part in queue.take(room, now_ms, group=index):
+                partition.enqueue(part)
+                left = None if left is None else left - part.count
+        if queue.depth and left is not None and left <= 0:
+            self._again.set(now_ms + LOOK_AGAIN_MS)  # nobody may tell us that it has moved on
+
+    def _live_room(self) -> int | None:
+        room = self._topic.live_room
+        return None if room is None else room()
+
+    def fail(self, index: int, error: PenstockError) -> None:
+        """A partition is no longer served here: what waits for it was surely not written."""
+        for part in self.queue.remove(index):
+            part.request.part_failed(error)
+
+    def close(self, error: PenstockError) -> None:
+        self._again.cancel()
+        for index in list(self.queue.depths):
+            self.fail(index, error)
+
+    def status(self) -> dict[str, Any]:
+        queue = self.queue
+        return {
+            "depth": queue.depth,
+            "depth_by_class": {c.name.lower(): queue.depth_by_class[c] for c in PriorityClass},
+            "capacity": queue.capacity,
+            "high": queue.high,
+            "high_water": queue.mark,
+            "crossings": queue.crossings,
+            "rejected": queue.rejected,
+            "drain_rate": round(queue.drain_rate(self._clock.now_ms())),
+            "live_room": self._live_room(),
+        }
+
+
+def _under_way(partition: Partition) -> int:
+    staged = partition.log.sequence_last - partition.coordinator.sequence_committed
+    return partition.enqueuer.gathered + staged
+
+
+def _most_urgent(part: EnqueuePart) -> int:
+    payloads = part.columns.binary("payload")
+    assert payloads is not None, "checked when it came"
+    blob = np.frombuffer(payloads.blob, np.uint8)
+    return int(blob[payloads.offsets[:-1] + _PRIORITY_AT].min())
+
+
+def _vectors(part: EnqueuePart) -> set[bytes]:
+    payloads = part.columns.binary("payload")
+    assert payloads is not None, "checked when it came"
+    return {payload[_VECTOR_AT] for payload in payloads}
 
 
 class ServedTopic:
@@ -123,8 +271,8 @@ class ServedTopic:
 
     # --- which partitions this node serves ---
 
-    def serve(self, index: int, partition: Partition) -> None:
-        """A tenure began: this node coordinates the partition."""
+    def serve(self, partition: Partition) -> None:
+        index = partition.index
         self.partitions[index] = self._served[index] = partition
         self._place_local()
         self.router.on_served(self.key(index))
@@ -140,7 +288,7 @@ class ServedTopic:
             return
         self.partitions[index] = self._elsewhere(index)
         self._place_local()
-        moved = Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
+        moved = self._moved(index)
         if self.ingest is not None:
             self.ingest.fail(index, moved)
         gone.enqueuer.fail(moved)
@@ -156,12 +304,10 @@ class ServedTopic:
         """A log is not to be read here any more: whoever does looks for it elsewhere."""
         for stream in tuple(self.log_streams):
             if stream.source is source:
-                stream.fail(
-                    Unavailable(
-                        f"partition {stream.partition} of {self.config.name} moved",
-                        partition=stream.partition,
-                    )
-                )
+                stream.fail(self._moved(stream.partition))
+
+    def _moved(self, index: int) -> Unavailable:
+        return Unavailable(f"partition {index} of {self.config.name} moved", partition=index)
 
     def reached(self, index: int | None = None) -> bool:
         """Whether a partition, or each of them, can be served: here, or by a node that we reach."""
@@ -171,7 +317,7 @@ class ServedTopic:
     def _reaches(self, index: int) -> bool:
         served = self._served.get(index)
         if served is not None:
-            return served.journal.may_commit
+            return served.may_commit
         node = self.router.coordinator(self.key(index))
         return bool(node) and self.router.cluster.live(node) is not None
 
@@ -195,7 +341,6 @@ class ServedTopic:
         return len(pops)
 
     def _recount(self) -> None:
-        """Partitions came or went, and with them leases of consumers here and elsewhere."""
         for stream in self.dispatch.streams.values():
             stream.recount(sum(p.leased_to(stream.consumer) for p in self.local))
         for demand in self._demands:
@@ -229,7 +374,6 @@ class ServedTopic:
     # --- for sessions ---
 
     def follow(self, live: LivePath) -> None:
-        """Somebody subscribes: the live path follows the topic's partitions from now on."""
         self.live, self.live_room = live, live.room
 
     def partition(self, index: int) -> PartitionPort:
@@ -330,12 +474,12 @@ class ServedTopic:
                 self._offered.set()
                 self._offered.clear()
             for partition in self.local:
-                partition.journal.flush()
+                partition.flush()
             # Nobody waits for a settlement as for a message: it is worked on during that write.
             for partition in self.local:
                 if partition.settler.gathered:
                     partition.settler.take_turn()
-                    partition.journal.flush()
+                    partition.flush()
             for stream in tuple(self.log_streams):
                 stream.pump()
             for demand in self._demands:
@@ -416,8 +560,7 @@ def has_id(topic: ServedTopic, topic_id: int) -> bool:
 
 
 def check_id(topic: ServedTopic, topic_id: int) -> None:
-    """Refuse a request that was made for an earlier topic of the same name; 0 stands for whichever
-    topic has the name."""
+    """Refuse what was meant for an earlier topic of the same name; 0: for any topic of it."""
     if topic_id and not has_id(topic, topic_id):
         name = topic.config.name
         raise NotFound(

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from penstock.errors import (
     Corruption,
@@ -29,59 +29,52 @@ from penstock.model.columns import Buffer
 from penstock.model.entries import DELAY_MS_MAX
 from penstock.model.topic import TopicKind
 from penstock.model.version import __version__
-from penstock.node.calls import (  # noqa: F401 - they register their methods
-    cluster,
-    live,
-    messages,
-    status,
-)
+from penstock.node.calls import cluster, live, messages  # noqa: F401 - they register their methods
 from penstock.node.calls import log as log_calls  # noqa: F401 - it does, too
 from penstock.node.calls.table import CLUSTER_KEY_ID, Caller, dispatch_call
 from penstock.node.door.budget import READ_BYTES, Budget, Held
 from penstock.node.door.doorway import address_of
 from penstock.node.door.flow import Flow, Inbox
-from penstock.node.door.tls_link import TlsLink
+from penstock.node.door.tls import TlsLink
 from penstock.node.engine import Engine
 from penstock.node.observe.logs import get_logger
-from penstock.node.serve.intake import enqueue, enqueue_of_delta
+from penstock.node.serve.intake import Make, Tokens, enqueue, enqueue_of_delta
 from penstock.node.serve.topic import ServedTopic
-from penstock.node.session.stream_table import StreamTable
-from penstock.node.session.tokens import Make, Tokens
-from penstock.node.write.journal import Reply
-from penstock.node.write.settler import ExtendRequest, ReturnRequest, TokenRequest
+from penstock.node.session.stream_table import Opening, StreamTable
+from penstock.node.write import ExtendRequest, Reply, ReturnRequest, TokenRequest
 from penstock.wire import frame as wire
-from penstock.wire.calls import traits_of
 from penstock.wire.frame import (
     CODECS,
     Frame,
     FrameFlag,
     FrameType,
+    Outbox,
+    WireTransport,
     choose_version,
     compressed,
     expanded,
     raw_length,
 )
-from penstock.wire.limits import CONTROL_BYTES_MAX, OPENING_BYTES_MAX, bounded
 from penstock.wire.messages import (
+    CONTROL_BYTES_MAX,
+    OPENING_BYTES_MAX,
     Call,
     Enqueue,
     Extend,
     Hello,
     OpenFollow,
-    OpenLease,
-    OpenLog,
-    OpenSubscription,
+    OpenSupply,
     PutDelta,
     Return,
     Settle,
     SlowDown,
     Tell,
     Welcome,
+    bounded,
     pack,
+    traits_of,
     unpack,
 )
-from penstock.wire.outbox import Outbox, WireTransport
-from penstock.wire.supply import OpenSupply
 
 CALLS_MAX: Final = 256  # administrative calls under way on one connection
 READS_MAX: Final = 4  # of them, that are answered with messages: together they may be large
@@ -90,7 +83,7 @@ SLOW_DOWN_S_MAX: Final = 0.25  # then a producer tries again, and may be told ag
 _numbers: Final = itertools.count(1)
 log = get_logger(__name__)
 
-Open = OpenLease | OpenLog | OpenSubscription | OpenFollow | OpenSupply | Tell | Call
+Open = Opening | Tell | Call
 
 
 class CallDesk:
@@ -108,11 +101,10 @@ class CallDesk:
         self._most = SHARED_CALLS_MAX if shared else CALLS_MAX
         self._reads = asyncio.Semaphore(READS_MAX)
 
-    def check_room(self) -> None:
-        if self._under_way >= self._most:
-            raise LimitExceeded(f"{self._most} calls are under way", limit=self._most)
-
     def begin(self, call: Call, caller: Caller, reply: Reply) -> None:
+        if self._under_way >= self._most:
+            reply(LimitExceeded(f"{self._most} calls are under way", limit=self._most))
+            return
         self._under_way += 1
         self._engine.spawn(self._answer(call, caller, reply), name=f"call-{call.method}")
 
@@ -296,31 +288,27 @@ class Session(asyncio.Protocol):
             if handler is None:
                 raise InvalidArgument(f"a client does not send {frame.type.name}", field="type")
             handler(self, self._expanded(frame) if frame.flags & FrameFlag.COMPRESSED else frame)
-        except Corruption as error:
-            self._answer_error(number, InvalidArgument(error.message, field="payload"))
-        except PenstockError as error:
-            self._answer_error(number, error)
-        except Exception:  # one bad request must not end the others'
-            log.exception("request failed", type=frame.type.name)
-            self._answer_error(number, PenstockError("internal error"))
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the others'
+            self._answer_error(number, _told(error, frame.type))
 
     def _greet(self, frame: Frame) -> None:
         try:
-            greeting = _read_greeting(self._engine, frame)
+            welcome, self._key_id, self._peer = _read_greeting(self._engine, frame)
             if self.address:
                 self._engine.doorway.admit(self)
         except PenstockError as error:
+            if isinstance(error, Unauthenticated):
+                self._engine.metrics.auth_failures.add()
             self._refuse(error)
             return
         self._greeted = True
-        self._key_id, self._peer = greeting.key_id, greeting.peer
         limits = self._engine.config.limits
         self._inbox.decoder.payload_bytes_max = limits.frame_bytes_max
         if self._key_id is not None and not self._peer:
             self._flow.account.join(self._key_id)
         self._watch(limits.idle_s, self._check_alive)
-        self._send(FrameType.HEARTBEAT, frame.sequence, pack(greeting.welcome))
-        self._codec = CODECS.get(greeting.welcome.codec, Codec.NONE)
+        self._send(FrameType.HEARTBEAT, frame.sequence, pack(welcome))
+        self._codec = CODECS.get(welcome.codec, Codec.NONE)
 
     def _expanded(self, frame: Frame) -> Frame:
         """A compressed frame as it was. What it needs counts before it is there."""
@@ -341,27 +329,20 @@ class Session(asyncio.Protocol):
             control, data = unpack(frame.payload, Enqueue)
             if control.forwarded or control.transaction or control.home:
                 self._check_peer()
-        size, limits = len(data), self._engine.config.limits
+        size, raw_bytes_max = len(data), self._engine.config.limits.raw_bytes_max
         if control.codec and control.raw_lengths:  # it is kept decompressed until it is written
-            raw = min(sum(control.raw_lengths), limits.raw_bytes_max)
-            size = max(size, raw)
+            size = max(size, min(sum(control.raw_lengths), raw_bytes_max))
         self._flow.account.check(size)
         topic = self._engine.topics[control.topic]
         reply = self._reply(frame, size)
         try:
-            enqueue(topic, control, data, reply, raw_bytes_max=limits.raw_bytes_max)
-        except Corruption as error:
-            reply(InvalidArgument(error.message, field="payload"))
-        except PenstockError as error:
-            reply(error)  # what is refused is no longer under way
-        except Exception:
-            log.exception("request failed", type=frame.type.name)
-            reply(PenstockError("internal error"))
-        else:
-            ingest = topic.ingest
-            if ingest is not None and ingest.queue.high and not control.forwarded:
-                after_s = ingest.queue.retry_after_s(self._engine.clock.now_ms())
-                self._slow_down(control.topic, min(after_s, SLOW_DOWN_S_MAX))
+            enqueue(topic, control, data, reply, raw_bytes_max=raw_bytes_max)
+        except Exception as error:  # noqa: BLE001 - as for any request
+            reply(_told(error, frame.type))  # what is refused is no longer under way
+            return
+        if topic.ingest is not None and topic.ingest.queue.high and not control.forwarded:
+            after_s = topic.ingest.queue.retry_after_s(self._engine.clock.now_ms())
+            self._slow_down(control.topic, min(after_s, SLOW_DOWN_S_MAX))
 
     def _delta(self, frame: Frame) -> tuple[Enqueue, memoryview]:
         control, data = unpack(frame.payload, PutDelta)
@@ -422,21 +403,9 @@ class Session(asyncio.Protocol):
             self._check_peer()
             self._engine.nodes.transport.on_told(control.told)
             return
-        self.streams.check_number(frame.sequence)
-        if isinstance(control, OpenFollow):
+        if isinstance(control, OpenFollow | OpenSupply) or getattr(control, "forwarded", False):
             self._check_peer()
-            self.streams.open_follow(frame.sequence, control)
-        elif isinstance(control, OpenSupply):
-            self._check_peer()
-            self.streams.open_supply(frame.sequence, control)
-        elif isinstance(control, OpenLease):
-            self.streams.open_lease(frame.sequence, control, self._key_id)
-        elif isinstance(control, OpenSubscription):
-            if control.forwarded:
-                self._check_peer()
-            self.streams.open_subscription(frame.sequence, control)
-        else:
-            self.streams.open_log(frame.sequence, control)
+        self.streams.open(frame.sequence, control, self._key_id)
 
     def _on_unsubscribe(self, frame: Frame) -> None:
         self.streams.close(frame.sequence)
@@ -465,25 +434,24 @@ class Session(asyncio.Protocol):
         def answer(result: object) -> None:
             self.pending -= 1
             self._flow.give_back(size)
-            if self._transport is None:
-                return
             if isinstance(result, PenstockError):
                 self._answer_error(number, result)
-                return
-            if quiet:
-                return
-            payload = pack(result)
-            if len(payload) <= wire.PAYLOAD_BYTES_MAX:
-                self._send(FrameType.ACK, number, payload)
-            else:
-                self._answer_error(number, _too_large(len(payload)))
+            elif not quiet:
+                self._answer(number, result)
 
         return answer
 
+    def _answer(self, number: int, result: object) -> None:
+        if self._transport is None:
+            return
+        payload = pack(result)
+        if len(payload) <= wire.PAYLOAD_BYTES_MAX:
+            self._send(FrameType.ACK, number, payload)
+        else:
+            self._answer_error(number, _too_large(len(payload)))
+
     def _answer_error(self, number: int, error: PenstockError) -> None:
         self._send(FrameType.NACK, number, pack(error.to_wire()))
-
-    # --- leases ---
 
     def _for_tokens(
         self,
@@ -498,15 +466,20 @@ class Session(asyncio.Protocol):
         tokens = Tokens(topic, control, data)
         tokens.hand_out(make, self._reply(frame, len(data)))
 
-    # --- calls ---
-
     def _on_call(self, frame: Frame, call: Call) -> None:
-        self._calls.check_room()
-        reply = self._reply(frame, len(frame.payload))
         caller = Caller(
             self._key_id, self._number, self._peer, gone=lambda: self._transport is None
         )
-        self._calls.begin(call, caller, reply)
+        self._calls.begin(call, caller, self._reply(frame, len(frame.payload)))
+
+
+def _told(error: Exception, type: FrameType) -> PenstockError:
+    if isinstance(error, Corruption):
+        return InvalidArgument(error.message, field="payload")
+    if isinstance(error, PenstockError):
+        return error
+    log.error("request failed", type=type.name, exc_info=error)
+    return PenstockError("internal error")
 
 
 def _too_large(size: int) -> InvalidArgument:
@@ -538,16 +511,9 @@ def port_of(server: asyncio.Server) -> int:
 # --- the first frame of a connection: what is spoken on it, and in whose name ---
 
 
-class _Greeting(NamedTuple):
-    welcome: Welcome
-    key_id: str | None
-    peer: bool  # another node of the cluster, as far as we can tell
-
-
-def _read_greeting(engine: Engine, frame: Frame) -> _Greeting:
-    """What a connection's first frame agrees on; raises what it is refused with."""
+def _read_greeting(engine: Engine, frame: Frame) -> tuple[Welcome, str | None, bool]:
+    """What is agreed on, the key, and whether it counts as a node; raises the refusal."""
     if frame.type is not FrameType.HEARTBEAT:
-        engine.metrics.auth_failures.add()
         raise Unauthenticated("the first frame must be a greeting")
     if frame.flags & FrameFlag.COMPRESSED:
         raise InvalidArgument("a greeting is not compressed", field="flags")
@@ -558,18 +524,14 @@ def _read_greeting(engine: Engine, frame: Frame) -> _Greeting:
     version = choose_version(hello.versions)
     # The first that is offered and known here; none: frames stay as they are.
     codec = next((name for name in hello.codecs if name in CODECS), "")
-    try:
-        key_id, peer = _authenticated(engine, hello)
-    except Unauthenticated:
-        engine.metrics.auth_failures.add()
-        raise
+    key_id, peer = _authenticated(engine, hello)
     limits, name = engine.config.limits, engine.config.cluster_name
     heartbeat_ms = int(limits.idle_s * 1000 / 3)
     welcome = Welcome(
         version, __version__, engine.identity.node, heartbeat_ms, limits.frame_bytes_max, name,
         codec,
     )  # fmt: skip
-    return _Greeting(welcome, key_id, peer)
+    return welcome, key_id, peer
 
 
 def _authenticated(engine: Engine, hello: Hello) -> tuple[str | None, bool]:

@@ -88,7 +88,6 @@ class Room:
 
 
 def open_files_max() -> int:
-    """How many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
@@ -117,9 +116,8 @@ class Trouble:
 
 
 class Unopened:
-    """Partitions that this node should have open and cannot for now, on a full disk or for want of
-    open files. The rest of the node goes on. They are tried again, and status and metrics tell of
-    them until it works."""
+    """Partitions that should be open here and cannot for now, for want of disk or of open files.
+    They are tried again, and status and metrics tell of them until it works."""
 
     def __init__(self) -> None:
         self._troubles: dict[tuple[int, int | None], Trouble] = {}
@@ -152,7 +150,6 @@ class Unopened:
             self.forget(*key)
 
     def topic(self, name: str) -> Trouble | None:
-        """The topic of that name, if none of it is open."""
         whole = (t for t in self._troubles.values() if t.partition is None)
         return next((t for t in whole if t.config.name == name), None)
 

@@ -119,7 +119,6 @@ class TokenBucket:
         return found
 
     def take_all(self, n: int, now_ms: float) -> bool:
-        """Take `n` tokens if there are so many, else none."""
         self._fill(now_ms)
         if self.tokens < n:
             self.held = True
@@ -132,7 +131,6 @@ class TokenBucket:
         self.tokens = min(self.tokens + n, self.burst)
 
     def wait_ms(self, now_ms: float) -> float:
-        """How long it takes until there is a token."""
         self._fill(now_ms)
         return max(0.0, (1 - self.tokens) * 1000 / self.rate.rate)
 

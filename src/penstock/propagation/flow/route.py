@@ -75,7 +75,6 @@ class DeltaRoute(msgspec.Struct, frozen=True, kw_only=True):
                 return f"{self.kind.value}={self.value}"
 
     def mask(self, batch: DeltaBatch) -> Mask:
-        """Which rows it holds for."""
         match self.kind:
             case RouteKind.ALL:
                 return np.ones(len(batch), np.bool_)
@@ -94,8 +93,7 @@ class DeltaRoute(msgspec.Struct, frozen=True, kw_only=True):
         wanted = self.value.encode()
         found = np.asarray(batch.fixed["namespace_bytes"] == len(wanted))
         rows = np.flatnonzero(found)
-        namespaces, _ = batch.take(rows).name_bytes()
-        found[rows] = np.fromiter((n == wanted for n in namespaces), np.bool_, len(rows))
+        found[rows] = [namespace == wanted for namespace, _ in batch.take(rows).names()]
         return found
 
     def _header(self, batch: DeltaBatch) -> Mask:
@@ -121,7 +119,6 @@ def routed(batch: DeltaBatch, routes: Sequence[DeltaRoute]) -> Mask:
 
 
 def wanted(rows: ReleasedRows, routes: Routes) -> ReleasedRows:
-    """Those of the rows that some route takes, each once."""
     if not routes:
         return rows
     mask = routed(rows.batch, routes)

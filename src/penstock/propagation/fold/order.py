@@ -2,28 +2,27 @@
 
 Most vectors of a batch get their deltas in order; for those every question is answered with whole
 columns. A vector is *affected* if something waits for it already, or if any of its rows is not
-plainly in order; all rows of an affected vector go one by one through the `waitlist`, and what
+plainly in order; all rows of an affected vector go one by one through the waitlist, and what
 became of them is put back into columns here. As a delta's causes are all of its own vector, the two
 never meet but in the order of release, which is that of the rows whose arrival released them.
 
-A step may stop before the batch's end (see `waitlist`): then nothing behind the stop has happened.
+A step may stop before the batch's end (see `ledger`): then nothing behind the stop has happened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
-from penstock.model.delta import HAS_PARENT
+from penstock.model.delta import HAS_PARENT, NO_ID
 from penstock.model.delta_batch import DeltaBatch, halves, sixteens
-from penstock.propagation.fold.ledger import PENDING, Ledger
+from penstock.propagation.fold.ledger import PENDING, Ledger, Verdicts, WaitingDelta, Waitlist
 from penstock.propagation.fold.table import Numbers, Words, beginnings, places_within, stable_order
-from penstock.propagation.fold.waitlist import Verdicts, WaitingDelta, Waitlist
 
 Sequences = NDArray[np.uint64]
 
@@ -97,7 +96,6 @@ def refused_of(batch: DeltaBatch, verdicts: Verdicts, position: int | None = Non
 
 
 def _numbers(some: list[WaitingDelta]) -> tuple[Numbers, Numbers]:
-    """Of their vectors and chains."""
     return np.array([w.vector for w in some], np.int64), np.array([w.chain for w in some], np.int64)
 
 
@@ -123,11 +121,18 @@ Mask = NDArray[np.bool_]
 Causes = tuple[Numbers, Numbers, Numbers]  # (row, chain, counter)
 
 
-class Step(NamedTuple):
-    stop: int  # rows of the batch that were looked at
-    released: ReleasedDeltas
-    refused: RefusedDeltas
-    duplicates: int
+@dataclass(slots=True)
+class FeedTally:
+    """What a feed has come to so far."""
+
+    read: int = 0
+    duplicates: int = 0
+    released: list[tuple[DeltaBatch, Sequences]] = field(default_factory=list)  # with positions
+    refused: list[RefusedDeltas] = field(default_factory=list)
+
+    def refuse(self, batch: DeltaBatch, positions: Sequences, reason: str) -> None:
+        reasons, missing = [reason] * len(batch), [NO_ID] * len(batch)
+        self.refused.append(RefusedDeltas(batch, positions, reasons, missing))
 
 
 @dataclass(slots=True)
@@ -150,8 +155,9 @@ class DeltaOrder:
     def __init__(self, ledger: Ledger, waitlist: Waitlist) -> None:
         self.ledger, self.waitlist = ledger, waitlist
 
-    def step(self, batch: DeltaBatch) -> Step:
-        """Order as many rows as there are until something has waited too long."""
+    def step(self, batch: DeltaBatch, tally: FeedTally) -> tuple[int, ReleasedDeltas]:
+        """Order as many rows as there are until something has waited too long; how many these are,
+        and what they released."""
         rows = self._look_up(batch)
         others = self._other_causes(rows)
         sorted_rows = stable_order(rows.chains)
@@ -161,13 +167,13 @@ class DeltaOrder:
         plain = ~affected & (numbers < stop)
         fresh = plain & ~rows.known & (rows.first == numbers)
         self._commit(rows, fresh, sorted_rows)
-        duplicates = int(plain.sum() - fresh.sum()) + verdicts.duplicates
+        tally.duplicates += int(plain.sum() - fresh.sum()) + verdicts.duplicates
+        tally.refused.append(refused_of(batch, verdicts))
         released = self._released(rows, fresh, verdicts)
-        refused = refused_of(batch, verdicts)
-        self.waitlist.write_back(verdicts, batch)
+        self.waitlist.keep(batch)
         if stop:
             self.ledger.time_ms = int(batch.log_times_ms[stop - 1])
-        return Step(stop, released, refused, duplicates)
+        return stop, released
 
     # --- looking up ---
 
@@ -306,21 +312,14 @@ class DeltaOrder:
         if not len(some) and not self.waitlist.arrivals:
             return Verdicts(), len(rows.batch)
         arrivals = self._waiting(rows, others, some)
-        return self.waitlist.take(arrivals, rows.known[some].tolist(), rows.times_ms)
+        return self.waitlist.take(arrivals, rows.times_ms)
 
     def _waiting(self, rows: _Rows, others: Causes, some: Numbers) -> list[WaitingDelta]:
-        batch, chains = rows.batch, rows.chains[some]
-        seen = self.ledger.chains.table["seen"]
-        self.waitlist.seen.update(zip(chains.tolist(), seen[chains].tolist(), strict=True))
-        causes: dict[int, list[tuple[int, int]]] = {}
-        row, chain, counter = others
-        if len(row):
-            mine = np.isin(row, some)
-            chain = chain[mine]
-            self.waitlist.seen.update(zip(chain.tolist(), seen[chain].tolist(), strict=True))
-            entries = zip(row[mine].tolist(), chain.tolist(), counter[mine].tolist(), strict=True)
-            for number, other, count in entries:
-                causes.setdefault(number, []).append((other, count))
+        batch, causes = rows.batch, dict[int, list[tuple[int, int]]]()
+        if len(others[0]):
+            mine = np.isin(others[0], some)
+            for row, chain, counter in zip(*(o[mine].tolist() for o in others), strict=True):
+                causes.setdefault(row, []).append((chain, counter))
         parents: list[bytes | None] = list(sixteens(batch.parent[some]))
         settled = self._parents_released(rows, some)[1]
         settled |= (batch.fixed["flags"][some] & HAS_PARENT) == 0
@@ -328,9 +327,9 @@ class DeltaOrder:
             parents[number] = None
         numbers = some.tolist()
         columns = (
-            numbers, batch.sequences[some].tolist(), rows.times_ms[some].tolist(),
-            sixteens(batch.delta_id[some]), parents, rows.vectors[some].tolist(),
-            chains.tolist(), rows.counters[some].tolist(),
+            numbers, rows.entries[some].tolist(), batch.sequences[some].tolist(),
+            rows.times_ms[some].tolist(), sixteens(batch.delta_id[some]), parents,
+            rows.vectors[some].tolist(), rows.chains[some].tolist(), rows.counters[some].tolist(),
             [causes.get(number, ()) for number in numbers],
         )  # fmt: skip
         return [WaitingDelta(*fields) for fields in zip(*columns, strict=True)]
@@ -338,7 +337,6 @@ class DeltaOrder:
     # --- writing down what happened ---
 
     def _commit(self, rows: _Rows, fresh: Mask, sorted_rows: Numbers) -> None:
-        """Enter the rows that were released by columns."""
         queue = sorted_rows if fresh.all() else sorted_rows[fresh[sorted_rows]]
         if not len(queue):
             return

@@ -16,7 +16,7 @@ rest of the feed, and `sequence` stands still until that is through:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import lt
 from typing import Any, Final
@@ -26,21 +26,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import FailedPrecondition, InvalidArgument
-from penstock.model.delta import DIMENSIONS_MAX, NO_ID
+from penstock.model.delta import DIMENSIONS_MAX
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
-from penstock.propagation.fold.ledger import SWEEP_MIN, Ledger
+from penstock.propagation.fold.ledger import INVALID, LATE, SWEEP_MIN, Ledger, Verdicts, Waitlist
 from penstock.propagation.fold.merge import Merge, VectorStates
 from penstock.propagation.fold.order import (
     NOTHING,
     DeltaOrder,
+    FeedTally,
     RefusedDeltas,
     ReleasedDeltas,
     refused_of,
     released_of,
 )
 from penstock.propagation.fold.row_fold import ROWS_MAX, RowFold
-from penstock.propagation.fold.waitlist import INVALID, LATE, Verdicts, Waitlist
 from penstock.propagation.options import PropagationOptions
 
 STRETCH_MIN: Final = 4096  # rows looked at after a stop, and twice as many each time
@@ -60,16 +60,6 @@ class FeedOutcome(msgspec.Struct, frozen=True, eq=False):
     counts: dict[str, int]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What a feed has come to so far."""
-
-    released: list[tuple[DeltaBatch, NDArray[np.uint64]]]  # with their positions
-    refused: list[RefusedDeltas]
-    read: int = 0
-    duplicates: int = 0
-
-
 class Propagator:
     def __init__(self, dimensions: int, options: PropagationOptions | None = None) -> None:
         if not 1 <= dimensions <= DIMENSIONS_MAX:
@@ -84,9 +74,7 @@ class Propagator:
         self.ordinal = 0  # deltas released so far
         self.ledger = Ledger(self.options.dedup_ms, self.options.pending_ms)
         self.waitlist = Waitlist(
-            self.ledger,
-            pending_max=self.options.pending_max,
-            pending_ms=self.options.pending_ms,
+            self.ledger, pending_max=self.options.pending_max, pending_ms=self.options.pending_ms
         )
         self.order = DeltaOrder(self.ledger, self.waitlist)
         self.merge = Merge(self.ledger, dimensions, self.options)
@@ -109,7 +97,7 @@ class Propagator:
             raise FailedPrecondition("the fold is paused: resolve what is missing first")
         self._check_range(deltas, through)
         count = len(deltas)
-        tally = _Tally([], [], read=count)
+        tally = FeedTally(read=count)
         self._through = through
         self.merge.noting = states
         stop = self._take_rows(deltas, tally) if count <= self.rows_few else 0
@@ -119,7 +107,7 @@ class Propagator:
             self.row_fold.left = 0
         return self._advance(tally)
 
-    def _take_rows(self, deltas: DeltaBatch, tally: _Tally) -> int:
+    def _take_rows(self, deltas: DeltaBatch, tally: FeedTally) -> int:
         """Fold what is plainly in order, and return where that ends."""
         times_ms = deltas.log_times_ms.tolist()
         raised = list(accumulate(times_ms, max, initial=self.ledger.time_ms))[1:]
@@ -151,7 +139,7 @@ class Propagator:
                 f"through is {through}, must be at least {least}", field="through", limit=least
             )
 
-    def _admissible(self, deltas: DeltaBatch, tally: _Tally) -> DeltaBatch:
+    def _admissible(self, deltas: DeltaBatch, tally: FeedTally) -> DeltaBatch:
         """The rows that are deltas at all, with log times that never step back."""
         sound = sound_rows(deltas, dimensions=self.dimensions)
         times_ms = np.maximum.accumulate(np.maximum(deltas.log_times_ms, self.ledger.time_ms))
@@ -159,8 +147,7 @@ class Propagator:
         if sound.all():
             return deltas
         bad = deltas.take(~sound)
-        count = len(bad)
-        tally.refused.append(RefusedDeltas(bad, bad.sequences, [INVALID] * count, [NO_ID] * count))
+        tally.refuse(bad, bad.sequences, INVALID)
         return deltas.take(sound)
 
     def missing(self) -> list[bytes]:
@@ -172,20 +159,18 @@ class Propagator:
         """Go on after a pause. `found`: those of the missing that the log has, below the pause."""
         if self._rest is None:
             raise FailedPrecondition("nothing is missing")
-        tally = _Tally([], [])
+        tally = FeedTally()
         self._settle(self.waitlist.answer({bytes(id_) for id_ in found}), tally)
         return self._advance(tally)
 
-    def _advance(self, tally: _Tally) -> FeedOutcome:
+    def _advance(self, tally: FeedTally) -> FeedOutcome:
         """Fold until the feed is through, or until a question is open."""
         while self._rest is not None and not self.waitlist.asked:
             rest = self._rest
             piece = rest.take(np.arange(self._stretch)) if len(rest) > self._stretch else rest
-            step = self.order.step(piece)
-            tally.duplicates += step.duplicates
-            tally.refused.append(step.refused)
-            self._merge(step.released, tally)
-            self._rest = self._after(rest, piece, step.stop, tally)
+            stop, released = self.order.step(piece, tally)
+            self._merge(released, tally)
+            self._rest = self._after(rest, piece, stop, tally)
         if self._rest is None:
             self.sequence = self._through
             if self.ledger.ids.table.count >= SWEEP_MIN and self.ledger.sweep():
@@ -193,7 +178,7 @@ class Propagator:
         return self._outcome(tally)
 
     def _after(
-        self, rest: DeltaBatch, piece: DeltaBatch, stop: int, tally: _Tally
+        self, rest: DeltaBatch, piece: DeltaBatch, stop: int, tally: FeedTally
     ) -> DeltaBatch | None:
         """What is left of a feed after a step, having turned out what has waited too long."""
         crowded = len(self.waitlist) > self.options.pending_max
@@ -208,27 +193,21 @@ class Propagator:
             return rest.take(np.arange(stop, len(rest)))
         return None
 
-    def _settle(self, verdicts: Verdicts, tally: _Tally) -> None:
-        """Enter what became of deltas that had waited."""
-        none = DeltaBatch.empty()
-        tally.refused.append(refused_of(none, verdicts, self._position))
-        self.waitlist.write_back(verdicts, none)
+    def _settle(self, verdicts: Verdicts, tally: FeedTally) -> None:
+        tally.refused.append(refused_of(DeltaBatch.empty(), verdicts, self._position))
         self._merge(released_of(verdicts, self._position), tally)
 
-    def _merge(self, released: ReleasedDeltas, tally: _Tally) -> None:
+    def _merge(self, released: ReleasedDeltas, tally: FeedTally) -> None:
         if not len(released.batch):
             return
         merged = self.merge.merge(released)
         if not merged.all():
             late = released.take(~merged)
-            count = len(late.batch)
-            tally.refused.append(
-                RefusedDeltas(late.batch, late.positions, [LATE] * count, [NO_ID] * count)
-            )
+            tally.refuse(late.batch, late.positions, LATE)
             released = released.take(merged)
         tally.released.append((released.batch, released.positions))
 
-    def _outcome(self, tally: _Tally) -> FeedOutcome:
+    def _outcome(self, tally: FeedTally) -> FeedOutcome:
         if len(tally.released) == 1:
             ((batch, positions),) = tally.released
         else:
@@ -267,7 +246,6 @@ class Propagator:
         return self._rest is not None
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self.ledger.validate()
         self.waitlist.validate()
         self.merge.validate()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.model.columns import Binary
-from penstock.model.delta_batch import FIXED, DeltaBatch, gather
+from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import FeedOutcome
 from penstock.propagation.fold.table import Numbers, Table, places_within
 
@@ -72,7 +71,6 @@ class ReleasedRows:
 
     @property
     def folded(self) -> int:
-        """Deltas that were merged into these."""
         return 0 if self.merged is None else int(self.merged.folded.sum())
 
     @property
@@ -92,53 +90,40 @@ class ReleasedRows:
         )
 
     def cut(self, first: int, end: int) -> ReleasedRows:
-        """Rows first … end - 1."""
         if first <= 0 and end >= len(self):
             return self
         return self.take(np.arange(max(first, 0), min(end, len(self))))
 
     def packed(self) -> ReleasedRows:
         """The same, holding on to no buffer that is much larger than it needs."""
-        batch = self.batch
-        if len(batch.blob) <= 2 * int(batch.sizes.sum()):
+        if len(self.batch.blob) <= 2 * int(self.batch.sizes.sum()):
             return self
-        payloads, headers = batch.payloads, batch.headers
-        if headers is not None:
-            headers = Binary.of(headers.tolist())
-        alone = DeltaBatch(
-            bytes(payloads.blob), payloads.offsets[:-1].astype(np.int64), batch.fixed.copy(),
-            batch.sequences.copy(), batch.log_times_ms.copy(), headers,
-        )  # fmt: skip
-        return ReleasedRows(alone, self.positions.copy(), self.ordinals.copy(), self.merged)
+        return ReleasedRows.joined([(self, np.arange(len(self)))])
 
     @staticmethod
-    def gathered(parts: Sequence[tuple[ReleasedRows, NDArray[np.int64]]]) -> ReleasedRows:
+    def gathered(parts: Sequence[tuple[ReleasedRows, Numbers]]) -> ReleasedRows:
         """Rows by their numbers out of several; many small parts are as cheap as a large one."""
         if len(parts) == 1:
             rows, numbers = parts[0]
             return rows if len(numbers) == len(rows) else rows.take(numbers)
-        pieces: list[memoryview] = []
-        for rows, numbers in parts:
-            view, batch = memoryview(rows.batch.blob), rows.batch
-            places, sizes = batch.starts[numbers].tolist(), batch.sizes[numbers].tolist()
-            pieces += [view[a : a + n] for a, n in zip(places, sizes, strict=True)]
-        headers = None
-        if any(rows.batch.headers is not None for rows, _ in parts):
-            headers = Binary.of([data for part in parts for data in _headers_of(*part)])
-        blob = b"".join(pieces)
-        starts = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
-        batch = DeltaBatch(
-            blob, starts[:-1],
-            gather(blob, starts[:-1], FIXED),  # joining records is slow: their types are compared
-            np.concatenate([rows.batch.sequences[numbers] for rows, numbers in parts]),
-            np.concatenate([rows.batch.log_times_ms[numbers] for rows, numbers in parts]),
-            headers,
-        )  # fmt: skip
-        merged = None
+        return ReleasedRows.joined(parts)
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[ReleasedRows, Numbers]]) -> ReleasedRows:
+        """The same with payloads copied into a buffer of their own."""
+        batches = [(rows.batch, numbers) for rows, numbers in parts]
+        headers = merged = None
+        if any(batch.headers is not None for batch, _ in batches):
+            headers = Binary.of([h for batch, some in batches for h in batch.headers_of(some)])
         if any(rows.merged is not None for rows, _ in parts):
             merged = Merged.concat([rows.spans().take(numbers) for rows, numbers in parts])
         return ReleasedRows(
-            batch,
+            DeltaBatch.joined(
+                [piece for batch, numbers in batches for piece in batch.pieces(numbers)],
+                sequences=np.concatenate([batch.sequences[some] for batch, some in batches]),
+                log_times_ms=np.concatenate([batch.log_times_ms[some] for batch, some in batches]),
+                headers=headers,
+            ),
             np.concatenate([rows.positions[numbers] for rows, numbers in parts]),
             np.concatenate([rows.ordinals[numbers] for rows, numbers in parts]),
             merged,
@@ -146,23 +131,8 @@ class ReleasedRows:
 
     @staticmethod
     def concat(parts: Sequence[ReleasedRows]) -> ReleasedRows:
-        full = [part for part in parts if len(part)]
-        if len(full) <= 1:
-            return full[0] if full else ReleasedRows.empty()
-        merged = None
-        if any(part.merged is not None for part in full):
-            merged = Merged.concat([part.spans() for part in full])
-        return ReleasedRows(
-            DeltaBatch.concat([part.batch for part in full]),
-            np.concatenate([part.positions for part in full]),
-            np.concatenate([part.ordinals for part in full]),
-            merged,
-        )
-
-
-def _headers_of(rows: ReleasedRows, numbers: NDArray[np.int64]) -> list[bytes]:
-    headers = rows.batch.headers
-    return [b""] * len(numbers) if headers is None else headers.take(numbers)
+        full = [(part, np.arange(len(part))) for part in parts if len(part)]
+        return ReleasedRows.gathered(full) if full else ReleasedRows.empty()
 
 
 class Releases:
@@ -180,7 +150,6 @@ class Releases:
 
     @property
     def ordinal(self) -> int:
-        """How many deltas were released so far."""
         return self._deltas + self._net
 
     # --- what a feed did ---
@@ -319,7 +288,6 @@ class Releases:
         return found
 
     def _before(self, positions: Sequences) -> Sequences:
-        """How many deltas were released before each of these positions."""
         runs, turns = self._runs, self._turns
         if not runs.count:
             return np.full(len(positions), self.ordinal, np.uint64)
@@ -345,7 +313,6 @@ class Releases:
     # --- forgetting ---
 
     def trim(self, below: int) -> None:
-        """Forget positions below this one."""
         if below <= self.trimmed + 1:
             return
         below = min(below, self.through + 1)

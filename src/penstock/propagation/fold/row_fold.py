@@ -24,22 +24,12 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.model.columns import Buffer
-from penstock.model.delta import (
-    CLOCK,
-    HAS_INDICES,
-    HAS_PARENT,
-    HEADER,
-    TIME_MAX,
-    Op,
-    PriorityClass,
-)
+from penstock.model.delta import CLOCK, HAS_INDICES, HAS_PARENT, HEADER, TIME_MAX, Op, PriorityClass
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import shapes
-from penstock.propagation.fold.ledger import PENDING, Ledger
-from penstock.propagation.fold.merge import Merge
-from penstock.propagation.fold.registers import ALIVE, DEAD, VectorOperation
-from penstock.propagation.fold.table import HASH_A, HASH_B, KeyTable, Table
-from penstock.propagation.fold.waitlist import Waitlist
+from penstock.propagation.fold.ledger import PENDING, Ledger, Waitlist
+from penstock.propagation.fold.merge import ALIVE, DEAD, Merge
+from penstock.propagation.fold.table import KeyView, views
 
 WIDE: Final = 32  # values above which arrays are quicker than numbers
 # The header and the delta's own clock entry: ids as two numbers, without version and source.
@@ -146,39 +136,6 @@ PROBES: Final = 16  # components looked at for one that was set before an operat
 ROWS_MAX: Final = 64  # of a feed: with more the columns are quicker
 CHAINS_FEW: Final = 8
 NEVER: Final = 1 << 63
-_WORD: Final = (1 << 64) - 1
-
-
-class KeyView:
-    """Looks up one key at a time in a `KeyTable`, until that changes otherwise."""
-
-    __slots__ = ("_bits", "_ended", "_highs", "_last", "_lows", "_places", "_table")
-
-    def __init__(self, keys: KeyTable) -> None:
-        self._table, self._bits = keys.table, keys.bits
-        self._places, self._last = keys.places.data, len(keys.places) - 1
-        self._lows, self._highs = keys.table["low"].data, keys.table["high"].data
-        self._ended = 0  # the place where the latest search ended
-
-    def find(self, low: int, high: int) -> int:
-        """The row of a key, -1 if it is unknown."""
-        mixed = (low * HASH_A ^ high * HASH_B) & _WORD
-        place = ((mixed ^ mixed >> 32) * HASH_A & _WORD) >> (64 - self._bits)
-        places, lows, highs = self._places, self._lows, self._highs
-        row: int = places[place]
-        while row >= 0 and (lows[row] != low or highs[row] != high):
-            place = (place + 1) & self._last
-            row = places[place]
-        self._ended = place
-        return row
-
-    def put(self, low: int, high: int) -> int:
-        """Give a key a row that `find` has just not found; there must be room."""
-        row = self._table.count
-        self._table.count = row + 1
-        self._lows[row], self._highs[row] = low, high
-        self._places[self._ended] = row
-        return row
 
 
 class RowFold:
@@ -194,10 +151,8 @@ class RowFold:
     def take(
         self, batch: DeltaBatch, sequences: list[int], times_ms: list[int]
     ) -> tuple[int, list[int]]:
-        """Take rows up to the first that is not plain; which that is, and which were released.
-
-        The others are duplicates. Log times do not step back.
-        """
+        """Take rows up to the first that is not plain; which that is, and which were released. The
+        others are duplicates. Log times do not step back."""
         if self.left < len(sequences):
             self._look(len(sequences))
         self.left -= len(sequences)
@@ -238,35 +193,33 @@ class RowFold:
         """Make room for so many rows, and take views of where the tables lie then."""
         ledger, merge, registers = self.ledger, self._merge, self._registers
         merge.reserve()
-        registers.widen(len(ledger.codes))
+        registers.widen()
         growing = (ledger.ids, ledger.vectors, ledger.chains, registers.table, merge.table)
         self.left = min(table.reserve(count) for table in growing)
         self._ids, self._vectors = KeyView(ledger.ids), KeyView(ledger.vectors)
         self._chains = KeyView(ledger.chains)
-        self._id_states, self._id_times = _views(ledger.ids.table, "vector", "log_time_ms")
-        self._waiting, self._latest = _views(ledger.vectors.table, "waiting", "chain")
-        self._chain_origins, self._next, self._seen, self._chain_times, self._heads = _views(
+        self._id_states, self._id_times = views(ledger.ids.table, "vector", "log_time_ms")
+        self._waiting, self._latest = views(ledger.vectors.table, "waiting", "chain")
+        self._chain_origins, self._next, self._seen, self._chain_times, self._heads = views(
             ledger.chains.table, "high", "next", "seen", "time", "head"
         )
-        self._values, self._times, self._writers, self._existence = _views(
+        self._values, self._times, self._writers, self._existence = views(
             registers.table, "values", "times", "writers", "existence"
         )
         self._components = [registers.table[name] for name in ("values", "times", "writers")]
         self._said = {
-            name: _views(registers.table, f"{name}_time", f"{name}_writer")
+            name: views(registers.table, f"{name}_time", f"{name}_writer")
             for name in ("existence", "metadata")
         }
-        self._revision, self._newest, self._sequence, self._log_time_ms, self._lane = _views(
+        self._revision, self._newest, self._sequence, self._log_time_ms, self._lane = views(
             merge.table, "revision", "time", "sequence", "log_time_ms", "lane"
         )
 
     # --- order ---
 
     def _ready(self, row: DeltaRow) -> bool:
-        """Whether all causes were released, and nothing of the vector waits.
-
-        Vectors and chains are entered on sight: they count from their first release on.
-        """
+        """Whether all causes were released, and nothing of the vector waits. Vectors and chains are
+        entered on sight: they count from their first release on."""
         vector = self._vectors.find(row.vector_low, row.vector_high)
         if vector < 0:
             vector = self._new_vector(row)
@@ -345,7 +298,7 @@ class RowFold:
         op, vector, time = row.op, row.vector, row.time
         newest = time > self._newest[vector]
         operations = self._operations
-        if vector in operations.folds and (time, row.origin) <= operations.folds[vector]:
+        if operations.folds and operations.is_late(vector, time, row.origin):
             return False
         if op == _SPARSE:
             if row.n > WIDE:
@@ -367,7 +320,7 @@ class RowFold:
                 return False
             self._operate(row)
             if not newest:
-                operations.prune(vector, self.ledger.ranks)
+                operations.prune(vector)
         elif op == _DELETE and self._say("existence", row):
             self._existence[vector] = DEAD
         if op != _SPARSE and (row.metadata_bytes or op in (_CREATE, _DELETE)):
@@ -384,7 +337,7 @@ class RowFold:
                 if times[first + index] < time:
                     break
             else:
-                self._operations.prune(vector, self.ledger.ranks)
+                self._operations.prune(vector)
                 return
 
     def _set(self, row: DeltaRow) -> None:
@@ -420,15 +373,14 @@ class RowFold:
             self._existence[vector] = ALIVE
 
     def _operate(self, row: DeltaRow) -> None:
-        operation = VectorOperation(
+        self._operations.add(
+            row.vector,
             row.time,
-            self.ledger.origin_name(row.code),
             row.code,
-            row.op == _SCALE,
-            None if row.indices is None else np.array(row.indices, np.uint16),
-            np.array(row.values, np.float32),
+            scale=row.op == _SCALE,
+            indices=None if row.indices is None else np.array(row.indices, np.uint16),
+            values=np.array(row.values, np.float32),
         )
-        self._operations.add(row.vector, operation)
 
     def _set_metadata(self, row: DeltaRow) -> None:
         if not self._say("metadata", row):
@@ -457,8 +409,3 @@ class RowFold:
         self._sequence[vector], self._log_time_ms[vector] = row.sequence, row.time_ms
         if self._merge.noting and row.priority < self._lane[vector]:
             self._lane[vector] = row.priority
-
-
-def _views(table: Table, *names: str) -> list[Any]:
-    """Columns, row behind row, whose items are plain numbers."""
-    return [table[name].reshape(-1).data for name in names]

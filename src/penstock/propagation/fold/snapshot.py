@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.model.columns import Buffer
+from penstock.propagation.fold.ledger import WaitingDelta
 from penstock.propagation.fold.merge import NO_LANE
 from penstock.propagation.fold.propagator import Propagator
-from penstock.propagation.fold.registers import VectorOperation
 from penstock.propagation.fold.table import Numbers, Table, Texts
-from penstock.propagation.fold.waitlist import WaitingDelta
 from penstock.propagation.options import PropagationOptions
 
 VERSION: Final = 1
@@ -204,14 +203,15 @@ def _fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) ->
     merge.table["lane"][: merge.table.count] = NO_LANE
     for vector, time, writer, scale, indices, values in head["operations"]:
         named = None if indices is None else np.frombuffer(indices, np.uint16)
-        origin = ledger.origin_name(writer)
-        operation = VectorOperation(
-            time, origin, writer, scale, named, np.frombuffer(values, np.float32)
-        )
-        merge.operations.lists.setdefault(vector, []).append(operation)
+        factors = np.frombuffer(values, np.float32)
+        merge.operations.add(vector, time, writer, scale=scale, indices=named, values=factors)
     merge.operations.folds = {vector: (time, origin) for vector, time, origin in head["folds"]}
-    for waiting in head["pending"]:
-        _wait(fold, *waiting)
+    fold.waitlist.look()
+    for *fields, others, payload, headers, key in head["pending"]:
+        own: list[Any] = [-1, -1, *fields, [(chain, counter) for chain, counter in others]]
+        waiting = WaitingDelta(*own)
+        waiting.payload, waiting.headers = payload, headers
+        fold.waitlist.wait(waiting, (key[0], key[1]))
 
 
 def _fill_table(table: Table, columns: dict[str, Column], name: str) -> None:
@@ -221,18 +221,6 @@ def _fill_table(table: Table, columns: dict[str, Column], name: str) -> None:
         if table[column].dtype != data.dtype:  # origins may have outgrown two bytes
             table[column] = table[column].astype(data.dtype)
         table[column][: table.count] = data
-
-
-def _wait(
-    fold: Propagator, sequence: int, log_time_ms: int, id_: bytes, parent: bytes | None,
-    vector: int, chain: int, counter: int, others: list[list[int]], payload: bytes, headers: bytes,
-    key: list[Any],
-) -> None:  # fmt: skip
-    causes = [(other, count) for other, count in others]
-    waiting = WaitingDelta(-1, sequence, log_time_ms, id_, parent, vector, chain, counter, causes)
-    waiting.payload, waiting.headers = payload, headers
-    fold.waitlist.wait(waiting, (key[0], key[1]))
-    fold.ledger.vectors.table["waiting"][vector] += 1
 
 
 def digest(fold: Propagator) -> int:

@@ -13,6 +13,7 @@ takes over when it has them all. Rows only ever come at the end, so nothing has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before half
 LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
 HASH_A: Final = 0x9E3779B97F4A7C15
 HASH_B: Final = 0xC2B2AE3D27D4EB4F
+_WORD: Final = (1 << 64) - 1
 _A: Final = np.uint64(HASH_A)
 _B: Final = np.uint64(HASH_B)
 _HALF: Final = np.uint64(32)
@@ -37,10 +39,8 @@ Words = NDArray[np.uint64]
 
 
 def stable_order(keys: Numbers) -> Numbers:
-    """Rows by ascending key, equal ones as they come; keys are not negative.
-
-    One sort of packed integers, which numpy vectorises; a stable argsort takes five times as long.
-    """
+    """Rows by ascending key, equal ones as they come; keys are not negative. One sort of packed
+    integers, which numpy vectorises; a stable argsort takes five times as long."""
     bits = len(keys).bit_length()
     if len(keys) and int(keys.max()).bit_length() + bits > 63:
         return np.argsort(keys, kind="stable")
@@ -102,16 +102,13 @@ class Table:
         """Make room for that many more rows; says how many fit before arrays are replaced."""
         need = self.count + count
         if need > self.capacity:
-            self.capacity = max(need, self._larger())
+            # Zeros that nobody touched take no memory: room is cheap, and moving rows is not.
+            lavish = sum(column.nbytes for column in self._columns.values()) < LAVISH_BYTES
+            self.capacity = max(need, self.capacity * 4 if lavish else self.capacity * 3 // 2)
             for name, old in self._columns.items():
                 self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
                 self._columns[name][: self.count] = old[: self.count]
         return self.capacity - self.count
-
-    def _larger(self) -> int:
-        """Zeros that nobody touched take no memory, so room is cheap, and moving rows is not."""
-        size = sum(column.nbytes for column in self._columns.values())
-        return self.capacity * 4 if size < LAVISH_BYTES else self.capacity * 3 // 2
 
     def keep(self, rows: Numbers) -> None:
         """Drop all rows but these, which are numbered anew in the given order."""
@@ -213,7 +210,6 @@ class KeyTable:
         return found, place
 
     def add(self, low: Words, high: Words) -> Numbers:
-        """Rows of keys; unknown ones are given new rows."""
         self._reserve(len(low))
         found, place = self._probe(low, high)
         waiting = np.flatnonzero(found < 0)
@@ -270,6 +266,43 @@ class KeyTable:
         assert self._next is None or self._next.placed <= self.table.count
 
 
+class KeyView:
+    """Looks up one key at a time in a `KeyTable`, until that changes otherwise."""
+
+    __slots__ = ("_bits", "_ended", "_highs", "_last", "_lows", "_places", "_table")
+
+    def __init__(self, keys: KeyTable) -> None:
+        self._table, self._bits = keys.table, keys.bits
+        self._places, self._last = keys.places.data, len(keys.places) - 1
+        self._lows, self._highs = keys.table["low"].data, keys.table["high"].data
+        self._ended = 0  # the place where the latest search ended
+
+    def find(self, low: int, high: int) -> int:
+        """The row of a key, -1 if it is unknown."""
+        mixed = (low * HASH_A ^ high * HASH_B) & _WORD
+        place = ((mixed ^ mixed >> 32) * HASH_A & _WORD) >> (64 - self._bits)
+        places, lows, highs = self._places, self._lows, self._highs
+        row: int = places[place]
+        while row >= 0 and (lows[row] != low or highs[row] != high):
+            place = (place + 1) & self._last
+            row = places[place]
+        self._ended = place
+        return row
+
+    def put(self, low: int, high: int) -> int:
+        """Give a key a row that `find` has just not found; there must be room."""
+        row = self._table.count
+        self._table.count = row + 1
+        self._lows[row], self._highs[row] = low, high
+        self._places[self._ended] = row
+        return row
+
+
+def views(table: Table, *names: str) -> list[Any]:
+    """Columns, row behind row, whose items are plain numbers; valid as the columns are."""
+    return [table[name].reshape(-1).data for name in names]
+
+
 BYTES_MIN: Final = 1 << 16
 
 
@@ -290,7 +323,7 @@ class Texts:
         start = int(self.table["start"][number])
         return self._arena[start : start + int(self.table["size"][number])].tobytes()
 
-    def extend(self, texts: list[bytes]) -> None:
+    def extend(self, texts: Sequence[bytes]) -> None:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
 
     def add(self, text: bytes) -> None:
@@ -316,7 +349,6 @@ class Texts:
             self._arena = grown
 
     def take(self, numbers: Numbers) -> Binary:
-        """Texts by number, as a column."""
         starts, sizes = self.table["start"][numbers], self.table["size"][numbers]
         offsets = np.zeros(len(numbers) + 1, np.int64)
         np.cumsum(sizes, out=offsets[1:])

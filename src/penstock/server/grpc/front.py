@@ -2,10 +2,15 @@
 
 The library listens on a socket in the file system that nobody else can reach. It bounds one call,
 but neither connections per address nor what all callers together make it hold, and it reads
-messages from whoever asks. So each connection comes through here, where its frames are read along
-(`frames`): messages that are not whole count in the node's budget, have a deadline, and wait
-while there is no room for more; answers that are not read have a deadline too. A handler learns by
+messages from whoever asks. So each connection comes through here, where its frames are read along:
+messages that are not whole count in the node's budget, have a deadline, and wait while there is no
+room for more; answers that are not read have a deadline too. A handler learns by
 `FrontConnection.name` whom a call comes from, and admits the connection once it has a good key.
+
+Of HTTP/2 nothing is buffered, decoded or refused here; the library does all of that behind. It
+holds what has come of a message until the message is whole, and tells nobody how much that is. So
+of each frame the 9 bytes of its header are read, and of a DATA frame the 5 bytes before each
+message.
 """
 
 from __future__ import annotations
@@ -22,12 +27,160 @@ from typing import Final, cast
 from penstock.config import Config
 from penstock.node.door.budget import Budget, Held
 from penstock.node.door.doorway import Doorway, address_of
-from penstock.server import callers
-from penstock.server.callers import key_id_of, listen
-from penstock.server.grpc.frames import AnswerFrames, RequestFrames
+from penstock.server import operations
+from penstock.server.operations import key_id_of, listen
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD: Final = 9  # bytes of a frame's header
+PREFIX: Final = 5  # bytes before a gRPC message: compressed or not, and its length
+DATA, HEADERS, RST_STREAM = 0, 1, 3
+GREETING: Final = -1  # the preface, which is read as a frame without a header
+END_STREAM: Final = 0x1
+PADDED: Final = 0x8
+ANY: Final = 1 << 40  # more frames than one piece of bytes can hold
+
+
+class PartialMessage:
+    __slots__ = ("came", "left", "moved", "prefix", "since")
+
+    def __init__(self, since: float) -> None:
+        self.prefix = b""
+        self.came = 0  # bytes of it so far
+        self.left = 0  # bytes still to come, once the prefix is known
+        self.since = self.moved = since
+
+
+class Frames:
+    """Splits what one side sends. Invariant: `_left` bytes of the frame under way are to come."""
+
+    def __init__(self) -> None:
+        self._head = b""  # of a frame's header, what has come of it
+        self._left = 0
+        self._type = self._flags = self._stream = 0
+
+    def feed(self, data: bytes, at: int = 0, *, frames_max: int = ANY) -> int:
+        """Read on from `at` for so many frames; returns where the next one has to go on."""
+        end = len(data)
+        while at < end and frames_max > 0:
+            if self._left:
+                take = self._left if self._left < end - at else end - at
+                if self._type == DATA:
+                    self.on_data(data, at, take)
+                self._left -= take
+                at += take
+            else:
+                missing = HEAD - len(self._head)
+                self._head += data[at : at + missing]
+                at += missing
+                if at > end:
+                    return end
+                self._begin(int.from_bytes(self._head, "big"))
+                self._head = b""
+                frames_max -= 1
+            if self._flags & END_STREAM and not self._left:
+                self.on_stream_end(self._stream)
+        return at
+
+    def _begin(self, head: int) -> None:
+        self._left = head >> 48
+        self._type = head >> 40 & 0xFF
+        self._flags = head >> 32 & 0xFF
+        self._stream = head & 0x7FFFFFFF
+        if self._type > HEADERS:  # whose flags mean other things
+            self._flags = END_STREAM if self._type == RST_STREAM else 0
+
+    def on_data(self, data: bytes, at: int, length: int) -> None:
+        """Some bytes of a DATA frame."""
+
+    def on_stream_end(self, stream: int) -> None:
+        """The frame that is over ends or resets its stream."""
+
+
+class RequestFrames(Frames):
+    """What a client sends. Invariant: `held` is the sum of `came` over `unfinished`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._type, self._left = GREETING, len(PREFACE)
+        self.unfinished: dict[int, PartialMessage] = {}  # by stream
+        self.held = 0
+        self.open: set[int] = set()  # streams that neither side has reset and no answer has ended
+        self._stream_last = 0
+        self.now = 0.0  # set by the owner before `feed`
+        self._padding = 0  # bytes at the end of the DATA frame under way
+        self._padded = False  # the next byte says how many
+
+    @property
+    def greeted(self) -> bool:
+        return self._type != GREETING or not self._left
+
+    def _begin(self, head: int) -> None:
+        super()._begin(head)
+        if self._type == HEADERS and self._stream > self._stream_last:
+            self._stream_last = self._stream
+            self.open.add(self._stream)
+        self._padded = self._type == DATA and bool(self._flags & PADDED) and self._left > 0
+        self._padding = 0
+
+    def on_data(self, data: bytes, at: int, length: int) -> None:
+        left = self._left
+        if self._padded:
+            self._padded, self._padding = False, data[at]
+            at, length, left = at + 1, length - 1, left - 1
+        end = at + min(length, left - self._padding)
+        while at < end:
+            message = self.unfinished.get(self._stream)
+            if message is None:
+                behind = at + PREFIX + int.from_bytes(data[at + 1 : at + PREFIX], "big")
+                if behind <= end:  # the whole of it is here
+                    at = behind
+                    continue
+                message = self.unfinished[self._stream] = PartialMessage(self.now)
+            at += self._add(message, data, at, end)
+            if len(message.prefix) == PREFIX and not message.left:
+                self.drop(self._stream)
+
+    def _add(self, message: PartialMessage, data: bytes, at: int, end: int) -> int:
+        if len(message.prefix) < PREFIX:
+            part = data[at : min(end, at + PREFIX - len(message.prefix))]
+            message.prefix += part
+            taken = len(part)
+            if len(message.prefix) == PREFIX:
+                message.left = int.from_bytes(message.prefix[1:], "big")
+        else:
+            taken = min(message.left, end - at)
+            message.left -= taken
+        message.came += taken
+        message.moved = self.now
+        self.held += taken
+        return taken
+
+    def on_stream_end(self, stream: int) -> None:
+        if self._type == RST_STREAM:
+            self.open.discard(stream)
+        if self.unfinished:
+            self.drop(stream)
+
+    def drop(self, stream: int) -> None:
+        message = self.unfinished.pop(stream, None)
+        if message is not None:
+            self.held -= message.came
+
+
+class AnswerFrames(Frames):
+    """What the library sends. A stream that it has ended waits for nothing more of its request."""
+
+    def __init__(self, requests: RequestFrames) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def on_stream_end(self, stream: int) -> None:
+        self._requests.open.discard(stream)
+        if self._requests.unfinished:
+            self._requests.drop(stream)
+
 
 FRAMES_PER_TURN: Final = 256  # of one connection, then the others have theirs
-ANY: Final = 1 << 40  # more frames than one piece of bytes can hold
 STRANGER_STREAMS: Final = 16  # calls that are open on a connection without a good key so far
 UNREAD_BYTES: Final = 256 << 10  # of answers in a connection's buffer, from which no more is taken
 
@@ -88,7 +241,7 @@ class FrontConnection(asyncio.Protocol):
         self.address = address_of(transport)
         self._front.connections.add(self)
         self._front.doorway.enter(self)
-        self._greeting = self._loop.call_later(callers.HEAD_S, self._check_greeted)
+        self._greeting = self._loop.call_later(operations.HEAD_S, self._check_greeted)
         self._front.open_back(self)
 
     def joined(self, back: Back, name: str) -> None:
@@ -138,7 +291,7 @@ class FrontConnection(asyncio.Protocol):
         self._turning = False
         if self._transport is None or self._back is None:
             return
-        frames_max = self._frames_max()
+        frames_max = FRAMES_PER_TURN if self._admitted else self._frames_max()
         if not frames_max:
             self.steer()
             return
@@ -152,14 +305,13 @@ class FrontConnection(asyncio.Protocol):
             self._loop.call_soon(self._pass_on)
         else:
             self._pending, self._at = b"", 0
-        self._count()
+        if requests.held or self.account.by_kind[Held.MESSAGES]:
+            self._count()
         self.steer()
 
     def _frames_max(self) -> int:
-        """How many frames may be passed on now. A stranger has few calls open: the library would
-        refuse others for the sake of a flood of them."""
-        if self._admitted:
-            return FRAMES_PER_TURN
+        """How many frames of a stranger may be passed on now. It has few calls open: the library
+        would refuse others for the sake of a flood of them."""
         return max(0, STRANGER_STREAMS - len(self._requests.open))
 
     def _go_on(self) -> None:
@@ -169,17 +321,16 @@ class FrontConnection(asyncio.Protocol):
 
     def _count(self) -> None:
         held, budget = self._requests.held, self._front.budget
-        if held or self.account.by_kind[Held.MESSAGES]:
-            self.account.hold(held, Held.MESSAGES)
-            if not self._admitted:
-                self._front.doorway.hold(self, held)
-            (budget.watch if held else budget.unwatch)(self)
-            self._waits_for_room = bool(held) and not self.account.has_room(0)
-            if self._waits_for_room:
-                budget.waiting[self._on_room] = None
+        self.account.hold(held, Held.MESSAGES)
+        if not self._admitted:
+            self._front.doorway.hold(self, held)
+        stuck = held or self._unread_since is not None
+        (budget.watch if stuck else budget.unwatch)(self)
+        self._waits_for_room = bool(held) and not self.account.has_room(0)
+        if self._waits_for_room:
+            budget.waiting[self._on_room] = None
 
     def _on_room(self) -> None:
-        """The budget has room again, for which this connection has waited."""
         self._waits_for_room = False
         self._count()
         self.steer()
@@ -197,7 +348,7 @@ class FrontConnection(asyncio.Protocol):
     # --- to the caller ---
 
     def write(self, data: bytes) -> None:
-        self.answers.feed(data, 0, frames_max=ANY)
+        self.answers.feed(data)
         if self.account.by_kind[Held.MESSAGES]:
             self._count()
         if self._pending:
@@ -242,8 +393,6 @@ class FrontConnection(asyncio.Protocol):
 
 
 class Back(asyncio.Protocol):
-    """The other end of a caller's connection, which is a client of the library."""
-
     def __init__(self, front: FrontConnection) -> None:
         self._front = front
         self._transport: asyncio.Transport | None = None

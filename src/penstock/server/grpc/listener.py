@@ -2,41 +2,343 @@
 
 Handlers are made from the service's descriptor, so a call that the proto file names and nothing
 implements fails when the gateway starts, not when somebody makes it.
+
+`Calls` and `AdmittedCall` lead a call from its first byte to its end: who makes it, whether there
+is room, what it says. The order is deliberate. Every handler is registered as one that takes a
+stream of bytes, so that the library calls it as soon as a call's metadata is there: the key is
+checked, and the call gets its place among those in progress, before any message is asked for. Until
+then the library lets a caller send no more than a small window. A message that does not come ends
+the call.
+
+Everybody may ask for the node's health, in bounds of its own, and takes no place from callers with
+a key. A check whose message does not come soon is ended, a connection has a few at a time, and of
+watchers, who stay, there are so many: when one more comes, the oldest has to go and may come again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import ssl
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from penstock.config import Config, Limits, TlsOptions
-from penstock.errors import Unavailable
-from penstock.node.door.budget import READ_BYTES, Account, Budget, Held
+from penstock.errors import (
+    STATUS_TABLE,
+    Backpressure,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PenstockError,
+    Unavailable,
+)
+from penstock.node.door.budget import SHARE, Account, Budget, Held, Party
 from penstock.node.door.doorway import Doorway
 from penstock.node.door.tls import server_context
-from penstock.node.observe.logs import request_id
+from penstock.node.observe.logs import get_logger, request_id
+from penstock.server import operations
 from penstock.server._generated import penstock_pb2 as pb
-from penstock.server.arguments import request_of
-from penstock.server.grpc.calls import Bytes, Calls, Context, answered, parsed_all
-from penstock.server.grpc.front import GrpcFront
-from penstock.server.grpc.health import NAME as HEALTH
-from penstock.server.grpc.health import HealthService
-from penstock.server.grpc.messages import enqueue, enqueue_batch, fields_of, message_of
-from penstock.server.grpc.streams import PopStream, subscribe
-from penstock.server.operations import OPERATIONS, READS, READS_MAX, Result
+from penstock.server.grpc.front import FrontConnection, GrpcFront
+from penstock.server.grpc.messages import (
+    PopStream,
+    enqueue,
+    enqueue_batch,
+    fields_of,
+    message_of,
+    subscribe,
+)
+from penstock.server.operations import (
+    OPERATIONS,
+    READS,
+    ReadPlaces,
+    Result,
+    next_request_id,
+    retry_after_s,
+)
 from penstock.server.pool import GatewayLink, Pool
 from penstock.server.subscriptions import CallerSubscriptions
+from penstock.server.vocabulary import request_of
+
+M = TypeVar("M", bound=Message)
+Context = grpc.aio.ServicerContext[Any, Any]
+Bytes = AsyncIterator[bytes]
+log: Final = get_logger(__name__)
+
+LOOKS: Final = 4  # for messages that do not come, within the time that they have
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Calls:
+    """The calls in progress. Invariant: `_total` is the sum of `_by_party`.
+
+    A party, the connections of one key or a connection without one, may have twice as many calls
+    in progress as there are places left. So one alone may have two thirds of them, and however
+    many there are, there are places for the next one.
+    """
+
+    def __init__(self, pool: Pool, front: GrpcFront, *, limits: Limits) -> None:
+        self.pool, self._front, self._within_s = pool, front, limits.frame_s
+        self._loop = asyncio.get_running_loop()
+        self._by_party: dict[Party, int] = {}
+        self._total = 0
+        # Those whose message has not come, and until when it has to begin.
+        self._expected: dict[asyncio.Timeout, tuple[FrontConnection, float]] = {}
+        self._looking = False
+
+    def connection(self, context: Context) -> FrontConnection:
+        found = self._front.named.get(context.peer())
+        if found is None:
+            raise Unavailable("the connection is gone")
+        return found
+
+    def enter(self, connection: FrontConnection) -> Party:
+        """Take one of the places for calls in progress; raises `LimitExceeded` if none is free."""
+        party, places = connection.account.party, operations.REQUESTS_MAX
+        mine = self._by_party.get(party, 0)
+        if mine >= SHARE * (places - self._total):
+            raise LimitExceeded("too many calls are in progress", limit=places)
+        self._by_party[party] = mine + 1
+        self._total += 1
+        connection.calls += 1
+        return party
+
+    def leave(self, connection: FrontConnection, party: Party) -> None:
+        connection.calls -= 1
+        self._total -= 1
+        self._by_party[party] -= 1
+        if not self._by_party[party]:
+            del self._by_party[party]
+
+    async def message(self, requests: Bytes, type: type[M], *, connection: FrontConnection) -> M:
+        """The next message of a call that has to have one. The front looks after those that are on
+        their way; here it is about those that never begin."""
+        limit = asyncio.timeout(None)
+        self._expected[limit] = connection, self._loop.time() + self._within_s
+        self._look_soon()
+        try:
+            async with limit:
+                return parsed(await anext(aiter(requests)), type)
+        except StopAsyncIteration:
+            raise InvalidArgument("the call has no message", field="message") from None
+        except TimeoutError as error:
+            raise InvalidArgument(
+                f"the call's message did not come within {self._within_s:g} s", field="message"
+            ) from error
+        finally:
+            del self._expected[limit]
+
+    def _look_soon(self) -> None:
+        """One timer serves all calls: one for each would cost as much as to read its message."""
+        if self._expected and not self._looking:
+            self._looking = True
+            self._loop.call_later(self._within_s / LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        now = self._loop.time()
+        for limit, (connection, until) in self._expected.items():
+            if now < until:
+                continue
+            later = now + self._within_s
+            if not connection.receiving:
+                limit.reschedule(now)
+                later = math.inf  # a timeout that has run out is not told so again
+            self._expected[limit] = connection, later
+        self._look_soon()
+
+
+class AdmittedCall:
+    """A call that has one of the places, and a good key, for as long as it is entered."""
+
+    link: GatewayLink
+
+    def __init__(self, calls: Calls, context: Context) -> None:
+        self._calls, self._context = calls, context
+        self.api_key = identify(context)
+        self.connection = calls.connection(context)
+
+    async def __aenter__(self) -> AdmittedCall:
+        self._party = self._calls.enter(self.connection)
+        try:
+            self.link = await self._calls.pool.link(self.api_key)
+            # From now on the connection is no stranger's, unless it was lost meanwhile.
+            self._calls.connection(self._context).admit(self.api_key)
+        except BaseException:
+            self._calls.leave(self.connection, self._party)
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._calls.leave(self.connection, self._party)
+
+    async def message(self, requests: Bytes, type: type[M]) -> M:
+        return await self._calls.message(requests, type, connection=self.connection)
+
+
+def parsed(data: bytes, type: type[M]) -> M:
+    try:
+        return type.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(f"this is no {type.__name__}: {error}", field="message") from error
+
+
+async def parsed_all(requests: Bytes, type: type[M]) -> AsyncIterator[M]:
+    async for data in requests:
+        yield parsed(data, type)
+
+
+def answered(run: Callable[[Bytes, Context], Awaitable[Any]]) -> Any:
+    async def answer(requests: Bytes, context: Context) -> Any:
+        try:
+            return await run(requests, context)
+        except PenstockError as error:
+            return await refuse(context, error)
+        except Exception:
+            log.exception("call failed", path=str(getattr(context, "_method", "")))
+            return await refuse(context, Unavailable("the gateway failed; its log says why"))
+
+    return answer
+
+
+def identify(context: Context) -> str | None:
+    """The call's API key. Its request id, or a new one, is set for the task that serves it."""
+    api_key, found = None, ""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            scheme, _, key = _text(value).partition(" ")
+            if scheme.lower() == "bearer":
+                api_key = key.strip() or None
+        elif name == "x-api-key":
+            api_key = _text(value) or None
+        elif name == "x-request-id":
+            found = _text(value)
+    request_id.set(found if _REQUEST_ID.fullmatch(found) else next_request_id())
+    return api_key
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
+
+
+async def refuse(context: Context, error: PenstockError) -> Any:
+    """End the call with the error's status; what else it says goes into the trailing metadata."""
+    code, _ = STATUS_TABLE[error.status]
+    trailing = [("penstock-code", error.code), ("x-request-id", request_id.get())]
+    trailing += [  # in printable ASCII, for metadata holds nothing else
+        (f"penstock-{name.replace('_', '-')}", ascii(str(value))[1:-1])
+        for name, value in error.details.items()
+    ]
+    if isinstance(error, Backpressure):
+        trailing.append(("retry-after", str(retry_after_s(error))))
+    await context.abort(_CODES[code], error.message, tuple(trailing))
+
+
+CHECK_S: Final = 5.0  # for the message of a check
+PER_CONNECTION_MAX: Final = 4
+WATCHERS_MAX: Final = 256
+NAME_LENGTH_MAX: Final = 255
+HEALTH: Final = health.SERVICE_NAME
+Status = health_pb2.HealthCheckResponse
+
+
+class HealthService:
+    """The handlers of the health service. All services that it knows have one status."""
+
+    def __init__(self, calls: Calls, *services: str) -> None:
+        self._calls = calls
+        self._services = frozenset(("", *services))
+        self._serving = True
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers: dict[asyncio.Future[None], None] = {}  # the oldest first
+        self._asking: dict[FrontConnection, int] = {}
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        pack = Status.SerializeToString
+        check = grpc.stream_unary_rpc_method_handler(answered(self._check), None, pack)
+        watch = grpc.stream_stream_rpc_method_handler(answered(self._watch), None, pack)
+        return grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch})
+
+    def stop(self) -> None:
+        self._serving = False
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
+    @property
+    def status(self) -> Any:
+        return Status.SERVING if self._serving else Status.NOT_SERVING
+
+    async def _check(self, requests: Bytes, context: Context) -> Any:
+        identify(context)
+        with self._place(self._calls.connection(context)):
+            service = await self._service(requests)
+        if service not in self._services:
+            raise NotFound(f"no service {service}")
+        return Status(status=self.status)
+
+    async def _watch(self, requests: Bytes, context: Context) -> None:
+        identify(context)
+        with self._place(self._calls.connection(context)):
+            service = await self._service(requests)
+            if service not in self._services:
+                await context.write(Status(status=Status.SERVICE_UNKNOWN))
+            else:
+                await context.write(Status(status=self.status))
+            with self._watcher() as ended:
+                await asyncio.wait((ended, self._stopping), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise Unavailable("there are too many who watch; come again")
+        await context.write(Status(status=self.status))
+
+    async def _service(self, requests: Bytes) -> str:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                data = await anext(aiter(requests), b"")
+        except TimeoutError as error:
+            raise InvalidArgument("the message did not come", field="message") from error
+        service: str = parsed(data, health_pb2.HealthCheckRequest).service
+        if len(service) > NAME_LENGTH_MAX:
+            raise InvalidArgument("the name is too long", field="service", limit=NAME_LENGTH_MAX)
+        return service
+
+    @contextmanager
+    def _place(self, connection: FrontConnection) -> Iterator[None]:
+        asking = self._asking.get(connection, 0)
+        if asking >= PER_CONNECTION_MAX:
+            raise LimitExceeded("too many questions at once", limit=PER_CONNECTION_MAX)
+        self._asking[connection] = asking + 1
+        try:
+            yield
+        finally:
+            self._asking[connection] -= 1
+            if not self._asking[connection]:
+                del self._asking[connection]
+
+    @contextmanager
+    def _watcher(self) -> Iterator[asyncio.Future[None]]:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if len(self._watchers) >= WATCHERS_MAX:
+            oldest = next(iter(self._watchers))
+            del self._watchers[oldest]
+            oldest.set_result(None)
+        self._watchers[ended] = None
+        try:
+            yield ended
+        finally:
+            self._watchers.pop(ended, None)
+
 
 Run = Callable[[GatewayLink, Any, Context], Awaitable[Message]]
 
@@ -50,8 +352,6 @@ _FAST: Final[dict[str, Run]] = {"Enqueue": enqueue, "EnqueueBatch": enqueue_batc
 
 
 class GrpcServer:
-    """Listens from `start` to `stop`; `port` is known in between."""
-
     def __init__(
         self,
         pool: Pool,
@@ -63,7 +363,7 @@ class GrpcServer:
     ) -> None:
         self._pool, self._subscriptions, self._config = pool, subscriptions, config
         self._budget, self._doorway = budget, doorway
-        self._reads = asyncio.Semaphore(READS_MAX)
+        self._reads = ReadPlaces()
         self._server: grpc.aio.Server | None = None
         self._front: GrpcFront | None = None
         self.port = 0
@@ -119,11 +419,10 @@ class GrpcServer:
 
     def _unary(self, run: Run, type: type[Message]) -> Any:
         async def answer(requests: Bytes, context: Context) -> Any:
-            async with self._calls.admitted(context) as caller:
-                with caller.link.held():
-                    message = self._calls.message
-                    request = await message(requests, type, connection=caller.connection)
-                    response = await run(caller.link, request, context)
+            async with AdmittedCall(self._calls, context) as call:
+                with call.link:
+                    request = await call.message(requests, type)
+                    response = await run(call.link, request, context)
             context.set_trailing_metadata((("x-request-id", request_id.get()),))
             return response
 
@@ -137,38 +436,31 @@ class GrpcServer:
 
         async def run(link: GatewayLink, request: Message, context: Context) -> Message:
             arguments = request_of(fields_of(request), operation.request)
-            make: Callable[[Result], Message] = partial(message_of, type)
-            async with AsyncExitStack() as stack:
-                if name in READS or operation.undo is not None:
-                    account = self._calls.connection(context).account
-                    make = partial(_counted, type, account, context)
-                    taken = (READ_BYTES, Held.READS) if name in READS else (0, Held.ANSWERS)
-                    await account.acquire(*taken)
-                    stack.callback(account.give_back, *taken)
-                if name in READS:
-                    await stack.enter_async_context(self._reads)
+            if name not in READS and operation.undo is None:
+                return message_of(type, await operation.run(link, arguments))
+            account = self._calls.connection(context).account
+            if operation.undo is not None:
+                await account.acquire(0, Held.ANSWERS)
+            async with self._reads.taken(account, name):
                 result = await operation.run(link, arguments)
+                make = partial(_counted, type, account, context)
                 return operation.answered(link, arguments, result, make)
 
         return run
 
     async def _pop_stream(self, requests: Bytes, context: Context) -> None:
-        async with self._calls.admitted(context) as caller:
-            with caller.link.held():
-                first = await self._calls.message(
-                    requests, pb.PopStreamRequest, connection=caller.connection
-                )
+        async with AdmittedCall(self._calls, context) as call:
+            with call.link:
+                first = await call.message(requests, pb.PopStreamRequest)
                 later = parsed_all(requests, pb.PopStreamRequest)
-                await PopStream(caller.link, context.write).run(first, later)
+                await PopStream(call.link, context.write).run(first, later)
 
     async def _subscribe(self, requests: Bytes, context: Context) -> None:
-        async with self._calls.admitted(context) as caller:
-            request = await self._calls.message(
-                requests, pb.SubscribeRequest, connection=caller.connection
-            )
+        async with AdmittedCall(self._calls, context) as call:
+            request = await call.message(requests, pb.SubscribeRequest)
             await subscribe(
-                self._subscriptions, caller.api_key, request,
-                write=context.write, account=caller.connection.account,
+                self._subscriptions, call.api_key, request,
+                write=context.write, account=call.connection.account,
             )  # fmt: skip
 
     def _reflection(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -179,7 +471,7 @@ class GrpcServer:
         asked = reflection_pb2.ServerReflectionRequest
 
         async def run(requests: Bytes, context: Context) -> None:
-            async with self._calls.admitted(context):
+            async with AdmittedCall(self._calls, context):
                 questions = parsed_all(requests, asked)
                 async for response in servicer.ServerReflectionInfo(questions, context):
                     await context.write(response)

@@ -1,21 +1,28 @@
 """The HTTP listener's application: authenticate, read within limits, run the call, answer.
 
-It is written against ASGI itself: a router and request objects would cost more than the enqueue
-that they carry. The order is deliberate: without a good key nothing of the body is looked at.
+A framework's router and request objects would cost more than the enqueue that they carry. The
+order is deliberate: without a good key nothing of the body is looked at.
+
+A live subscription is answered with Server-Sent Events. Each delta is an event `delta` with a JSON
+document. The last one of a batch carries an id, the positions reached; a browser that connects
+again sends it back as `Last-Event-ID`, and goes on from there. The first id, the positions behind
+which it all begins, comes before any event. The connection's own flow control holds back who reads
+slowly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
+from urllib.parse import unquote
 
 import msgspec
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from penstock.client.delta.subscription import Released
 from penstock.config import Config, host_port
 from penstock.errors import (
     STATUS_TABLE,
@@ -27,22 +34,20 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
-from penstock.node.door.budget import READ_BYTES, Held
-from penstock.node.door.hosts import HostNames
+from penstock.model.delta import document_of
+from penstock.model.plain import plain
+from penstock.node.door.budget import Account, Held
+from penstock.node.door.doorway import HostNames
 from penstock.node.observe.logs import get_logger, request_id
-from penstock.server import callers
-from penstock.server.callers import retry_after_s
-from penstock.server.http import events as sse
-from penstock.server.http.listener import CALLER, TARGET, WHOLE, BoundedHttp
-from penstock.server.http.openapi import document
-from penstock.server.http.routes import HttpRoute, routes
-from penstock.server.operations import READS, READS_MAX, Result
+from penstock.server import operations
+from penstock.server import vocabulary as say
+from penstock.server.http.listener import TARGET, BoundedHttp, send_whole
+from penstock.server.http.routes import HttpRoute, document, query_fields, routes
+from penstock.server.operations import ReadPlaces, Result, next_request_id, retry_after_s
 from penstock.server.pool import GatewayLink, Pool
-from penstock.server.subscriptions import CallerSubscriptions
+from penstock.server.subscriptions import CallerSubscriptions, Positions, counted, pieces
+from penstock.server.vocabulary import json_headers, request_of
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 log: Final = get_logger(__name__)
 
 JSON: Final = b"application/json"
@@ -94,21 +99,15 @@ class HttpApp:
         self._hosts = HostNames(config.host, names=names)
         self._routes = routes()
         self._document = msgspec.json.encode(document(self._routes.all))
-        self._ids = count(1)
-        self._id_prefix = secrets.token_hex(6)
         self._active = 0
-        self._reads = asyncio.Semaphore(READS_MAX)
+        self._reads = ReadPlaces()
         self._streams: set[asyncio.Future[None]] = set()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} here")
-        exchange = HttpExchange(scope, receive, send)
-        if not exchange.request_id:
-            exchange.request_id = f"{self._id_prefix}-{next(self._ids):x}".encode()
+    async def __call__(self, cycle: RequestResponseCycle, caller: BoundedHttp) -> None:
+        exchange = HttpExchange(cycle, caller)
         # The id is set for this request alone, which has a task, and so a context, of its own.
-        request_id.set(exchange.request_id.decode())
-        most = callers.REQUESTS_MAX
+        request_id.set(exchange.request_id)
+        most = operations.REQUESTS_MAX
         if self._active >= most:
             await exchange.refuse(LimitExceeded(f"{most} requests are in progress", limit=most))
             return
@@ -119,7 +118,7 @@ class HttpApp:
                 raise Unauthenticated("requests of other sites' pages are refused")
             if exchange.foreign:
                 exchange.share()
-            if exchange.foreign and scope["method"] == "OPTIONS":
+            if exchange.foreign and exchange.scope["method"] == "OPTIONS":
                 await exchange.respond(200, JSON, b"{}", *_PREFLIGHT)
             else:
                 await self._answer(exchange)
@@ -128,12 +127,11 @@ class HttpApp:
         except PenstockError as error:
             await exchange.refuse(error)
         except Exception:
-            log.exception("request failed", path=scope["path"])
+            log.exception("request failed", path=exchange.scope["path"])
             await exchange.refuse(Unavailable("the gateway failed; its log says why"))
         finally:
             self._active -= 1
-            for kind in (Held.BODIES, Held.READS):
-                exchange.caller.account.hold(0, kind)
+            exchange.caller.account.hold(0, Held.BODIES)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
@@ -141,7 +139,7 @@ class HttpApp:
         if method == "GET" and path in ("/healthz", "/readyz", "/openapi.json", "/metrics"):
             await self._answer_plain(path, exchange)
             return
-        topic = sse.topic_of(scope["raw_path"]) if method == "GET" else None
+        topic = events_topic(scope["raw_path"]) if method == "GET" else None
         if topic is not None:
             await self._stream(topic, exchange)
             return
@@ -151,14 +149,17 @@ class HttpApp:
             await self._link(exchange)  # what exists is told to those with a key
             raise
         link = await self._link(exchange)
-        with link.held():
+        with link:
             route = match.route
             limit = route.body_bytes_max or self._body_bytes_max
             body = await exchange.body(limit if route.in_body else 0)
             request = route.parse(
                 parameters=match.parameters, query=scope["query_string"], body=body
             )
-            content = await self._content(link, route, request, exchange)
+            if route.enqueues:  # what is durable is not refused for the sake of its answer
+                content = msgspec.json.encode(await route.operation.run(link, request))
+            else:
+                content = await self._content(link, route, request, exchange)
         await exchange.respond(200, JSON, content)
 
     async def _content(
@@ -166,26 +167,21 @@ class HttpApp:
     ) -> bytes:
         """The answer to a call. If nobody is left to read it, or there is no room for it, what the
         call has done is undone."""
-        operation, gone = route.operation, False
-        account = exchange.caller.account
+        operation, account = route.operation, exchange.caller.account
+        if operation.undo is None:
+            async with self._reads.taken(account, route.name):
+                content = route.encode(await operation.run(link, request))
+            account.check(len(content))
+            return content
+        result, gone = await self._while_connected(operation.run(link, request), exchange)
 
         def encode(result: Result) -> bytes:
             if gone:
                 raise Disconnected
             content = route.encode(result)
-            account.hold(0, Held.READS)
             account.check(len(content))
             return content
 
-        if route.name in READS:
-            await account.acquire(READ_BYTES, Held.READS)
-            async with self._reads:
-                return encode(await operation.run(link, request))
-        work = operation.run(link, request)
-        if route.name == "Pop":
-            result, gone = await self._while_connected(work, exchange)
-        else:
-            result = await work
         return operation.answered(link, request, result, encode)
 
     async def _answer_plain(self, path: str, exchange: HttpExchange) -> None:
@@ -210,11 +206,10 @@ class HttpApp:
         return link
 
     async def _stream(self, topic: str, exchange: HttpExchange) -> None:
-        """Send events until the caller goes away or the gateway stops."""
         await self._link(exchange)
         await exchange.body(0)
-        request = sse.parse(topic, exchange.scope["query_string"], exchange.last_event_id)
-        work = sse.stream(
+        request = subscribe_call(topic, exchange.scope["query_string"], exchange.last_event_id)
+        work = send_events(
             self._subscriptions, exchange.api_key, request,
             begin=exchange.begin_events, account=exchange.caller.account,
         )  # fmt: skip
@@ -255,20 +250,18 @@ class HttpApp:
 
 
 class HttpExchange:
-    """One request and its response."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        self._receive, self._send = receive, send
+    def __init__(self, cycle: RequestResponseCycle, caller: BoundedHttp) -> None:
+        self._cycle, self.caller = cycle, caller
+        self.scope: dict[str, Any] = cast(Any, cycle.scope)
         self.api_key: str | None = None
-        self.request_id = b""
+        self.request_id = ""
         self.last_event_id: str | None = None
         self._length = 0
         self._expects = False  # the caller sends its body only when asked to
         self._read = False  # the whole body is here
-        self.caller: BoundedHttp = scope[CALLER]
         self._begun = False  # the head of an endless answer is sent
-        self._read_headers(scope["headers"])
+        self._read_headers(self.scope["headers"])
+        self.request_id = self.request_id or next_request_id()
 
     def _read_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._host: bytes | None = None
@@ -283,7 +276,7 @@ class HttpExchange:
             elif name == b"x-api-key":
                 self.api_key = value.decode("latin-1") or None
             elif name == b"x-request-id":
-                self.request_id = value if _REQUEST_ID.fullmatch(value) else b""
+                self.request_id = value.decode() if _REQUEST_ID.fullmatch(value) else ""
             elif name == b"content-length":
                 self._length = int(value)
             elif name == b"expect":
@@ -318,27 +311,31 @@ class HttpExchange:
     async def body(self, limit: int) -> bytes | bytearray:
         if self._length > limit:
             raise too_large(limit)
-        if self._length:
-            await self.caller.account.acquire(self._length, Held.BODIES)
-        event = await self._receive()
-        if event["type"] == "http.request" and not event.get("more_body"):
-            self._read = True
-            whole: bytes = event["body"]
-            if len(whole) > limit:
-                raise too_large(limit)
-            return whole
+        account = self.caller.account
+        if self._length and account.has_room(self._length, Held.BODIES):
+            account.take(self._length, Held.BODIES)
+        elif self._length:
+            await account.acquire(self._length, Held.BODIES)
         joined = bytearray()
-        while event["type"] == "http.request":
-            joined += event["body"]
+        while not self._read:
+            piece = await self._piece()
+            joined += piece
             if len(joined) > limit:
                 raise too_large(limit)
-            if not self._length:  # it comes in chunks, and nobody has said how many
-                await self.caller.account.acquire(len(event["body"]), Held.BODIES)
-            if not event.get("more_body"):
-                self._read = True
-                return joined
-            event = await self._receive()
-        raise Disconnected
+            if piece and not self._length:  # it comes in chunks, and nobody has said how many
+                await account.acquire(len(piece), Held.BODIES)
+        return joined
+
+    async def _piece(self) -> bytes | bytearray:
+        """What has come of the body since; raises `Disconnected` when its caller is gone."""
+        cycle = self._cycle
+        piece: bytes | bytearray | None = cycle.body
+        if cycle.more_body:
+            piece = cast(Any, await cycle.receive()).get("body")
+        if piece is None or cycle.disconnected:
+            raise Disconnected
+        self._read = not cycle.more_body
+        return piece
 
     async def _drained(self) -> bool:
         """Read what is left of a refused body and forget it, if it is little: closing a connection
@@ -346,18 +343,14 @@ class HttpExchange:
         left = DRAIN_BYTES_MAX
         if self._expects or self._length > DRAIN_BYTES_MAX:
             return self._read
-        try:
+        with suppress(TimeoutError, Disconnected):
             async with asyncio.timeout(DRAIN_S):
                 while not self._read and left >= 0:
-                    event = await self._receive()
-                    left -= len(event.get("body", b""))
-                    self._read = not event.get("more_body", False)
-        except TimeoutError:
-            pass
+                    left -= len(await self._piece())
         return self._read
 
     async def disconnected(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self._cycle.receive())["type"] != "http.disconnect":
             pass
 
     async def respond(
@@ -368,31 +361,33 @@ class HttpExchange:
         *extra: tuple[bytes, bytes],
         close: bool = False,
     ) -> None:
-        head = _HEAD % (content_type, len(content), self.request_id)
-        head += b"".join([b"%b: %b\r\n" % header for header in (*extra, *self._shared)])
-        await self.scope[WHOLE](status, head, content, close=close)
+        head = _HEAD % (content_type, len(content), self.request_id.encode())
+        for header in (*extra, *self._shared):
+            head += b"%b: %b\r\n" % header
+        await send_whole(self._cycle, status, head, content, close=close)
         self.caller.on_sent(len(content))
 
     async def begin_events(self) -> Callable[[bytes], Awaitable[None]]:
         """Answer with a body that has no end yet; what is returned adds to it."""
-        named = [(b"content-type", EVENTS), (b"x-request-id", self.request_id)]
+        named = [(b"content-type", EVENTS), (b"x-request-id", self.request_id.encode())]
         headers = [*named, *_STATIC, *self._shared]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        send: Callable[[Any], Awaitable[None]] = self._cycle.send
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._begun = True
 
         async def write(content: bytes) -> None:
-            await self._send({"type": "http.response.body", "body": content, "more_body": True})
+            await send({"type": "http.response.body", "body": content, "more_body": True})
             self.caller.on_sent(len(content))
 
         return write
 
     async def end_events(self) -> None:
         if self._begun:
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._cycle.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def refuse(self, error: PenstockError) -> None:
         _, status = STATUS_TABLE[error.status]
-        fields = {**error.to_wire(), "request_id": self.request_id.decode()}
+        fields = {**error.to_wire(), "request_id": self.request_id}
         extra: list[tuple[bytes, bytes]] = []
         if isinstance(error, Backpressure):
             extra.append((b"retry-after", b"%d" % retry_after_s(error)))
@@ -404,3 +399,95 @@ class HttpExchange:
 
 def too_large(limit: int) -> InvalidArgument:
     return InvalidArgument(f"the body is over {limit} bytes", field="body", limit=limit)
+
+
+EVENTS_PATH: Final = ("/v1/deltas/", "/events")
+QUIET_S: Final = 15.0  # without an event a comment is sent, so that nobody between closes it
+REFUSED_S: Final = 1.0  # so long the head waits: who is refused by then is told by a status
+RETRY_MS: Final = 1000  # after which a browser connects again
+
+T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+_json: Final = msgspec.json.Encoder(enc_hook=str)
+
+
+def events_topic(raw_path: bytes) -> str | None:
+    path = raw_path.decode("ascii", "replace")
+    head, tail = EVENTS_PATH
+    inside = path[len(head) : -len(tail)]
+    if path.startswith(head) and path.endswith(tail) and inside and "/" not in inside:
+        return unquote(inside)
+    return None
+
+
+def subscribe_call(topic: str, query: bytes, last_id: str | None) -> say.SubscribeCall:
+    fields = query_fields(query, "routes")
+    if "topic" in fields:
+        raise InvalidArgument("topic is given twice", field="topic")
+    if last_id:
+        fields["positions"] = last_id
+    return request_of({"topic": topic, **fields}, say.SubscribeCall, text=True)
+
+
+async def send_events(
+    subscriptions: CallerSubscriptions,
+    api_key: str | None,
+    request: say.SubscribeCall,
+    *,
+    begin: Callable[[], Awaitable[Write]],
+    account: Account,
+) -> None:
+    """Send events until the caller goes away; `begin` answers with the head of the response."""
+    async with subscriptions.open(api_key, request) as following:
+        try:
+            async with asyncio.timeout(REFUSED_S):
+                await following.began()
+        except TimeoutError:
+            pass  # a log is folded, or a partition moves: that takes what it takes
+        write = await begin()
+        await write(b"retry: %d\n\n" % RETRY_MS)
+        try:
+            positions = await _waited_for(Positions.of(request, following), write)
+            await write(b"id: %b\n\n" % str(positions).encode())
+            while True:
+                batch = await _waited_for(anext(following), write)
+                async with counted(batch, account):
+                    async for rows, last in pieces(batch, subscriptions.turns):
+                        await write(events_of(rows, positions.after(batch) if last else None))
+        except PenstockError as error:
+            await write(b"event: end\ndata: %b\n\n" % _json.encode(error.to_wire()))
+
+
+async def _waited_for(work: Awaitable[T], write: Write) -> T:
+    """What comes of it; whoever waits for it hears that the connection is alive."""
+    waiting = asyncio.ensure_future(work)
+    try:
+        while not waiting.done():
+            done, _ = await asyncio.wait((waiting,), timeout=QUIET_S)
+            if not done:
+                await write(b": quiet\n\n")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+def events_of(rows: list[Released], reached: str | None) -> bytes:
+    """Rows as text; only the end of a batch is a place to come back to."""
+    events = [b"event: delta\ndata: %b\n" % _json.encode(event_of(one)) for one in rows]
+    end = b"\n" if reached is None else b"id: %b\n\n" % reached.encode()
+    return b"\n".join(events) + end
+
+
+def event_of(released: Released) -> dict[str, Any]:
+    place = {
+        "partition": released.partition,
+        "sequence": released.sequence,
+        "position": released.position,
+        "ordinal": released.ordinal,
+        "log_time_ms": released.time_ms,
+        "headers": json_headers(released.headers),
+    }
+    document = document_of(released.delta)
+    if "metadata" in document:
+        document["metadata"] = plain(document["metadata"])
+    return document | place

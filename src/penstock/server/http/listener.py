@@ -27,22 +27,20 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from penstock.config import Config, Limits
-from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError
+from penstock.errors import STATUS_TABLE, InvalidArgument, LimitExceeded, PenstockError, Unavailable
 from penstock.node.door.budget import Budget, Held
 from penstock.node.door.doorway import Doorway, address_of
-from penstock.node.door.outlet import Unread
+from penstock.node.door.flow import Unread
 from penstock.node.door.tls import server_context
-from penstock.server import callers
-from penstock.server.callers import key_id_of, listen
+from penstock.server import operations
+from penstock.server.operations import key_id_of, listen
 
 SWEEP_S: Final = 1.0
 PIECE_BYTES: Final = 1024  # parsed at once, unless more of it is known to be a body
 REST_BYTES_MAX: Final = 1 << 20  # of requests that wait for the one before
 HEADERS_MAX: Final = 128  # of one request
-# What a request's scope has beside the keys of ASGI.
-WHOLE: Final = "penstock.send_whole"  # sends a whole response at once
-CALLER: Final = "penstock.caller"  # the connection
-TARGET: Final = "penstock.target"  # of the request, where that is a whole URL
+# What a request's scope has beside the keys of ASGI: its target, where that is a whole URL.
+TARGET: Final = "penstock.target"
 
 
 async def send_whole(
@@ -69,19 +67,12 @@ async def send_whole(
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. Headers are counted while they arrive, bodies and answers in the budget.
-
-    A chunk is parsed in pieces, and no further than the first request that has to wait for the one
-    before it: a chunk may hold thousands.
-    """
+    """One connection. Headers are counted while they arrive, bodies and answers in the budget. A
+    chunk is parsed in pieces, and no further than the first request that has to wait for the one
+    before it: a chunk may hold thousands."""
 
     def __init__(
-        self,
-        *arguments: Any,
-        limits: Limits,
-        budget: Budget,
-        doorway: Doorway,
-        **keywords: Any,
+        self, *arguments: Any, limits: Limits, budget: Budget, doorway: Doorway, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
         self.access_log = False
@@ -106,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._answered = self.loop.time()
-        self.deadline = self._answered + callers.HEAD_S
+        self.deadline = self._answered + operations.HEAD_S
         self.address = address_of(transport)
         self._doorway.enter(self)
         if len(self.connections) > self._limits.connections_max:
@@ -161,20 +152,15 @@ class BoundedHttp(HttpToolsProtocol):
             if self.pipeline or self._postponed:
                 self._keep(data[at:])
                 return
-            size = max(PIECE_BYTES, self._body_left)
-            self._feed(data[at : at + size])
-            at += size
-
-    def _feed(self, piece: bytes) -> None:
-        begun = self._begun
-        super().data_received(piece)
-        if self._in_head and self._begun == begun:
-            # The piece in which a head began is left out: it may hold the end of a body.
-            self._head_bytes += len(piece)
-            self._check_head()
+            piece, begun = data[at : at + max(PIECE_BYTES, self._body_left)], self._begun
+            super().data_received(piece)
+            at += len(piece)
+            if self._in_head and self._begun == begun:
+                # The piece in which a head began is left out: it may hold the end of a body.
+                self._head_bytes += len(piece)
+            self._check_head()  # further headers may stand behind a body too
 
     def _keep(self, rest: bytes) -> None:
-        """Parse the rest when the requests before it are answered."""
         self._rest = rest
         self.deadline = math.inf
         self.flow.pause_reading()
@@ -187,7 +173,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._body_since = self.loop.time()
             self.deadline = self._body_since + self._limits.frame_s
         elif self._in_head:
-            self.deadline = self.loop.time() + callers.HEAD_S
+            self.deadline = self.loop.time() + operations.HEAD_S
         if rest and not self.transport.is_closing():
             self._parse(rest)
         if not self._rest and not self.transport.is_closing():
@@ -197,31 +183,35 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         self._begun += 1
-        self.deadline = self.loop.time() + callers.HEAD_S
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > HEADERS_MAX:
-            self._refuse(
-                InvalidArgument(
-                    f"there are over {HEADERS_MAX} headers", field="headers", limit=HEADERS_MAX
-                )
-            )
+        self.deadline = self.loop.time() + operations.HEAD_S
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._head_bytes = len(self.url) + sum([len(n) + len(v) for n, v in self.headers])
+        self._head_bytes, self._body_left = len(self.url), 0
+        for name, value in self.headers:
+            self._head_bytes += len(name) + len(value)
+            if name == b"content-length" and value.isdigit():
+                self._body_left = int(value)
         if self._check_head() and not self.transport.is_closing():
             self._body_since, self._body_bytes = self.loop.time(), 0
-            self._body_left = next(
-                (int(v) for n, v in self.headers if n == b"content-length" and v.isdigit()), 0
-            )
             self.deadline = self._body_since + self._limits.frame_s
             if not self.url.startswith(b"/"):
                 self.scope[TARGET] = self.url  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
-            self.scope[WHOLE] = partial(send_whole, self.cycle)  # type: ignore[typeddict-unknown-key]
-            self.scope[CALLER] = self  # type: ignore[typeddict-unknown-key]
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """The application takes requests as they are: ASGI's events would cost more than a put."""
+        task = self.loop.create_task(app(cycle, self))
+        self.tasks.add(task)
+        task.add_done_callback(partial(self._on_ended, cycle))
+
+    def _on_ended(self, cycle: RequestResponseCycle, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        cycle.on_response = lambda: None  # the cycle and its connection would hold each other
+        if not cycle.response_started:
+            self._refuse(Unavailable("the gateway stops"))
+        elif not cycle.response_complete:
+            self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -300,11 +290,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _check_head(self) -> bool:
         limit = self._limits.header_bytes_max
-        if self._head_bytes <= limit:
+        if self._head_bytes <= limit and len(self.headers) <= HEADERS_MAX:
             return True
-        self._refuse(
-            InvalidArgument(f"the headers are over {limit} bytes", field="headers", limit=limit)
-        )
+        what = f"the headers are over {limit} bytes"
+        if self._head_bytes <= limit:
+            limit, what = HEADERS_MAX, f"there are over {HEADERS_MAX} headers"
+        self._refuse(InvalidArgument(what, field="headers", limit=limit))
         return False
 
     def _refuse(self, error: PenstockError) -> None:
@@ -320,14 +311,13 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Listens from `start` to `stop`; `port` is known in between."""
-
     def __init__(
         self, app: Callable[..., Any], config: Config, *, budget: Budget, doorway: Doorway
     ) -> None:
         self._config, self._budget, self._doorway = config, budget, doorway
         self._uvicorn = uvicorn.Config(
             app,
+            interface="asgi3",
             http=BoundedHttp,
             ws="none",
             lifespan="off",
@@ -357,7 +347,6 @@ class HttpServer:
         self._sweep()
 
     async def stop(self) -> None:
-        """Take nothing new, finish what is in progress within bounds, then close."""
         if self._server is None:
             return
         self._server.close()
@@ -383,5 +372,5 @@ class HttpServer:
             if isinstance(connection, BoundedHttp) and connection.deadline < now:
                 connection.transport.close()
         limits = self._config.limits
-        shortest = min(callers.HEAD_S, limits.frame_s, limits.idle_s)
+        shortest = min(operations.HEAD_S, limits.frame_s, limits.idle_s)
         self._sweeping = loop.call_later(min(SWEEP_S, shortest / 2), self._sweep)

@@ -1,4 +1,24 @@
-"""What waits in the change log, in numbers, and which of it a sink gets next.
+"""How far a sink has come, what waits for it in the change log, and which of it it gets next.
+
+**Cursor.** It says: *everything up to here is durably in the sink*. It is saved after the write it
+speaks of, so a cursor that is behind the truth is harmless (the sink is given work again, and
+takes it once), while a cursor ahead of the truth would lose rows. From that follow the rules:
+
+- A cursor only grows, per lane. Saving is one atomic, durable replacement.
+- Each driver writes a file of its own, named by its claim, and goes by that of the greatest claim.
+  So a driver that was overtaken and does not know it cannot move the cursor of the one that drives.
+  What it has written into the sink meanwhile stays true: where triggers that its cursor covers were
+  deleted by it, that cursor is taken over.
+- `position[lane]` is the last trigger of which the sink holds that lane's rows. An ordered sink
+  has one lane: all.
+- `attempt` is the range of triggers that an ordered sink is about to get in one write. It is saved
+  *before* that write and gone after it. So after a crash it is known what may have been under way,
+  and exactly this range is written again, never a longer one that begins with it: a sink that
+  recognises a repeated write by its trigger numbers can rely on that.
+- A sink that keeps a cursor of its own knows best what it holds. It may be ahead of the file by the
+  attempt; that one is offered again all the same, as the rows it may have rejected are not yet
+  dead letters. It may be behind `position`, as it does not hear of triggers without a row for it;
+  only if it is behind what it had `told` when the file was saved, rows have gone from it.
 
 **Backlog.** A sink that is behind must not read thousands of manifests to know how far. Each
 manifest is read once, by whoever looks first, and kept as a row of numbers. A day of triggers, one
@@ -23,14 +43,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from penstock.errors import Corruption
+from penstock.log.crash import crash_point
 from penstock.propagation.flow.lanes import Lanes
-from penstock.spark.delivery.cursors import SinkCursor
-from penstock.spark.fold.changes import LANES, PRESENT, ChangeLog, Manifest, Section, add_counts
+from penstock.spark.fold.state import (
+    LANES,
+    PRESENT,
+    ChangeLog,
+    Manifest,
+    Section,
+    add_counts,
+    claim_of,
+    claimed,
+)
 from penstock.spark.settings import DeliveryOptions
+from penstock.spark.store import Store
 
+VERSION: Final = 1
+NONE: Final = -1  # before the first trigger
+CURSORS: Final = "sinks"
 DELTAS: Final = LANES
 QUARANTINE: Final = LANES + 1
 COLUMNS: Final = LANES + 2
@@ -38,6 +74,113 @@ STATES: Final = tuple(range(LANES))
 READ_MAX: Final = 1000  # manifests read in one go, so that a stop is not kept waiting
 _ROWS, _BYTES, _OLDEST = range(3)  # numbers that are kept of each column
 _NEVER: Final = np.iinfo(np.int64).max
+
+
+class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = VERSION
+    position: tuple[int, ...]  # per lane; one entry for an ordered sink
+    started: int = NONE + 1  # the first trigger this sink was ever given
+    attempt: tuple[int, int] | None = None
+    told: int | None = None  # the sink's own cursor, if it keeps one, when this was saved
+
+    @classmethod
+    def before(cls, trigger: int, *, lanes: int) -> SinkCursor:
+        """The cursor of a sink whose first trigger will be `trigger`."""
+        return cls(position=(trigger - 1,) * lanes, started=trigger)
+
+    @property
+    def through(self) -> int:
+        """The last trigger that is complete in every lane."""
+        return min(self.position)
+
+    def advanced(self, lanes: dict[int, int], *, told: int | None = None) -> SinkCursor:
+        """The cursor with some lanes moved on; an attempt is over with that."""
+        moved = list(self.position)
+        for lane, trigger in lanes.items():
+            assert trigger >= moved[lane], (lane, trigger, self)
+            moved[lane] = trigger
+        known = self.told if told is None else told
+        return replace(self, position=tuple(moved), told=known, attempt=None)
+
+    def attempting(self, first: int, last: int) -> SinkCursor:
+        assert self.through < first <= last, (first, last, self)
+        return replace(self, attempt=(first, last))
+
+    def reconciled(self, held: int | None) -> SinkCursor:
+        """The cursor of a sink that says itself what it holds: everything up to `held`.
+
+        It may be ahead (the process died before the cursor was saved) or behind (it was emptied,
+        or restored from a copy). None from a sink that has told before means that it is empty;
+        from any other that it does not know.
+        """
+        if held is None:
+            if self.told is None:
+                return self
+            held = NONE
+        assert len(self.position) == 1, "a sink with lanes has no single cursor"
+        if self.told is not None and held < self.told:
+            return replace(self, position=(held,), told=held, attempt=None)
+        if self.attempt is not None and self.attempt[1] == held:
+            return replace(self, told=held)
+        position = max(held, self.through)
+        attempt = self.attempt if self.attempt and self.attempt[0] > position else None
+        return replace(self, position=(position,), told=held, attempt=attempt)
+
+    def in_lanes(self, lanes: int) -> SinkCursor:
+        """The same progress for another number of lanes: a sink became ordered, or ceased to be."""
+        if len(self.position) == lanes:
+            return self
+        return replace(self, position=(self.through,) * lanes, attempt=None)
+
+
+class CursorFile:
+    """One sink's cursor at `sinks/<claim>-<name>.json` of the pipeline's store."""
+
+    def __init__(self, store: Store, sink: str, *, claim: int = 0) -> None:
+        """`claim` is that of the driver; 0 for whoever reads, and for jobs while none runs."""
+        self._store, self._sink, self._claim = store, sink, claim
+        self._older: list[str] = []  # files of earlier drivers that are still there
+        self.saved: SinkCursor | None = None  # what is on record
+
+    def load(self) -> SinkCursor | None:
+        names = self._names()
+        self._older = names[:-1] if names and claim_of(names[-1]) == self._claim else names
+        self.saved = self._read(names[-1]) if names else None
+        return self.saved
+
+    def furthest(self) -> SinkCursor | None:
+        found = [self._read(name) for name in self._names()]
+        return max(found, key=lambda cursor: cursor.through, default=None)
+
+    def save(self, cursor: SinkCursor) -> None:
+        """Durable on return."""
+        document = {"sink": self._sink, **msgspec.structs.asdict(cursor)}
+        name = f"{CURSORS}/{claimed(self._claim)}-{self._sink}.json"
+        crash_point("delivery.cursor.before")
+        self._store.write(name, [msgspec.json.encode(document)])
+        crash_point("delivery.cursor.after")
+        self.saved = cursor
+        if self._older:
+            self._store.delete([f"{CURSORS}/{old}" for old in self._older])
+            self._older = []
+
+    def _names(self) -> list[str]:
+        found = self._store.names(CURSORS)
+        return sorted(
+            (n for n in found if n.partition("-")[2] == f"{self._sink}.json"), key=claim_of
+        )
+
+    def _read(self, name: str) -> SinkCursor:
+        where = f"{self._store.url}/{CURSORS}/{name}"
+        try:
+            cursor = msgspec.json.decode(self._store.read(f"{CURSORS}/{name}"), type=SinkCursor)
+        except msgspec.DecodeError as error:
+            raise Corruption(f"{where} is not a cursor: {error}") from error
+        if cursor.version != VERSION:
+            raise Corruption(f"{where} has version {cursor.version}, this release reads {VERSION}")
+        if len(cursor.position) not in (1, LANES):
+            raise Corruption(f"{where} has {len(cursor.position)} lanes, not 1 or {LANES}")
+        return cursor
 
 
 class Lag(NamedTuple):
@@ -62,6 +205,7 @@ class Backlog:
         self._lock = threading.Lock()
         self._last = -1  # the trigger of the table's last row
         self._table = np.zeros((0, 3, COLUMNS), np.int64)
+        self._feeds: list[tuple[int, frozenset[str]]] = []  # what is written, from which trigger on
 
     @property
     def last(self) -> int:
@@ -71,9 +215,7 @@ class Backlog:
 
     def follow(self) -> int:
         """Look at the manifests that came since; returns the newest trigger, -1 if there is none.
-
-        What was pruned meanwhile is skipped: every sink is past it.
-        """
+        What was pruned meanwhile is skipped: every sink is past it."""
         with self._lock:
             oldest = self._changes.first
             if oldest is None:
@@ -115,6 +257,19 @@ class Backlog:
                 oldest = min(oldest, int(waiting[:, _OLDEST].min(initial=_NEVER)))
         return Lag(triggers, rows, size, None if oldest == _NEVER else oldest)
 
+    def lacking(self, position: int, needed: frozenset[str]) -> tuple[int, str] | None:
+        """The first trigger behind `position` that was written without something of `needed`."""
+        while self.follow() < (-1 if self._changes.last is None else self._changes.last):
+            pass
+        found: tuple[int, str] | None = None
+        with self._lock:
+            last = self._last
+            for first, feed in reversed(self._feeds):
+                if last > position and needed - feed:
+                    found = max(first, position + 1), min(needed - feed)
+                last = first - 1
+        return found
+
     def ahead(
         self, position: int, columns: tuple[int, ...], *, rows_max: int, bytes_max: int
     ) -> TriggerSpan | None:
@@ -137,12 +292,14 @@ class Backlog:
         return TriggerSpan(start + first, start + last)
 
     def _row(self, position: int) -> int:
-        """The row behind the trigger `position`."""
         count = len(self._table)
         return min(max(position - self._last + count, 0), count)
 
     def _numbers(self, manifest: Manifest) -> NDArray[np.int64]:
         """The row of a trigger. What its partitions came to is counted on the way."""
+        feed = frozenset(manifest.feed)
+        if not self._feeds or self._feeds[-1][1] != feed:
+            self._feeds.append((manifest.trigger, feed))
         row = np.zeros((3, COLUMNS), np.int64)
         row[_OLDEST] = _NEVER
         for part in manifest.parts:
@@ -168,8 +325,6 @@ def column_of(section: Section) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """One write: what to read, and where the cursor's lanes are afterwards."""
-
     spans: dict[int, TriggerSpan]  # by column of the backlog; empty: nothing to write, only to move
     moves: dict[int, int]  # by lane of the cursor
 
@@ -186,6 +341,12 @@ class Planner:
         if len(cursor.position) == LANES:
             return self.backlog.lag(dict(enumerate(cursor.position)))
         return self.backlog.lag(dict.fromkeys(self.columns, cursor.through))
+
+    def lacking(self, cursor: SinkCursor, *, payloads: bool) -> tuple[int, str] | None:
+        """As of the backlog, for what this sink is fed."""
+        named = {"states": STATES[0] in self.columns, "deltas": DELTAS in self.columns}
+        needed = frozenset(name for name, wanted in named.items() if wanted)
+        return self.backlog.lacking(cursor.through, needed | {"payloads"} if payloads else needed)
 
     def plan(self, cursor: SinkCursor, *, now_ms: int) -> WritePlan | None:
         """The next write, or None if the sink has everything."""

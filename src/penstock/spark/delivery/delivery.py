@@ -30,9 +30,12 @@ the change log or a sink behind its beginning, halts that sink instead.
 Shutdown is a crash that takes its time: `stop` lets each worker finish its write within a bound,
 and lets go of those that do not return. Their cursors stay where they are.
 
-`status.json` tells people, scripts and dashboards what the pipeline does at this moment. It is
-replaced about once a second, in one step, without a sync: after a crash an old one or none is as
-good, and the time in it says how old it is. `docs/delivery.md` describes every field.
+`attach` connects to nothing: a sink whose store is away at the start is tried again later, like
+one whose store goes away.
+
+`status.json` (`docs/delivery.md`) is replaced about once a second, in one step. A scrape of the
+metrics (`docs/metrics.md`) reads that same status, and the sinks' histograms. The registry is the
+pipeline's own, so that several fit in one process.
 """
 
 from __future__ import annotations
@@ -42,27 +45,93 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
-from penstock.errors import Corruption, NotFound
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from penstock import errors
+from penstock.config import host_port
+from penstock.errors import Corruption, InvalidArgument, NotFound, Unavailable
 from penstock.log.crash import crash_point
+from penstock.model.version import __version__
+from penstock.node.door.doorway import HostNames
 from penstock.node.observe.logs import get_logger
-from penstock.sinks.letters import LetterBox, QuarantineSink
-from penstock.sinks.protocol import Feed, Sink
-from penstock.spark.delivery.backlog import QUARANTINE, Backlog
-from penstock.spark.delivery.cursors import CursorFile
-from penstock.spark.delivery.metrics import PipelineMetrics, Status
-from penstock.spark.delivery.selection import ChangeSelection, SinkRoutes, columns_of
-from penstock.spark.delivery.worker import SinkWorker
-from penstock.spark.fold.changes import ChangeLog
-from penstock.spark.settings import DeliveryOptions
+from penstock.sinks.health import BOUNDS_S, EXPORTED, Freshness
+from penstock.sinks.protocol import Feed, Sink, TopicWriter, build_sink
+from penstock.sinks.topics import LetterBox, QuarantineSink, letters_config
+from penstock.spark.delivery.backlog import QUARANTINE, Backlog, CursorFile
+from penstock.spark.delivery.worker import ChangeSelection, SinkRoutes, SinkWorker, columns_of
+from penstock.spark.fold.state import ChangeLog
+from penstock.spark.settings import DeliveryOptions, PipelineSettings
+from penstock.spark.source.access import NodeTopicWriter
+from penstock.spark.source.options import Connecting
+from penstock.spark.store import Store
 
 log = get_logger(__name__)
+Status = dict[str, Any]
 VERSION: Final = 1
 STATUS_FILE: Final = "status.json"
+METRIC: Final = "penstock_pipeline_"
+BREAKER: Final = {"closed": 0, "half_open": 1, "open": 2}
+UP: Final = frozenset({"idle", "writing", "opening"})
+# Metric, help, and where its value is in a sink's status.
+_GAUGES: Final[tuple[tuple[str, str, Callable[[Status], float]], ...]] = (
+    ("sink_up", "1 while the sink takes what it is given.", lambda s: s["state"] in UP),
+    ("sink_trigger", "Last trigger that the sink holds in full.", lambda s: s["trigger"]),
+    ("sink_lag_triggers", "Triggers not yet in the sink.", lambda s: s["lag"]["triggers"]),
+    ("sink_lag_rows", "Rows not yet in the sink.", lambda s: s["lag"]["rows"]),
+    ("sink_lag_bytes", "Bytes not yet in the sink.", lambda s: s["lag"]["bytes"]),
+    ("sink_lag_seconds", "Age of the oldest row that waits.", lambda s: s["lag"]["seconds"]),
+    ("sink_breaker", "0 closed, 1 half open, 2 open.", lambda s: BREAKER[s["breaker"]["state"]]),
+    ("sink_busy_seconds", "Duration of the call under way.", lambda s: s["busy_s"]),
+)
+_COUNTERS: Final[tuple[tuple[str, str, Callable[[Status], float]], ...]] = (
+    ("sink_rows", "Rows written.", lambda s: s["rows"]),
+    ("sink_coalesced_rows", "Rows overtaken by a newer revision.", lambda s: s["coalesced"]),
+    ("sink_writes", "Writes that succeeded.", lambda s: s["writes"]),
+    ("sink_write_seconds", "Time spent in them.", lambda s: s["write_s"]),
+    ("sink_retries", "Tries that failed.", lambda s: s["retries"]),
+    ("sink_rejected_rows", "Rows that the sink can never take.", lambda s: s["rejected"]),
+    ("sink_dead_letters", "Messages in its DLQ topic for them.", lambda s: s["dead_letters"]),
+    ("sink_breaker_opened", "Times the breaker opened.", lambda s: s["breaker"]["opened"]),
+)
+# Metric, help, and the count of a partition's folds that it shows.
+_FOLDED: Final = (
+    ("read_deltas", "Deltas read from the log.", "read"),
+    ("duplicate_deltas", "Deltas that had been seen before.", "duplicates"),
+    ("released_deltas", "Deltas released in causal order.", "released"),
+    ("quarantined_deltas", "Deltas that could not be placed.", "quarantined"),
+)
+# By part of the status: where the value is, metric, help. The source does not say all of it always.
+_PIPELINE: Final = {
+    "changes": (
+        ("last", "trigger", "Last committed trigger."),
+        ("triggers", "changes_triggers", "Triggers kept for sinks that lag."),
+        ("bytes", "changes_bytes", "Size of their change files."),
+    ),
+    "source": (
+        ("rows_per_trigger", "source_rows_per_trigger", "Rows that a trigger may take at present."),
+        ("seconds", "source_trigger_seconds", "Duration of the last trigger."),
+        ("lag", "source_lag_sequences", "Sequences in the log that are not yet folded."),
+        ("paused", "source_paused", "1 while too much is undelivered to read on."),
+        ("waiting", "source_waiting", "1 while the query is down and waits to be started."),
+        ("restarts", "source_restarts", "Times the query was started again."),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +140,65 @@ class RoutedSink:
     routes: SinkRoutes = field(default_factory=SinkRoutes)
 
 
-class PipelineDelivery:
-    """Serves the sinks of one pipeline from its change log.
+def node_of(settings: PipelineSettings) -> Connecting:
+    """The node of a pipeline, as a task is told of it; each process opens its own connection."""
+    file, ca = settings.api_key_file, settings.ca
+    return Connecting(
+        url=settings.url,
+        api_key=settings.api_key,
+        api_key_file=None if file is None else str(file.absolute()),
+        tls=None if ca is None else str(ca.absolute()),
+    )
 
-    `folder` is the pipeline's state folder, `pipeline` the id of its numbering of triggers, `name`
-    what people call it. `letters` takes dead letters and quarantined deltas. `describe`
-    adds what the pipeline itself has to say to the status, under `source`.
-    """
+
+def letter_box(node: Connecting) -> LetterBox:
+    """Where a pipeline's letters go: to topics of its node, made when they are first needed."""
+
+    def create(topic: str) -> None:
+        node.access().call("topic_create", config=letters_config(topic), exists_ok=True)
+
+    return LetterBox(writer=NodeTopicWriter(node.access), create=create)
+
+
+def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> list[RoutedSink]:
+    """The sinks with their routes, not yet opened; `pipeline` is the id of its state folder."""
+
+    def open_writer(*, url: str | None, api_key: str | None, ca: str | None) -> TopicWriter:
+        given = {"api_key": api_key, "tls": ca}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        known = node if url is None else Connecting(url=url)
+        return NodeTopicWriter(msgspec.structs.replace(known, **chosen).access)
+
+    attached = []
+    for place, sink in enumerate(settings.sinks):
+        try:
+            table = {"kind": sink.kind, "name": sink.name, **sink.options}
+            built = build_sink(table, pipeline=pipeline, open_writer=open_writer)
+            attached.append(RoutedSink(sink=built, routes=SinkRoutes.parse(sink.route)))
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"sink {sink.name}: {error.message}",
+                field=f"sink[{place}].{error.field}",
+                limit=error.limit,
+            ) from error
+    return attached
+
+
+def feed_of(sinks: Sequence[RoutedSink]) -> Feed:
+    """What some sink is fed. Deltas are wanted wherever there is a sink at all: its routes and
+    its dead letters are made of them."""
+    return reduce(or_, (one.sink.feed | Feed.DELTAS for one in sinks), Feed(0))
+
+
+class PipelineDelivery:
+    """`pipeline` is the id of the numbering of triggers, `name` is for people. `letters` takes dead
+    letters and quarantined deltas. `describe` gives what the status says under `source`."""
 
     def __init__(
         self,
         changes: ChangeLog,
         sinks: Sequence[RoutedSink],
         *,
-        folder: Path,
         pipeline: str,
         letters: LetterBox,
         name: str | None = None,
@@ -92,7 +206,7 @@ class PipelineDelivery:
         metrics: str | None = None,
         describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        self._changes, self._folder = changes, folder
+        self._changes = changes
         self._pipeline, self._name = pipeline, name or pipeline
         self._describe = describe
         self._options = (options or DeliveryOptions()).validate()
@@ -110,7 +224,7 @@ class PipelineDelivery:
                     payloads=bool(one.sink.feed & Feed.PAYLOADS),
                 ),
                 letters=letters,
-                file=CursorFile(folder, one.sink.name),
+                file=CursorFile(changes.store, one.sink.name, claim=changes.claim),
                 options=self._options,
             )
             for one in (*sinks, quarantine)
@@ -120,7 +234,7 @@ class PipelineDelivery:
         self._stopped = threading.Event()
         self._upkeep = threading.Thread(target=self._keep_up, name="penstock-upkeep", daemon=True)
         self.metrics = PipelineMetrics(
-            self.status, lambda: [(w.name, w.runner.meter.freshness) for w in self.workers]
+            self.status, lambda: [(w.sink.name, w.runner.meter.freshness) for w in self.workers]
         )
         self._metrics_address = metrics
 
@@ -135,10 +249,8 @@ class PipelineDelivery:
         self._upkeep.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every sink holds what is committed now; False if some do not in time.
-
-        A halted sink is not waited for, as nothing would come of it: `halted` names those.
-        """
+        """Wait until every sink holds what is committed now; False if some do not in time. A
+        halted sink is not waited for, as nothing would come of it: `halted` names those."""
         goal = -1 if self._changes.last is None else self._changes.last
         deadline = time.monotonic() + timeout_s
         while not self.caught_up(goal):
@@ -152,8 +264,7 @@ class PipelineDelivery:
 
     @property
     def halted(self) -> list[str]:
-        """The sinks that an operator must look after."""
-        return [worker.name for worker in self.workers if worker.halted is not None]
+        return [worker.sink.name for worker in self.workers if worker.halted is not None]
 
     def stop(self, timeout_s: float = 10.0) -> list[str]:
         """Stop all threads; returns the sinks that did not return in time and were let go of."""
@@ -162,7 +273,7 @@ class PipelineDelivery:
             worker.runner.stop()
         self._changes.wake()
         deadline = time.monotonic() + timeout_s
-        hanging = [w.name for w in self.workers if not w.join(deadline - time.monotonic())]
+        hanging = [w.sink.name for w in self.workers if not w.join(deadline - time.monotonic())]
         self._stopped.set()
         if self._upkeep.ident is not None:
             self._upkeep.join()
@@ -209,7 +320,6 @@ class PipelineDelivery:
 
     @property
     def durable_through(self) -> int:
-        """The last trigger that no sink will ask for again."""
         return min(worker.durable_through for worker in self.workers)
 
     @property
@@ -223,9 +333,7 @@ class PipelineDelivery:
             self._backlog.forget(through)
 
     def _report(self) -> None:
-        new = self._folder / f"{STATUS_FILE}.tmp"
-        new.write_text(json.dumps(self.status()), "utf-8")
-        new.rename(self._folder / STATUS_FILE)
+        self._changes.store.write(STATUS_FILE, [json.dumps(self.status()).encode()])
 
 
 def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
@@ -234,7 +342,7 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
     lag = worker.planner.lag(cursor)
     waits_s = 0.0 if lag.oldest_ms is None else max(0.0, (now_ms - lag.oldest_ms) / 1000)
     return {
-        "name": worker.name,
+        "name": worker.sink.name,
         "state": worker.state,
         "ordered": not worker.planner.laned,
         "internal": isinstance(worker.sink, QuarantineSink),
@@ -258,18 +366,123 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
         "dead_letters": meter.dead_letters,
         "breaker": worker.runner.retry.describe(now=now) | {"opened": meter.opens},
         "busy_s": round(meter.busy_s(now=now), 3),
-        "last_error": None if meter.last_error is None else asdict(meter.last_error),
+        "last_error": meter.last_error,
     }
 
 
-def read_status(folder: Path) -> Status:
-    path = folder / STATUS_FILE
+def read_status(store: Store) -> Status:
+    where = f"{store.url}/{STATUS_FILE}"
     try:
-        status: Status = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise NotFound(f"{folder} has no {STATUS_FILE}: no pipeline ran on it yet") from None
+        status: Status = json.loads(bytes(store.read(STATUS_FILE)))
+    except NotFound:
+        raise NotFound(f"{where} is not there: no pipeline ran on it yet") from None
     except ValueError as error:
-        raise Corruption(f"{path} is not JSON: {error}") from error
+        raise Corruption(f"{where} is not JSON: {error}") from error
     if status.get("version") != VERSION:
-        raise Corruption(f"{path} has version {status.get('version')}, expected {VERSION}")
+        raise Corruption(f"{where} has version {status.get('version')}, expected {VERSION}")
     return status
+
+
+class PipelineMetrics(Collector):
+    def __init__(
+        self, read: Callable[[], Status], freshness: Callable[[], Iterable[tuple[str, Freshness]]]
+    ) -> None:
+        self._read, self._freshness = read, freshness
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._server: Any = None
+        self.port: int | None = None
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def serve(self, address: str) -> None:
+        """Answer `GET /metrics` on `host:port` (0: any free port); `port` says which."""
+        text = f"127.0.0.1{address}" if address.startswith(":") else address
+        host, port = host_port(text, field="metrics")
+        try:
+            self._server, _ = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise Unavailable(f"cannot serve metrics on {address}: {error.strerror}") from error
+        self._server.set_app(_addressed(self._server.get_app(), HostNames(host)))
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask a pipeline that is not there yet."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._read()
+        name = status["pipeline"]
+        build = {"version": __version__, "pipeline": name}
+        yield InfoMetricFamily(f"{METRIC}build", "What is running.", value=build)
+        for part, rows in _PIPELINE.items():
+            for key, metric, help in rows:
+                yield _gauge(metric, help, pipeline=name, value=status[part].get(key))
+        yield from _partitions(status, name)
+        for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for metric, help, value in table:
+                found = family(METRIC + metric, help, labels=["pipeline", "sink"])
+                for sink in status["sinks"]:
+                    found.add_metric([name, sink["name"]], float(value(sink)))
+                yield found
+        yield _visible(self._freshness(), name)
+
+
+def _gauge(metric: str, help: str, *, pipeline: str, value: Any) -> Metric:
+    """A gauge of the whole pipeline; without a sample if there is nothing to tell."""
+    gauge = GaugeMetricFamily(METRIC + metric, help, labels=["pipeline"])
+    if isinstance(value, int | float):
+        gauge.add_metric([pipeline], float(value))
+    return gauge
+
+
+def _partitions(status: Status, name: str) -> Iterator[Metric]:
+    labels = ["pipeline", "topic", "partition"]
+    sequence = GaugeMetricFamily(f"{METRIC}sequence", "Log folded up to here.", labels=labels)
+    pending = GaugeMetricFamily(f"{METRIC}pending_deltas", "Waiting for a cause.", labels=labels)
+    counters = [CounterMetricFamily(METRIC + m, help, labels=labels) for m, help, _ in _FOLDED]
+    for part in status["partitions"]:
+        values = [name, part["topic"], str(part["partition"])]
+        sequence.add_metric(values, part["sequence"])
+        pending.add_metric(values, part.get("pending", 0))
+        for counter, (_, _, count) in zip(counters, _FOLDED, strict=True):
+            counter.add_metric(values, part.get(count, 0))
+    yield from (sequence, pending, *counters)
+
+
+def _visible(sinks: Iterable[tuple[str, Freshness]], name: str) -> Metric:
+    family = HistogramMetricFamily(
+        f"{METRIC}sink_visible_seconds",
+        "From a delta's place in the log to its visibility in the sink, by row.",
+        labels=["pipeline", "sink"],
+    )
+    for sink, freshness in sinks:
+        total = np.cumsum(freshness.counts)
+        buckets = [(f"{BOUNDS_S[i]:.4g}", float(total[i])) for i in EXPORTED]
+        buckets.append(("+Inf", float(total[-1])))
+        family.add_metric([name, sink], buckets, freshness.seconds_sum)
+    return family
+
+
+def _addressed(app: Any, names: HostNames) -> Any:
+    """`app` for requests that are addressed to this listener, by a name or an address of its own: a
+    web page that made a name of its own point here is told nothing."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        host = environ.get("HTTP_HOST")
+        try:
+            names.check(None if host is None else host.encode("latin-1"))
+        except errors.CallerError as error:
+            _, status = errors.STATUS_TABLE[error.status]
+            start_response(f"{status} Refused", [("content-type", "application/json")])
+            return [msgspec.json.encode(error.to_wire())]
+        return app(environ, start_response)
+
+    return answer

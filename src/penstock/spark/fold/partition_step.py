@@ -1,11 +1,11 @@
 """One partition's step in a trigger: from a range of the log to a change file and a new head.
 
-The *head* is what Spark remembers of a partition: up to which sequence it is folded, and the
-snapshot to begin from. The state itself, columns of many megabytes, is kept by the worker process
-that folded last (`StateCache`). A task that lands on another worker, or comes again after a
-failure, makes the state of its head anew: from the cached state if that is not beyond the head,
-else from the snapshot, and from there through the log. Folding is a function of the log alone, not
-of how it is cut into ranges, so every way leads to the same state and the same file.
+The *head* is where the fold of a partition stands, by the newest manifest: up to which sequence it
+is folded, and the snapshot to begin from. The state itself, columns of many megabytes, is kept by
+the worker process that folded last (`StateCache`). A task that lands on another worker, or comes
+again after a failure, makes the state of its head anew: from the cached state if that is not beyond
+the head, else from the snapshot, and from there through the log. Folding is a function of the log
+alone, not of how it is cut into ranges, so every way leads to the same state and the same file.
 
 Parents that are asked back (`Propagator.missing`) are looked for in the log. Retention may delete
 what was found there between one fold and the next, so the answers since the last snapshot are part
@@ -21,7 +21,6 @@ partition.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -29,7 +28,6 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.errors import Corruption
-from penstock.model.batch import Batch
 from penstock.model.delta import NO_ID
 from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
@@ -37,12 +35,19 @@ from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed
 from penstock.sinks.schema import DELTAS, deltas_table, states_table
-from penstock.spark.fold.changes import LANES, ChangePart, ChangeWriter, add_counts
-from penstock.spark.fold.state_folder import FoldSnapshots
-from penstock.spark.source.access import Decisions, NodeAccess
+from penstock.spark.fold.state import (
+    LANES,
+    ChangePart,
+    ChangeWriter,
+    FoldHead,
+    FoldSnapshots,
+    add_counts,
+)
+from penstock.spark.source.access import Check, NodeAccess
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
 from penstock.spark.source.rows import BatchPiece, deltas_of, pieces
+from penstock.spark.store import StoreAddress
 
 FEED_BYTES_MAX: Final = 512 << 20  # of log batches that are joined
 CACHED_MAX: Final = 64  # partitions whose state a worker keeps
@@ -52,6 +57,18 @@ SNAPSHOT_MS: Final = 600_000  # of log time, after which a snapshot is due howev
 SNAPSHOT_BYTES_PER_DELTA: Final = 100
 FOUND_MAX: Final = 256  # answers that a head carries; past it a snapshot is due
 Answer = Callable[[Iterable[bytes]], Set[bytes]]
+# The states of this process by pipeline, topic and partition, the least recently used
+# first. A state is taken out to be worked on and put back when that went well: one that an error
+# left half done is never found again.
+StateCache = dict[tuple[str, str, int], Propagator]
+STATES: Final[StateCache] = {}
+QUARANTINE: Final = pa.schema(
+    [
+        *DELTAS,
+        pa.field("reason", pa.utf8(), nullable=False),
+        pa.field("missing", pa.binary(16)),  # the parent that never came
+    ]
+)
 
 
 def read_deltas(
@@ -61,21 +78,15 @@ def read_deltas(
     *,
     first: int,
     last: int,
-    check: Callable[[Sequence[Batch]], None] | None = None,
+    check: Check | None = None,
     bytes_max: int = FEED_BYTES_MAX,
 ) -> Iterator[tuple[DeltaBatch, int]]:
-    """The deltas of `[first, last]`, each time with the sequence up to which they reach.
-
-    A range within `bytes_max` comes in one piece. The last piece reaches to `last`, with no deltas
-    in it if the log ends in other records. `check` is shown every batch, of all kinds.
-    """
-    decisions = Decisions(last)
+    """The deltas of `[first, last]`, each time with the sequence up to which they reach. A range
+    within `bytes_max` comes in one piece. The last piece reaches to `last`, with no deltas in it if
+    the log ends in other records. `check` is shown every batch, of all kinds."""
     held: list[BatchPiece] = []
     size = 0
-    for batches in access.read_log(topic, partition, first, last, decisions=decisions):
-        if check is not None:
-            check(batches)
-        ready = decisions.feed(batches)
+    for ready in access.read_range(topic, partition, first, last, check=check):
         held += pieces(ready, first=first, last=last)
         size += sum(batch.size for batch in ready)
         if size >= bytes_max:
@@ -107,39 +118,17 @@ def find_forgotten(access: NodeAccess, topic: str, partition: int, state: Propag
     return found
 
 
-class FoldHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What Spark's state store holds of a partition."""
-
-    version: int = 1
-    start: int  # the first sequence that was ever folded
-    sequence: int  # folded up to here
-    snapshot: str = ""  # empty: none yet, a fold begins at `start`
-    snapshot_sequence: int = 0
-    snapshot_bytes: int = 0
-    snapshot_ms: int = 0  # log time of the newest change in it
-    newest_ms: int = 0  # log time of the newest change
-    unsaved: int = 0  # deltas folded since
-    quarantined: int = 0  # deltas so far: numbers the next ones
-    found: tuple[str, ...] = ()  # parents that the log held when they were asked for, as hex
-
-
 class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What every task of a pipeline is told; it travels to the workers."""
 
     pipeline: str  # id
     node: Connecting
-    state: Path
+    state: StoreAddress
+    claim: int  # of the driver
     dimensions: dict[str, int]  # by topic
     options: PropagationOptions
     snapshot_deltas: int
     feed: Feed = Feed.STATES | Feed.DELTAS  # what the sinks make use of; nothing else is written
-
-
-# The states of this process, by pipeline, topic and partition, the least recently used
-# first. A state is taken out to be worked on and put back when that went well: one that an error
-# left half done is never found again.
-StateCache = dict[tuple[str, str, int], Propagator]
-STATES: Final[StateCache] = {}
 
 
 def keep(state: Propagator, cache: StateCache, key: tuple[str, str, int]) -> None:
@@ -154,7 +143,8 @@ class PartitionStep:
         self._place: dict[str, Any] = {"topic": part.topic, "partition": part.partition}
         self._key = (plan.pipeline, part.topic, part.partition)
         self._access = plan.node.access()
-        self._snapshots = FoldSnapshots(plan.state / "snapshots")
+        self._store = plan.state.open()
+        self._snapshots = FoldSnapshots(self._store, claim=plan.claim)
 
     def run(self, head: FoldHead | None) -> tuple[FoldHead, ChangePart]:
         """The head after this range, and what came out; durable when it returns."""
@@ -182,8 +172,7 @@ class PartitionStep:
     def _check_follows(self, head: FoldHead) -> None:
         if self._range.first != head.sequence + 1:
             raise Corruption(
-                f"{self._range} does not follow {head.sequence}, up to which the state is folded:"
-                " the checkpoint's offsets and its state are not of one run",
+                f"{self._range} does not follow {head.sequence}, up to which the state is folded",
                 sequence=head.sequence,
             )
 
@@ -219,7 +208,7 @@ class PartitionStep:
     ) -> ChangePart:
         """Write what the plan's feed names, and the quarantine; so many of it came before."""
         feed, place, counts = self._plan.feed, self._place, dict[str, int]()
-        writer = ChangeWriter(self._plan.state / "changes" / "data", **place)
+        writer = ChangeWriter(self._store, claim=self._plan.claim, **place)
         if Feed.STATES in feed:
             states = states_table(state.take_touched(), **place)
             lanes = states["lane"].to_numpy()
@@ -237,7 +226,6 @@ class PartitionStep:
         return writer.finish(first=self._range.first, last=self._range.last, counts=counts)
 
     def _advanced(self, head: FoldHead, state: Propagator, part: ChangePart) -> FoldHead:
-        """The head after the range, with a new snapshot if one is due."""
         newest = max((s.log_time_ms_max for s in part.sections), default=head.newest_ms)
         head = msgspec.structs.replace(
             head,
@@ -262,15 +250,6 @@ class PartitionStep:
             unsaved=0,
             found=(),
         )
-
-
-QUARANTINE: Final = pa.schema(
-    [
-        *DELTAS,
-        pa.field("reason", pa.utf8(), nullable=False),
-        pa.field("missing", pa.binary(16)),  # the parent that never came
-    ]
-)
 
 
 def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:

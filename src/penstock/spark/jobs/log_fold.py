@@ -22,6 +22,7 @@ A log that retention has shortened is proved from its first batch on.
 from __future__ import annotations
 
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,15 +39,19 @@ from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.schema import DELTAS, states_table
-from penstock.spark.fold.changes import add_counts
 from penstock.spark.fold.partition_step import (
     find_forgotten,
     fold_deltas,
     read_deltas,
     released_table,
 )
+from penstock.spark.fold.state import add_counts
 from penstock.spark.source.options import Connecting
 from penstock.spark.source.ranges import ReadRange
+
+MESSAGES: Final = frozenset({Kind.ENQ, Kind.PREPARE})
+FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
+STATES_ROWS: Final = 20_000  # of a record batch of states
 
 
 def log_ranges(
@@ -76,9 +81,6 @@ def loss_of(one: ReadRange) -> str | None:
     )
 
 
-MESSAGES: Final = frozenset({Kind.ENQ, Kind.PREPARE})
-
-
 class LogCheck:
     """Feed it the batches of one partition, of all kinds and in order; it raises `Corruption`."""
 
@@ -95,7 +97,10 @@ class LogCheck:
                 self._check(batch)
             except Corruption as damage:
                 raise Corruption(damage.message, sequence=self.next) from damage
-            self._pass(batch)
+            self.next, self.chain, self.epoch = batch.last + 1, batch.chain, batch.epoch
+            self.batches += 1
+            self.bytes += batch.size
+            self.messages += batch.entries if batch.kind in MESSAGES else 0
 
     def _check(self, batch: Batch) -> None:
         if batch.first != self.next:
@@ -107,31 +112,20 @@ class LogCheck:
             raise Corruption(f"epoch {batch.epoch} follows epoch {self.epoch}")
 
     def reached(self, last: int) -> None:
-        """Whether everything up to `last` was fed."""
         if self.next <= last:
             raise Corruption(f"the log ends at {self.next - 1}, not {last}", sequence=self.next)
 
-    def _pass(self, batch: Batch) -> None:
-        self.next, self.chain, self.epoch = batch.last + 1, batch.chain, batch.epoch
-        self.batches += 1
-        self.bytes += batch.size
-        if batch.kind in MESSAGES:
-            self.messages += batch.entries
-
 
 @contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, which driver and executors share; gone when the job ends."""
-    own = folder / f".job-{uuid.uuid4().hex}"
+def scratch(folder: Path | None) -> Iterator[Path]:
+    """A new folder inside `folder`, which driver and executors share; gone when the job ends. None:
+    one for temporary files, which does where both are on this machine."""
+    own = (folder or Path(tempfile.gettempdir())) / f".job-{uuid.uuid4().hex}"
     own.mkdir(parents=True)
     try:
         yield own
     finally:
         shutil.rmtree(own)
-
-
-FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
-STATES_ROWS: Final = 20_000  # of a record batch of states
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 """Topics as Spark sees them: reading, writing, and the way to a node.
 
-`source` is what Spark loads; `reader` and `writer` plan on the driver and work in tasks.
+`reader` has what Spark loads; it and `writer` plan on the driver and work in tasks.
 All of them reach a node by `NodeAccess`, which blocks. What is read is final: a range read again
 gives the same rows.
 """

@@ -21,8 +21,17 @@ import atexit
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
@@ -30,13 +39,12 @@ from penstock.client.bridge import ThreadBridge
 from penstock.client.client import Client
 from penstock.client.network.endpoints import Remote
 from penstock.client.options import Options
-from penstock.client.queue.handle import TopicHandle
 from penstock.client.queue.messages import LogReader
+from penstock.client.topic import Topic
 from penstock.errors import FailedPrecondition, LimitExceeded, Unavailable
 from penstock.model.batch import Batch, Kind
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.sinks.protocol import Items
-from penstock.sinks.requests import Part, item_requests
+from penstock.sinks.protocol import Items, Part, item_requests
 from penstock.wire.messages import Enqueued
 
 R = TypeVar("R")
@@ -46,19 +54,20 @@ STALL_S: Final = 60.0  # without a batch of a range that should be there
 HELD_BYTES_MAX: Final = 256 << 20  # of batches behind an undecided one
 UNBOUNDED: Final = 1 << 62  # rows or bytes
 INFLIGHT: Final = 4  # enqueue requests that wait for their answer at once
+Check = Callable[[Sequence[Batch]], None]
 
 
-class Wanted(NamedTuple):
+class Wanted(msgspec.Struct, frozen=True):
     """A range of a partition, and how much of it would be welcome."""
 
     partition: int
-    first: int
-    last: int
-    rows_max: int = UNBOUNDED
+    first: int = msgspec.field(name="from_sequence")
+    last: int = msgspec.field(name="through")
+    rows_max: int = msgspec.field(name="entries_max", default=UNBOUNDED)
     bytes_max: int = UNBOUNDED
 
 
-class RangeExtent(NamedTuple):
+class RangeExtent(msgspec.Struct, frozen=True):
     last: int
     bytes: int
 
@@ -66,6 +75,7 @@ class RangeExtent(NamedTuple):
 class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How far one partition's log reaches."""
 
+    topic_id: int  # another one than before: the topic was deleted and made again
     partition: int
     sequence_first: int  # the oldest sequence that can still be read
     # The last sequence that a range may end at: what it holds never changes, for it is committed,
@@ -77,10 +87,11 @@ class Decisions:
     """Batches in, batches with existing messages out."""
 
     def __init__(self, last: int) -> None:
-        self._last = last
+        self.last = last
         self._held: deque[tuple[Batch, bytes | None]] = deque()  # with the transaction it awaits
         self._bytes = 0
-        self._outcomes: dict[bytes, bool] = {}  # of transactions that are held
+        # Of the transactions that are held. A batch that only stands behind them awaits none.
+        self._outcomes: dict[bytes | None, bool] = {None: True}
 
     @property
     def open(self) -> bool:
@@ -90,17 +101,16 @@ class Decisions:
         """The next batches of the log; returns those that became certain."""
         ready: list[Batch] = []
         for batch in batches:
-            kind = batch.kind
-            if kind is Kind.ENQ and batch.first <= self._last:
-                if self._held:
-                    self._hold(batch, None)
-                else:
-                    ready.append(batch)
-            elif kind is Kind.PREPARE and batch.first <= self._last:
+            kind, within = batch.kind, batch.first <= self.last
+            if kind is Kind.ENQ and within and not self._held:
+                ready.append(batch)
+            elif kind is Kind.ENQ and within:
+                self._hold(batch, None)
+            elif kind is Kind.PREPARE and within:
                 self._hold(batch, (batch.columns().binary("transaction") or [b""])[0])
             elif kind is Kind.DECIDE and self._held:
                 self._decide(batch)
-                self._release(ready)
+                ready += self._release()
         return ready
 
     def _hold(self, batch: Batch, transaction: bytes | None) -> None:
@@ -115,26 +125,17 @@ class Decisions:
     def _decide(self, batch: Batch) -> None:
         columns = batch.columns()
         awaited = {transaction for _, transaction in self._held}
-        decided = zip(
-            columns.binary("transaction") or (), columns.fixed("commit").tolist(), strict=True
-        )
-        for transaction, commit in decided:
+        commits = columns.fixed("commit").tolist()
+        for transaction, commit in zip(columns.binary("transaction") or (), commits, strict=True):
             if transaction in awaited:
                 self._outcomes.setdefault(transaction, bool(commit))  # the first decision wins
 
-    def _release(self, ready: list[Batch]) -> None:
-        while self._held:
-            batch, transaction = self._held[0]
-            if transaction is not None:
-                commit = self._outcomes.get(transaction)
-                if commit is None:
-                    return
-                if commit:
-                    ready.append(batch)
-            else:
-                ready.append(batch)
-            self._held.popleft()
+    def _release(self) -> Iterator[Batch]:
+        while self._held and (commit := self._outcomes.get(self._held[0][1])) is not None:
+            batch, _ = self._held.popleft()
             self._bytes -= batch.size
+            if commit:
+                yield batch
 
 
 class NodeAccess:
@@ -146,8 +147,9 @@ class NodeAccess:
     def __init__(self, url: str, *, api_key: str | None = None, tls: str | None = None) -> None:
         self._bridge = ThreadBridge("penstock-access")
         remote = Remote(url, api_key=api_key, tls=tls, client="penstock-spark")
+        self.client = Client(remote, Options())
         try:
-            self._client = self.run(_opened(remote))
+            self.run(self.client.__aenter__())
         except BaseException:
             self._bridge.close()
             raise
@@ -175,11 +177,11 @@ class NodeAccess:
         return self._bridge.run(work)
 
     def call(self, method: str, /, **arguments: Any) -> dict[str, Any]:
-        return self.run(self._client.call(method, **arguments))
+        return self.run(self.client.call(method, **arguments))
 
     def close(self) -> None:
         try:
-            self.run(self._client.close())
+            self.run(self.client.close())
         finally:
             self._bridge.close()
 
@@ -187,12 +189,13 @@ class NodeAccess:
 
     def config(self, topic: str) -> TopicConfig:
         """A topic's configuration; asked for once, so only its fixed attributes are to be used."""
-        return self.run(self._handle(topic)).config
+        return self.run(self._topic(topic)).config
 
-    async def _handle(self, topic: str) -> TopicHandle[bytes]:
-        handle = self._client.topic(topic, create=False).handle
-        await handle.opened()
-        return handle
+    async def _topic(self, topic: str) -> Topic[bytes]:
+        return await self.client.topic(topic, create=False)
+
+    def topics(self) -> list[str]:
+        return sorted(row["name"] for row in self.run(self.client.topics()))
 
     def delta_config(self, topic: str, *, field: str = "topics") -> TopicConfig:
         config = self.config(topic)
@@ -204,66 +207,44 @@ class NodeAccess:
 
     def log_status(self, topic: str) -> list[LogStatus]:
         answer = self.call("log_status", topic=topic)
-        return msgspec.convert(answer["partitions"], list[LogStatus])
+        rows = [row | {"topic_id": answer["topic_id"]} for row in answer["partitions"]]
+        return msgspec.convert(rows, list[LogStatus])
 
     def find_time(self, topic: str, partition: int, time_ms: int) -> int:
         """The first sequence of the first batch at or after a time; past the end if none is."""
-        found: int = self.call("log_find", topic=topic, partition=partition, time_ms=time_ms)[
-            "sequence"
-        ]
-        return found
+        answer = self.call("log_find", topic=topic, partition=partition, time_ms=time_ms)
+        return int(answer["sequence"])
 
     def extents(self, topic: str, wanted: Sequence[Wanted]) -> list[RangeExtent]:
         """How far whole batches of each wanted range fit its bounds; at least one does."""
-        asked = [
-            {
-                "partition": w.partition,
-                "from_sequence": w.first,
-                "through": w.last,
-                "entries_max": w.rows_max,
-                "bytes_max": w.bytes_max,
-            }
-            for w in wanted
-        ]
-        answer = self.call("log_extent", topic=topic, extents=asked)
-        return [RangeExtent(found["last"], found["bytes"]) for found in answer["extents"]]
+        answer = self.call("log_extent", topic=topic, extents=msgspec.to_builtins(wanted))
+        return msgspec.convert(answer["extents"], list[RangeExtent])
 
     # --- reading ---
 
     def read_range(
-        self, topic: str, partition: int, first: int, last: int
+        self, topic: str, partition: int, first: int, last: int, *, check: Check | None = None
     ) -> Iterator[list[Batch]]:
         """The batches with messages of `[first, last]`, in log order, a slice at a time.
 
         They are ENQ batches, and PREPARE batches whose atomic batch was decided for; a decision
         beyond `last` is looked up there. The first and the last batch may reach over the edges:
-        `rows.pieces` trims. `last` must be committed (`LogStatus.readable`).
+        `rows.pieces` trims. `last` must be committed (`LogStatus.readable`). `check` is shown every
+        batch that is read, of every kind, as it is stored.
         """
         decisions = Decisions(last)
-        for batches in self.read_log(topic, partition, first, last, decisions=decisions):
+        slices = self._slices(topic, partition, first, decisions=decisions)
+        for batches in self._bridge.iterate(slices):
+            if check is not None:
+                check(batches)
             if ready := decisions.feed(batches):
                 yield ready
 
-    def read_log(
-        self,
-        topic: str,
-        partition: int,
-        first: int,
-        last: int,
-        *,
-        decisions: Decisions | None = None,
-    ) -> Iterator[list[Batch]]:
-        """Every batch of `[first, last]`, of every kind, as it is stored."""
-        if first > last:
-            return
-        source = self._slices(topic, partition, first, last=last, decisions=decisions)
-        yield from self._bridge.iterate(source)
-
     async def _slices(
-        self, topic: str, partition: int, first: int, *, last: int, decisions: Decisions | None
+        self, topic: str, partition: int, first: int, *, decisions: Decisions
     ) -> AsyncGenerator[list[Batch], None]:
-        handle, at = await self._handle(topic), first
-        while True:
+        handle, at, last = await self._topic(topic), first, decisions.last
+        while at <= last or decisions.open:
             reader = LogReader(
                 handle,
                 partition=partition,
@@ -272,23 +253,14 @@ class NodeAccess:
                 credit_bytes=WINDOW_BYTES,
                 through=last if at <= last else 0,  # past it only the decisions are looked for
             )
-            slices = reader.slices()
-            try:
-                while True:
-                    async with asyncio.timeout(STALL_S):
-                        batches = await anext(slices)
+            async with aclosing(reader.slices()) as slices:
+                while at <= last or decisions.open:
+                    awaited = f"{topic}/{partition}: nothing came from {at} to {last}"
+                    batches = await _in_time(anext(slices, None), awaited)
+                    if batches is None:
+                        break  # all up to `last` was read
                     at = batches[-1].last + 1
                     yield batches
-                    if at > last and (decisions is None or not decisions.open):
-                        return
-            except TimeoutError as error:
-                raise Unavailable(
-                    f"{topic}/{partition}: nothing came from {at} to {last} in {STALL_S:.0f} s"
-                ) from error
-            except StopAsyncIteration:
-                continue  # all up to `last` was read
-            finally:
-                await slices.aclose()
 
     # --- writing ---
 
@@ -311,19 +283,21 @@ class NodeAccess:
                 future.cancel()
 
     async def _enqueue(self, topic: str, parts: Sequence[Part]) -> Enqueued:
-        return await self._client.link.request(
+        return await self.client.link.request(
             lambda connection: connection.enqueue(topic, parts), at=(topic, parts[0][0])
         )
 
 
+async def _in_time(work: Awaitable[R], awaited: str) -> R:
+    try:
+        async with asyncio.timeout(STALL_S):
+            return await work
+    except TimeoutError as error:
+        raise Unavailable(f"{awaited} in {STALL_S:.0f} s") from error
+
+
 def _new(answer: Enqueued) -> int:
     return sum(placed.count for placed in answer.placed)
-
-
-async def _opened(remote: Remote) -> Client:
-    client = Client(remote, Options())
-    await client.__aenter__()
-    return client
 
 
 class NodeTopicWriter:

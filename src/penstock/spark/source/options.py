@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -22,13 +23,19 @@ SPLIT_ROWS: Final = 250_000
 _SPARKS: Final = frozenset({"path", "checkpointlocation", "queryname"})
 _CONNECTION: Final = frozenset({"url", "apikey", "apikeyfile", "tls"})
 _READING: Final = frozenset(
-    {"topic", "topics", "mode", "startingoffsets", "startingtime", "endingoffsets", "endingtime",
-     "maxrowspertrigger", "maxbytespertrigger", "ratefile", "splitrows", "failondataloss"}
+    {"topic", "topics", "subscribepattern", "assign", "mode", "includeheaders",
+     "startingoffsets", "startingtime", "startingoffsetsbytimestamp",
+     "endingoffsets", "endingtime", "endingoffsetsbytimestamp",
+     "minrowspertrigger", "maxtriggerdelay", "minpartitions",
+     "maxrowspertrigger", "maxbytespertrigger", "splitrows", "failondataloss"}
 )  # fmt: skip
 _WRITING: Final = frozenset({"topic", "producer"})
 
 # A place in every partition: a word, or the sequence of each partition by topic.
-Place = Literal["earliest", "latest"] | dict[str, dict[int, int]]
+ByPartition = dict[str, dict[int, int]]
+Place = Literal["earliest", "latest"] | ByPartition
+Assigned = dict[str, Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]]
+_UNITS_S: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 class Connecting(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,15 +64,21 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a topic, or several, are read."""
 
     node: Connecting
-    topics: tuple[str, ...]  # an earlier one is more urgent
+    topics: tuple[str, ...] = ()  # an earlier one is more urgent
+    pattern: str | None = None  # instead of `topics`: those there are with such a name
+    assigned: Assigned = {}  # the only partitions that are read of these topics
     mode: Mode = "messages"
     starting: Place = "earliest"
-    starting_ms: int | None = None  # instead of `starting`: the first batch at or after
+    # Instead of `starting`: the first batch at or after, everywhere or by partition.
+    starting_ms: int | ByPartition | None = None
     ending: Place = "latest"
-    ending_ms: int | None = None  # instead of `ending`: up to the last batch before
+    ending_ms: int | ByPartition | None = None  # instead of `ending`: up to the last batch before
     rows_max: int | None = None  # per trigger
     bytes_max: int | None = None  # per trigger
-    rate_file: str | None = None  # holds rows per trigger, looked up at each
+    rows_min: int = 0  # of a trigger, unless the one before is `delay_s` ago
+    delay_s: float = 0.0
+    partitions_min: int = 1  # of Spark, if there are as many batches
+    headers: Literal["text", "binary"] = "text"  # the values of a row's headers
     split_rows: int = SPLIT_ROWS  # of one Spark partition
     fail_on_data_loss: bool = True
 
@@ -74,15 +87,18 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
         given = _Given(options, allowed=_CONNECTION | _READING)
         return ReadOptions(
             node=given.connecting(),
-            topics=given.topics(),
+            **given.topics(),
             mode=given.choice("mode", MODES, "messages"),
             starting=given.place("startingOffsets", "earliest"),
-            starting_ms=given.time_ms("startingTime"),
+            starting_ms=given.times("starting"),
             ending=given.place("endingOffsets", "latest"),
-            ending_ms=given.time_ms("endingTime"),
+            ending_ms=given.times("ending"),
             rows_max=given.count("maxRowsPerTrigger"),
             bytes_max=given.count("maxBytesPerTrigger"),
-            rate_file=given.get("rateFile"),
+            rows_min=given.count("minRowsPerTrigger") or 0,
+            delay_s=given.duration_s("maxTriggerDelay", "15m"),
+            partitions_min=given.count("minPartitions") or 1,
+            headers=given.choice("includeHeaders", ("text", "binary"), "text"),
             split_rows=given.count("splitRows") or SPLIT_ROWS,
             fail_on_data_loss=given.choice("failOnDataLoss", ("true", "false"), "true") == "true",
         )
@@ -90,15 +106,13 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
     node: Connecting
-    topic: str
+    topic: str | None  # None: a column says where each row goes
     producer: str | None = None  # a name that makes the same write, done again, a no-op
 
     @staticmethod
     def of(options: Mapping[str, str]) -> WriteOptions:
         given = _Given(options, allowed=_CONNECTION | _WRITING)
         topic = given.get("topic") or given.get("path")
-        if not topic:
-            raise InvalidArgument("topic is missing", field="topic")
         return WriteOptions(node=given.connecting(), topic=topic, producer=given.get("producer"))
 
 
@@ -133,6 +147,20 @@ class _Given:
             raise InvalidArgument(f"{name} is a whole number from 1, not {value}", field=name)
         return int(value)
 
+    def duration_s(self, name: str, default: str) -> float:
+        value = self.get(name) or default
+        found = re.fullmatch(r"(\d+)(ms|s|m|h)", value)
+        if found is None:
+            raise InvalidArgument(f"{name} is as 500ms, 30s, 15m or 1h, not {value}", field=name)
+        return int(found[1]) * _UNITS_S[found[2]]
+
+    def times(self, which: str) -> int | ByPartition | None:
+        name = f"{which}OffsetsByTimestamp"
+        if self.get(name) is None:
+            return self.time_ms(f"{which}Time")
+        found: ByPartition = self.json(name, ByPartition, {"topic": {"0": 1767319445500}})
+        return found
+
     def time_ms(self, name: str) -> int | None:
         value = self.get(name)
         if value is None:
@@ -147,22 +175,39 @@ class _Given:
         value = self.get(name)
         if value is None or value.lower() in ("earliest", "latest"):
             return default if value is None else value.lower()  # type: ignore[return-value]
-        try:
-            return msgspec.json.decode(value, type=dict[str, dict[int, int]])
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            shape = json.dumps({"topic": {"0": 17}})
-            raise InvalidArgument(
-                f"{name} is earliest, latest or {shape}, not {value}: {error}", field=name
-            ) from error
+        found: Place = self.json(name, ByPartition, {"topic": {"0": 17}}, "earliest, latest or ")
+        return found
 
-    def topics(self) -> tuple[str, ...]:
-        one, many = self.get("topic") or self.get("path"), self.get("topics")
-        if bool(one) == bool(many):
-            raise InvalidArgument("give topic or topics, one of them", field="topic")
-        found = tuple(name.strip() for name in (many or one or "").split(",") if name.strip())
+    def json(self, name: str, kind: Any, example: Any, words: str = "") -> Any:
+        value = self.get(name) or ""
+        try:
+            return msgspec.json.decode(value, type=kind)
+        except msgspec.MsgspecError as error:
+            shape = words + json.dumps(example)
+            raise InvalidArgument(f"{name} is {shape}, not {value}: {error}", field=name) from error
+
+    def topics(self) -> dict[str, Any]:
+        """Which topics are read: by their names, by a pattern, or some partitions of each."""
+        names, pattern = self.get("topic") or self.get("path"), self.get("subscribePattern")
+        ways = (names, self.get("topics"), pattern, self.get("assign"))
+        if sum(way is not None for way in ways) != 1:
+            raise InvalidArgument(
+                "give topic, topics, subscribePattern or assign, one of them", field="topic"
+            )
+        if pattern is not None:
+            try:
+                return {"pattern": re.compile(pattern).pattern}
+            except re.error as error:
+                told = f"subscribePattern is no regular expression: {error}"
+                raise InvalidArgument(told, field="subscribePattern") from error
+        if self.get("assign") is not None:
+            assigned = self.json("assign", Assigned, {"topic": [0, 2]})
+            return {"topics": tuple(assigned), "assigned": assigned}
+        split = (names or self.get("topics") or "").split(",")
+        found = tuple(name.strip() for name in split if name.strip())
         if len(set(found)) != len(found) or not found:
             raise InvalidArgument("topics are names, each once, with commas", field="topics")
-        return found
+        return {"topics": found}
 
     def connecting(self) -> Connecting:
         url = self.get("url") or os.environ.get("PENSTOCK_URL")

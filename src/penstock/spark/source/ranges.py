@@ -3,7 +3,9 @@ several topics one trigger takes, and how it is cut into what Spark's tasks get.
 
 An offset is, per topic and partition, the *next* sequence to read: ranges begin at one and end
 before another. Spark keeps offsets as JSON text and compares the texts, so they are written in one
-order: topics as the query names them, partitions ascending.
+order: topics as the query names them, partitions ascending. The id of each topic stands beside its
+partitions, for a topic that was deleted and made again counts its sequences anew. Offsets that were
+written before ids were are taken for those of the topic that there is.
 
 A trigger has a budget of rows, of bytes, or of both. Topics take from it in turn, the most urgent
 first. Within a topic the budget is shared evenly; what a partition does not need goes to the
@@ -14,9 +16,12 @@ may. The partition that is furthest behind comes first, so none is left behind f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 from pyspark.sql.datasource import InputPartition
 
@@ -26,6 +31,8 @@ from penstock.spark.source.access import UNBOUNDED, LogStatus, NodeAccess, Range
 from penstock.spark.source.options import Place, ReadOptions
 
 Offsets = dict[str, dict[int, int]]
+TopicIds = dict[str, int]
+Json = dict[str, dict[str, int]]
 Measure = Callable[[str, Sequence[Wanted]], Sequence[RangeExtent]]
 
 
@@ -60,35 +67,34 @@ def between(start: Offsets, end: Offsets) -> Iterator[ReadRange]:
 
 def split(access: NodeAccess, ranges: Iterable[ReadRange], rows: int) -> Iterator[ReadRange]:
     """Ranges of about `rows` sequences each, cut between batches."""
-    for whole in ranges:
-        first = whole.first
-        while whole.last - first >= rows:
-            wanted = Wanted(whole.partition, first, whole.last, rows)
-            (extent,) = access.extents(whole.topic, [wanted])
-            yield ReadRange(whole.topic, whole.partition, first, extent.last)
-            first = extent.last + 1
-        if first <= whole.last:
-            yield ReadRange(whole.topic, whole.partition, first, whole.last)
+    for rest in ranges:
+        while rest.last - rest.first >= rows:
+            wanted = Wanted(rest.partition, rest.first, rest.last, rows)
+            (extent,) = access.extents(rest.topic, [wanted])
+            yield replace(rest, last=extent.last)
+            rest = replace(rest, first=extent.last + 1)
+        if rest.first <= rest.last:
+            yield rest
 
 
 def measured(access: NodeAccess, ranges: Iterable[ReadRange]) -> Ranges:
-    by_topic: dict[str, list[ReadRange]] = {}
-    for found in ranges:
-        by_topic.setdefault(found.topic, []).append(found)
+    """`ranges` are those of one topic after the other."""
     rows: list[tuple[ReadRange, int]] = []
-    for topic, group in by_topic.items():
-        wanted = [Wanted(r.partition, r.first, r.last) for r in group]
-        sizes = [extent.bytes for extent in access.extents(topic, wanted)]
-        rows += zip(group, sizes, strict=True)
+    for topic, group in groupby(ranges, key=attrgetter("topic")):
+        found = list(group)
+        wanted = [Wanted(r.partition, r.first, r.last) for r in found]
+        rows += zip(found, (e.bytes for e in access.extents(topic, wanted)), strict=True)
     return Ranges(tuple(rows))
 
 
 def planned(
-    access: NodeAccess, ranges: Iterable[ReadRange], options: ReadOptions
+    access: NodeAccess, ranges: Sequence[ReadRange], options: ReadOptions
 ) -> list[InputPartition]:
     if options.mode == "ranges":
         return [measured(access, ranges)]
-    return list(split(access, ranges, options.split_rows))
+    total = sum(found.last - found.first + 1 for found in ranges)
+    even = max(1, -(-total // options.partitions_min))
+    return list(split(access, ranges, min(options.split_rows, even)))
 
 
 class LogBounds:
@@ -96,10 +102,25 @@ class LogBounds:
 
     def __init__(self, access: NodeAccess, options: ReadOptions) -> None:
         self._access, self._options = access, options
-        for topic in options.topics if options.mode == "deltas" else ():
+        topics: Sequence[str] = options.topics
+        if options.pattern is not None:
+            topics = list(filter(self._named, access.topics()))
+        for topic in topics if options.mode == "deltas" else ():
             if access.config(topic).kind is not TopicKind.DELTA:
                 raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
-        self.status: dict[str, list[LogStatus]] = {t: access.log_status(t) for t in options.topics}
+        self.status: dict[str, list[LogStatus]] = {t: self._assigned(t) for t in topics}
+        self.ids: TopicIds = {t: all_[0].topic_id for t, all_ in self.status.items()}
+
+    def _named(self, topic: str) -> bool:
+        return re.fullmatch(self._options.pattern or "", topic) is not None
+
+    def _assigned(self, topic: str) -> list[LogStatus]:
+        found = {status.partition: status for status in self._access.log_status(topic)}
+        wanted = self._options.assigned.get(topic, found)
+        for partition in wanted:
+            if partition not in found:
+                raise InvalidArgument(f"{topic} has no partition {partition}", field="assign")
+        return [status for partition, status in found.items() if partition in wanted]
 
     def earliest(self) -> Offsets:
         return {t: {s.partition: s.sequence_first for s in all_} for t, all_ in self.status.items()}
@@ -108,27 +129,21 @@ class LogBounds:
         return {t: {s.partition: s.readable + 1 for s in all_} for t, all_ in self.status.items()}
 
     def start(self) -> Offsets:
-        options = self._options
-        if options.starting_ms is not None:
-            return self._at(options.starting_ms)
-        return self._place(options.starting, self.earliest(), field="startingOffsets")
+        options, earliest = self._options, self.earliest()
+        return self._place(options.starting, options.starting_ms, earliest, "startingOffsets")
 
     def end(self) -> Offsets:
         """Of a batch read; never beyond what is final."""
-        options = self._options
-        if options.ending_ms is not None:
-            wanted = self._at(options.ending_ms)
-        else:
-            wanted = self._place(options.ending, self.latest(), field="endingOffsets")
-        latest = self.latest()
+        options, latest = self._options, self.latest()
+        wanted = self._place(options.ending, options.ending_ms, latest, "endingOffsets")
         return {t: {p: min(n, latest[t][p]) for p, n in all_.items()} for t, all_ in wanted.items()}
 
-    def held(self, start: Offsets) -> Offsets:
+    def held(self, start: Offsets, ids: TopicIds | None = None) -> Offsets:
         """`start` for every partition there is, none before what the node still has.
 
         A partition that `start` does not know is new, and read from its beginning.
         """
-        found = self.earliest()
+        found, start = self.earliest(), self.still(start, ids or {})
         for topic, partitions in found.items():
             for partition, first in partitions.items():
                 sequence = start.get(topic, {}).get(partition, first)
@@ -137,19 +152,31 @@ class LogBounds:
                 partitions[partition] = max(sequence, first)
         return found
 
-    def _place(self, place: Place, bounds: Offsets, *, field: str) -> Offsets:
-        if place == "earliest":
-            return self.earliest()
-        if place == "latest":
-            return self.latest()
-        return chosen(place, bounds, field=field)
+    def still(self, offsets: Offsets, ids: TopicIds) -> Offsets:
+        """`offsets` without those of topics that were deleted since; some were made again."""
+        deleted = [
+            t for t, id_ in ids.items() if self.ids.get(t, 0 if self._named(t) else id_) != id_
+        ]
+        if deleted and self._options.fail_on_data_loss:
+            again = " and made again" if deleted[0] in self.ids else ""
+            raise NotFound(
+                f"{deleted[0]} was deleted{again}, so what it held before cannot be read any more"
+                " (failOnDataLoss=false goes on, and reads a new topic from its beginning)"
+            )
+        return {t: found for t, found in offsets.items() if t not in deleted}
 
-    def _at(self, time_ms: int) -> Offsets:
-        find = self._access.find_time
-        return {
-            t: {s.partition: find(t, s.partition, time_ms) for s in all_}
-            for t, all_ in self.status.items()
-        }
+    def _place(
+        self, place: Place, time_ms: int | Offsets | None, bounds: Offsets, field: str
+    ) -> Offsets:
+        """The offsets of a time, if there is one, else of a place; `bounds` where it has none."""
+        find, times = self._access.find_time, time_ms
+        if isinstance(times, int):
+            times = {t: dict.fromkeys(all_, times) for t, all_ in bounds.items()}
+        if times is not None:
+            place = {t: {p: find(t, p, ms) for p, ms in all_.items()} for t, all_ in times.items()}
+        if isinstance(place, dict):
+            return chosen(place, bounds, field=field)
+        return self.earliest() if place == "earliest" else self.latest()
 
 
 def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:
@@ -160,12 +187,16 @@ def _lost(topic: str, partition: int, *, sequence: int, first: int) -> NotFound:
     )
 
 
-def to_json(offsets: Offsets, topics: Sequence[str]) -> dict[str, dict[str, int]]:
-    return {t: {str(p): n for p, n in sorted(offsets.get(t, {}).items())} for t in topics}
+def to_json(offsets: Offsets, ids: TopicIds) -> Json:
+    return {
+        t: {"id": id_} | {str(p): n for p, n in sorted(offsets[t].items())}
+        for t, id_ in ids.items()
+    }
 
 
-def from_json(data: Mapping[str, Mapping[str, Any]]) -> Offsets:
-    return {t: {int(p): int(n) for p, n in found.items()} for t, found in data.items()}
+def from_json(data: Json) -> tuple[Offsets, TopicIds]:
+    offsets = {t: {int(p): n for p, n in found.items() if p != "id"} for t, found in data.items()}
+    return offsets, {t: found["id"] for t, found in data.items() if "id" in found}
 
 
 def chosen(given: Offsets, bounds: Offsets, *, field: str) -> Offsets:
@@ -217,6 +248,25 @@ class TriggerBudget:
         self.bytes -= size
         return True
 
+    def advance(
+        self,
+        start: dict[int, int],
+        end: dict[int, int],
+        behind: list[int],
+        measure: Callable[[Sequence[Wanted]], Sequence[RangeExtent]],
+    ) -> dict[int, int]:
+        """How far the partitions of a topic that are `behind` move."""
+        behind.sort(key=lambda p: start[p] - end[p])  # the furthest behind first
+        rows = share([end[p] - start[p] for p in behind], self.rows)
+        each = max(1, self.bytes // sum(n > 0 for n in rows))
+        shares = zip(behind, rows, strict=True)
+        wanted = [Wanted(p, start[p], end[p] - 1, n, each) for p, n in shares if n > 0]
+        moved: dict[int, int] = {}
+        for ask, extent in zip(wanted, measure(wanted), strict=True):
+            if self.take(extent.last - ask.first + 1, extent.bytes):
+                moved[ask.partition] = extent.last + 1
+        return moved
+
 
 def advance(
     start: Offsets, end: Offsets, *, topics: Sequence[str], budget: TriggerBudget, measure: Measure
@@ -224,37 +274,10 @@ def advance(
     """Where a trigger that begins at `start` ends: at most at `end`, within the budget."""
     found = {topic: dict(start[topic]) for topic in topics}
     for topic in topics:
-        if budget.spent:
-            break
-        behind = [p for p, n in found[topic].items() if n < end[topic].get(p, n)]
+        at, goal = found[topic], end[topic]
+        behind = [p for p, n in at.items() if n < goal.get(p, n)]
         if not budget.bounded:
-            found[topic].update({p: end[topic][p] for p in behind})
-        elif behind:
-            moved = _advance_topic(
-                topic, behind, start=found[topic], end=end[topic], budget=budget, measure=measure
-            )
-            found[topic].update(moved)
+            at.update({p: goal[p] for p in behind})
+        elif behind and not budget.spent:
+            at.update(budget.advance(at, goal, behind, partial(measure, topic)))
     return found
-
-
-def _advance_topic(
-    topic: str,
-    behind: list[int],
-    *,
-    start: dict[int, int],
-    end: dict[int, int],
-    budget: TriggerBudget,
-    measure: Measure,
-) -> dict[int, int]:
-    behind.sort(key=lambda p: start[p] - end[p])  # the furthest behind first
-    available = [end[p] - start[p] for p in behind]
-    rows = share(available, budget.rows)
-    each = max(1, budget.bytes // sum(n > 0 for n in rows))
-    wanted = [
-        Wanted(p, start[p], end[p] - 1, n, each) for p, n in zip(behind, rows, strict=True) if n > 0
-    ]
-    moved: dict[int, int] = {}
-    for ask, extent in zip(wanted, measure(topic, wanted), strict=True):
-        if budget.take(extent.last - ask.first + 1, extent.bytes):
-            moved[ask.partition] = extent.last + 1
-    return moved

@@ -1,5 +1,7 @@
-"""`spark.read.format("penstock")`: a batch read of what is final now; `spark.readStream`: ranges of
-the log, trigger by trigger.
+"""The data source `penstock`: topics as tables and streams of Spark, to read and to write.
+
+`spark.read` is a batch read of what is final now, `spark.readStream` gives ranges of the log,
+trigger by trigger.
 
 A range is final: committed, and every atomic batch in it is decided. So a range read again gives
 the same rows. A reader plans on the driver, that of a stream in a Python process of its own for as
@@ -13,16 +15,21 @@ Everything else stays with Spark.
 
 from __future__ import annotations
 
-import json
+import math
+import sys
+import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import (
+    DataSource,
     DataSourceReader,
     DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
     EqualNullSafe,
     EqualTo,
     Filter,
@@ -37,7 +44,6 @@ from pyspark.sql.datasource import (
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
-    ReadMaxBytes,
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
@@ -46,8 +52,9 @@ from pyspark.sql.types import StructType
 from penstock.errors import InvalidArgument
 from penstock.spark.source import rows
 from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.options import ReadOptions
+from penstock.spark.source.options import ReadOptions, WriteOptions
 from penstock.spark.source.ranges import (
+    Json,
     LogBounds,
     Offsets,
     ReadRange,
@@ -58,11 +65,13 @@ from penstock.spark.source.ranges import (
     planned,
     to_json,
 )
+from penstock.spark.source.writer import PenstockStreamWriter, PenstockWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _END: Final = 1 << 63
+_PUSHDOWN: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 _NEVER_NULL: Final = frozenset({"topic", "partition", "sequence", "time", "namespace"})
 
 
@@ -157,14 +166,12 @@ TIME_MS_MAX: Final = 1 << 52  # later than any clock: no bound
 
 
 class PenstockReader(DataSourceReader):
+    """A batch read, all of whose conditions Spark checks."""
+
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        rows.check_schema(schema, options.mode)
+        rows.check_schema(schema, options)
         self._options, self._schema = options, schema
         self._selection = PushedFilter()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        self._selection, left = push(filters, self._schema.fieldNames())
-        return left
 
     def partitions(self) -> Sequence[InputPartition]:
         access, options = self._options.node.access(), self._options
@@ -188,57 +195,67 @@ class PenstockReader(DataSourceReader):
         return rows.read(self._options, self._schema, partition, namespaces=namespaces)
 
 
-Json = dict[str, dict[str, int]]
+class SelectiveReader(PenstockReader):
+    """A batch read that takes conditions on itself."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        self._selection, left = push(filters, self._schema.fieldNames())
+        return left
+
+
 ROWS_MAX: Final = 1 << 62  # says that there is a bound, not which
 
 
 class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        rows.check_schema(schema, options.mode)
+        rows.check_schema(schema, options)
         self._options, self._schema = options, schema
         self._target: Offsets | None = None  # of a query that ends by itself
+        self._triggered = -math.inf
 
     def initialOffset(self) -> Json:  # noqa: N802 - Spark's name
         bounds = self._bounds()
-        return self._json(bounds.held(bounds.start()))
+        return to_json(bounds.held(bounds.start()), bounds.ids)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Asked for once. The rows of a `rateFile` change: `latestOffset` looks them up."""
-        options = self._options
-        if options.rate_file is not None:
-            return ReadMaxRows(ROWS_MAX)
-        if options.rows_max is not None:
-            return ReadMaxRows(options.rows_max)
-        if options.bytes_max is not None:
-            return ReadMaxBytes(options.bytes_max)
-        return ReadAllAvailable()
+        """What bounds there are, `latestOffset` knows. Spark only learns that there are some."""
+        bounds = (self._options.rows_max, self._options.bytes_max)
+        return ReadAllAvailable() if bounds == (None, None) else ReadMaxRows(ROWS_MAX)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         self._target = self._bounds().latest()
 
     def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802 - Spark's name
-        bounds = self._bounds()
-        begin = bounds.held(from_json(start))
+        bounds, options = self._bounds(), self._options
+        begin = bounds.held(*from_json(start))
         end = bounds.latest()
         if self._target is not None:
             end = {t: _at_most(found, self._target.get(t, {})) for t, found in end.items()}
-        found = advance(
-            begin,
-            end,
-            topics=self._options.topics,
-            budget=self._budget(limit),
-            measure=self._options.node.access().extents,
-        )
-        return self._json(found)
+        if self._waits(sum(one.last - one.first + 1 for one in between(begin, end))):
+            return start
+        everything = isinstance(limit, ReadAllAvailable)
+        most = (None, None) if everything else (options.rows_max, options.bytes_max)
+        budget, measure = TriggerBudget(*most), options.node.access().extents
+        found = advance(begin, end, topics=list(bounds.ids), budget=budget, measure=measure)
+        return to_json(found, bounds.ids)
+
+    def _waits(self, rows: int) -> bool:
+        """Whether these are too few rows for a trigger, and the last one was not long ago."""
+        now, options = time.monotonic(), self._options
+        recent = now - self._triggered < options.delay_s
+        waits = recent and rows < options.rows_min and self._target is None
+        self._triggered = self._triggered if waits else now
+        return waits
 
     def reportLatestOffset(self) -> Json:  # noqa: N802 - Spark's name
-        return self._json(self._bounds().latest())
+        bounds = self._bounds()
+        return to_json(bounds.latest(), bounds.ids)
 
     def partitions(self, start: Json, end: Json) -> Sequence[InputPartition]:
-        options, access = self._options, self._options.node.access()
-        held = self._bounds().held(from_json(start))
-        ranges = list(between(held, from_json(end)))
-        return planned(access, ranges, options) if ranges else []
+        bounds = self._bounds()
+        held, goal = bounds.held(*from_json(start)), bounds.still(*from_json(end))
+        ranges = list(between(held, goal))
+        return planned(self._options.node.access(), ranges, self._options) if ranges else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return rows.read(self._options, self._schema, partition)
@@ -246,35 +263,40 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _bounds(self) -> LogBounds:
         return LogBounds(self._options.node.access(), self._options)
 
-    def _json(self, offsets: Offsets) -> Json:
-        return to_json(offsets, self._options.topics)
-
-    def _budget(self, limit: ReadLimit) -> TriggerBudget:
-        if isinstance(limit, ReadAllAvailable):
-            return TriggerBudget(None, None)
-        options = self._options
-        given = [limit.max_rows] if isinstance(limit, ReadMaxRows) else []
-        if options.rate_file is not None:
-            given = [rows for rows in (options.rows_max, self._rate()) if rows is not None]
-        size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else options.bytes_max
-        return TriggerBudget(min(given, default=None), size)
-
-    def _rate(self) -> int | None:
-        """Rows per trigger as the rate's file has them now, 0 for a pause; None: no file yet."""
-        if self._options.rate_file is None:
-            return None
-        try:
-            found: Any = json.loads(Path(self._options.rate_file).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(f"rateFile cannot be read: {error}", field="rateFile") from error
-        rows = found.get("rows") if isinstance(found, dict) else found
-        if isinstance(rows, bool) or not isinstance(rows, int | float) or rows < 0:
-            raise InvalidArgument('rateFile holds {"rows": 5000} or 5000', field="rateFile")
-        return int(rows)
-
 
 def _at_most(offsets: dict[int, int], bound: dict[int, int]) -> dict[int, int]:
     """A partition that came after the bound was set has nothing to read."""
     return {p: min(n, bound.get(p, 1)) for p, n in offsets.items()}
+
+
+class PenstockSource(DataSource):
+    """Spark makes one for every use; the work is done by what it returns."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "penstock"
+
+    def schema(self) -> str:
+        return rows.schema_of(ReadOptions.of(self.options))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        # Spark refuses a reader that takes filters in a session that does not pass them on. Where
+        # one does, Spark runs this in the worker that hands them over.
+        kind = SelectiveReader if _PUSHDOWN in sys.modules else PenstockReader
+        return kind(ReadOptions.of(self.options), schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
+        return PenstockStreamReader(ReadOptions.of(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        options = self._writing(overwrite)
+        # Made here, on the driver: all attempts of this write's tasks share it.
+        return PenstockWriter(options, schema, producer=options.producer or str(uuid.uuid4()))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's
+        return PenstockStreamWriter(self._writing(overwrite), schema)
+
+    def _writing(self, overwrite: bool) -> WriteOptions:
+        if overwrite:
+            raise InvalidArgument("a topic is appended to, not overwritten", field="mode")
+        return WriteOptions.of(self.options)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _HEADERS_CACHED: Final = 4096
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
+_BINARY_MAP: Final = pa.map_(pa.string(), pa.binary())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +71,20 @@ def pieces(batches: Iterable[Batch], *, first: int, last: int) -> list[BatchPiec
     """What lies in `[first, last]` of each batch; batches with nothing there are left out."""
     found = []
     for batch in batches:
-        columns = batch.columns()
-        if batch.compacted:
-            held = columns.fixed("sequence")
-            low = int(np.searchsorted(held, first, "left"))
-            high = int(np.searchsorted(held, last, "right"))
-        else:
-            low = max(0, first - batch.first)
-            high = min(batch.entries, last - batch.first + 1)
+        low, high = _within(batch, first, last)
         if low < high:
-            found.append(BatchPiece(batch, columns, low, high))
+            found.append(BatchPiece(batch, batch.columns(), low, high))
     return found
+
+
+def _within(batch: Batch, first: int, last: int) -> tuple[int, int]:
+    """The entries `[low, high)` of a batch that lie in `[first, last]`."""
+    if first <= batch.first and batch.last <= last:
+        return 0, batch.entries
+    if batch.compacted:
+        held = batch.columns().fixed("sequence")
+        return int(np.searchsorted(held, first)), int(np.searchsorted(held, last, "right"))
+    return max(0, first - batch.first), min(batch.entries, last - batch.first + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,29 +150,20 @@ def _bytes(name: str, *, empty_is_null: bool = False) -> Callable[[RowSource], p
     return make
 
 
-def header_maps(source: RowSource) -> pa.Array:
-    """Headers as map<string, string>; values that are no text stand as JSON."""
+def header_maps(source: RowSource, *, kind: pa.DataType = _TEXT_MAP) -> pa.Array:
+    """Headers as a map. Values that are no text stand as JSON; bytes stay bytes where they may."""
     column = source.binary("headers")
     if column is None:
-        return pa.nulls(source.count, _TEXT_MAP)
-    offsets: list[int | None] = []
-    names: list[str] = []
-    values: list[str] = []
-    for cell in column:
-        offsets.append(len(names) if cell else None)
-        for name, value in _header_pairs(cell):
-            names.append(name)
-            values.append(value)
-    offsets.append(len(names))
-    return pa.MapArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.array(names, pa.string()), pa.array(values, pa.string())
-    )
+        return pa.nulls(source.count, kind)
+    plain = (str, bytes) if kind is _BINARY_MAP else (str,)
+    rows = [_header_pairs(cell, plain) if cell else None for cell in column]
+    return pa.array(rows, kind)
 
 
 @lru_cache(maxsize=_HEADERS_CACHED)
-def _header_pairs(cell: bytes) -> tuple[tuple[str, str], ...]:
+def _header_pairs(cell: bytes, plain: tuple[type, ...]) -> tuple[tuple[str, Any], ...]:
     return tuple(
-        (name, value if isinstance(value, str) else msgspec.json.encode(value).decode())
+        (name, value if isinstance(value, plain) else msgspec.json.encode(value).decode())
         for name, value in headers_of(cell).items()
     )
 
@@ -204,15 +199,6 @@ ENVELOPES: Final[dict[str, RowColumn]] = {
 }
 
 
-def _count(batch: Batch, first: int, last: int) -> int:
-    if first <= batch.first and batch.last <= last:
-        return batch.entries
-    if not batch.compacted:
-        return max(0, min(batch.last, last) - max(batch.first, first) + 1)
-    held = batch.columns().fixed("sequence")
-    return int(np.searchsorted(held, last, "right") - np.searchsorted(held, first, "left"))
-
-
 def deltas_of(found: Sequence[BatchPiece]) -> DeltaBatch:
     """The messages of some pieces of the log, in their order, as the columns that the kernels
     take."""
@@ -241,8 +227,8 @@ class DeltaRows:
     def same(self, value: Any, kind: pa.DataType) -> pa.Array:
         return arrays.same(value, len(self.batch), kind)
 
-    def headers(self) -> pa.Array:
-        made = header_maps(self.source)
+    def headers(self, *, kind: pa.DataType = _TEXT_MAP) -> pa.Array:
+        made = header_maps(self.source, kind=kind)
         return made if self._mask is None else made.filter(self._mask)
 
     def namespaces(self) -> pa.Array:
@@ -258,8 +244,8 @@ class DeltaRows:
         return arrays.ragged(*arrays.sliced(blob, starts, lengths), pa.string())
 
 
-_OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
-_SOURCES: Final = pa.array([source.name.lower() for source in DeltaOrigin], pa.string())
+OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
+SOURCES: Final = pa.array([source.name.lower() for source in DeltaOrigin], pa.string())
 
 
 def _parents(deltas: DeltaRows) -> pa.Array:
@@ -321,7 +307,7 @@ DELTAS: Final[dict[str, RowColumn]] = {
     "parent": RowColumn("binary", _parents),
     "namespace": RowColumn("string", DeltaRows.namespaces),
     "vector_id": RowColumn("string", DeltaRows.vector_ids),
-    "op": RowColumn("string", lambda d: _OPS.take(pa.array(d.batch.op))),
+    "op": RowColumn("string", lambda d: OPS.take(pa.array(d.batch.op))),
     "origin": RowColumn("string", lambda d: arrays.names(d.batch.origin)),
     "delta_time": RowColumn("bigint", _fixed("time")),
     "clock": RowColumn("map<string,bigint>", _clock),
@@ -329,7 +315,7 @@ DELTAS: Final[dict[str, RowColumn]] = {
     "values": RowColumn("array<float>", _values),
     "metadata": RowColumn("string", _metadata),
     "priority": RowColumn("int", _fixed("priority")),
-    "source": RowColumn("string", lambda d: _SOURCES.take(pa.array(d.batch.source))),
+    "source": RowColumn("string", lambda d: SOURCES.take(pa.array(d.batch.source))),
     "headers": RowColumn("map<string,string>", DeltaRows.headers),
 }
 
@@ -342,17 +328,29 @@ COLUMNS: Final[dict[str, dict[str, RowColumn]]] = {
 }
 
 
-def schema_of(mode: str) -> str:
-    return ", ".join(f"`{name}` {column.type}" for name, column in COLUMNS[mode].items())
+_BINARY_HEADERS: Final = {
+    "messages": RowColumn("map<string,binary>", partial(header_maps, kind=_BINARY_MAP)),
+    "deltas": RowColumn("map<string,binary>", partial(DeltaRows.headers, kind=_BINARY_MAP)),
+}
 
 
-def check_schema(schema: StructType, mode: str) -> None:
+def columns_of(options: ReadOptions) -> dict[str, RowColumn]:
+    binary = _BINARY_HEADERS.get(options.mode) if options.headers == "binary" else None
+    return COLUMNS[options.mode] | ({"headers": binary} if binary else {})
+
+
+def schema_of(options: ReadOptions) -> str:
+    return ", ".join(f"`{name}` {column.type}" for name, column in columns_of(options).items())
+
+
+def check_schema(schema: StructType, options: ReadOptions) -> None:
     """A caller may ask for some of a mode's columns (`.schema(...)`), each with its own type."""
     for field in schema:
-        kind, known = field.dataType.simpleString(), COLUMNS[mode].get(field.name)
+        kind, known = field.dataType.simpleString(), columns_of(options).get(field.name)
         if known is None or known.type != kind:
             raise InvalidArgument(
-                f"mode {mode} has no column {field.name} {kind}: it has {schema_of(mode)}",
+                f"mode {options.mode} has no column {field.name} {kind}:"
+                f" it has {schema_of(options)}",
                 field="schema",
             )
 
@@ -371,15 +369,15 @@ def read(
     for batches in slices:
         source: Any = None
         if options.mode == "envelopes":
-            counted = [(batch, _count(batch, part.first, part.last)) for batch in batches]
-            rows = [(batch, count) for batch, count in counted if count]
+            spans = [(batch, _within(batch, part.first, part.last)) for batch in batches]
+            rows = [(batch, high - low) for batch, (low, high) in spans if low < high]
             source = (part, rows) if rows else None
         elif found := pieces(batches, first=part.first, last=part.last):
             source = RowSource(part.topic, found)
             if options.mode == "deltas":
                 source = DeltaRows(source, namespaces)
         if source is not None:
-            yield record_batch(COLUMNS[options.mode], arrow, source)
+            yield record_batch(columns_of(options), arrow, source)
 
 
 def record_batch(columns: dict[str, RowColumn], schema: pa.Schema, source: Any) -> pa.RecordBatch:

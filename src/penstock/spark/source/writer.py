@@ -13,7 +13,7 @@ order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -32,20 +32,31 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from penstock.client.delta.writer import Causes, DeltaColumns, Ids, Names, encode_columns
 from penstock.errors import FailedPrecondition, InvalidArgument
-from penstock.model.delta import Delta, Op, PriorityClass, Source, encode
+from penstock.model.delta import (
+    NO_ID,
+    ORIGIN_BYTES_MAX,
+    TIME_MAX,
+    PriorityClass,
+    Source,
+)
+from penstock.model.delta_batch import CLOCK_DTYPE, DeltaBatch
+from penstock.model.delta_checks import validate
 from penstock.model.entries import PRODUCER_ID_BYTES_MAX
-from penstock.model.partitioning import partitions_of
+from penstock.model.ids import partitions_of
 from penstock.model.topic import TopicConfig, TopicKind
-from penstock.sinks.protocol import Items
-from penstock.sinks.requests import Part, delta_targets, requests
+from penstock.sinks import arrays
+from penstock.sinks.protocol import Items, Part, binary, delta_targets, requests
+from penstock.spark.source.access import NodeAccess
+from penstock.spark.source.rows import DELTAS, OPS, SOURCES
 
 if TYPE_CHECKING:
     from penstock.spark.source.options import WriteOptions
 
 _TEXT: Final = ("binary", "string")
 _WHOLE: Final = ("bigint", "int", "smallint", "tinyint")
-_MAP: Final = ("map<string,string>",)
+_MAP: Final = ("map<string,string>", "map<string,binary>")
 # Each column with the types that it may have, in Spark's words.
 MESSAGE: Final[dict[str, tuple[str, ...]]] = {
     "value": _TEXT,
@@ -53,29 +64,23 @@ MESSAGE: Final[dict[str, tuple[str, ...]]] = {
     "key": _TEXT,
     "headers": _MAP,
 }
+# What a read of deltas gives can be written again, but for where it stood in the log.
 DELTA: Final[dict[str, tuple[str, ...]]] = {
-    "namespace": ("string",),
-    "vector_id": ("string",),
-    "op": ("string",),
-    "origin": ("string",),
-    "delta_time": ("bigint",),
-    "delta_id": ("binary",),
-    "parent": ("binary",),
-    "clock": ("map<string,bigint>",),
-    "indices": ("array<int>",),
-    "values": ("array<float>",),
-    "metadata": ("string",),
-    "priority": _WHOLE,
-    "source": ("string",),
-    "headers": _MAP,
-}
+    name: (column.type,)
+    for name, column in DELTAS.items()
+    if name not in ("topic", "partition", "sequence", "time")
+} | {"priority": _WHOLE, "headers": _MAP}
+_MAPS: Final = msgspec.json.Decoder(dict[str, Any])
 DELTA_NEEDED: Final = ("namespace", "vector_id", "op", "origin", "delta_time")
 
 
-def check_schema(schema: StructType) -> None:
-    """Refuse a DataFrame that is neither messages nor deltas."""
+def check_schema(schema: StructType, *, routed: bool) -> None:
+    """Refuse a DataFrame of neither messages nor deltas. `routed`: a column names the topic."""
     given = {field.name: field.dataType.simpleString() for field in schema}
     allowed, needed = (MESSAGE, ()) if "value" in given else (DELTA, DELTA_NEEDED)
+    if routed and "topic" not in given:
+        raise InvalidArgument("topic is missing: give the option or a column", field="topic")
+    allowed = {**allowed, "topic": ("string",)} if routed else allowed
     for name in needed:
         if name not in given:
             raise InvalidArgument(
@@ -114,56 +119,152 @@ def items_of(batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first
 
 
 @lru_cache(maxsize=4096)
-def _headers(pairs: tuple[tuple[str, str], ...]) -> bytes:
+def _headers(pairs: tuple[tuple[str, str | bytes], ...]) -> bytes:
     return msgspec.msgpack.encode(dict(pairs))
 
 
 def _encoded(
     batch: pa.RecordBatch, config: TopicConfig, *, producer: str, first: int
 ) -> pa.BinaryArray:
+    """The payloads of deltas, encoded by columns: rows of one shape together. Without an id a delta
+    gets one that its place in the write implies."""
     if config.kind is not TopicKind.DELTA:
         raise InvalidArgument(
             f"{config.name} is no delta topic: write a column value", field="topic"
         )
-    payloads = [
-        encode(_delta(row, f"{producer}:{number}"), dimensions=config.dimensions)
-        for number, row in enumerate(batch.to_pylist(), first)
+    rows = DeltaFrame(batch)
+    made = [
+        xxhash.xxh3_128_digest(f"{producer}:{number}".encode())
+        for number in range(first, first + batch.num_rows)
     ]
-    return pa.array(payloads, pa.binary())
+    ids, parents = rows.ids("delta_id", made), rows.ids("parent", [NO_ID] * batch.num_rows)
+    order, groups = rows.groups()
+    found = [rows.encoded(own, ids=ids[own], parents=parents[own]) for own in groups]
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    payloads = pa.concat_arrays(found).take(pa.array(back))
+    # Times are left to the clock of the node.
+    validate(DeltaBatch.of(binary(payloads)), dimensions=config.dimensions, now_ms=TIME_MAX)
+    return payloads
 
 
-def _delta(row: dict[str, Any], seed: str) -> Delta:
-    """A row's delta. Without an id it gets one that its place in the write implies; without a
-    clock it is the first of its vector from its origin."""
-    origin = row["origin"]
-    priority, source = row.get("priority"), row.get("source")
-    clock = dict(row.get("clock") or ()) or {origin: 1}
-    metadata = row.get("metadata")
-    return Delta(
-        delta_id=row.get("delta_id") or xxhash.xxh3_128_digest(seed.encode()),
-        namespace=row["namespace"],
-        vector_id=row["vector_id"],
-        op=_named(Op, row["op"], "op"),
-        origin=origin,
-        time=row["delta_time"],
-        parent=row.get("parent"),
-        clock=clock,
-        indices=row.get("indices"),
-        values=row.get("values") or None,
-        metadata=None if metadata is None else msgspec.json.decode(metadata, type=dict[str, Any]),
-        priority=PriorityClass.NORMAL if priority is None else PriorityClass(priority),
-        source=Source.TRANSFORM if source is None else _named(Source, source, "source"),
-    )
+class DeltaFrame:
+    """The columns of deltas, with those that were not given. What is refused here could not be
+    encoded; whether a payload is a delta is checked when there is one."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._count = batch.num_rows
+        self._given = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for name in DELTA_NEEDED:
+            if self._given[name].null_count:
+                raise InvalidArgument(f"{name} is null in some row", field=name)
+        self.namespaces = self._column("namespace", pa.string()).to_pylist()
+        self.vector_ids = self._column("vector_id", pa.string()).to_pylist()
+        self.op = _codes(self._column("op", pa.string()), OPS, "op")
+        source = pc.fill_null(self._column("source", pa.string()), "transform")
+        self.source = _codes(source, SOURCES, "source")
+        priority = self._column("priority", pa.uint8())
+        self.priority = np.asarray(pc.fill_null(priority, int(PriorityClass.NORMAL)))
+        self.times = np.asarray(self._column("delta_time", pa.int64()))
+        self.origins = _padded(self._column("origin", pa.binary()), "origin")
+        self.metadata = [
+            b"" if text is None else msgspec.msgpack.encode(_MAPS.decode(text))
+            for text in self._column("metadata", pa.string()).to_pylist()
+        ]
+        self.sizes, self.starts, self.values = _flat(self._column("values", pa.list_(pa.float32())))
+        indices = self._column("indices", pa.list_(pa.int32()))
+        self.indexed = np.asarray(indices.is_valid())
+        named, self.index_starts, self.indices = _flat(indices)
+        if (named != self.sizes)[self.indexed].any():
+            raise InvalidArgument("a row has more or fewer indices than values", field="indices")
+        self._order_clocks(self._column("clock", pa.map_(pa.string(), pa.int64())))
+
+    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
+        found = self._given.get(name)
+        return pa.nulls(self._count, kind) if found is None else found.cast(kind)
+
+    def ids(self, name: str, missing: list[bytes]) -> NDArray[np.uint8]:
+        given = self._column(name, pa.binary()).to_pylist()
+        found = [id_ or other for id_, other in zip(given, missing, strict=True)]
+        if set(map(len, found)) != {len(NO_ID)}:
+            raise InvalidArgument(f"{name} must be 16 bytes", field=name, limit=len(NO_ID))
+        return np.frombuffer(b"".join(found), np.uint8).reshape(-1, len(NO_ID))
+
+    def _order_clocks(self, column: pa.MapArray) -> None:
+        """All entries of clocks, of each row its own origin first, and the others by name. Without
+        a clock a delta is the first of its vector from its origin."""
+        offsets = column.offsets.to_numpy()
+        sizes, span = np.diff(offsets), slice(int(offsets[0]), int(offsets[-1]))
+        absent = np.flatnonzero(sizes == 0)
+        row = np.concatenate([np.repeat(np.arange(self._count), sizes), absent])
+        seen = _padded(column.keys[span].cast(pa.binary()), "clock")
+        origins = np.concatenate([seen, self.origins[absent]])
+        counters = np.concatenate([np.asarray(column.items[span]), np.ones(len(absent), np.int64)])
+        order = np.lexsort((origins, origins != self.origins[row], row))
+        self.clock_sizes = np.maximum(sizes, 1)
+        self.clock_starts = np.cumsum(self.clock_sizes) - self.clock_sizes
+        self.clocks = np.zeros(len(row), CLOCK_DTYPE)
+        self.clocks["origin"] = origins[order].view("<u8").reshape(-1, 2)
+        self.clocks["counter"] = counters[order]
+        if (origins[order][self.clock_starts] != self.origins).any():
+            raise InvalidArgument("a clock does not count the delta's own origin", field="clock")
+
+    def groups(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """The rows by what has to be the same in one call of the encoder."""
+        keys = self.source.astype(np.int64)
+        for column in (self.sizes, self.indexed, self.clock_sizes):
+            keys = keys * (int(column.max()) + 1) + column
+        order = np.argsort(keys, kind="stable")
+        return order, np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+
+    def encoded(self, own: NDArray[np.int64], *, ids: Ids, parents: Ids) -> pa.BinaryArray:
+        row, rows = int(own[0]), own.tolist()
+        components, others = np.arange(self.sizes[row]), np.arange(1, self.clock_sizes[row])
+        columns = DeltaColumns(
+            vector_ids=[self.vector_ids[r] for r in rows],
+            values=self.values[self.starts[own][:, None] + components],
+            indices=self.indices[self.index_starts[own][:, None] + components]
+            if self.indexed[row]
+            else None,
+            namespace=[self.namespaces[r] for r in rows],
+            op=self.op[own],
+            priority=self.priority[own],
+            source=Source(int(self.source[row])),
+            metadata=[self.metadata[r] for r in rows],
+        ).checked()
+        causes = Causes(
+            ids,
+            parents,
+            self.clocks["counter"][self.clock_starts[own]],
+            self.times[own],
+            self.clocks[self.clock_starts[own][:, None] + others],
+        )
+        names = Names.of(columns.namespace, columns.vector_ids)
+        origin, every = self.origins[own].tobytes(), np.arange(len(own))
+        found = encode_columns(columns, names, causes, origin=origin, rows=every)
+        return arrays.ragged(found.offsets, found.blob, pa.binary())
 
 
-def _named(kind: Any, name: str, field: str) -> Any:
-    try:
-        return kind[name.upper()]
-    except (KeyError, AttributeError) as error:
-        words = [member.name.lower() for member in kind]
+def _flat(lists: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """How many values each row has, where they begin, and all of them."""
+    sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
+    return sizes, np.cumsum(sizes) - sizes, lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _padded(texts: pa.BinaryArray, field: str) -> NDArray[np.bytes_]:
+    if (pc.max(pc.binary_length(texts)).as_py() or 0) > ORIGIN_BYTES_MAX:
         raise InvalidArgument(
-            f"{field} is one of {', '.join(words)}, not {name}", field=field, limit=words
-        ) from error
+            f"an origin has at most {ORIGIN_BYTES_MAX} bytes", field=field, limit=ORIGIN_BYTES_MAX
+        )
+    return np.array(texts.to_pylist(), f"S{ORIGIN_BYTES_MAX}")
+
+
+def _codes(names: pa.StringArray, words: pa.StringArray, field: str) -> NDArray[np.uint8]:
+    found = pc.index_in(pc.utf8_lower(names), value_set=words)
+    if found.null_count:
+        known = words.to_pylist()
+        raise InvalidArgument(f"{field} is one of {', '.join(known)}", field=field, limit=known)
+    return np.asarray(found).astype(np.uint8)
 
 
 EPOCH: Final = 1
@@ -172,15 +273,47 @@ _QUERY: Final = "sql.streaming.queryId"
 _BATCH: Final = "streaming.sql.batchId"
 
 
-class RowsSent(WriterCommitMessage):
-    def __init__(self, rows: int, new: int) -> None:
-        self.rows, self.new = rows, new
+def write(
+    options: WriteOptions,
+    batches: Iterator[pa.RecordBatch],
+    *,
+    producer: str,
+    task: int,
+    base: int = 0,
+) -> WriterCommitMessage:
+    """What a task writes: each row to the topic of the options, or to that of its column."""
+    writers: dict[str, TaskWriter] = {}
+    for topic, own in by_topic(batches, options.topic):
+        if topic not in writers:
+            access = options.node.access()
+            writers[topic] = TaskWriter(access, topic, producer=producer, task=task, base=base)
+        writers[topic].write(own)
+    return WriterCommitMessage()
+
+
+def by_topic(
+    batches: Iterator[pa.RecordBatch], topic: str | None
+) -> Iterator[tuple[str, Iterable[pa.RecordBatch]]]:
+    if topic is not None:
+        yield topic, batches
+        return
+    for batch in batches:
+        column = batch.column("topic")
+        if column.null_count:
+            raise InvalidArgument("topic is null in some row", field="topic")
+        rows = batch.drop_columns("topic")
+        for name in column.unique().to_pylist():
+            yield name, [rows.filter(pc.equal(column, name))]
 
 
 class TaskWriter:
-    def __init__(self, options: WriteOptions, *, producer: str, task: int, base: int = 0) -> None:
-        self._access = options.node.access()
-        self._config: TopicConfig = self._access.config(options.topic)
+    """What a task writes to one topic."""
+
+    def __init__(
+        self, access: NodeAccess, topic: str, *, producer: str, task: int, base: int
+    ) -> None:
+        self._access = access
+        self._config: TopicConfig = access.config(topic)
         self._producer = f"{producer}/{task}"
         if len(self._producer.encode()) > PRODUCER_ID_BYTES_MAX:
             raise InvalidArgument(
@@ -189,21 +322,16 @@ class TaskWriter:
         self._task, self._base = task, base
         self._sent = Counter[int]()  # rows by partition
 
-    def write(self, batches: Iterator[pa.RecordBatch]) -> RowsSent:
-        new = self._access.enqueue_all(self._config.name, self._requests(batches))
-        return RowsSent(self._sent.total(), new)
+    def write(self, batches: Iterable[pa.RecordBatch]) -> None:
+        self._access.enqueue_all(self._config.name, self._requests(batches))
 
-    def _requests(self, batches: Iterator[pa.RecordBatch]) -> Iterator[list[Part]]:
-        for batch in batches:
-            if batch.num_rows:
-                yield from self._of(batch)
-
-    def _of(self, batch: pa.RecordBatch) -> Iterator[list[Part]]:
-        first = self._base + self._sent.total()
-        items = items_of(batch, self._config, producer=self._producer, first=first)
-        targets = self._targets(items)
-        items = replace(items, sequences=self._number(targets))
-        return requests(items, targets, producer=self._producer, epoch=EPOCH)
+    def _requests(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[Part]]:
+        for batch in filter(len, batches):
+            first = self._base + self._sent.total()
+            items = items_of(batch, self._config, producer=self._producer, first=first)
+            targets = self._targets(items)
+            items = replace(items, sequences=self._number(targets))
+            yield from requests(items, targets, producer=self._producer, epoch=EPOCH)
 
     def _targets(self, items: Items) -> NDArray[np.int64]:
         count = self._config.partitions
@@ -229,33 +357,33 @@ class PenstockWriter(DataSourceArrowWriter):
     """A batch write. `producer` names it: writing the same again under that name adds nothing."""
 
     def __init__(self, options: WriteOptions, schema: StructType, *, producer: str) -> None:
-        check_schema(schema)
+        check_schema(schema, routed=options.topic is None)
         self._options, self._producer = options, producer
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsSent:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         task = _context().partitionId()
-        return TaskWriter(self._options, producer=self._producer, task=task).write(iterator)
+        return write(self._options, iterator, producer=self._producer, task=task)
 
 
 class PenstockStreamWriter(DataSourceStreamArrowWriter):
     """A streaming write; the query's id, which its checkpoint keeps, is the producer."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        check_schema(schema)
+        check_schema(schema, routed=options.topic is None)
         self._options = options
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsSent:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         context = _context()
         query, number = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if query is None or number is None:
             raise FailedPrecondition("Spark does not say which micro-batch this is")
-        writer = TaskWriter(
+        return write(
             self._options,
+            iterator,
             producer=self._options.producer or query,
             task=context.partitionId(),
             base=int(number) << ROWS_BITS,
         )
-        return writer.write(iterator)
 
 
 def _context() -> TaskContext:

@@ -4,8 +4,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.client.delta.columns import Causes, DeltaColumns, Names, encode_columns
-from penstock.client.delta.writer import HybridClock, VectorHeads
+from penstock.client.delta.writer import (
+    Causes,
+    DeltaColumns,
+    HybridClock,
+    Names,
+    VectorHeads,
+    encode_columns,
+)
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass, Source, decode
 from penstock.model.delta_batch import DeltaBatch

@@ -17,7 +17,7 @@ from penstock.client.network.link import ConnectionSource
 from penstock.client.options import Options
 from penstock.client.topic import Topic
 from penstock.errors import InvalidArgument
-from penstock.model.delivery import CHANGES
+from penstock.model.entries import CHANGES
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import Changes, Grant, OpenSubscription, unpack
 
@@ -25,10 +25,11 @@ REQUEST = OpenSubscription("vectors", 0, start="sequence", at=1, credit_entries=
 ANSWER = {"position": 0, "ordinal": 0, "epoch": 1, "sequence_committed": 9}
 
 
-def body(*rows: tuple[int, int]) -> bytes:
-    """Rows as (sequence, position)."""
+def body(*rows: tuple[int, int], vectors: str = "") -> bytes:
+    """Rows as (sequence, position), of one vector or of the one that a letter each names."""
     columns = {"sequence": [s for s, _ in rows], "position": [p for _, p in rows]}
-    return CHANGES.encode(len(rows), {**columns, "payload": [b"delta"] * len(rows)})
+    payloads = [b"%80s" % letter.encode() for letter in vectors or "a" * len(rows)]
+    return CHANGES.encode(len(rows), {**columns, "payload": payloads})
 
 
 class Peer:
@@ -90,12 +91,13 @@ async def test_what_is_lost_with_a_connection_comes_over_the_next(
     node, number, request = await peer.opened.get()
     assert request == REQUEST
     # an urgent delta, position 7, comes before those at 5 and 6
-    node.send(FrameType.BATCH, number, Changes(0, 2, 4, 9), body((4, 4), (3, 7)))
+    node.send(FrameType.BATCH, number, Changes(0, 2, 4, 9), body((4, 4), (3, 7), vectors="ab"))
     assert (await following.next()).rows is None
     node.transport.abort()
     node, number, request = await peer.opened.get()
     assert (request.start, request.at, request.cursor) == ("sequence", 5, "c")
-    node.send(FrameType.BATCH, number, Changes(0, 3, 7, 9), body((5, 5), (6, 6), (3, 7)))
+    again = body((5, 5), (6, 6), (3, 7), vectors="acb")
+    node.send(FrameType.BATCH, number, Changes(0, 3, 7, 9), again)
     assert (await following.next()).rows == [0, 1]
     await following.close()
 

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.delta.columns import Causes, Names
-from penstock.client.delta.writer import Flights, HybridClock, VectorHead, VectorHeads
+from penstock.client.delta.writer import (
+    Causes,
+    Flights,
+    HybridClock,
+    Names,
+    VectorHead,
+    VectorHeads,
+)
 from penstock.errors import Backpressure, PenstockError
 
 ONE = Names.of("n", ["a"])

@@ -12,7 +12,7 @@ import pytest
 from penstock.client.network.connection import ChangeStream, Connection
 from penstock.errors import Corruption, PenstockError, from_wire
 from penstock.model.columns import HEADER
-from penstock.model.delivery import CHANGES
+from penstock.model.entries import CHANGES
 from penstock.wire.frame import FrameType, encode
 from penstock.wire.messages import Changes, Delivery, LogSlice, OpenSubscription, pack
 from verification.fuzz import server_corpus

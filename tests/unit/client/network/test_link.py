@@ -13,8 +13,7 @@ from penstock.client.network import link
 from penstock.client.network.endpoints import open_connection
 from penstock.client.options import Options
 from penstock.errors import Backpressure, Unavailable, WrongEpoch
-from penstock.model.ids import MessageId
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import MessageId, partition_of
 from penstock.wire.frame import FrameType
 
 QUICK = Options(retry_wait_s=0.01, retry_wait_s_max=0.05, retry_s=60)

@@ -15,8 +15,7 @@ from penstock.errors import (
     StaleProducer,
     Unavailable,
 )
-from penstock.model.ids import MessageId
-from penstock.model.partitioning import partition_of
+from penstock.model.ids import MessageId, partition_of
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import SlowDown
 
@@ -210,7 +209,7 @@ async def test_a_lasting_name_that_is_soon_forgotten_holds_up_nobody(
 ) -> None:
     async with make_client(producer="p") as client, asyncio.timeout(30):
         topic = await client.topic("t")
-        producer = await topic.handle.opened()
+        producer = await topic.open_producer()
         producer.config = msgspec.structs.replace(producer.config, dedup_ms=0)
         await topic.put(b"x")
         await topic.put_many([b"y"])
@@ -235,7 +234,7 @@ async def test_puts_wait_at_the_bound_and_the_count_returns_to_zero(
         puts = [asyncio.ensure_future(topic.put(b"x")) for _ in range(25)]
         for _ in range(10):
             await asyncio.sleep(0)
-        producer = await topic.handle.opened()
+        producer = await topic.open_producer()
         assert producer.inflight_entries == 10
         broker.hold.set()
         await asyncio.gather(*puts)

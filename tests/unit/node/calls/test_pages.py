@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock.node.calls.pages import page_of
-from penstock.wire.limits import PAGE_BYTES_MAX
+from penstock.wire.messages import PAGE_BYTES_MAX
 
 
 def rows(size: int, made: list[str]) -> Iterator[tuple[str, str]]:

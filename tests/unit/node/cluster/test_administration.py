@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.placement import Move
-from penstock.cluster.records import Plans, Records
+from penstock.cluster.placement import Move, Plans, Records
 from penstock.node.cluster.administration import MOVE_S_MAX, Mover
 from penstock.replication.assignment import PartitionRecord
 

@@ -9,7 +9,7 @@ from tests.unit.node.replica.fakes import FakeHost, Spawning
 
 from penstock.cluster.catalog import Catalog
 from penstock.cluster.embedded import EmbeddedStore
-from penstock.cluster.records import HeldRecord, Records, record_key
+from penstock.cluster.placement import HeldRecord, Records, record_key
 from penstock.cluster.store import Versioned
 from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.model.topic import TopicConfig

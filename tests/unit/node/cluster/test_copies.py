@@ -6,8 +6,8 @@ from tests.unit.node.replica.fakes import FakeHost
 
 from penstock.errors import Backpressure, Corruption, NotFound, Unavailable
 from penstock.model.batch import SCHEMAS, Batch, Kind, seal
-from penstock.node.cluster import copies as seeds
-from penstock.node.cluster.copies import CHUNK_BYTES, HELD_MAX, SeedReader, SeedServer
+from penstock.node.cluster import transport
+from penstock.node.cluster.transport import CHUNK_BYTES, HELD_MAX, SeedReader, SeedServer
 from penstock.node.replica.ports import SeedHead
 
 KEY = (1, 0)
@@ -129,7 +129,7 @@ async def test_what_nobody_asks_for_any_more_makes_room(
     server = SeedServer({KEY: host})
     host.head = host.head._replace(snapshot=bytes(2 * CHUNK_BYTES))
     pieces = [(await server.head(KEY))["piece"] for _ in range(HELD_MAX)]
-    monkeypatch.setattr(seeds, "HELD_S_MAX", 0.0)
+    monkeypatch.setattr(transport, "HELD_S_MAX", 0.0)
     assert (await server.head(KEY))["piece"]
     with pytest.raises(NotFound):
         server.chunk(pieces[0], CHUNK_BYTES)
@@ -149,7 +149,7 @@ async def test_a_copy_without_a_long_piece_goes_on_beside_those_that_fill_the_ro
 async def test_many_copies_of_one_source_all_come_to_an_end(
     host: FakeHost, monkeypatch: pytest.MonkeyPatch, receivers: int
 ) -> None:
-    monkeypatch.setattr(seeds, "HELD_RETRY_S", 0.001)
+    monkeypatch.setattr(transport, "HELD_RETRY_S", 0.001)
     host.head = host.head._replace(snapshot=bytes(3 * CHUNK_BYTES))
     line = Line(SeedServer({(1, partition): host for partition in range(20)}))
     targets = {(r, p): Target() for r in range(receivers) for p in range(20 if r == 0 else 2)}

@@ -13,7 +13,7 @@ from penstock.cluster.embedded import EmbeddedStore
 from penstock.errors import FailedPrecondition, Unavailable
 from penstock.log.folder import DataFolder
 from penstock.log.identity import STRIDE, GenerationFile, ReplicaFile
-from penstock.node.cluster.disk import DataDisk
+from penstock.node.cluster.cluster import DataDisk
 
 
 class DeafStore(EmbeddedStore):
@@ -127,11 +127,11 @@ async def test_a_change_that_arrives_late_is_known_again(tmp_path: Path, store: 
     store.lost = "request"
     with pytest.raises(Unavailable):
         await disk.renew()
-    told = GenerationFile(tmp_path / "data").intended
+    told = GenerationFile(tmp_path / "data").record.intended
     store.lost = "request"
     with pytest.raises(Unavailable):
         await disk.renew()
-    assert GenerationFile(tmp_path / "data").intended == told
+    assert GenerationFile(tmp_path / "data").record.intended == told
 
 
 async def test_a_copy_with_a_pending_intention_differs_from_what_went_on(

@@ -8,7 +8,7 @@ from tests.unit.node.replica.fakes import Dialling, FakeHost, FakeOutput, Spawni
 from penstock.errors import InvalidArgument
 from penstock.model.batch import SCHEMAS, Kind, decode, seal
 from penstock.node.cluster.transport import FollowOutput, Peers, PeerTransport
-from penstock.replication.messages import Ack, Append, Fence, Follow, Followed
+from penstock.replication.effects import Ack, Append, Fence, Follow, Followed
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import OpenFollow, Told, pack, unpack
 

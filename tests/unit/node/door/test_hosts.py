@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import InvalidArgument, Misdirected
-from penstock.node.door.hosts import REMEMBERED_MAX, HostNames
+from penstock.node.door.doorway import REMEMBERED_MAX, HostNames
 
 ON_LOOPBACK = HostNames("127.0.0.1", names=("Queue.example",))
 EXPOSED = HostNames("0.0.0.0", names=("fd00::7",))

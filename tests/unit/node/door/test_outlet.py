@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.node.door.budget import Budget, Held
-from penstock.node.door.outlet import TURN_BYTES, UNREAD_BYTES_MAX, Outlet, ReadPace, Unread
+from penstock.node.door.flow import TURN_BYTES, UNREAD_BYTES_MAX, Outlet, ReadPace, Unread
 
 MIB = 1 << 20
 

@@ -13,9 +13,9 @@ import pytest
 import trustme
 
 from penstock.config import Limits
-from penstock.node.door import tls_link as module
+from penstock.node.door import tls as module
 from penstock.node.door.doorway import READ_BYTES, TURN_BYTES, Doorway, Guest, TlsIntake
-from penstock.node.door.tls_link import TlsLink
+from penstock.node.door.tls import TlsLink
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * (6 * MIB // 256)

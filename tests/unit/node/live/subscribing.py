@@ -14,13 +14,13 @@ from tests.integration.harness import START_MS, Node
 from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
 from penstock.errors import PenstockError
 from penstock.model.columns import Buffer
-from penstock.model.delivery import CHANGES, most_urgent
 from penstock.model.delta_batch import deltas_of
-from penstock.model.partitioning import partitions_of_digests
+from penstock.model.entries import CHANGES, most_urgent
+from penstock.model.ids import partitions_of_digests
 from penstock.node.live.cursors import CursorPlace, LiveCursor
 from penstock.node.live.partition import LivePartition
 from penstock.node.live.subscription import Subscription
-from penstock.node.upkeep.sweeps import retain
+from penstock.node.upkeep import retain
 from penstock.propagation.flow.route import DeltaRoute, routed
 from penstock.propagation.fold.propagator import Propagator
 from penstock.wire.messages import Changes, OpenSubscription
@@ -202,8 +202,8 @@ def feed_of(node: Node) -> LivePartition:
 async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIterator[None]:
     """Requests that are staged while nothing reaches the disk; afterwards it all does."""
     topic = node.engine.topics[TOPIC]
-    journal, log = topic.here(0).journal, topic.here(0).log
-    flush, journal.flush = journal.flush, lambda: None
+    partition, log = topic.here(0), topic.here(0).log
+    flush, partition.flush = partition.flush, lambda: None
     end = log.sequence_last + len(payloads)
     async with asyncio.TaskGroup() as group:
         for at in range(0, len(payloads), size):
@@ -213,5 +213,5 @@ async def unwritten(node: Node, payloads: list[bytes], *, size: int) -> AsyncIte
         await until(lambda: log.sequence_last >= end)
         await asyncio.sleep(0.01)
         yield
-        journal.flush = flush
+        partition.flush = flush
         topic.wake()

@@ -17,7 +17,7 @@ from tests.unit.node.live.subscribing import (
 
 from penstock.cli.deltas import whole_topics
 from penstock.errors import FailedPrecondition, NotFound
-from penstock.wire.limits import PAGE_BYTES_MAX
+from penstock.wire.messages import PAGE_BYTES_MAX
 
 
 async def test_status_tells_of_every_subscription(node: Node) -> None:

@@ -45,10 +45,10 @@ async def test_a_tenure_that_ends_sends_subscribers_away(node: Node) -> None:
     topic.unserve(0)
     assert isinstance(reader.failed, Unavailable)
     assert reader.failed.retryable
-    assert partition.journal.live is None
+    assert partition.listener is None
     with pytest.raises(WrongEpoch):
         await subscribe(node)
-    topic.serve(0, partition)
+    topic.serve(partition)
     again = await subscribe(node, start="cursor", cursor="me")
     await put(node, payloads_of(some, 150))
     wanted = expected(node)
@@ -64,7 +64,7 @@ async def test_who_asks_when_a_tenure_ends_may_ask_again(node: Node) -> None:
     topic.unserve(0)
     await stream.subscribe(node.engine.hub(topic), OpenSubscription(TOPIC, 0))
     assert [type(error) for error in told] == [Unavailable]
-    topic.serve(0, partition)
+    topic.serve(partition)
 
 
 async def test_who_leaves_before_it_is_open_takes_no_cursor(node: Node) -> None:
@@ -135,7 +135,7 @@ async def test_those_who_come_together_are_counted_too(tmp_path: Path) -> None:
         reader.opened.close()
     for _ in range(3):  # who is refused for something else takes no place
         with pytest.raises(InvalidArgument):
-            await subscribe(node, start="then")
+            await subscribe(node, start="cursor", cursor="not a name")
     await subscribe(node)
     await node.stop()
 
@@ -173,14 +173,14 @@ async def test_a_fold_may_take_longer_than_it_is_kept_unused(
     await node.start()
     await delta_topic(node)
     await put(node, payloads_of(corpus(50)))
-    folding, folded, fold = threading.Event(), threading.Event(), LivePartition._fold_next
+    folding, folded, fold = threading.Event(), threading.Event(), LivePartition._fold_slice
 
     def slow(feed: LivePartition, through: int) -> bool:
         folding.set()
         folded.wait()
         return fold(feed, through)
 
-    monkeypatch.setattr(LivePartition, "_fold_next", slow)
+    monkeypatch.setattr(LivePartition, "_fold_slice", slow)
     store = LateStore(node)
     opening = asyncio.create_task(subscribe(node, start="cursor", cursor="me", at=1))
     await until(folding.is_set)

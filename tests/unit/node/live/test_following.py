@@ -48,7 +48,7 @@ async def test_a_queue_topic_knows_nothing_of_it(node: Node) -> None:
     await node.put("jobs", b"a")
     jobs = node.engine.topics["jobs"]
     assert jobs.live is None
-    assert all(partition.journal.live is None for partition in jobs.local)
+    assert all(partition.listener is None for partition in jobs.local)
 
 
 async def test_the_fold_is_given_up_after_the_last_has_left(node: Node) -> None:
@@ -60,7 +60,7 @@ async def test_the_fold_is_given_up_after_the_last_has_left(node: Node) -> None:
     assert topic.live.partitions
     await node.advance(2)
     assert not topic.live.partitions
-    assert topic.here(0).journal.live is None
+    assert topic.here(0).listener is None
     again = await subscribe(node, start="sequence", at=1)
     await put(node, payloads_of(corpus(50)))
     await until(lambda: again.rows == expected(node))

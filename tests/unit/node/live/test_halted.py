@@ -18,7 +18,7 @@ from tests.unit.node.live.subscribing import (
 )
 from tests.unit.node.live.test_hosted_sink import Hosting, settled
 
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.node.hosted import sink as hosted
 
 
@@ -75,5 +75,5 @@ async def test_a_new_tenure_tries_anew(node: Hosting) -> None:
     topic.unserve(0)
     assert not node.hosted.halted
     await node.call("cursor_delete", topic=TOPIC, name="sink-memory")
-    topic.serve(0, partition)
+    topic.serve(partition)
     await goes_on(node)

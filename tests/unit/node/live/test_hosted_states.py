@@ -13,8 +13,7 @@ from tests.unit.node.live.test_hosted_sink import Hosting, settled
 
 from penstock.demo.corpus import SPARSE_ONLY
 from penstock.model.delta_batch import deltas_of
-from penstock.node.hosted.sink import STATES_BYTES
-from penstock.node.hosted.sink_thread import Parcel
+from penstock.node.hosted.sink import STATES_BYTES, Parcel
 from penstock.node.live.subscription import Subscription
 from penstock.propagation.fold.propagator import Propagator
 

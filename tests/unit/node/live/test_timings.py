@@ -109,7 +109,7 @@ async def test_what_waits_to_be_written_counts_since_it_came(node: Node) -> None
 async def test_what_is_committed_while_the_log_is_folded_counts_since_then(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, go_on, fold_next = threading.Event(), threading.Event(), LivePartition._fold_next
+    ended, go_on, fold_next = threading.Event(), threading.Event(), LivePartition._fold_slice
 
     def fold_and_wait(feed: LivePartition, through: int) -> bool:
         more = fold_next(feed, through)
@@ -118,7 +118,7 @@ async def test_what_is_committed_while_the_log_is_folded_counts_since_then(
             go_on.wait(60)
         return more
 
-    monkeypatch.setattr(LivePartition, "_fold_next", fold_and_wait)
+    monkeypatch.setattr(LivePartition, "_fold_slice", fold_and_wait)
     began = perf_counter()
     subscribing = asyncio.create_task(subscribe(node))
     await until(ended.is_set)

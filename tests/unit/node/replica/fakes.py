@@ -14,7 +14,7 @@ from penstock.errors import Unavailable
 from penstock.model.batch import Batch
 from penstock.node.replica.ports import Key, SeedHead
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Append, Follow, Letter
+from penstock.replication.effects import Append, Follow, Letter
 from penstock.wire.frame import FrameType
 from penstock.wire.messages import OpenFollow, Told
 

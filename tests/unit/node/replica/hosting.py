@@ -12,27 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PenstockError, Unavailable
-from penstock.log import LogOptions
+from penstock.log.flush import LogOptions
 from penstock.log.identity import set_aside
 from penstock.model.batch import SCHEMAS, Batch, Kind
 from penstock.model.entries import ENQ
 from penstock.model.topic import TopicConfig, topic_config
-from penstock.node.atomic.batches import AtomicBatches
+from penstock.node.atomic import AtomicBatches
 from penstock.node.clock import ManualClock
 from penstock.node.observe.metrics import Metrics
 from penstock.node.replica.host import Host
-from penstock.node.replica.opener import open_replica
 from penstock.node.replica.ports import CopyPace, Key, SeedTarget, Surroundings
-from penstock.node.route.ports import AlwaysHere
-from penstock.node.route.router import Router
+from penstock.node.replica.replay import open_replica
+from penstock.node.route import Router
 from penstock.node.serve.message_reader import ReadCache
 from penstock.node.serve.topic import ServedTopic
-from penstock.node.storage.flusher import WriterPool
-from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest
-from penstock.node.write.settler import ReturnRequest, TokenRequest
+from penstock.node.storage.log_io import WriterPool
+from penstock.node.write import EnqueuePart, EnqueueRequest, ReturnRequest, TokenRequest
 from penstock.replication.assignment import PartitionRecord
-from penstock.replication.messages import Append, Follow, Letter
-from penstock.replication.options import ReplicationOptions
+from penstock.replication.effects import Append, Follow, Letter
+from penstock.replication.facts import ReplicationOptions
 from penstock.replication.replica import Role
 from penstock.wire.messages import Enqueued
 
@@ -111,6 +109,25 @@ class Network:
         """The tests remove no replica."""
 
 
+class _Here:
+    """A view of the cluster for requests that are all made where they are served."""
+
+    alone = available = True
+    cut_off = False
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+
+    def coordinator(self, key: Key) -> str:
+        return self.node
+
+    def live(self, node: str) -> None:
+        return None
+
+    async def changed(self, key: Key) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
 class Cluster:
     """Nodes a, b, c … and the record of one partition. `cut` names those that reach nobody."""
 
@@ -158,7 +175,7 @@ class Cluster:
         return ServedTopic(
             self.config, clock=self.clock, metrics=Metrics(node=name),
             on_damage=self.damages.append, on_fatal=self.fatal.append,
-            router=Router(lambda: AlwaysHere(name), spawn=self._run, consumers=b""),
+            router=Router(_Here(name), spawn=self._run, consumers=b""),
             atomic=AtomicBatches,
         )  # fmt: skip
 
@@ -395,7 +412,7 @@ async def lease(host: Host, count: int) -> NDArray[np.uint64]:
     messages = partition.heap.select(count, host.around.clock.now_ms())
     batch = partition.lease(messages, consumer=b"c", visibility_ms=60_000)
     host.topic.wake()
-    await partition.journal.committed(batch.last)
+    await partition.committed(batch.last)
     return np.arange(batch.first, batch.first + len(messages), dtype=np.uint64)
 
 

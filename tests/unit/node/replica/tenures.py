@@ -35,7 +35,7 @@ async def enter(
         key = home.key(index)
         if key in engine.hosts:
             await engine.close_hosts([key])
-        await engine.local.enter([await engine.open_host(home, index)])
+        await engine.around.control.enter([await engine.open_host(home, index)])
     finally:
         engine.around = around
 
@@ -46,4 +46,4 @@ async def take_over(node: Node, topic: str, index: int) -> None:
     await node.engine.close_hosts([node.engine.topics[topic].key(index)])
     host = await node.engine.open_host(node.engine.topics[topic], index)
     assert host.log.time_ms_last == node.clock.now_ms() + HOUR_MS
-    await node.engine.local.enter([host])
+    await node.engine.around.control.enter([host])

@@ -14,13 +14,13 @@ from penstock.errors import PenstockError, QuorumUnavailable, Unavailable
 from penstock.model.columns import Buffer
 from penstock.model.entries import ENQ
 from penstock.model.ids import MessageId
-from penstock.node.atomic.participant import decide_here, stage_here
-from penstock.node.calls.fan_out import NodeShare
-from penstock.node.calls.messages import MoveShare, move_share, purge_share
+from penstock.node.atomic import ParticipantHere
+from penstock.node.calls.messages import move_share, purge_share
+from penstock.node.calls.table import NodeShare
 from penstock.node.engine import Engine
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream
-from penstock.node.write.enqueuer import EnqueuePart, EnqueueRequest
+from penstock.node.write import EnqueuePart, EnqueueRequest
 from penstock.replication.replica import Role
 from penstock.wire.messages import Delivery
 
@@ -88,7 +88,7 @@ async def test_who_asks_for_a_commit_during_the_doubt_is_told_soon(cluster: Clus
     doubtful = put(leader, [b"doubtful"])
     await cluster.until(doubtful.done)
     assert isinstance(doubtful.exception(), Unavailable)
-    asked = leader.partition.journal.committed(leader.log.sequence_last)
+    asked = leader.partition.committed(leader.log.sequence_last)
     await cluster.until(asked.done, ticks=5)
     assert isinstance(asked.exception(), Unavailable)
 
@@ -123,10 +123,10 @@ async def test_nothing_is_begun_that_could_not_be_committed(cluster: Cluster) ->
     moved = str(MessageId(placed.time_ms, 1, 0, placed.sequence))
     engine = cast(Engine, None)  # these shares need none
     for work in (
-        stage_here(topic, partition, part, transaction=b"t" * 16, home=0),
-        decide_here(topic, partition, b"t" * 16, commit=True),
+        ParticipantHere(topic, partition).stage(part, transaction=b"t" * 16, home=0),
+        ParticipantHere(topic, partition).decide(b"t" * 16, commit=True),
         purge_share(NodeShare(engine, topic, [partition])),
-        move_share(NodeShare(engine, topic, [partition], MoveShare(message_id=moved, reason=""))),
+        move_share(NodeShare(engine, topic, [partition]), message_id=moved, reason=""),
     ):
         with pytest.raises(QuorumUnavailable):
             await work

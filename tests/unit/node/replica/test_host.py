@@ -24,7 +24,7 @@ from tests.unit.node.replica.hosting import (
 from penstock.cluster.reserve import Reserve
 from penstock.errors import Backpressure, QuorumUnavailable, Unavailable
 from penstock.node.replica.host import Host
-from penstock.node.upkeep.sweeps import retain, take_snapshot
+from penstock.node.upkeep import retain, take_snapshot
 from penstock.replication.effects import Halt, Persist, Truncate
 from penstock.replication.replica import Role
 
@@ -123,7 +123,7 @@ async def test_without_a_majority_nothing_is_taken(cluster: Cluster) -> None:
         await put(leader, [b"refused"])
     with pytest.raises(QuorumUnavailable):
         await settle(leader, tokens)
-    assert not leader.partition.journal.has_room_to_lease(1)
+    assert not leader.partition.has_room_to_lease(1)
 
 
 async def test_who_waits_when_a_tenure_ends_is_told_that_the_outcome_is_unknown(
@@ -133,14 +133,14 @@ async def test_who_waits_when_a_tenure_ends_is_told_that_the_outcome_is_unknown(
     await cluster.at_rest()
     cluster.isolate("a")
     doubtful = put(leader, [b"doubtful"])
-    journal = leader.partition.journal
+    partition = leader.partition
     await _taker(cluster)
     cluster.heal("a")
     with pytest.raises(Unavailable, match="unknown"):
         await doubtful
     assert leader.partition is None and leader.topic.local == []
     with pytest.raises(Unavailable):
-        await journal.committed(1)
+        await partition.committed(1)
 
 
 async def test_a_deposed_coordinator_cuts_off_and_builds_its_heap_anew(cluster: Cluster) -> None:

@@ -11,10 +11,11 @@ from tests.unit.node.replica.hosting import Cluster, SlowDisk, StuckDisk, payloa
 
 from penstock.model.columns import Buffer
 from penstock.node.door.budget import Budget
-from penstock.node.door.outlet import Outlet, ReadPace
+from penstock.node.door.flow import Outlet, ReadPace
 from penstock.node.replica.host import Host
 from penstock.node.serve.streams import ConsumerStream, ReaderStream
 from penstock.replication.replica import Role
+from penstock.replication.sender import Credit
 from penstock.wire.messages import Delivery, LogSlice
 
 DISK_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class Reader:
         self.last = 0
         self.failed: list[BaseException] = []
         stream = ReaderStream(
-            host, partition=0, cursor=1, window_entries=1000, window_bytes=1 << 20,
+            host, partition=0, cursor=1, credit=Credit(entries=1000, bytes=1 << 20),
             send=self._take, fail=self.failed.append, end=lambda: None,
             send_room=Outlet(ReadPace(), Budget(1 << 30).account(), lambda: None),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.unit.node.replica.hosting import Cluster, payloads, put
 
-from penstock.node.replica import log_sender as sending
+from penstock.node.replica import log_ends as sending
 from penstock.node.replica.host import Host
 from penstock.node.replica.ports import CopyPace
 

@@ -14,8 +14,8 @@ from tests.unit.node.replica.hosting import LOG, Cluster, payloads, put
 from penstock.errors import Corruption
 from penstock.log.identity import asides
 from penstock.node.replica.host import Host
-from penstock.node.replica.repair import RESIGN_AGAIN_MS
-from penstock.node.upkeep.sweeps import scrub
+from penstock.node.replica.log_ends import RESIGN_AGAIN_MS
+from penstock.node.upkeep import scrub
 from penstock.replication.replica import LogHealth, Role
 
 UNCACHED = dataclasses.replace(LOG, cache_bytes=0)

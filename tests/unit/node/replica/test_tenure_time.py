@@ -11,7 +11,7 @@ from tests.unit.node.replica.tenures import HOUR_MS, Doubt, enter, take_over
 
 from penstock.model.batch import Kind
 from penstock.node.clock import ManualClock
-from penstock.node.upkeep.sweeps import retain
+from penstock.node.upkeep import retain
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ async def test_time_begins_no_later_than_it_may_and_catches_up(
     await node.advance(10)
     doubt = Doubt(START_MS + latest_s * 1000)
     await enter(node, topic, 0, doubt=doubt)
-    journal = node.engine.topics[topic].here(0).journal
-    assert journal.now_ms() == START_MS + begins_s * 1000  # nor behind its log
+    partition = node.engine.topics[topic].here(0)
+    assert partition.now_ms() == START_MS + begins_s * 1000  # nor behind its log
     doubt.agreed = True
     for host in node.engine.hosts.values():
         host.on_tick()
-    assert journal.now_ms() == START_MS + 10_000
+    assert partition.now_ms() == START_MS + 10_000
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
@@ -125,7 +125,7 @@ async def test_what_is_in_doubt_there_asks_in_time(node: Node) -> None:
     await take_over(node, topic, 0)
     partition = node.engine.topics[topic].here(0)
     values = {"payload": [b"x"], "transaction": [b"t" * 16], "home": [0]}
-    partition.journal.append_record(Kind.PREPARE, 1, values)
+    partition.append_record(Kind.PREPARE, 1, values)
     node.engine.topics[topic].wake()
     await node.settled()
     await node.advance(4.999)

@@ -11,11 +11,11 @@ from tests.unit.node.live.subscribing import LateStore
 
 from penstock.errors import NotFound, Unavailable
 from penstock.model.ids import LeaseToken
-from penstock.node.route import router
+from penstock.node.route import WAIT_S
 
 ROWS = [{"payload": b"x"}]
 DELTAS = {"kind": "delta", "dimensions": 4}
-AT_ONCE_S = router.WAIT_S / 2  # and not after the wait for a coordinator
+AT_ONCE_S = WAIT_S / 2  # and not after the wait for a coordinator
 
 
 @pytest.fixture

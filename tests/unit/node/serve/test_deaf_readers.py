@@ -170,7 +170,7 @@ async def test_a_window_bounds_what_comes_although_the_other_node_has_less_of_it
         jobs, partition=0, credit_entries=1000, credit_bytes=6 * MIB
     )
     (source,) = cluster["b"].engine.topics[jobs].log_streams
-    assert source.window_bytes == RELAY_BYTES_MAX
+    assert source.credit.bytes_window == RELAY_BYTES_MAX
     entries = 6 * MIB // PAYLOAD
     async with asyncio.timeout(60):
         while source.cursor < entries:  # more than the other node may send by itself

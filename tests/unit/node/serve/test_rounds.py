@@ -294,9 +294,9 @@ async def test_what_cannot_be_read_on_another_node_dies_there(cluster: Cluster) 
     away = cluster["b"].engine.topics["jobs"].here(1)
     headers = [MALFORMED_MAPS["980-deep"], b"", MALFORMED_MAPS["array"]]
     packed = SCHEMAS[Kind.ENQ].encode(3, {"headers": headers, "payload": [b"x", b"good", b"y"]})
-    batch = away.journal.append(Kind.ENQ, packed, 3)
+    batch = away.append(Kind.ENQ, packed, 3)
     cluster["b"].engine.topics["jobs"].wake()
-    await away.journal.committed(batch.last)
+    await away.committed(batch.last)
     async with asyncio.timeout(60):
         found = await cluster["a"].pop("jobs", 3, wait_ms=30_000)
         assert [message["payload"] for message in found] == [b"good"]

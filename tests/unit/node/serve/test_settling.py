@@ -13,9 +13,9 @@ from penstock.client.network.connection import Connection
 from penstock.client.network.exchange import memory_pair
 from penstock.client.network.link import Fleet, Link
 from penstock.client.options import Options
-from penstock.client.queue.handle import Settler
+from penstock.client.queue.messages import Settler
 from penstock.model.ids import LeaseToken
-from penstock.node.route import router
+from penstock.node import route
 from penstock.node.session.session import Session
 
 ROWS = [{"payload": b"x"}]
@@ -70,7 +70,7 @@ async def leased(cluster: Cluster) -> list[LeaseToken]:
 async def test_an_acknowledgement_does_not_share_the_fate_of_another_partition(
     cluster: Cluster, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "WAIT_S", 0.05)
+    monkeypatch.setattr(route, "WAIT_S", 0.05)
     here, away = await leased(cluster)
     settler = Settler(link, "jobs")
     cluster.give("jobs", 1, "")  # it is being taken over

@@ -9,8 +9,7 @@ from tests.integration.harness import payloads_of
 from tests.unit.node.conftest import Cluster
 
 from penstock.errors import NotFound, StaleProducer, Unauthenticated, Unavailable
-from penstock.node.calls import fan_out as shares
-from penstock.node.calls import pages
+from penstock.node.calls import pages, table
 from penstock.node.calls.table import Caller, dispatch_call
 from penstock.wire.messages import OpenSubscription
 
@@ -145,7 +144,7 @@ async def test_a_call_waits_for_a_partition_that_moves(jobs: Cluster) -> None:
 async def test_a_call_fails_if_nobody_serves_a_partition(
     jobs: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.node.calls.fan_out.WAIT_S", 0.1)
+    monkeypatch.setattr("penstock.node.calls.table.WAIT_S", 0.1)
     jobs.give("jobs", 1, "")
     with pytest.raises(Unavailable, match="nobody serves partition 1"):
         await jobs["a"].call("peek", topic="jobs")
@@ -186,7 +185,7 @@ async def test_a_producer_begins_on_every_node_or_not_at_all(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A partition that nobody serves cannot refuse anybody: so the beginning is not answered."""
-    monkeypatch.setattr(shares, "WAIT_S", 0.05)
+    monkeypatch.setattr(table, "WAIT_S", 0.05)
     await cluster.topic("jobs", "ab-")
     begin = {"topic": "jobs", "producer": "p", "epoch": 7}
     with pytest.raises(Unavailable):

@@ -9,8 +9,7 @@ import pytest
 from penstock.errors import Corruption
 from penstock.model.topic import TopicConfig
 from penstock.node.serve.rounds import Supply
-from penstock.wire.messages import pack
-from penstock.wire.supply import Heads, LeaseAt, LeasesHeld, Order, SupplyHead, Taken
+from penstock.wire.messages import Heads, LeaseAt, LeasesHeld, Order, SupplyHead, Taken, pack
 
 
 class Peer:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.unit.log.mounts import cut_power, ext4, make_ext4
 
-from penstock.node.storage.flusher import REQUESTS_MAX, Syncer, open_syncer
+from penstock.node.storage.log_io import REQUESTS_MAX, Syncer, open_syncer
 
 AIO_MAX = Path("/proc/sys/fs/aio-max-nr")
 

@@ -7,7 +7,7 @@ from tests.unit.propagation.world import Luck, lucks
 
 from penstock.errors import InvalidArgument
 from penstock.model.delta import PriorityClass
-from penstock.propagation.flow.ingest import RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, IngestQueue
+from penstock.propagation.flow.lanes import RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, IngestQueue
 
 CRITICAL, HIGH, NORMAL, LOW = PriorityClass
 

@@ -59,7 +59,7 @@ def test_nothing_is_lost_nor_overtakes_within_a_vector(luck: Luck, size: int, fe
         assert outbox.entries == len(waiting)
     assert sorted(out) == list(zip(range(1, size + 1), rows.batch.payloads, strict=True))
     for name in set(names):
-        own = [o for o, _ in out if rows.batch.names(o - 1)[1] == name]
+        own = [o for o, _ in out if rows.batch.names()[o - 1][1] == name.encode()]
         assert own == sorted(own)
 
 

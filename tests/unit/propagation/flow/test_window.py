@@ -19,8 +19,7 @@ from tests.unit.propagation.world import (
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Delta, Op, PriorityClass
 from penstock.model.delta_checks import validate
-from penstock.propagation.flow.outbox import DeltaOutbox
-from penstock.propagation.flow.window import CoalesceWindow, coalesced
+from penstock.propagation.flow.outbox import CoalesceWindow, DeltaOutbox, coalesced
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.releases import ReleasedRows
 

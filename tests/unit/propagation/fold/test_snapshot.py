@@ -48,7 +48,7 @@ def test_long_columns_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_more_origins_than_two_bytes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.propagation.fold.registers.CODES_SMALL", 1)
+    monkeypatch.setattr("penstock.propagation.fold.merge.CODES_SMALL", 1)
     fold = example()
     assert fold.merge.registers.table["writers"].dtype == np.uint32
     restored = restore(b"".join(dump(fold)))

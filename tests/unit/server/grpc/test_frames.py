@@ -5,7 +5,7 @@ import random
 import pytest
 from tests.integration.raw_grpc import DATA, HEADERS, PING, PREFACE, RST_STREAM, frame
 
-from penstock.server.grpc.frames import AnswerFrames, RequestFrames
+from penstock.server.grpc.front import AnswerFrames, RequestFrames
 
 
 def message(length: int) -> bytes:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from penstock.config import Config
-from penstock.server import callers
+from penstock.server import operations
 from penstock.server._generated import penstock_pb2 as pb
 from penstock.server._generated.penstock_pb2_grpc import PenstockStub
 from penstock.server.gateway import Gateway
@@ -17,7 +17,7 @@ from verification.fuzz.gateway_corpus import PREFACE, frame, grpc_headers, liter
 async def test_half_a_preface_is_not_waited_for(
     node: Any, options: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "HEAD_S", 0.1)
+    monkeypatch.setattr(operations, "HEAD_S", 0.1)
     gateway = Gateway(node.connect, options)
     await gateway.start()
     try:
@@ -60,3 +60,19 @@ async def test_nothing_is_left_of_a_connection_that_is_gone(gateway: Gateway) ->
         while front.connections:
             await asyncio.sleep(0.001)
     assert not front.named
+
+
+async def test_answers_that_are_not_read_are_watched_when_a_message_is_whole(
+    gateway: Gateway,
+) -> None:
+    front = gateway._grpc._front  # type: ignore[union-attr]
+    assert front is not None
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ports['grpc']}") as channel:
+        await channel.channel_ready()
+        (connection,) = front.connections
+        connection.pause_writing()
+        data = frame(1, 0x4, 1, b"") + frame(0, 0, 1, b"\x00" + (9).to_bytes(4, "big"))
+        for piece, held in ((data, 5), (frame(0, 0, 1, bytes(9)), 0)):
+            connection.data_received(piece)
+            assert connection._requests.held == held
+            assert connection in gateway.budget._watched

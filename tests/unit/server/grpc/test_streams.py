@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import PenstockError, Unavailable
 from penstock.server._generated import penstock_pb2 as pb
-from penstock.server.grpc.streams import PopStream
+from penstock.server.grpc.messages import PopStream
 from penstock.server.pool import GatewayLink
 
 OPEN = pb.PopStreamRequest(open=pb.PopOpen(topic="jobs", credits=5))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.errors import Unavailable
-from penstock.server import callers
+from penstock.server import operations
 from penstock.server.gateway import Gateway
 
 
@@ -88,7 +88,7 @@ async def test_slow_and_many_callers_are_bounded(
 ) -> None:
     changes = dict(changes)
     for name in changes.keys() & {"HEAD_S", "REQUESTS_MAX"}:
-        monkeypatch.setattr(callers, name, changes.pop(name))
+        monkeypatch.setattr(operations, name, changes.pop(name))
     limits = msgspec.structs.replace(options.limits, **{"idle_s": 0.2, **changes})
     gateway = Gateway(node.connect, msgspec.structs.replace(options, limits=limits))
     await gateway.start()

@@ -5,8 +5,7 @@ import httpx
 import pytest
 
 from penstock.errors import STATUS_TABLE
-from penstock.server.http.openapi import document
-from penstock.server.http.routes import routes
+from penstock.server.http.routes import document, routes
 
 ROUTES = routes().all
 DOCUMENT = document(ROUTES)

@@ -14,16 +14,18 @@ import pyarrow as pa
 
 from penstock.errors import NotFound, SinkRejected, Unavailable
 from penstock.model.delta import Delta, Op, PriorityClass, encode
-from penstock.sinks.letters import LetterBox
 from penstock.sinks.protocol import Feed, Items, Work
 from penstock.sinks.schema import DELTAS, states_schema
+from penstock.sinks.topics import LetterBox
 from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink
-from penstock.spark.fold.changes import LANES, ChangeLog, ChangeWriter
+from penstock.spark.fold.state import LANES, ChangeLog, ChangeWriter, Manifest
 from penstock.spark.settings import DeliveryOptions
+from penstock.spark.store import FolderStore
 
 DIMENSIONS = 2
 QUARANTINE = pa.schema([*DELTAS, ("reason", pa.utf8()), ("missing", pa.binary(16))])
 PIPELINE = "p-0123456789ab"
+FEED = ("states", "deltas", "payloads")
 QUICK = DeliveryOptions(
     backoff_s_base=0.001, backoff_s_cap=0.005, poll_s=0.05, status_s=0.05, rows_together_max=1
 )
@@ -33,9 +35,10 @@ class Triggers:
     """Commits triggers whose deltas are named by hand: (vector, revision) or with a lane."""
 
     def __init__(self, folder: Path, *, topic: str = "vectors") -> None:
-        self.log = ChangeLog(folder / "changes")
+        self.log = ChangeLog(FolderStore(folder))
         self.topic = topic
         self.ordinal = self.quarantined = 0
+        self.feed = FEED  # what the manifests say that was written
 
     def commit(
         self,
@@ -51,7 +54,7 @@ class Triggers:
         time_ms = time.time_ns() // 1_000_000 if log_time_ms is None else log_time_ms
         found = [(row[0], row[1], row[2] if len(row) > 2 else 2) for row in rows]
         common = {"namespace": namespace, "log_time_ms": time_ms, "topic": self.topic}
-        writer = ChangeWriter(self.log.data, topic=self.topic, partition=0)
+        writer = ChangeWriter(self.log.store, claim=0, topic=self.topic, partition=0)
         for lane in range(LANES):
             states = [state(*row, **common) for row in found if row[2] == lane]
             writer.add("states", pa.Table.from_pylist(states, states_schema(2)), lane=lane)
@@ -66,7 +69,8 @@ class Triggers:
         part = writer.finish(
             first=trigger * 100 + 1, last=trigger * 100 + 100, counts={"read": len(found)}
         )
-        self.log.commit(trigger, [part])
+        manifest = Manifest(trigger=trigger, claim=0, feed=self.feed, parts=(part,))
+        self.log.commit(manifest, check=lambda: None)
         return trigger
 
     def _next(self) -> int:
@@ -260,8 +264,7 @@ def delivery_of(
     topics = more.pop("topics", None) or FileTopics(folder / "topics.lines")
     box = LetterBox(writer=topics, create=topics.create)
     return PipelineDelivery(
-        triggers.log, attached, folder=folder, pipeline=PIPELINE, letters=box, options=options,
-        **more,
+        triggers.log, attached, pipeline=PIPELINE, letters=box, options=options, **more
     )  # fmt: skip
 
 

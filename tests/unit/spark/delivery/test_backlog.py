@@ -11,9 +11,9 @@ from penstock.spark.delivery.backlog import (
     STATES,
     Backlog,
     Planner,
+    SinkCursor,
     TriggerSpan,
 )
-from penstock.spark.delivery.cursors import SinkCursor
 from penstock.spark.settings import DeliveryOptions
 
 BIG = 1 << 40

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of, eventually
 
 from penstock.sinks.protocol import Feed
+from penstock.spark.delivery.backlog import CursorFile
 from penstock.spark.delivery.delivery import read_status
 from penstock.spark.settings import DeliveryOptions
 
@@ -89,7 +90,8 @@ def test_urgent_states_pass_earlier_ones_in_an_unordered_sink(
         ["critical", "shared"], ["normal"], ["low"],
     ]  # fmt: skip
     assert sink.states()["shared"] == 2
-    assert json.loads((tmp_path / "sinks" / "file.json").read_text())["position"] == [2, 2, 2, 2]
+    saved = CursorFile(triggers.log.store, "file").load()
+    assert saved is not None and saved.position == (2, 2, 2, 2)
 
 
 def test_urgent_states_pass_nothing_in_an_ordered_sink(triggers: Triggers, tmp_path: Path) -> None:
@@ -138,7 +140,20 @@ def test_triggers_go_when_every_sink_is_past_them(triggers: Triggers, tmp_path: 
     assert delivery.drain(10)
     delivery.stop()
     assert (triggers.log.first, triggers.log.last) == (2, 2)
-    assert len(list(triggers.log.data.iterdir())) == 1
+    assert len(triggers.log.store.names("changes/data")) == 1
+
+
+def test_a_sink_that_opens_before_the_first_trigger_is_well(
+    triggers: Triggers, tmp_path: Path
+) -> None:
+    sink = FileSink(tmp_path)
+    delivery = delivery_of(triggers, sink, folder=tmp_path)
+    delivery.start()
+    eventually(lambda: sink.opened == 1 and delivery.workers[0].state == "idle")
+    triggers.commit(("a", 1))
+    assert delivery.drain(10)
+    delivery.stop()
+    assert [one["retries"] for one in delivery.status()["sinks"]] == [0, 0]
 
 
 def test_empty_triggers_move_the_cursor_without_a_write(triggers: Triggers, tmp_path: Path) -> None:
@@ -150,7 +165,7 @@ def test_empty_triggers_move_the_cursor_without_a_write(triggers: Triggers, tmp_
     assert delivery.drain(10)
     delivery.stop()
     assert sink.lines() == []
-    assert json.loads((tmp_path / "sinks" / "file.json").read_text())["position"] == [2]
+    assert json.loads((tmp_path / "sinks" / "00000000-file.json").read_text())["position"] == [2]
 
 
 def test_the_status_file_tells_of_sinks_and_changes(triggers: Triggers, tmp_path: Path) -> None:
@@ -160,7 +175,7 @@ def test_the_status_file_tells_of_sinks_and_changes(triggers: Triggers, tmp_path
     delivery.start()
     assert delivery.drain(10)
     delivery.stop()
-    status = read_status(tmp_path)
+    status = read_status(triggers.log.store)
     assert (status["pipeline"], status["state"], status["source"]) == ("tests", "stopped", {"x": 1})
     assert status["changes"]["last"] == 0
     assert status["partitions"][0]["sequence"] == 100

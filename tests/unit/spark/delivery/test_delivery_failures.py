@@ -1,6 +1,5 @@
 """Sinks that fail, refuse or lie: retries, the breaker, dead letters, quarantine, halting."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from tests.unit.spark.delivery.delivering import (
 
 from penstock.model.delta import decode
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.cursors import CursorFile, SinkCursor
+from penstock.spark.delivery.backlog import CursorFile, SinkCursor
 from penstock.spark.delivery.delivery import PipelineDelivery
+from penstock.spark.store import FolderStore
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_failing_sink_is_tried_again_until_it_takes_it(
     assert sink.states() == {"a": 1}
     meter = delivery.workers[0].runner.meter
     assert (meter.failures, meter.writes, meter.opens) == (4, 1, 0)
-    assert meter.last_error is not None and "switched off" in meter.last_error.message
+    assert meter.last_error is not None and "switched off" in meter.last_error["message"]
 
 
 def test_the_tenth_failure_opens_the_breaker_and_a_success_closes_it(
@@ -169,12 +169,12 @@ def test_a_sink_that_lost_what_is_deleted_halts_and_says_so(
 
 def test_a_cursor_ahead_of_the_change_log_halts(triggers: Triggers, tmp_path: Path) -> None:
     triggers.commit(("a", 1))
-    CursorFile(tmp_path, "file").save(SinkCursor(position=(7,)))
+    CursorFile(FolderStore(tmp_path), "file").save(SinkCursor(position=(7,)))
     delivery = delivery_of(triggers, FileSink(tmp_path), folder=tmp_path)
     delivery.start()
     eventually(lambda: delivery.workers[0].state == "halted")
     delivery.stop()
-    assert "another state folder" in delivery.status()["sinks"][0]["last_error"]["message"]
+    assert "a sink of another state" in delivery.status()["sinks"][0]["last_error"]["message"]
 
 
 def test_a_new_sink_begins_with_the_oldest_trigger_and_tells(
@@ -193,9 +193,32 @@ def test_a_new_sink_begins_with_the_oldest_trigger_and_tells(
 def test_the_attempt_on_file_is_written_again_as_it_was(triggers: Triggers, tmp_path: Path) -> None:
     for vector in "abcd":
         triggers.commit((vector, 1))
-    file = CursorFile(tmp_path, "file")
+    file = CursorFile(FolderStore(tmp_path), "file")
     file.save(SinkCursor(position=(0,), attempt=(1, 2)))
     sink = FileSink(tmp_path, feed=Feed.DELTAS, ordered=True)
     delivered(delivery_of(triggers, sink, folder=tmp_path))
     assert [(line["first"], line["last"]) for line in sink.lines()] == [(1, 2), (3, 3)]
-    assert json.loads(file.path.read_text())["attempt"] is None
+    found = file.load()
+    assert found is not None and found.attempt is None
+
+
+def test_a_sink_that_needs_what_was_not_written_halts_instead_of_skipping_it(
+    triggers: Triggers, tmp_path: Path
+) -> None:
+    """It came later, over triggers that were written when nobody took states, or payloads."""
+    triggers.feed = ("deltas",)
+    triggers.commit(("a", 1))
+    triggers.feed = ("states", "deltas")
+    triggers.commit(("b", 1))
+    deltas = FileSink(tmp_path, name="deltas", feed=Feed.DELTAS)
+    states, remote = (
+        FileSink(tmp_path, name="states"),
+        FileSink(tmp_path, name="remote", feed=Feed.DELTAS | Feed.PAYLOADS, ordered=True),
+    )
+    delivery = delivery_of(triggers, deltas, states, remote, folder=tmp_path)
+    delivered(delivery)
+    assert delivery.halted == ["states", "remote"]
+    told = [sink["last_error"] for sink in delivery.status()["sinks"][1:3]]
+    assert "trigger 0 was written while no sink took states" in told[0]["message"]
+    assert "trigger 0 was written while no sink took payloads" in told[1]["message"]
+    assert deltas.ordinals() == [1, 2] and states.states() == {}

@@ -10,11 +10,10 @@ from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
 from penstock.sinks.lake import LakeSink
-from penstock.spark.attachment import letter_box
-from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink
+from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink, letter_box
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.options import Connecting
-from penstock.testing.redis import RedisProcess, redis_process
+from penstock.testing.redis import RedisProcess
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def triggers(tmp_path: Path) -> Triggers:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    with redis_process(tmp_path / "redis") as server:
+    with RedisProcess(tmp_path / "redis") as server:
         yield server
 
 
@@ -44,7 +43,7 @@ def test_a_lake_goes_on_from_its_own_cursor(triggers: Triggers, tmp_path: Path) 
         delivery.start()
         assert delivery.drain(20)
         delivery.stop()
-        (tmp_path / "sinks" / "lake.json").unlink()  # the file is lost, the lake knows
+        (tmp_path / "sinks" / "00000000-lake.json").unlink()  # the file is lost, the lake knows
     lake.open()
     history = lake.history.batches(["ordinal"])
     ordinals = [ordinal for batch in history for ordinal in batch["ordinal"].to_pylist()]
@@ -86,7 +85,7 @@ def test_letters_reach_topics_that_a_node_makes_for_them(
     for _ in range(2):  # the second time everything is a repetition
         sink = FileSink(tmp_path, rejects=["bad"])
         delivery = PipelineDelivery(
-            triggers.log, [RoutedSink(sink=sink)], folder=tmp_path, pipeline="p", letters=box
+            triggers.log, [RoutedSink(sink=sink)], pipeline="p", letters=box
         )
         delivery.start()
         assert delivery.drain(20)

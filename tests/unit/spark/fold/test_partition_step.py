@@ -24,9 +24,7 @@ from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items
 from penstock.spark.fold import partition_step
-from penstock.spark.fold.changes import ChangeLog, ChangePart
 from penstock.spark.fold.partition_step import (
-    FoldHead,
     FoldPlan,
     PartitionStep,
     ReadRange,
@@ -34,8 +32,10 @@ from penstock.spark.fold.partition_step import (
     keep,
     read_deltas,
 )
+from penstock.spark.fold.state import ChangeLog, ChangePart, FoldHead
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.spark.source.options import Connecting
+from penstock.spark.store import StoreAddress
 
 DIMENSIONS = 8
 OPTIONS = CorpusOptions(
@@ -74,14 +74,14 @@ class Steps:
     """A pipeline's steps over one partition, as Spark would have them done."""
 
     def __init__(self, node: RunningNode, folder: Path, **plan: Any) -> None:
-        for name in ("snapshots", "changes/data"):
-            (folder / name).mkdir(parents=True)
         self.data = folder / "changes/data"
+        self.data.mkdir(parents=True)
         self.last = node.access().log_status("vectors")[0].readable
         self.plan = FoldPlan(
             pipeline="p-1",
             node=Connecting(url=node.url),
-            state=folder,
+            state=StoreAddress(url=str(folder)),
+            claim=1,
             dimensions={"vectors": DIMENSIONS, "orphans": DIMENSIONS},
             **{"options": PropagationOptions(), "snapshot_deltas": 1 << 40, **plan},
         )
@@ -105,8 +105,8 @@ class Steps:
         return head, parts
 
     def rows(self, part: ChangePart, kind: str) -> list[dict[str, Any]]:
-        log = ChangeLog(self.data.parent)
-        tables = [log.table(part, s) for s in part.sections if s.kind == kind]
+        store = self.plan.state.open()
+        tables = [ChangeLog(store).table(part, s) for s in part.sections if s.kind == kind]
         return [row for table in tables for row in table.to_pylist()]
 
 
@@ -160,7 +160,7 @@ def test_a_state_is_made_anew_from_log_snapshot_or_cache(node: RunningNode, tmp_
         steps.run(head, 501, 700, cache=found) for found in (cache, behind, cache, StateCache())
     ]
     assert all(part == results[0][1] for _, part in results)
-    assert {head.snapshot for head, _ in results} == {"vectors-0-700.snapshot"}
+    assert {head.snapshot for head, _ in results} == {"00000001-vectors-0-700.snapshot"}
     assert len({path.name for path in steps.data.glob("*-501-700-*")}) == 1
 
 
@@ -216,9 +216,11 @@ def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path
     cache = StateCache()
     head, _ = steps.run(None, 1, 10, cache=cache)
     steps.data.rename(tmp_path / "away")
+    steps.data.write_bytes(b"in the way")
     with pytest.raises(StorageFailed, match="changes/data"):
         steps.run(head, 11, 50, cache=cache)
     assert len(cache) == 0
+    steps.data.unlink()
     (tmp_path / "away").rename(steps.data)
     again, _ = steps.run(head, 11, 50, cache=cache)
     assert again == steps.run(head, 11, 50)[0]

@@ -48,6 +48,12 @@ def test_offsets_and_times() -> None:
         ({"topic": ""}, "topic"),
         ({"topics": "a"}, "topic"),
         ({"topic": "", "topics": "a,a"}, "topics"),
+        ({"subscribePattern": "j.*"}, "topic"),
+        ({"topic": "", "subscribePattern": "("}, "subscribePattern"),
+        ({"topic": "", "assign": '{"jobs": []}'}, "assign"),
+        ({"startingOffsetsByTimestamp": '{"jobs": 3}'}, "startingOffsetsByTimestamp"),
+        ({"maxTriggerDelay": "soon"}, "maxTriggerDelay"),
+        ({"includeHeaders": "maybe"}, "includeHeaders"),
         ({"apiKey": "k", "apiKeyFile": "f"}, "apiKey"),
         ({"mode": "x"}, "mode"),
         ({"splitRows": "0"}, "splitRows"),
@@ -65,6 +71,13 @@ def test_a_bad_option_is_named(
     with pytest.raises(InvalidArgument) as refused:
         ReadOptions.of(LEAST | changes)
     assert refused.value.field == field
+
+
+def test_topics_by_a_pattern_or_by_partitions() -> None:
+    url = {"url": LEAST["url"]}
+    assert ReadOptions.of(url | {"subscribePattern": "j.*"}).pattern == "j.*"
+    found = ReadOptions.of(url | {"assign": '{"jobs": [0, 2]}', "maxTriggerDelay": "500ms"})
+    assert (found.topics, found.assigned, found.delay_s) == (("jobs",), {"jobs": (0, 2)}, 0.5)
 
 
 def test_a_key_file_must_be_there(tmp_path: Path) -> None:

@@ -45,9 +45,13 @@ def rows(start: dict[str, dict[int, int]], end: dict[str, dict[int, int]]) -> di
 
 def test_offsets_are_written_in_one_order() -> None:
     offsets = {"b": {10: 7, 2: 5}, "a": {0: 1}}
-    text = json.dumps(to_json(offsets, ["a", "b"]))
-    assert text == '{"a": {"0": 1}, "b": {"2": 5, "10": 7}}'
-    assert from_json(json.loads(text)) == offsets
+    text = json.dumps(to_json(offsets, {"a": 3, "b": 4}))
+    assert text == '{"a": {"id": 3, "0": 1}, "b": {"id": 4, "2": 5, "10": 7}}'
+    assert from_json(json.loads(text)) == (offsets, {"a": 3, "b": 4})
+
+
+def test_offsets_of_the_former_form_are_understood() -> None:
+    assert from_json({"a": {"0": 1, "10": 7}}) == ({"a": {0: 1, 10: 7}}, {})
 
 
 def test_without_a_bound_everything_is_taken() -> None:

@@ -1,0 +1,76 @@
+"""`penstock pipeline search`."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance.sinks.changes import State, states, work
+
+from penstock.cli.command import Exit, Invocation, execute
+from penstock.cli.pipeline import parsed, search
+from penstock.errors import InvalidArgument
+from penstock.sinks.index import IndexSink
+
+Ask = Callable[..., tuple[Exit, Any]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    sink = IndexSink("index", path=str(tmp_path / "index"))
+    sink.open()
+    east = State(vector_id="east", revision=1, values=(1, 0, 0, 0), metadata={"a": 1})
+    sink.write(work(0, states(east, State(vector_id="north", revision=2, values=(0, 1, 0, 0)))))
+    sink.close()
+    config = tmp_path / "pipeline.toml"
+    config.write_text(
+        f'name = "p"\ntopics = ["v"]\nstate = "{tmp_path}"\n'
+        f'[[sink]]\nkind = "index"\npath = "{tmp_path / "index"}"\n'
+    )
+
+    def asked(as_json: bool = True, **arguments: Any) -> tuple[Exit, Any]:
+        code = execute(search, Invocation(json=as_json), {"config": config, **arguments})
+        out = capsys.readouterr().out
+        return code, json.loads(out) if as_json else out
+
+    return asked
+
+
+def test_the_nearest_come_first(ask: Ask) -> None:
+    code, found = ask(vector="[0.9, 0.1, 0, 0]")
+    assert code is Exit.OK
+    first, second = found["neighbours"]
+    assert (first["vector_id"], first["metadata"], second["vector_id"]) == (
+        "east", {"a": 1}, "north",
+    )  # fmt: skip
+
+
+def test_near_a_vector_that_is_there(ask: Ask) -> None:
+    _, found = ask(like="north", limit=1)
+    assert [one["vector_id"] for one in found["neighbours"]] == ["north"]
+    code, found = ask(like="south")
+    assert (code, found["error"]["code"]) == (Exit.NOT_FOUND, "not_found")
+
+
+def test_a_person_gets_a_table(ask: Ask) -> None:
+    code, text = ask(as_json=False, vector="1,0,0,0")
+    assert code is Exit.OK
+    assert "east" in text
+    assert "distance" in text
+
+
+def test_one_question_at_a_time(ask: Ask) -> None:
+    for wrong in ({}, {"vector": "1,0,0,0", "like": "east"}):
+        code, found = ask(**wrong)
+        assert (code, found["error"]["field"]) == (Exit.CALLER, "vector")
+
+
+def test_numbers_are_read_in_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("[1, 2.5]") == parsed("1,2.5") == parsed(" 1 2.5 ") == [1.0, 2.5]
+    monkeypatch.setattr("sys.stdin", io.StringIO("[3]\n"))
+    assert parsed("-") == [3.0]
+    for text in ("[1, ", "one, two", '["a"]'):
+        with pytest.raises(InvalidArgument):
+            parsed(text)
