@@ -266,7 +266,7 @@ class RunIndex:
         end = front.start + count
         if end > front.end or front.sequences[front.start] != sequences[0]:
             return
-        if count == 1 or (front.cut(0, count).sequences == sequences).all():
+        if count == 1 or np.count_nonzero(front.cut(0, count).sequences == sequences) == count:
             front.start = end
 
     # --- looks ---

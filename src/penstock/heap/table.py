@@ -219,7 +219,7 @@ class MessageTable:
 
     def enter(self, at: slice | Places, to: MessageState | NDArray[np.uint8]) -> None:
         """New messages take their first state, all the same or each its own."""
-        if self.state[at].any():
+        if np.count_nonzero(self.state[at]):
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
         entered = self.state[at]

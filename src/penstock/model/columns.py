@@ -218,7 +218,7 @@ def _ascending(ends: memoryview) -> bool:
         few = ends.tolist()
         return few == sorted(few)
     many = np.frombuffer(ends, np.int32)
-    return bool((many[1:] >= many[:-1]).all())
+    return not np.count_nonzero(many[1:] < many[:-1])
 
 
 def _offsets(values: Sequence[Buffer]) -> bytes:

@@ -104,6 +104,7 @@ def test_recovery_of_settled_messages_costs_no_more_the_longer_the_log(log, n: i
         log.put(*range(n))
         log.ack(*log.lease(n))
     replay_cost(log, 60)
-    short, long = replay_cost(log, 180), replay_cost(log, 900)
+    # The least of three: a garbage collection in between costs more than the replay.
+    short, long = (min(replay_cost(log, many) for _ in range(3)) for many in (180, 900))
     assert long < 20 * short
     assert log.heap.table.state.nbytes < 1 << 17
