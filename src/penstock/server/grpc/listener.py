@@ -94,8 +94,9 @@ class Calls:
         self._loop = asyncio.get_running_loop()
         self._by_party: dict[Party, int] = {}
         self._total = 0
-        # Those whose message has not come, and until when it has to begin.
-        self._expected: dict[asyncio.Timeout, tuple[FrontConnection, float]] = {}
+        # Calls whose message has not come: whose they are, and until when it has to begin.
+        self._expected: dict[asyncio.Task[Any], tuple[FrontConnection, float]] = {}
+        self._overdue: set[asyncio.Task[Any]] = set()  # those that were cancelled for it
         self._looking = False
 
     def connection(self, context: Context) -> FrontConnection:
@@ -122,23 +123,28 @@ class Calls:
         if not self._by_party[party]:
             del self._by_party[party]
 
-    async def message(self, requests: Bytes, type: type[M], *, connection: FrontConnection) -> M:
+    async def message(self, context: Context, type: type[M], *, connection: FrontConnection) -> M:
         """The next message of a call that has to have one. The front looks after those that are on
         their way; here it is about those that never begin."""
-        limit = asyncio.timeout(None)
-        self._expected[limit] = connection, self._loop.time() + self._within_s
+        task = asyncio.current_task()
+        assert task is not None, "the library runs each call in a task"
+        self._expected[task] = connection, self._loop.time() + self._within_s
         self._look_soon()
         try:
-            async with limit:
-                return parsed(await anext(aiter(requests)), type)
-        except StopAsyncIteration:
-            raise InvalidArgument("the call has no message", field="message") from None
-        except TimeoutError as error:
+            data = await context.read()
+        except asyncio.CancelledError:
+            if task not in self._overdue:
+                raise
+            task.uncancel()
             raise InvalidArgument(
                 f"the call's message did not come within {self._within_s:g} s", field="message"
-            ) from error
+            ) from None
         finally:
-            del self._expected[limit]
+            del self._expected[task]
+            self._overdue.discard(task)
+        if not isinstance(data, bytes):
+            raise InvalidArgument("the call has no message", field="message")
+        return parsed(data, type)
 
     def _look_soon(self) -> None:
         """One timer serves all calls: one for each would cost as much as to read its message."""
@@ -149,14 +155,15 @@ class Calls:
     def _look(self) -> None:
         self._looking = False
         now = self._loop.time()
-        for limit, (connection, until) in self._expected.items():
+        for task, (connection, until) in self._expected.items():
             if now < until:
                 continue
             later = now + self._within_s
             if not connection.receiving:
-                limit.reschedule(now)
-                later = math.inf  # a timeout that has run out is not told so again
-            self._expected[limit] = connection, later
+                self._overdue.add(task)
+                task.cancel()
+                later = math.inf  # it is told once
+            self._expected[task] = connection, later
         self._look_soon()
 
 
@@ -184,8 +191,8 @@ class AdmittedCall:
     async def __aexit__(self, *error: object) -> None:
         self._calls.leave(self.connection, self._party)
 
-    async def message(self, requests: Bytes, type: type[M]) -> M:
-        return await self._calls.message(requests, type, connection=self.connection)
+    async def message(self, type: type[M]) -> M:
+        return await self._calls.message(self._context, type, connection=self.connection)
 
 
 def parsed(data: bytes, type: type[M]) -> M:
@@ -418,10 +425,10 @@ class GrpcServer:
         return grpc.stream_unary_rpc_method_handler(answered(call), None, pack)
 
     def _unary(self, run: Run, type: type[Message]) -> Any:
-        async def answer(requests: Bytes, context: Context) -> Any:
+        async def answer(_: Bytes, context: Context) -> Any:
             async with AdmittedCall(self._calls, context) as call:
                 with call.link:
-                    request = await call.message(requests, type)
+                    request = await call.message(type)
                     response = await run(call.link, request, context)
             context.set_trailing_metadata((("x-request-id", request_id.get()),))
             return response
@@ -451,13 +458,13 @@ class GrpcServer:
     async def _pop_stream(self, requests: Bytes, context: Context) -> None:
         async with AdmittedCall(self._calls, context) as call:
             with call.link:
-                first = await call.message(requests, pb.PopStreamRequest)
+                first = await call.message(pb.PopStreamRequest)
                 later = parsed_all(requests, pb.PopStreamRequest)
                 await PopStream(call.link, context.write).run(first, later)
 
-    async def _subscribe(self, requests: Bytes, context: Context) -> None:
+    async def _subscribe(self, _: Bytes, context: Context) -> None:
         async with AdmittedCall(self._calls, context) as call:
-            request = await call.message(requests, pb.SubscribeRequest)
+            request = await call.message(pb.SubscribeRequest)
             await subscribe(
                 self._subscriptions, call.api_key, request,
                 write=context.write, account=call.connection.account,
