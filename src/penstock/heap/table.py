@@ -219,11 +219,11 @@ class MessageTable:
 
     def enter(self, at: slice | Places, to: MessageState | NDArray[np.uint8]) -> None:
         """New messages take their first state, all the same or each its own."""
-        if np.count_nonzero(self.state[at]):
+        before = self.state[at]
+        if np.count_nonzero(before):
             raise Corruption("a message enters at a sequence that already is one")
         self.state[at] = to
-        entered = self.state[at]
-        found = {to: len(entered)} if isinstance(to, MessageState) else Counter(entered.tolist())
+        found = {to: len(before)} if isinstance(to, MessageState) else Counter(to.tolist())
         for state, count in found.items():
             if not ALLOWED[state][MessageState.NONE]:
                 raise reject_transition(MessageState.NONE, MessageState(state))

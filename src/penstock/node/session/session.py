@@ -170,12 +170,15 @@ class Session(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self.address = address_of(transport)
-        if self.address:  # one in this process gathers by itself
+        # A node alone answers each request at once: answers in bursts make its clients send in
+        # bursts, and then one side waits for the other.
+        if self._engine.config.cluster_name:
             self._transport = Outbox(self._transport, asyncio.get_running_loop().call_soon)
-            self._engine.doorway.enter(self)
         self._flow.start(self._transport)
         self._engine.connections.add(self)
+        self.address = address_of(transport)
+        if self.address:
+            self._engine.doorway.enter(self)
         self._watch(self._engine.config.limits.greeting_s, self._check_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -16,7 +16,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 from typing import Any, Final, Protocol, TypeVar
@@ -127,9 +127,10 @@ def open_syncer(*, gather: bool = False) -> Syncer | None:
 
 
 class Submit(Protocol):
-    """Runs work in a log's writer thread, after what was given to it before."""
+    """Runs work in a log's writer thread, after what was given to it before, and then has the loop
+    call `done` with it."""
 
-    def __call__(self, work: Callable[[], T], /) -> asyncio.Future[T]: ...
+    def __call__(self, work: Callable[[], T], done: Callable[[Future[T]], None], /) -> None: ...
 
 
 class WriterPool:
@@ -142,7 +143,13 @@ class WriterPool:
         self._turns = cycle(self._threads)
 
     def pin(self) -> Submit:
-        return partial(self._loop.run_in_executor, next(self._turns))
+        thread, soon = next(self._turns), self._loop.call_soon_threadsafe
+
+        def submit(work: Callable[[], T], done: Callable[[Future[T]], None]) -> None:
+            # Without a future of the loop's own, which takes a turn of the loop to tell anybody.
+            thread.submit(work).add_done_callback(partial(soon, done))
+
+        return submit
 
     async def close(self) -> None:
         for thread in self._threads:
@@ -216,8 +223,7 @@ class Flusher:
 
         descriptor = None if syncer is None or syncer.full else log.begin(flush)
         if syncer is None or descriptor is None:
-            written = self._submit(lambda: log.write(flush))
-            written.add_done_callback(lambda written: done(written.result))
+            self._submit(lambda: log.write(flush), lambda written: done(written.result))
         else:
             syncer.sync(descriptor, synced)
         if log.room(True) < self._ahead_bytes and self.disk_full() is None:
@@ -238,13 +244,13 @@ class Flusher:
     def _persist_floor(self) -> None:
         self._keeping = True
 
-        def done(persisted: asyncio.Future[None]) -> None:
+        def done(persisted: Future[None]) -> None:
             self._keeping = False
             error = persisted.exception()
             if error is not None:
                 self.fail(error)
 
-        self._submit(self.log.persist_floor).add_done_callback(done)
+        self._submit(self.log.persist_floor, done)
 
     # --- work that no write may run beside ---
 
@@ -253,8 +259,10 @@ class Flusher:
         while self._alone or self.writing or self._growing:
             await self._ended.wait()
         self._alone = True
+        worked: asyncio.Future[Future[T]] = asyncio.get_running_loop().create_future()
+        self._submit(work, worked.set_result)
         try:
-            return await asyncio.shield(self._submit(work))
+            return (await asyncio.shield(worked)).result()
         finally:
             self._alone = False
             self._ended.set()
@@ -290,7 +298,7 @@ class Flusher:
         self._growing = True
         log = self.log
 
-        def done(grown: asyncio.Future[None]) -> None:
+        def done(grown: Future[None]) -> None:
             self._growing = False
             self._ended.set()
             self._ended.clear()
@@ -302,8 +310,7 @@ class Flusher:
                 return
             self._on_room()
 
-        grown = self._submit(lambda: log.grow(body_bytes + BATCH_OVERHEAD, enqueue=enqueue))
-        grown.add_done_callback(done)
+        self._submit(lambda: log.grow(body_bytes + BATCH_OVERHEAD, enqueue=enqueue), done)
 
 
 class ThreadErrand:

@@ -330,30 +330,19 @@ class SlowDisk:
         self._told: list[Callable[[], None]] | None = []
         host.flusher._submit = self._hold
 
-    def _hold(self, work: Callable[[], Any], /) -> asyncio.Future[Any]:
-        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def done(written: asyncio.Future[Any]) -> None:
+    def _hold(self, work: Callable[[], Any], done: Callable[[Any], None], /) -> None:
+        def told(written: Any) -> None:
             if self._told is None:
-                _pass_on(written, told)
+                done(written)
             else:
-                self._told.append(lambda: _pass_on(written, told))
+                self._told.append(lambda: done(written))
 
-        self._submit(work).add_done_callback(done)
-        return told
+        self._submit(work, told)
 
     def let_go(self) -> None:
         told, self._told = self._told or [], None
         for tell in told:
             tell()
-
-
-def _pass_on(written: asyncio.Future[Any], told: asyncio.Future[Any]) -> None:
-    error = written.exception()
-    if error is None:
-        told.set_result(written.result())
-    else:
-        told.set_exception(error)
 
 
 class StuckDisk:
@@ -365,12 +354,8 @@ class StuckDisk:
         self._held: list[Callable[[], None]] = []
         self._flusher, host.flusher._submit = host.flusher, self._hold
 
-    def _hold(self, work: Callable[[], Any], /) -> asyncio.Future[Any]:
-        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._held.append(
-            lambda: self._submit(work).add_done_callback(lambda written: _pass_on(written, told))
-        )
-        return told
+    def _hold(self, work: Callable[[], Any], done: Callable[[Any], None], /) -> None:
+        self._held.append(lambda: self._submit(work, done))
 
     def let_go(self) -> None:
         self._flusher._submit = self._submit

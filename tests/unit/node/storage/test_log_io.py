@@ -23,9 +23,8 @@ async def test_no_write_waits_for_the_floor(tmp_path: Path) -> None:
     pen.put(b"begins the segment")
     later: list[Callable[[], Any]] = []  # what the writer thread is asked to do
 
-    def ask(work: Callable[[], Any], /) -> asyncio.Future[Any]:
+    def ask(work: Callable[[], Any], done: Callable[[Any], None], /) -> None:
         later.append(work)
-        return asyncio.get_running_loop().create_future()
 
     durable: asyncio.Queue[int] = asyncio.Queue()
     syncer = open_syncer()
