@@ -190,10 +190,13 @@ class DeltaBatch:
         if headers is not None:
             ends = headers.offsets.astype(np.int64)
             headers = packed(headers.blob, ends[rows], ends[rows + 1] - ends[rows])
-        return DeltaBatch(
+        taken = DeltaBatch(
             self.blob, self.starts[rows], self.fixed[rows], self.sequences[rows],
             self.log_times_ms[rows], headers,
         )  # fmt: skip
+        if "sizes" in self._parts:
+            taken._parts["sizes"] = self.sizes[rows]
+        return taken
 
     @staticmethod
     def joined(

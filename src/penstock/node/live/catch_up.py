@@ -83,8 +83,8 @@ class CatchUp:
         """The next rows of `held` that fit so many bytes, one at least."""
         held, at = self.held, self._at
         assert held is not None
-        ends = np.cumsum(held.batch.sizes[at : at + entries])
-        end = at + max(1, int(np.searchsorted(ends, size, side="right")))
+        ends = held.batch.sizes[at : at + entries].cumsum()
+        end = at + max(1, int(ends.searchsorted(size, side="right")))
         self._at = end
         if end == len(held):
             self.held = None

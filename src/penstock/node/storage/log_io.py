@@ -147,7 +147,7 @@ class WriterPool:
 
         def submit(work: Callable[[], T], done: Callable[[Future[T]], None]) -> None:
             # Without a future of the loop's own, which takes a turn of the loop to tell anybody.
-            thread.submit(work).add_done_callback(partial(soon, done))
+            thread.submit(work).add_done_callback(lambda worked: soon(done, worked))
 
         return submit
 
