@@ -185,6 +185,16 @@ def test_few_rows_are_read_as_many_are(size: int) -> None:
         assert batch.payloads.offsets[0] == 0 and len(batch.payloads.blob) == len(b"".join(rows))
 
 
+@pytest.mark.parametrize("rows", [np.array([2, 0]), np.array([False, True, True])])
+def test_rows_take_their_known_sizes_along(rows: Any) -> None:
+    batch = DeltaBatch.of(encoded([sparse(number) for number in (1, 10, 100)]))
+    sizes = batch.sizes
+    assert len(set(sizes.tolist())) == 3
+    taken = batch.take(rows)
+    assert taken._parts["sizes"].tolist() == sizes[rows].tolist()
+    assert [len(payload) for payload in taken.payloads] == sizes[rows].tolist()
+
+
 @pytest.mark.parametrize("size", [1, 24, 25])
 @pytest.mark.parametrize("at", [0, 4, 6, 80, 84])
 def test_sizes_that_do_not_add_up_are_refused(size: int, at: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from penstock.config import Config
 from penstock.errors import DiskFull, InvalidArgument, PenstockError, SequenceConflict
 from penstock.model.ids import MessageId
 from penstock.server._generated import penstock_pb2 as pb
@@ -214,3 +215,28 @@ async def test_a_cancelled_pop_gives_its_messages_back(
     answer(held[0][0], {"messages": [{"lease_token": "1.0.1.5"}]})
     await eventually(lambda: bool(node.settlements))
     assert node.settlements[0].counted is False
+
+
+@pytest.mark.parametrize("half_closed", [True, False], ids=["without one", "silent"])
+async def test_a_call_whose_message_does_not_come_is_told_so(
+    node: Any, options: Config, half_closed: bool
+) -> None:
+    limits = msgspec.structs.replace(options.limits, frame_s=0.05)
+    gateway = Gateway(
+        node.connect, msgspec.structs.replace(options, limits=limits), metrics_text=lambda: b""
+    )
+    await gateway.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ports['grpc']}") as channel:
+            call = channel.stream_unary("/penstock.v1.Penstock/Ack")()
+            if half_closed:
+                await call.done_writing()
+            code, trailing = await refusal(call)
+            assert (code, trailing["penstock-field"]) == ("INVALID_ARGUMENT", "message")
+            # The call that was cancelled for it leaves nothing behind for the next one.
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest())
+        assert gateway._grpc._calls._total == 0
+        assert not gateway._grpc._calls._expected and not gateway._grpc._calls._overdue
+    finally:
+        await gateway.stop()
