@@ -105,6 +105,12 @@ class Calls:
             raise Unavailable("the connection is gone")
         return found
 
+    def admit(self, connection: FrontConnection, api_key: str | None) -> None:
+        """From now on the connection is no stranger's, unless it was lost meanwhile."""
+        if connection.name not in self._front.named:
+            raise Unavailable("the connection is gone")
+        connection.admit(api_key)
+
     def enter(self, connection: FrontConnection) -> Party:
         """Take one of the places for calls in progress; raises `LimitExceeded` if none is free."""
         party, places = connection.account.party, operations.REQUESTS_MAX
@@ -181,8 +187,7 @@ class AdmittedCall:
         self._party = self._calls.enter(self.connection)
         try:
             self.link = await self._calls.pool.link(self.api_key)
-            # From now on the connection is no stranger's, unless it was lost meanwhile.
-            self._calls.connection(self._context).admit(self.api_key)
+            self._calls.admit(self.connection, self.api_key)
         except BaseException:
             self._calls.leave(self.connection, self._party)
             raise
@@ -352,6 +357,7 @@ Run = Callable[[GatewayLink, Any, Context], Awaitable[Message]]
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Penstock"]
 LIBRARY_LOGGERS: Final = ("grpc._cython.cygrpc", "asyncio")
 WINDOW_BYTES: Final = 64 << 10  # that a call may send before its message is asked for
+FRAME_BYTES: Final = 1 << 20
 PENDING_MAX: Final = 1 << 20  # calls that the library has read and not handed over yet
 COPIES: Final = 2  # of an answer that is not sent yet: ours, and the library's in its own memory
 KEEPALIVE_MS: Final = 60_000  # after which a silent client is asked whether it is there
@@ -531,6 +537,8 @@ def library_options(limits: Limits) -> list[tuple[str, int]]:
         # A call's window stays small until its message is asked for, however fast its sender is.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        # Frames of a batch's size: each costs the front and the library as much as a small one.
+        ("grpc.http2.max_frame_size", FRAME_BYTES),
         # A compressed message may be a thousand times what has been counted.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
