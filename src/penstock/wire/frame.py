@@ -81,6 +81,7 @@ class FrameFlag:
 
 
 _TYPES: Final = tuple(FrameType)
+_TYPE_LAST: Final = len(_TYPES) - 1
 _SHOWN: Final = 8  # offered versions that a refusal repeats
 CLASS_SHIFT: Final = 4  # bits 4–5 of the flags: the priority class of the most urgent delta within
 
@@ -163,12 +164,9 @@ class FrameDecoder:
 
     def _split(self, view: memoryview, limit: int) -> list[Frame]:
         frames: list[Frame] = []
-        at, end = 0, len(view)
+        at, end, need = 0, len(view), HEADER.size
         self.more = False
-        while True:
-            self.need = HEADER.size
-            if end - at < HEADER.size:
-                break
+        while end - at >= HEADER.size:
             if len(frames) >= limit:
                 self.more = True
                 break
@@ -177,12 +175,12 @@ class FrameDecoder:
                 raise Corruption(f"a frame starts with 0x{magic:02X}, not 0xD3")
             if version != VERSION:
                 raise Corruption(f"frame version {version} is not {VERSION}")
-            if type > FrameType.UNSUBSCRIBE:
+            if type > _TYPE_LAST:
                 raise Corruption(f"frame type {type} is unknown")
             if length > self.payload_bytes_max:
                 raise Corruption(f"a frame of {length} bytes is over {self.payload_bytes_max}")
-            self.need = OVERHEAD + length
-            if end - at < self.need:
+            if end - at < OVERHEAD + length:
+                need = OVERHEAD + length
                 break
             trailer = at + HEADER.size + length
             payload = view[at + HEADER.size : trailer]
@@ -190,7 +188,7 @@ class FrameDecoder:
                 raise Corruption("a frame's payload does not match its CRC")
             frames.append(Frame(_TYPES[type], flags, sequence, payload))
             at = trailer + TRAILER.size
-        self.buffered = end - at
+        self.buffered, self.need = end - at, need
         # What is not looked at yet need not be copied; what waits for bytes grows by them.
         self._kept = view[at:] if self.more else bytearray(view[at:])
         return frames
