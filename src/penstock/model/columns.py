@@ -95,22 +95,22 @@ class Schema:
     def __init__(self, version: int, columns: tuple[Column, ...]) -> None:
         self.version, self.columns = version, columns
         self.named = {column.name: column for column in columns}
+        self._bits = [(1 << i, column) for i, column in enumerate(columns)]
         # Columns in the order of their buffers, by the `present` mask: as many as masks can be.
         self.layouts: dict[int, list[Column]] = {}
 
     def encode(self, count: int, values: Mapping[str, Value | None], *, runs: int = 0) -> bytes:
         """Lay the given columns out; a column that is missing or None is absent."""
-        present = known = 0
+        present = given = 0
         fixed: list[Buffer] = []
         binary: list[Buffer] = []
         lengths = (count, runs, 1)
-        for i, column in enumerate(self.columns):
+        for bit, column in self._bits:
             value = values.get(column.name)
             if value is None:
-                known += column.name in values
                 continue
-            known += 1
-            present |= 1 << i
+            given += 1
+            present |= bit
             length = lengths[column.domain]
             if len(value) != length:
                 raise ValueError(f"column {column.name} has {len(value)} values, expected {length}")
@@ -123,8 +123,8 @@ class Schema:
             else:
                 cells = cast(Sequence[Buffer], value)
                 binary += (_offsets(cells), b"".join(cells))
-        if known != len(values):
-            raise ValueError(f"no such column: {sorted(values.keys() - self.named.keys())}")
+        if given != len(values) and (unknown := values.keys() - self.named.keys()):
+            raise ValueError(f"no such column: {sorted(unknown)}")
         parts: list[Buffer] = [HEADER.pack(self.version, runs, present)]
         for part in (*fixed, *binary):
             parts.append(part)

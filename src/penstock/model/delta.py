@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
+from operator import lt
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -51,6 +52,7 @@ HAS_PARENT: Final = 1
 HAS_INDICES: Final = 2
 HAS_METADATA: Final = 4
 NO_ID: Final = bytes(16)
+FEW: Final = 32  # numbers up to which a list is quicker than an array
 
 
 class Op(IntEnum):
@@ -248,7 +250,8 @@ def _text(data: bytes, field: str) -> str:
 
 
 def _check_numbers(payload: Buffer, head: DeltaHead, dimensions: int | None) -> None:
-    if not head.n:
+    limit = DIMENSIONS_MAX if dimensions is None else dimensions
+    if not head.n or (head.n <= FEW and _few_fit(payload, head, limit)):
         return
     values = np.frombuffer(payload, "<f4", head.n, head.values_at)
     finite = np.isfinite(values)
@@ -262,12 +265,26 @@ def _check_numbers(payload: Buffer, head: DeltaHead, dimensions: int | None) -> 
     if not rising.all():
         at = int(np.argmin(rising)) + 1
         raise refuse(f"indices[{at}] does not exceed the one before it", f"indices[{at}]")
-    limit = DIMENSIONS_MAX if dimensions is None else dimensions
     if indices[-1] >= limit:
         at = int(np.argmax(indices >= limit))
         raise refuse(
             f"indices[{at}] is {indices[at]}, must be below {limit}", f"indices[{at}]", limit - 1
         )
+
+
+def _few_fit(payload: Buffer, head: DeltaHead, limit: int) -> bool:
+    """Whether indices rise and stay below `limit`, and values are finite; if not, why is asked."""
+    n, indexed = head.n, bool(head.flags & HAS_INDICES)
+    numbers = _numbers(n, indexed).unpack_from(payload, head.indices_at)
+    if indexed and not (numbers[n - 1] < limit and all(map(lt, numbers, numbers[1:n]))):
+        return False
+    total = sum(numbers)
+    return bool(total - total == 0)  # one that is not finite leaves a trace in the sum
+
+
+@cache
+def _numbers(n: int, indexed: bool) -> struct.Struct:
+    return struct.Struct(f"<{n}H{n}f" if indexed else f"<{n}f")
 
 
 def _check_names(payload: Buffer, head: DeltaHead) -> None:
@@ -282,7 +299,8 @@ def _check_names(payload: Buffer, head: DeltaHead) -> None:
             raise refuse(f"{field} has {len(data)} bytes, must have 1 to {limit}", field, limit)
         if b"\0" in data:
             raise refuse(f"{field} must not contain a zero byte", field)
-        _text(data, field)
+        if not data.isascii():
+            _text(data, field)
     if xxhash.xxh3_128_digest(namespace + b"\0" + vector_id) != head.vector:
         raise refuse("the vector hash is not that of namespace and vector_id", "vector")
 
@@ -351,16 +369,15 @@ def hybrid_time(time_ms: int, logical: int = 0) -> int:
 
 def encode(delta: Delta, *, dimensions: int) -> bytes:
     """The payload of a delta; raises `InvalidArgument` for one that a topic would refuse."""
-    values = _values(delta.values)
-    indices = _indices(delta.indices, len(values))
+    count, numbers = _few_packed(delta.indices, delta.values) or _packed(delta)
     metadata = _encoded_metadata(delta.metadata)
     namespace, vector_id = _name(delta.namespace, "namespace"), _name(delta.vector_id, "vector_id")
     origin = _padded(delta.origin, "origin")
-    flags = HAS_PARENT * (delta.parent is not None) | HAS_INDICES * (indices is not None)
+    flags = HAS_PARENT * (delta.parent is not None) | HAS_INDICES * (delta.indices is not None)
     flags |= HAS_METADATA * bool(metadata)
     try:
         header = HEADER.pack(
-            VERSION, delta.op, delta.priority, delta.source, len(values), len(delta.clock), flags,
+            VERSION, delta.op, delta.priority, delta.source, count, len(delta.clock), flags,
             _id(delta.delta_id, "delta_id"),
             NO_ID if delta.parent is None else _id(delta.parent, "parent"),
             origin, delta.time, xxhash.xxh3_128_digest(namespace + b"\0" + vector_id),
@@ -368,10 +385,7 @@ def encode(delta: Delta, *, dimensions: int) -> bytes:
         )  # fmt: skip
     except struct.error as error:
         raise refuse(f"a number of the delta does not fit: {error}", "delta") from error
-    parts = [header, *_clock(delta)]
-    if indices is not None:
-        parts.append(indices.tobytes())
-    payload = b"".join([*parts, values.tobytes(), namespace, vector_id, metadata])
+    payload = b"".join([header, *_clock(delta), numbers, namespace, vector_id, metadata])
     check(payload, dimensions=dimensions)
     return payload
 
@@ -411,12 +425,39 @@ def _delta(payload: Buffer, head: DeltaHead) -> Delta:
     )
 
 
+def _few_packed(
+    indices: NDArray[np.uint16] | None, values: NDArray[np.float32] | None
+) -> tuple[int, bytes] | None:
+    """As `_packed`, if they are a few numbers that fit; if not, that says why."""
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iuf":
+        return None
+    if values.ndim != 1 or (n := len(values)) > FEW:
+        return None
+    try:
+        if indices is None:
+            return n, _numbers(n, False).pack(*values.tolist())
+        if indices.shape == (n,):
+            return n, _numbers(n, True).pack(*indices.tolist(), *values.tolist())
+    except (AttributeError, struct.error, OverflowError):
+        pass
+    return None
+
+
+def _packed(delta: Delta) -> tuple[int, bytes]:
+    """How many values there are, and the indices and values as a payload has them."""
+    values = _values(delta.values)
+    indices = _indices(delta.indices, len(values))
+    return len(values), (b"" if indices is None else indices.tobytes()) + values.tobytes()
+
+
 def _values(values: ArrayLike | None) -> NDArray[np.float32]:
     if values is None:
         return np.empty(0, "<f4")
     try:
-        with np.errstate(over="ignore"):  # what does not fit becomes infinite, which is refused
-            found = np.asarray(values).astype("<f4")
+        found = np.asarray(values)
+        if found.dtype != np.float32:
+            with np.errstate(over="ignore"):  # what does not fit becomes infinite: it is refused
+                found = found.astype("<f4")
     except (TypeError, ValueError) as error:
         raise refuse("values are not numbers", "values") from error
     if found.ndim != 1 or len(found) > DIMENSIONS_MAX:
@@ -434,7 +475,7 @@ def _indices(indices: ArrayLike | None, count: int) -> NDArray[np.uint16] | None
     if found.size and found.dtype.kind not in "iu":
         raise refuse("indices must be integers", "indices")
     outside = (found < 0) | (found >= DIMENSIONS_MAX)
-    if outside.any():
+    if np.count_nonzero(outside):
         at = int(np.argmax(outside))
         raise refuse(f"indices[{at}] is {found[at]}, must be from 0 to {DIMENSIONS_MAX - 1}",
                      f"indices[{at}]", DIMENSIONS_MAX - 1)  # fmt: skip
