@@ -192,3 +192,26 @@ def test_hostile_metadata_is_refused(name: str) -> None:
     validate(DeltaBatch.of(Binary.of([good] * 9)), dimensions=DIMENSIONS, now_ms=NOW_MS)
     with pytest.raises(InvalidArgument, match="metadata"):
         validate(many, dimensions=DIMENSIONS, now_ms=NOW_MS)
+
+
+INDICES = st.integers(-1, DIMENSIONS + 1) | st.integers(4000, 70_000)
+NUMBERS = st.one_of(st.floats(width=64), st.sampled_from([0.0, 1e39, -1e39]))
+
+
+@given(st.lists(st.tuples(INDICES, NUMBERS), max_size=4), st.sampled_from("iuf"))
+def test_a_few_numbers_are_judged_and_laid_out_as_many_are(
+    components: list[tuple[int, float]], kind: str
+) -> None:
+    indices = np.array([index for index, _ in components]).astype(f"{kind}8")
+    delta = sparse(indices=indices, values=np.array([value for _, value in components]))
+
+    def outcome(few: int) -> bytes | None:
+        """The payload; None if it is refused. Of two faults either may be named."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("penstock.model.delta.FEW", few)
+            try:
+                return encode(delta, dimensions=DIMENSIONS)
+            except InvalidArgument:
+                return None
+
+    assert outcome(32) == outcome(-1)
