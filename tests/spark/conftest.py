@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
@@ -16,11 +20,13 @@ from penstock import sync
 from penstock.config import Config
 from penstock.node.lifecycle import running_engine
 from penstock.node.session.session import listen, port_of
-from penstock.spark.session import spark_session
+from penstock.spark.session import java_home, spark_session
 from penstock.spark.source.access import NodeAccess
 
 # For a JVM that does not live long: less compiling halves what its start costs.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+SPARK_HOME = Path(pyspark.__file__).parent
+RUN_S = 240
 
 
 @pytest.fixture(scope="session")
@@ -106,3 +112,19 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
     yield running
     NodeAccess.close_shared()
     running.close()
+
+
+def run_spark(*command: str, node: RunningNode, folder: Path | None = None) -> str:
+    """What a program with a Spark of its own prints, which has to end well."""
+    environment = os.environ | {
+        "JAVA_HOME": str(java_home(os.environ)),
+        "PENSTOCK_URL": node.url,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_HOME": str(SPARK_HOME),
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout

@@ -5,19 +5,13 @@ Both are processes of their own: a session of Connect and the tests' own session
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import pyspark
-from tests.spark.conftest import JAVA_OPTIONS, RunningNode
-
-from penstock.spark.session import java_home
+from tests.spark.conftest import JAVA_OPTIONS, SPARK_HOME, RunningNode, run_spark
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "declarative"
-TIMEOUT_S = 240
 
 CONNECTED = f"""
 import sys
@@ -49,19 +43,6 @@ spark.stop()
 """
 
 
-def run(*command: str, node: RunningNode, folder: Path) -> None:
-    environment = os.environ | {
-        "JAVA_HOME": str(java_home(os.environ)),
-        "PENSTOCK_URL": node.url,
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_HOME": str(Path(pyspark.__file__).parent),
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
 def payloads(node: RunningNode, topic: str) -> list[bytes]:
     leased = node.client.topic(topic).pop(10)
     return sorted(bytes(message.payload) for message in leased)
@@ -71,7 +52,7 @@ def test_topics_are_read_and_written_through_connect(node: RunningNode, tmp_path
     node.topic("jobs", [b"a", b"b", b"c"])
     node.topic("copies", [])
 
-    run(sys.executable, "-c", CONNECTED, node.url, str(tmp_path), node=node, folder=tmp_path)
+    run_spark(sys.executable, "-c", CONNECTED, node.url, str(tmp_path), node=node, folder=tmp_path)
 
     assert payloads(node, "copies") == [b"a", b"b", b"c"]
 
@@ -88,7 +69,7 @@ def test_a_declarative_pipeline_reads_a_topic_and_writes_another(
     told = spec.read_text().replace("file:///var/lib/penstock/urgent-jobs", f"file://{tmp_path}/s")
     spec.write_text(told)
 
-    command = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
-    run(str(command), "run", "--spec", str(spec), node=node, folder=project)
+    command = SPARK_HOME / "bin" / "spark-pipelines"
+    run_spark(str(command), "run", "--spec", str(spec), node=node, folder=project)
 
     assert payloads(node, "urgent") == [b"at once"]

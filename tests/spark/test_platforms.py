@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import kubernetes_validate
-import pyspark
 import pytest
 import yaml
-from tests.spark.conftest import RunningNode
+from tests.spark.conftest import SPARK_HOME, RunningNode, run_spark
 
 from penstock.sinks.lake import latest
-from penstock.spark.session import java_home
 from penstock.spark.settings import PipelineSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,29 +45,16 @@ def test_the_pipeline_on_kubernetes_has_valid_settings() -> None:
     } <= {str(port) for port in ports}
 
 
-def run(*command: str, node: RunningNode) -> str:
-    environment = os.environ | {
-        "JAVA_HOME": str(java_home(os.environ)),
-        "PENSTOCK_URL": node.url,
-        "PYSPARK_PYTHON": sys.executable,
-        "PYSPARK_DRIVER_PYTHON": sys.executable,
-        "SPARK_HOME": str(Path(pyspark.__file__).parent),
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_the_job_for_yarn_counts_messages(node: RunningNode) -> None:
     topic = node.client.topic("jobs")
     for priority in (1, 1, 7):
         topic.put(b"job", priority=priority)
     folder = EXAMPLES / "yarn"
-    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    submit = SPARK_HOME / "bin" / "spark-submit"
     settings = ("--properties-file", str(folder / "penstock.conf"))
     here = ("--master", "local[2]", "--conf", f"spark.executorEnv.PENSTOCK_URL={node.url}")
 
-    shown = run(str(submit), *here, *settings, str(folder / "count_jobs.py"), node=node)
+    shown = run_spark(str(submit), *here, *settings, str(folder / "count_jobs.py"), node=node)
 
     assert "priority 1: 2\npriority 7: 1\n" in shown
 
@@ -85,7 +68,7 @@ def test_the_task_for_databricks_brings_sinks_up_to_date(node: RunningNode, tmp_
         f'[[sink]]\nkind = "lake"\npath = "{tmp_path}/lake"\n'
     )
 
-    shown = run(
+    shown = run_spark(
         sys.executable, str(EXAMPLES / "databricks" / "run_pipeline.py"), str(config), node=node
     )
 
