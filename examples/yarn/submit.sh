@@ -1,12 +1,14 @@
 #!/bin/sh
-# Pack an environment and run a job with it on YARN: sh submit.sh [count_jobs.py]
+# Pack an environment and run a job with it on YARN: PENSTOCK_URL=… sh submit.sh [my_job.py]
 set -eu
-cd "$(dirname "$0")"
-if [ ! -f environment.tar.gz ]; then
-    python3 -m venv environment
-    environment/bin/pip install 'penstock[spark]' venv-pack
-    environment/bin/venv-pack -p environment -o environment.tar.gz
+: "${PENSTOCK_URL:?says where the node is}"
+folder="$(cd "$(dirname "$0")" && pwd)"
+if [ ! -f "$folder/environment.tar.gz" ]; then
+    python3 -m venv "$folder/environment"
+    "$folder/environment/bin/pip" install 'penstock[spark]' venv-pack
+    "$folder/environment/bin/venv-pack" -p "$folder/environment" -o "$folder/environment.tar.gz"
 fi
-export PYSPARK_DRIVER_PYTHON=environment/bin/python PYSPARK_PYTHON=./environment/bin/python
-exec spark-submit --master yarn --archives environment.tar.gz#environment \
-    --properties-file penstock.conf "${1:-count_jobs.py}"
+export PYSPARK_DRIVER_PYTHON="$folder/environment/bin/python" PYSPARK_PYTHON=./environment/bin/python
+exec spark-submit --master yarn --archives "$folder/environment.tar.gz#environment" \
+    --properties-file "$folder/penstock.conf" \
+    --conf "spark.executorEnv.PENSTOCK_URL=$PENSTOCK_URL" "${1:-$folder/count_jobs.py}"

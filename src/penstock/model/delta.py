@@ -455,7 +455,7 @@ def _values(values: ArrayLike | None) -> NDArray[np.float32]:
         return np.empty(0, "<f4")
     try:
         found = np.asarray(values)
-        if found.dtype != np.float32:
+        if found.dtype != "<f4":
             with np.errstate(over="ignore"):  # what does not fit becomes infinite: it is refused
                 found = found.astype("<f4")
     except (TypeError, ValueError) as error:
