@@ -89,6 +89,10 @@ format: setup ## Rewrite the code to the house format
 
 lock: $(UV) ## Resolve the dependencies again
 	$(UV) lock --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	for flow in airflow dagster; do \
+	    $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	        examples/$$flow/requirements.in --output-file examples/$$flow/requirements.txt || exit 1; \
+	done
 
 clean: ## Remove what the other targets made
 	rm -rf .venv .uv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -103,6 +107,12 @@ $(STAMP): pyproject.toml uv.lock | $(UV)
 # A server of the machine comes first; this one is a link to it, or Debian's, unpacked.
 $(REDIS): | $(STAMP)
 	sh scripts/fetch_redis.sh .venv
+
+# Airflow and Dagster have no place among our dependencies; the tests have these made when they need them.
+.venv/%/.stamp-flow: examples/%/requirements.txt | $(STAMP)
+	$(UV) venv --quiet --clear --python $(BIN)/python .venv/$*
+	$(UV) pip sync --quiet --require-hashes --python .venv/$*/bin/python $<
+	@touch $@
 
 $(UV):
 	PYTHON="$(PYTHON)" UV_VERSION="$(UV_VERSION)" sh scripts/bootstrap_uv.sh .uv
