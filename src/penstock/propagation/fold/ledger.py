@@ -3,7 +3,9 @@
 **The ledger** has vectors, origins, chains and ids, each a numbered table.
 
 A *chain* is what one origin wrote to one vector; its deltas are counted 1, 2, 3 … and released in
-that order, so `seen` alone says which of them were. The last one's id is the chain's *head*.
+that order, so `seen` alone says which of them were. The last one's id is the chain's *head*. Most
+vectors have one writer, so a vector names its first chain, and only the further ones are looked up
+by their keys.
 
 An id is in one of three states: released (its vector's number), PENDING, or VOID, which is as good
 as unknown: its delta was quarantined, or lies ahead in the batch at hand. A released id counts as
@@ -34,14 +36,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.delta import NO_ID
 from penstock.model.delta_batch import DeltaBatch, sixteens
-from penstock.propagation.fold.table import KeyTable, KeyView, Numbers, Texts, views
+from penstock.propagation.fold.chains import Chains
+from penstock.propagation.fold.table import (
+    MEMORY,
+    KeyTable,
+    KeyView,
+    Numbers,
+    Space,
+    VectorNames,
+    views,
+)
 
 VOID: Final = 0
 PENDING: Final = -1
@@ -50,25 +61,39 @@ SWEEP_MIN: Final = 1 << 14  # ids below which sweeping is not worth it
 SWEEP_SHARE: Final = 8  # of the ids, or of their time: looked at again after so much
 
 
+# What a vector's byte of flags says: deltas of it wait; it is one of those at hand (which nobody
+# finds set between two batches); something of it changed since the last snapshot.
+WAITS: Final = 1
+MARKED: Final = 2
+CHANGED: Final = 4
+
+
 class Ledger:
     """Everything that ordering knows of the past."""
 
-    def __init__(self, dedup_ms: int, pending_ms: int) -> None:
+    def __init__(self, dedup_ms: int, pending_ms: int, space: Space = MEMORY) -> None:
         self.dedup_ms, self.pending_ms = dedup_ms, pending_ms
-        # `waiting` counts a vector's pending deltas; `chain` is its latest chain plus one.
-        self.vectors = KeyTable({"waiting": np.int32, "mark": np.bool_, "chain": np.int32})
-        self.namespaces, self.vector_ids = Texts(), Texts()  # by vector
-        self.origins = KeyTable({})
+        # `chain` is the vector's first chain plus one.
+        self.vectors = KeyTable({"flags": np.uint8, "chain": np.int32}, space=space, name="vectors")
+        self.waiting: dict[int, int] = {}  # by vector: how many of its deltas wait
+        self.names = VectorNames(space=space)  # by vector
+        self.origins = KeyTable({}, space=space, name="origins")
         self.codes: dict[bytes, int] = {}  # of origins, by name
         self._names: list[bytes] = []  # of origins
         self.ranks: Numbers = np.zeros(0, np.int64)  # of origins, by bytes
-        # The key of a chain is (vector, origin); `next` is the vector's previous chain plus one.
-        times = {"seen": np.int64, "time": np.int64, "first": np.int64}
-        self.chains = KeyTable({**times, "head": (np.uint64, 2), "next": np.int32})
+        self.chains = Chains(self.vectors.table, space)
         # `vector`: the vector's number plus one when released, else VOID or PENDING.
-        self.ids = KeyTable({"vector": np.int32, "log_time_ms": np.int64, "row": np.int64})
+        self.ids = KeyTable({"vector": np.int32, "log_time_ms": np.int64}, space=space, name="ids")
+        self.vectors_saved = 0  # the first so many are in a snapshot
+        self.ids_saved = 0  # the first so many are in a snapshot, as they are but for …
+        self.ids_changed: set[int] = set()  # … these of them
         self.time_ms = 0  # the latest log time looked at
         self._sweep_count = self._sweep_ms = 0  # ids are looked through at that count, or time
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.vectors, self.names, self.origins, self.chains, self.ids)
+        return sum(part.nbytes for part in parts)
 
     def vectors_of(self, batch: DeltaBatch) -> Numbers:
         """Numbers of the rows' vectors; new ones are entered with their names."""
@@ -80,8 +105,7 @@ class Ledger:
             new = np.flatnonzero(found >= before)
             row[found[new] - before] = new
             namespaces, vector_ids = zip(*batch.take(row).names(), strict=True)
-            self.namespaces.extend(namespaces)
-            self.vector_ids.extend(vector_ids)
+            self.names.extend(namespaces, vector_ids)
         return found
 
     def origins_of(self, origins: NDArray[np.uint64]) -> Numbers:
@@ -116,39 +140,34 @@ class Ledger:
     def origin_name(self, code: int) -> bytes:
         return self._names[code]
 
-    def chains_of(self, vectors: Numbers, origins: Numbers) -> Numbers:
-        before = len(self.chains)
-        # Most vectors have one writer: then their latest chain is the one, and no key is looked up.
-        found = self.vectors.table["chain"][vectors].astype(np.int64) - 1
-        other = (found < 0) | (self.chains.table["high"][found] != origins.view(np.uint64))
-        if other.any():
-            rest = np.flatnonzero(other)
-            found[rest] = self.chains.add(
-                vectors[rest].view(np.uint64), origins[rest].view(np.uint64)
-            )
-            self._link(before)
-        return found
-
-    def _link(self, before: int) -> None:
-        """Put new chains in front of their vectors' lists, several of one vector one by one."""
-        table, first = self.chains.table, self.vectors.table["chain"]
-        waiting = np.arange(before, len(self.chains))
-        while len(waiting):
-            vector = table["low"][waiting].view(np.int64)
-            old = first[vector]
-            first[vector] = waiting + 1
-            won = first[vector] == waiting + 1
-            table["next"][waiting[won]] = old[won]
-            waiting = waiting[~won]
-
     def heads_of(self, vector: int) -> list[int]:
-        """A vector's chains, latest first."""
-        found, table = [], self.chains.table
-        chain = int(self.vectors.table["chain"][vector])
-        while chain:
-            found.append(chain - 1)
-            chain = int(table["next"][chain - 1])
-        return found
+        """A vector's chains."""
+        return self.chains.list_of(vector)
+
+    def facts(self) -> dict[str, Any]:
+        """What is not in columns."""
+        return {
+            "time_ms": self.time_ms,
+            "sweep": [self._sweep_count, self._sweep_ms],
+            "saved": [self.vectors_saved, self.ids_saved],
+            "ids_changed": sorted(self.ids_changed),
+        }
+
+    def resume(self, facts: dict[str, Any]) -> None:
+        self.time_ms = facts["time_ms"]
+        self._sweep_count, self._sweep_ms = facts["sweep"]
+        self.vectors_saved, self.ids_saved = facts["saved"]
+        self.ids_changed = set(facts["ids_changed"])
+
+    def on_saved(self) -> None:
+        self.vectors.table.rows("flags")[:] &= ~np.uint8(CHANGED)
+        self.vectors_saved, self.ids_saved = len(self.vectors), len(self.ids)
+        self.ids_changed.clear()
+
+    def note_ids(self, entries: Numbers) -> None:
+        """Ids that a snapshot has are not any more what they were."""
+        if self.ids_saved:
+            self.ids_changed.update(entries[entries < self.ids_saved].tolist())
 
     def known(self, entries: Numbers, log_times_ms: Numbers) -> NDArray[np.bool_]:
         """Which entries (of `ids`; -1: none) were released and count as known at these times."""
@@ -168,10 +187,16 @@ class Ledger:
         kept = np.flatnonzero(self.remembered())
         due = 2 * len(kept) <= len(self.ids)
         if due:
-            self.ids.keep(kept)
+            self._keep_ids(kept)
         self._sweep_count = len(self.ids) + len(self.ids) // SWEEP_SHARE
         self._sweep_ms = self.time_ms + (self.dedup_ms + self.pending_ms) // SWEEP_SHARE
         return due
+
+    def _keep_ids(self, kept: Numbers) -> None:
+        changed = np.isin(kept, np.array(sorted(self.ids_changed), np.int64))
+        self.ids_changed = set(np.flatnonzero(changed).tolist())
+        self.ids_saved = int(np.searchsorted(kept, self.ids_saved))
+        self.ids.keep(kept)
 
     def remembered(self) -> NDArray[np.bool_]:
         """Ids that may matter again: known to what comes, or to what waits since earlier."""
@@ -184,10 +209,11 @@ class Ledger:
     def validate(self) -> None:
         for keys in (self.vectors, self.origins, self.chains, self.ids):
             keys.validate()
-        assert len(self.namespaces) == len(self.vector_ids) == len(self.vectors)
-        assert not self.vectors.table.rows("mark").any(), "a mark was left behind"
-        linked = [chain for vector in range(len(self.vectors)) for chain in self.heads_of(vector)]
-        assert sorted(linked) == list(range(len(self.chains))), "a chain is in no list, or in two"
+        assert len(self.names) == len(self.names.vector_ids) == len(self.vectors)
+        flags = self.vectors.table.rows("flags")
+        assert not (flags & MARKED).any(), "a mark was left behind"
+        assert set(np.flatnonzero(flags & WAITS).tolist()) == self.waiting.keys()
+        assert self.ids_saved <= len(self.ids)
 
 
 REUSED: Final = "counter reused"
@@ -270,7 +296,7 @@ class Waitlist:
         self._ids = KeyView(ledger.ids)
         self._states, self._times = views(ledger.ids.table, "vector", "log_time_ms")
         self._seen, self._heads = views(ledger.chains.table, "seen", "head")
-        (self._waiting,) = views(ledger.vectors.table, "waiting")
+        (self._flags,) = views(ledger.vectors.table, "flags")
 
     # --- arrivals ---
 
@@ -329,7 +355,11 @@ class Waitlist:
         if waiting.key is None:
             self.by_id[waiting.id] = waiting
             self.arrivals.append(waiting)
-            self._waiting[waiting.vector] += 1
+            count = self.ledger.waiting[waiting.vector] = (
+                self.ledger.waiting.get(waiting.vector, 0) + 1
+            )
+            if count == 1:
+                self._flags[waiting.vector] |= WAITS
             self._mark(waiting, PENDING)
         waiting.key = key
         self.by_key.setdefault(key, []).append(waiting)
@@ -339,6 +369,8 @@ class Waitlist:
         if waiting.was_kept:
             entry = self._ids.find(*_HALVES.unpack(waiting.id))
         self._states[entry], self._times[entry] = state, waiting.log_time_ms
+        if entry < self.ledger.ids_saved:
+            self.ledger.ids_changed.add(entry)
 
     def keep(self, batch: DeltaBatch) -> None:
         """Copy the bytes of what began to wait in this batch, which is through."""
@@ -429,8 +461,13 @@ class Waitlist:
 
     def _remove(self, waiting: WaitingDelta) -> None:
         del self.by_id[waiting.id]
-        self._waiting[waiting.vector] -= 1
         waiting.done = True
+        left = self.ledger.waiting[waiting.vector] - 1
+        if left:
+            self.ledger.waiting[waiting.vector] = left
+        else:
+            del self.ledger.waiting[waiting.vector]
+            self._flags[waiting.vector] &= ~WAITS
 
     # --- those that waited too long ---
 

@@ -33,6 +33,9 @@ An operation all of whose components were set later has no effect and is dropped
 list a function of what was merged, whatever the order. Results that leave float32's range are held
 at its ends, so a value is always finite.
 
+Where the tables lie elsewhere than in this process (see `table.Space`), lists of operations are
+written aside when a step is over, and read when a vector is next looked at.
+
 The list is bounded: past `operations_max` its older half is *folded* into the components, for good.
 What is stamped before the fold's last operation comes too late after that: it is refused.
 """
@@ -45,139 +48,33 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.columns import Binary
 from penstock.model.delta import HAS_INDICES, Op, PriorityClass
-from penstock.model.delta_batch import DeltaBatch
-from penstock.propagation.fold.ledger import Ledger
+from penstock.propagation.fold.ledger import CHANGED, Ledger
 from penstock.propagation.fold.order import ReleasedDeltas
-from penstock.propagation.fold.table import Numbers, Table, beginnings, stable_order
+from penstock.propagation.fold.registers import (
+    ALIVE,
+    DEAD,
+    FOLDED,
+    OPERATED,
+    Mask,
+    Registers,
+    StampedDeltas,
+)
+from penstock.propagation.fold.table import (
+    MEMORY,
+    Numbers,
+    Space,
+    Table,
+    beginnings,
+    distinct,
+    stable_order,
+)
 from penstock.propagation.options import PropagationOptions
-
-ALIVE: Final = 1  # 0: nobody has said anything of it
-DEAD: Final = 2
-CODES_SMALL: Final = 1 << 16  # origins that two bytes tell apart
-
-Mask = NDArray[np.bool_]
-
-
-@dataclass(slots=True)
-class StampedDeltas:
-    """Deltas with the numbers of their vectors, and their stamps: times and codes of writers."""
-
-    batch: DeltaBatch
-    vectors: Numbers
-    times: Numbers
-    writers: Numbers
-
-    def take(self, rows: NDArray[Any]) -> StampedDeltas:
-        return StampedDeltas(
-            self.batch.take(rows), self.vectors[rows], self.times[rows], self.writers[rows]
-        )
-
-
-class Registers:
-    """One row per vector. `values`, `times` and `writers` have a column per component."""
-
-    def __init__(self, ledger: Ledger, dimensions: int) -> None:
-        self.ledger, self.dimensions = ledger, dimensions
-        self.table = Table(
-            {
-                "values": (np.float32, dimensions),
-                "times": (np.int64, dimensions),
-                "writers": (np.uint16, dimensions),
-                "existence": np.uint8,
-                "existence_time": np.int64,
-                "existence_writer": np.uint32,
-                "metadata_time": np.int64,
-                "metadata_writer": np.uint32,
-            }
-        )
-        self.metadata: dict[int, bytes] = {}  # by vector; none: no metadata
-
-    def widen(self) -> None:
-        if len(self.ledger.ranks) > CODES_SMALL and self.table["writers"].dtype == np.uint16:
-            self.table["writers"] = self.table["writers"].astype(np.uint32)
-
-    def set(self, rows: StampedDeltas, *, newest: bool = False) -> None:
-        """Offer deltas, ascending by stamp, to the registers. `newest`: each has a greater time
-        than anything that its vector was given before, so that no component has to be compared."""
-        self.widen()
-        op = rows.batch.op
-        whole = op <= Op.DENSE
-        for mask, offer in ((whole, self._set_rows), (op == Op.SPARSE, self._set_components)):
-            if mask.any():
-                offer(rows if mask.all() else rows.take(mask), newest=newest)
-                newest = False  # than what has just been set
-        living = self._say("existence", rows, whole | (op == Op.DELETE))
-        state = np.where(living.batch.op == Op.DELETE, DEAD, ALIVE)
-        self.table["existence"][living.vectors] = state
-        saying = (op == Op.CREATE) | (op == Op.DELETE) | (rows.batch.fixed["metadata_bytes"] > 0)
-        told = self._say("metadata", rows, saying)
-        texts = told.batch.metadata_of(np.arange(len(told.vectors)))
-        for vector, data in zip(told.vectors.tolist(), texts, strict=True):
-            if data:
-                self.metadata[vector] = data
-            else:
-                self.metadata.pop(vector, None)
-
-    def _set_rows(self, rows: StampedDeltas, *, newest: bool) -> None:
-        table, vectors, ranks = self.table, rows.vectors, self.ledger.ranks
-        values = rows.batch.components()[2].reshape(-1, self.dimensions)
-        time, writer = rows.times[:, None], rows.writers[:, None]
-        if not newest:
-            before = table["times"][vectors]
-            newer = time > before
-            if not newer.all():
-                old = table["writers"][vectors]
-                newer |= (time == before) & (ranks[writer] > ranks[old])
-                values = np.where(newer, values, table["values"][vectors])
-                time, writer = np.where(newer, time, before), np.where(newer, writer, old)
-        # Of two rows of a vector the last stays; where it is not the newer one, the old value is.
-        table["times"][vectors] = time
-        table["writers"][vectors] = writer
-        table["values"][vectors] = values
-
-    def _set_components(self, rows: StampedDeltas, *, newest: bool) -> None:
-        _, indices, values = rows.batch.components()
-        n = rows.batch.n.astype(np.int64)
-        place = np.repeat(rows.vectors * self.dimensions, n)
-        place += indices
-        time, writer = np.repeat(rows.times, n), np.repeat(rows.writers, n)
-        old_times = self.table["times"].reshape(-1)
-        old_writers = self.table["writers"].reshape(-1)
-        if not newest:
-            newer = self._newer(time, writer, old_times, old_writers, place)
-            if not newer.all():
-                place, time, writer = place[newer], time[newer], writer[newer]
-                values = values[newer]
-        # Where a component is named twice the last assignment stays: that of the greater stamp.
-        old_times[place] = time
-        old_writers[place] = writer
-        self.table["values"].reshape(-1)[place] = values
-
-    def _say(self, name: str, rows: StampedDeltas, saying: Mask) -> StampedDeltas:
-        """Stamp a register by those of the rows that say something newer of it: these rows."""
-        rows = rows.take(saying)
-        times, writers = self.table[f"{name}_time"], self.table[f"{name}_writer"]
-        newer = self._newer(rows.times, rows.writers, times, writers, rows.vectors)
-        if not newer.all():
-            rows = rows.take(newer)
-        times[rows.vectors], writers[rows.vectors] = rows.times, rows.writers
-        return rows
-
-    def _newer(
-        self, time: Numbers, writer: Numbers, times: Numbers, writers: Numbers, place: Numbers
-    ) -> Mask:
-        """Which stamps are greater than those that registers have at these places."""
-        before, ranks = times[place], self.ledger.ranks
-        newer: Mask = time > before
-        if not newer.all():
-            tied = np.flatnonzero(time == before)
-            newer[tied] = ranks[writer[tied]] > ranks[writers[place[tied]]]
-        return newer
 
 
 def ascending(times: Numbers, chains: Numbers, last: Numbers) -> Numbers:
@@ -216,6 +113,7 @@ def _lifted(time: Numbers, before: Numbers, begins: Mask) -> Numbers:
     return np.array(lifted, np.int64)
 
 
+AT_HAND_MAX: Final = 10_000  # lists of operations that are kept when they are written aside too
 LIMIT: Final = np.finfo(np.float32).max
 
 
@@ -238,10 +136,9 @@ class _View:
     """A vector's components with the stamps that they were set with."""
 
     def __init__(self, registers: Registers, vector: int) -> None:
-        table, self._ranks = registers.table, registers.ledger.ranks
-        self.values: NDArray[np.float32] = table["values"][vector].copy()
-        # A component that nobody set comes before every stamp: its time is 0.
-        self.times, self.writers = table["times"][vector], table["writers"][vector]
+        self._ranks = registers.ledger.ranks
+        self.values: NDArray[np.float32] = registers.table["values"][vector].copy()
+        self.times, self.writers = registers.stamps_of(vector)
         self.ranks = self._ranks[self.writers]
 
     def before(self, operation: VectorOperation) -> Mask:
@@ -273,13 +170,22 @@ class _View:
 
 
 class Operations:
-    def __init__(self, registers: Registers, *, operations_max: int) -> None:
+    def __init__(self, registers: Registers, *, operations_max: int, aside: bool) -> None:
+        """`aside`: lists are written aside by `settle`, for whoever goes on from there."""
         self.registers, self.operations_max = registers, operations_max
         self.lists: dict[int, list[VectorOperation]] = {}
         self.folds: dict[int, tuple[int, bytes]] = {}  # by vector: the last stamp folded
+        self._unsettled: set[int] | None = set() if aside else None
+
+    def of(self, vector: int) -> list[VectorOperation]:
+        if not self.registers.table["flags"][vector] & OPERATED:
+            return []
+        if vector not in self.lists:
+            self._load(vector)
+        return self.lists[vector]
 
     def count(self, vector: int) -> int:
-        return len(self.lists.get(vector, ()))
+        return len(self.of(vector))
 
     def add(
         self, vector: int, time: int, writer: int, *, scale: bool,
@@ -287,19 +193,45 @@ class Operations:
     ) -> None:  # fmt: skip
         origin = self.registers.ledger.origin_name(writer)
         operation = VectorOperation(time, origin, writer, scale, indices, values)
-        insort(self.lists.setdefault(vector, []), operation, key=attrgetter("stamp"))
+        operations = self.of(vector)
+        insort(operations, operation, key=attrgetter("stamp"))
+        self.put(vector, operations)
+
+    def put(self, vector: int, operations: list[VectorOperation]) -> None:
+        flags = self.registers.table["flags"]
+        if operations:
+            self.lists[vector] = operations
+            flags[vector] |= OPERATED
+        else:
+            self.lists.pop(vector, None)
+            flags[vector] &= ~np.uint8(OPERATED)
+        if self._unsettled is not None:
+            self._unsettled.add(vector)
+
+    def put_fold(self, vector: int, stamp: tuple[int, bytes]) -> None:
+        self.folds[vector] = stamp
+        self.registers.table["flags"][vector] |= FOLDED
+        if self._unsettled is not None:
+            self._unsettled.add(vector)
+
+    def last_fold(self, vector: int) -> tuple[int, bytes] | None:
+        if not self.registers.table["flags"][vector] & FOLDED:
+            return None
+        if vector not in self.folds:
+            self._load(vector)
+        return self.folds[vector]
 
     def is_late(self, vector: int, time: int, origin: bytes) -> bool:
         """Whether a stamp comes before the last fold of its vector's operations."""
-        last = self.folds.get(vector)
+        last = self.last_fold(vector)
         return last is not None and (time, origin) <= last
 
     def prune(self, vector: int) -> None:
         """Drop what was overwritten."""
-        operations = self.lists.get(vector)
+        operations = self.of(vector)
         if not operations:
             return
-        times = self.registers.table["times"][vector]
+        times, _ = self.registers.stamps_of(vector)
         view: _View | None = None
         oldest, kept = int(times.min()), []
         for operation in operations:
@@ -309,38 +241,109 @@ class Operations:
                 if not view.before(operation).any():
                     continue
             kept.append(operation)
-        if kept:
-            self.lists[vector] = kept
-        else:
-            del self.lists[vector]
+        if len(kept) < len(operations):
+            self.put(vector, kept)
 
     def fold(self, vector: int) -> None:
         """Past the bound, apply the older half to the components for good."""
-        operations = self.lists.get(vector, [])
+        operations = self.of(vector)
         if len(operations) <= self.operations_max:
             return
         folded = operations[: len(operations) // 2]
-        self.lists[vector] = operations[len(folded) :]
+        if not self.registers.table["stamps"][vector]:
+            self.registers.expand(np.array([vector]))
         view = _View(self.registers, vector)
         for operation in folded:
             view.fold(operation)
         self.registers.table["values"][vector] = view.values
-        self.folds[vector] = folded[-1].stamp
+        self.put(vector, operations[len(folded) :])
+        self.put_fold(vector, folded[-1].stamp)
+
+    # --- for whoever goes on ---
+
+    def settle(self) -> None:
+        """Write aside what changed."""
+        assert self._unsettled is not None, "these operations stay where they are"
+        registers, flags = self.registers, self.registers.table["flags"]
+        for vector in self._unsettled:
+            told = flags[vector] & (OPERATED | FOLDED)
+            data = self.packed(vector) if told else b""
+            row = registers.aside_of(vector)
+            registers.asides["operations_at"][row] = registers.words.append(data)
+            registers.asides["operations_bytes"][row] = len(data)
+        self._unsettled.clear()
+        if len(self.lists) + len(self.folds) > AT_HAND_MAX:
+            self.lists.clear()
+            self.folds.clear()
+        registers.pack_when_due()
+
+    def packed(self, vector: int) -> bytes:
+        """The last fold and the operations of a vector, for `take_over`."""
+        return msgspec.msgpack.encode(
+            [
+                self.last_fold(vector),
+                [
+                    [o.time, o.origin, o.scale, _raw(o.indices), _raw(o.values)]
+                    for o in self.of(vector)
+                ],
+            ]
+        )
+
+    def take_over(self, vector: int, data: bytes) -> None:
+        """Have what was packed elsewhere instead of what there is; no data: nothing."""
+        self.lists.pop(vector, None)
+        self.folds.pop(vector, None)
+        self.registers.table["flags"][vector] &= ~np.uint8(OPERATED | FOLDED)
+        if data:
+            self._unpack(vector, data)
+        if self._unsettled is not None:
+            self._unsettled.add(vector)
+
+    def _unpack(self, vector: int, data: bytes) -> None:
+        fold, listed = msgspec.msgpack.decode(data)
+        flags, codes = self.registers.table["flags"], self.registers.ledger.codes
+        if fold is not None:
+            self.folds[vector] = (fold[0], fold[1])
+            flags[vector] |= FOLDED
+        if listed:
+            self.lists[vector] = [
+                VectorOperation(
+                    time, origin, codes[origin], scale,
+                    None if indices is None else np.frombuffer(indices, np.uint16),
+                    np.frombuffer(values, np.float32),
+                )
+                for time, origin, scale, indices, values in listed
+            ]  # fmt: skip
+            flags[vector] |= OPERATED
+
+    def _load(self, vector: int) -> None:
+        asides, row = self.registers.asides, int(self.registers.table["aside"][vector]) - 1
+        at, size = asides["operations_at"][row], asides["operations_bytes"][row]
+        self._unpack(vector, self.registers.words.get(int(at), int(size)))
+
+    # --- results ---
 
     def value(self, vector: int) -> NDArray[np.float32]:
         view = _View(self.registers, vector)
-        for operation in self.lists.get(vector, ()):
+        for operation in self.of(vector):
             view.apply(operation)
         return view.values
 
     def validate(self) -> None:
-        for vector, operations in self.lists.items():
+        flags = self.registers.table.rows("flags")
+        for vector in np.flatnonzero(flags & OPERATED).tolist():
+            operations = self.of(vector)
             assert 0 < len(operations) <= self.operations_max
             stamps = [operation.stamp for operation in operations]
             assert all(a < b for a, b in pairwise(stamps)), "equal stamps"
             view = _View(self.registers, vector)
             assert all(view.before(operation).any() for operation in operations)
-            assert vector not in self.folds or self.folds[vector] < stamps[0]
+            last = self.last_fold(vector)
+            assert last is None or last < stamps[0]
+
+
+def _raw(column: NDArray[Any] | None) -> bytes | None:
+    return None if column is None else column.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,31 +369,45 @@ NO_LANE: Final = 255
 
 
 class Merge:
-    def __init__(self, ledger: Ledger, dimensions: int, options: PropagationOptions) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        dimensions: int,
+        options: PropagationOptions,
+        space: Space = MEMORY,
+    ) -> None:
         self.ledger = ledger
-        self.registers = Registers(ledger, dimensions)
-        self.operations = Operations(self.registers, operations_max=options.operations_max)
+        self.registers = Registers(ledger, dimensions, space)
+        self.operations = Operations(
+            self.registers, operations_max=options.operations_max, aside=space is not MEMORY
+        )
         self.table = Table(
             {
-                "revision": np.int64,
+                "revision": np.uint32,
                 "time": np.int64,
                 "sequence": np.uint64,
                 "log_time_ms": np.int64,
                 "lane": np.uint8,
-                "row": np.int64,  # scratch
-            }
+            },
+            space=space,
+            name="merge",
         )
         self.noting = True  # whether somebody will ask for the vectors that are touched
         self.touched: list[Numbers] = []  # vectors changed in this feed
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.registers.nbytes
 
     def merge(self, released: ReleasedDeltas) -> Mask:
         """Merge deltas in the order of release; says which were merged, and not late."""
         self.reserve()
         chains = self.ledger.chains.table
         times = ascending(released.batch.time, released.chains, chains["time"])
-        writers = chains["high"][released.chains].view(np.int64)
+        writers = chains["high"][released.chains].astype(np.int64)
         rows = StampedDeltas(released.batch, released.vectors, times, writers)
         merged = np.ones(len(times), np.bool_)
+        self.ledger.vectors.table["flags"][rows.vectors] |= CHANGED
         careful = self._careful(rows)
         if careful.any():
             for row in np.flatnonzero(careful).tolist():
@@ -411,19 +428,19 @@ class Merge:
     def _careful(self, rows: StampedDeltas) -> Mask:
         """Rows of vectors that have been folded, or may be by this batch: they go one by one."""
         operations, op = self.operations, rows.batch.op
+        careful: Mask = (self.registers.table["flags"][rows.vectors] & FOLDED) > 0
         affine = (op == Op.SCALE) | (op == Op.OFFSET)
-        special = set(operations.folds)
         if affine.any():
             changed, counts = np.unique(rows.vectors[affine], return_counts=True)
             most = operations.operations_max
-            special |= {
+            special = [
                 vector
                 for vector, more in zip(changed.tolist(), counts.tolist(), strict=True)
                 if operations.count(vector) + more > most
-            }
-        if not special:
-            return np.zeros(len(op), np.bool_)
-        return np.isin(rows.vectors, np.array(sorted(special), np.int64))
+            ]
+            if special:
+                careful |= np.isin(rows.vectors, np.array(special, np.int64))
+        return careful
 
     def _merge_one(self, one: StampedDeltas) -> bool:
         vector, origin = int(one.vectors[0]), self.ledger.origin_name(int(one.writers[0]))
@@ -440,8 +457,9 @@ class Merge:
         if not (times[1:] > times[:-1]).all():
             rows = rows.take(np.lexsort((self.ledger.ranks[rows.writers], times)))
         self.registers.set(rows, newest=newest)
-        if self.operations.lists:
-            for vector in self.operations.lists.keys() & set(rows.vectors.tolist()):
+        operated = (self.registers.table["flags"][rows.vectors] & OPERATED) > 0
+        if operated.any():
+            for vector in set(rows.vectors[operated].tolist()):
                 self.operations.prune(vector)
 
     def _operate(self, rows: StampedDeltas, row: int) -> None:
@@ -464,16 +482,14 @@ class Merge:
         np.maximum.at(table["log_time_ms"], vectors, batch.log_times_ms)
         if self.noting:
             np.minimum.at(table["lane"], vectors, batch.priority)
-            numbers = np.arange(len(vectors))
-            table["row"][vectors] = numbers
-            self.touched.append(vectors[table["row"][vectors] == numbers])
+            self.touched.append(distinct(vectors))
 
     # --- results ---
 
     def take_touched(self) -> VectorStates:
         touched, self.touched = self.touched, []
         if len(touched) > 1:
-            vectors = np.unique(np.concatenate(touched))
+            vectors = distinct(np.concatenate(touched))
         else:
             vectors = touched[0] if touched else np.empty(0, np.int64)
         found = self.states(vectors)
@@ -487,37 +503,31 @@ class Merge:
         if vectors is None:
             vectors = np.flatnonzero(table.rows("revision"))
         vectors = vectors[np.argsort(table["sequence"][vectors])]
-        deleted = self.registers.table["existence"][vectors] == DEAD
+        flags = self.registers.table["flags"][vectors]
+        deleted = (flags & DEAD) > 0
         lane = table["lane"][vectors]
         return VectorStates(
-            namespace=self.ledger.namespaces.take(vectors),
-            vector_id=self.ledger.vector_ids.take(vectors),
-            values=self._values(vectors, deleted),
-            metadata=self._metadata(vectors, deleted),
+            namespace=self.ledger.names.namespaces_of(vectors),
+            vector_id=self.ledger.names.ids_of(vectors),
+            values=self._values(vectors, flags),
+            metadata=self.registers.metadata_of(vectors, hidden=deleted),
             deleted=deleted,
-            revision=table["revision"][vectors].view(np.uint64),
+            revision=table["revision"][vectors].astype(np.uint64),
             time=table["time"][vectors],
             sequence=table["sequence"][vectors],
             log_time_ms=table["log_time_ms"][vectors],
             lane=np.where(lane == NO_LANE, np.uint8(PriorityClass.NORMAL), lane),
         )
 
-    def _metadata(self, vectors: Numbers, deleted: Mask) -> Binary:
-        known = self.registers.metadata
-        if not known:
-            return Binary(np.zeros(len(vectors) + 1, np.int32), b"")
-        pairs = zip(vectors.tolist(), deleted.tolist(), strict=True)
-        return Binary.of([b"" if gone else known.get(vector, b"") for vector, gone in pairs])
-
-    def _values(self, vectors: Numbers, deleted: Mask) -> NDArray[np.float32]:
+    def _values(self, vectors: Numbers, flags: NDArray[np.uint8]) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.registers.table["values"][vectors]
-        values[deleted] = 0
-        if self.operations.lists:
-            for i, vector in enumerate(vectors.tolist()):
-                if vector in self.operations.lists and not deleted[i]:
-                    values[i] = self.operations.value(vector)
+        if (flags > ALIVE).any():
+            values[(flags & DEAD) > 0] = 0
+            for i in np.flatnonzero((flags & (OPERATED | DEAD)) == OPERATED).tolist():
+                values[i] = self.operations.value(int(vectors[i]))
         return values
 
     def validate(self) -> None:
         assert self.table.count == self.registers.table.count
+        self.registers.validate()
         self.operations.validate()

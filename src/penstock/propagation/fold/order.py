@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from penstock.model.columns import Binary
 from penstock.model.delta import HAS_PARENT, NO_ID
 from penstock.model.delta_batch import DeltaBatch, halves, sixteens
-from penstock.propagation.fold.ledger import PENDING, Ledger, Verdicts, WaitingDelta, Waitlist
+from penstock.propagation.fold.ledger import (
+    MARKED,
+    PENDING,
+    WAITS,
+    Ledger,
+    Verdicts,
+    WaitingDelta,
+    Waitlist,
+)
 from penstock.propagation.fold.table import Numbers, Words, beginnings, places_within, stable_order
 
 Sequences = NDArray[np.uint64]
@@ -135,6 +143,38 @@ class FeedTally:
         self.refused.append(RefusedDeltas(batch, positions, reasons, missing))
 
 
+class IdSights:
+    """The first row of a batch in which each id is seen. `before`: so many ids were entered before
+    the batch. Most of its ids are new, and for those a column of their own is enough."""
+
+    def __init__(self, entries: Numbers, before: int) -> None:
+        self._before = before
+        rows = np.arange(len(entries))
+        new = entries - before
+        old = np.flatnonzero(new < 0)
+        fresh = rows if not len(old) else np.flatnonzero(new >= 0)
+        self._rows = np.empty(int(new.max()) + 1 if len(fresh) else 0, np.int64)
+        self._rows[new[fresh[::-1]]] = fresh[::-1]
+        self.first = np.empty(len(entries), np.int64)
+        self.first[fresh] = self._rows[new[fresh]]
+        self._old, at = np.unique(entries[old], return_index=True)
+        self._old_rows = old[at]
+        if len(old):
+            self.first[old] = self._old_rows[np.searchsorted(self._old, entries[old])]
+
+    def rows_of(self, entries: Numbers) -> Numbers:
+        """-1 where an id is not in the batch, or not entered at all."""
+        found = np.full(len(entries), -1, np.int64)
+        new = entries - self._before
+        fresh = np.flatnonzero((new >= 0) & (new < len(self._rows)))
+        found[fresh] = self._rows[new[fresh]]
+        if len(self._old):
+            at = np.minimum(np.searchsorted(self._old, entries), len(self._old) - 1)
+            same = self._old[at] == entries
+            found[same] = self._old_rows[at[same]]
+        return found
+
+
 @dataclass(slots=True)
 class _Rows:
     """A batch's rows in terms of the ledger."""
@@ -148,7 +188,12 @@ class _Rows:
     high: Words
     entries: Numbers  # of the ids in the ledger
     known: Mask  # ids released before this batch
-    first: Numbers  # the first row with the same id
+    sights: IdSights
+
+    @property
+    def first(self) -> Numbers:
+        """The first row with the same id."""
+        return self.sights.first
 
 
 class DeltaOrder:
@@ -180,17 +225,14 @@ class DeltaOrder:
     def _look_up(self, batch: DeltaBatch) -> _Rows:
         ledger, times_ms = self.ledger, batch.log_times_ms
         vectors = ledger.vectors_of(batch)
-        chains = ledger.chains_of(vectors, ledger.origins_of(batch.origin))
+        chains = ledger.chains.of(vectors, ledger.origins_of(batch.origin))
         low, high = halves(batch.delta_id)
+        before = len(ledger.ids)
         entries = ledger.ids.add(low, high)
         known = ledger.known(entries, times_ms)
-        row = ledger.ids.table["row"]
-        numbers = np.arange(len(batch))
-        row[entries[::-1]] = numbers[::-1]
         counters = batch.counter.astype(np.int64)
-        return _Rows(
-            batch, times_ms, vectors, chains, counters, low, high, entries, known, row[entries]
-        )
+        sights = IdSights(entries, before)
+        return _Rows(batch, times_ms, vectors, chains, counters, low, high, entries, known, sights)
 
     def _other_causes(self, rows: _Rows) -> Causes:
         """(row, chain, counter) of each clock entry that is not the delta's own."""
@@ -203,7 +245,7 @@ class DeltaOrder:
         other[offsets[:-1]] = False
         row = np.repeat(np.arange(len(batch)), np.diff(offsets))[other]
         origin = self.ledger.origins_of(origins[other])
-        chain = self.ledger.chains_of(rows.vectors[row], origin)
+        chain = self.ledger.chains.of(rows.vectors[row], origin)
         return row, chain, counters[other].astype(np.int64)
 
     # --- which vectors are affected ---
@@ -214,7 +256,7 @@ class DeltaOrder:
         vectors = ledger.vectors.table
         numbers = np.arange(len(rows.batch))
         again = rows.first != numbers
-        bad: Mask = vectors["waiting"][rows.vectors] > 0
+        bad: Mask = (vectors["flags"][rows.vectors] & WAITS) > 0
         bad |= ledger.ids.table["vector"][rows.entries] == PENDING
         if again.any():
             bad |= self._odd_duplicates(rows, again)
@@ -226,10 +268,11 @@ class DeltaOrder:
             bad[others[0][~self._others_fine(rows, others, queue)]] = True  # a row has several
         if not bad.any():
             return bad
-        mark = vectors["mark"]
-        mark[rows.vectors[bad]] = True
-        affected: Mask = mark[rows.vectors]
-        mark[rows.vectors] = False
+        flags = vectors["flags"]
+        flags[rows.vectors[bad]] |= MARKED
+        found = flags[rows.vectors]
+        flags[rows.vectors] = found & ~np.uint8(MARKED)
+        affected: Mask = (found & MARKED) > 0
         return affected
 
     def _odd_duplicates(self, rows: _Rows, again: Mask) -> Mask:
@@ -246,9 +289,8 @@ class DeltaOrder:
     def _out_of_count(self, rows: _Rows, queue: Numbers) -> Mask:
         """In the order of `queue` (by chain, then arrival): rows that are not the next ones."""
         chain = rows.chains[queue]
-        rank, start = places_within(chain)
+        rank, _ = places_within(chain)
         seen = self.ledger.chains.table["seen"][chain]
-        self.ledger.chains.table["first"][chain] = start
         out: Mask = rows.counters[queue] != seen + 1 + rank
         return out
 
@@ -279,8 +321,8 @@ class DeltaOrder:
     def _parents_known(self, rows: _Rows, some: Numbers) -> Mask:
         """Rows whose parent was released before, or stands earlier in the batch."""
         entry, known = self._parents_released(rows, some)
-        row = np.minimum(self.ledger.ids.table["row"][entry], len(rows.batch) - 1)
-        here = (entry >= 0) & (rows.entries[row] == entry) & (row < some)
+        row = rows.sights.rows_of(entry)
+        here = (row >= 0) & (row < some)
         here &= rows.vectors[row] == rows.vectors[some]
         here &= rows.times_ms[row] >= rows.times_ms[some] - self.ledger.dedup_ms
         fine: Mask = known | here
@@ -300,7 +342,8 @@ class DeltaOrder:
         fine: Mask = ahead < 0
         if fine.all() or not len(queue):
             return fine
-        at = np.minimum(table["first"][chain] + ahead, len(queue) - 1)
+        begin = np.searchsorted(rows.chains[queue], chain)
+        at = np.minimum(begin + ahead, len(queue) - 1)
         cause = queue[np.maximum(at, 0)]
         fine |= (rows.chains[cause] == chain) & (rows.counters[cause] == counter) & (cause < row)
         return fine
@@ -347,6 +390,7 @@ class DeltaOrder:
         chains["seen"][chain] = rows.counters[ends]
         chains["head"][chain] = rows.batch.delta_id[ends]
         entries = rows.entries[queue]
+        self.ledger.note_ids(entries)
         ids["vector"][entries] = rows.vectors[queue] + 1
         ids["log_time_ms"][entries] = rows.times_ms[queue]
 

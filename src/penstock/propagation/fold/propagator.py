@@ -41,6 +41,7 @@ from penstock.propagation.fold.order import (
     released_of,
 )
 from penstock.propagation.fold.row_fold import ROWS_MAX, RowFold
+from penstock.propagation.fold.table import MEMORY, Space
 from penstock.propagation.options import PropagationOptions
 
 STRETCH_MIN: Final = 4096  # rows looked at after a stop, and twice as many each time
@@ -61,23 +62,31 @@ class FeedOutcome(msgspec.Struct, frozen=True, eq=False):
 
 
 class Propagator:
-    def __init__(self, dimensions: int, options: PropagationOptions | None = None) -> None:
+    def __init__(
+        self,
+        dimensions: int,
+        options: PropagationOptions | None = None,
+        *,
+        space: Space = MEMORY,
+    ) -> None:
+        """`space` is where the columns of its state lie, see `table`."""
         if not 1 <= dimensions <= DIMENSIONS_MAX:
             raise InvalidArgument(
                 f"dimensions is {dimensions}, must be from 1 to {DIMENSIONS_MAX}",
                 field="dimensions",
                 limit=DIMENSIONS_MAX,
             )
-        self.dimensions = dimensions
+        self.dimensions, self.space = dimensions, space
         self.options = (options or PropagationOptions()).validate()
         self.sequence = 0  # folded up to here
         self.ordinal = 0  # deltas released so far
-        self.ledger = Ledger(self.options.dedup_ms, self.options.pending_ms)
+        self.saved = 0  # the sequence of the snapshot since which changes are noted; 0: none
+        self.ledger = Ledger(self.options.dedup_ms, self.options.pending_ms, space)
         self.waitlist = Waitlist(
             self.ledger, pending_max=self.options.pending_max, pending_ms=self.options.pending_ms
         )
         self.order = DeltaOrder(self.ledger, self.waitlist)
-        self.merge = Merge(self.ledger, dimensions, self.options)
+        self.merge = Merge(self.ledger, dimensions, self.options, space)
         self.row_fold = RowFold(self.ledger, self.waitlist, self.merge)
         self.rows_few = ROWS_MAX  # a feed of more goes by columns alone
         self._rest: DeltaBatch | None = None  # what a paused feed has still to look at
@@ -239,6 +248,16 @@ class Propagator:
     def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
         """All vectors, deleted ones too, ascending by their newest sequence."""
         return self.merge.states(rows)
+
+    def on_saved(self) -> None:
+        """Note changes from here on, as a snapshot has what was before."""
+        self.ledger.on_saved()
+        self.saved = self.sequence
+
+    @property
+    def nbytes(self) -> int:
+        """What the state takes, without room that was never used, and what waits."""
+        return self.ledger.nbytes + self.merge.nbytes
 
     @property
     def paused(self) -> bool:

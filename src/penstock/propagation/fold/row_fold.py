@@ -27,8 +27,9 @@ from penstock.model.columns import Buffer
 from penstock.model.delta import CLOCK, HAS_INDICES, HAS_PARENT, HEADER, TIME_MAX, Op, PriorityClass
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import shapes
-from penstock.propagation.fold.ledger import PENDING, Ledger, Waitlist
-from penstock.propagation.fold.merge import ALIVE, DEAD, Merge
+from penstock.propagation.fold.ledger import CHANGED, PENDING, WAITS, Ledger, Waitlist
+from penstock.propagation.fold.merge import Merge
+from penstock.propagation.fold.registers import ALIVE, DEAD, FOLDED, OPERATED, SAID
 from penstock.propagation.fold.table import KeyView, views
 
 WIDE: Final = 32  # values above which arrays are quicker than numbers
@@ -194,23 +195,32 @@ class RowFold:
         ledger, merge, registers = self.ledger, self._merge, self._registers
         merge.reserve()
         registers.widen()
-        growing = (ledger.ids, ledger.vectors, ledger.chains, registers.table, merge.table)
-        self.left = min(table.reserve(count) for table in growing)
+        chains = ledger.chains
+        growing = (ledger.ids, ledger.vectors, chains.table, chains.further, merge.table)
+        own = (registers.table, registers.stamps, registers.asides)
+        self.left = min(table.reserve(count) for table in (*growing, *own))
         self._ids, self._vectors = KeyView(ledger.ids), KeyView(ledger.vectors)
-        self._chains = KeyView(ledger.chains)
+        self._further = KeyView(chains.further)
+        (self._further_chains,) = views(chains.further.table, "chain")
         self._id_states, self._id_times = views(ledger.ids.table, "vector", "log_time_ms")
-        self._waiting, self._latest = views(ledger.vectors.table, "waiting", "chain")
+        self._order_flags, self._first = views(ledger.vectors.table, "flags", "chain")
         self._chain_origins, self._next, self._seen, self._chain_times, self._heads = views(
-            ledger.chains.table, "high", "next", "seen", "time", "head"
+            chains.table, "high", "next", "seen", "time", "head"
         )
-        self._values, self._times, self._writers, self._existence = views(
-            registers.table, "values", "times", "writers", "existence"
+        self._values, self._time, self._writer, self._flags = views(
+            registers.table, "values", "time", "writer", "flags"
         )
-        self._components = [registers.table[name] for name in ("values", "times", "writers")]
+        self._stamps, self._asides = views(registers.table, "stamps", "aside")
+        self._owners, self._times, self._writers = views(
+            registers.stamps, "vector", "times", "writers"
+        )
+        self._rows = registers.table["values"]
+        self._row_stamps = [registers.stamps[name] for name in ("times", "writers")]
         self._said = {
-            name: views(registers.table, f"{name}_time", f"{name}_writer")
-            for name in ("existence", "metadata")
+            name: views(registers.asides, f"{name}_time", f"{name}_writer")
+            for name in ("death", "metadata")
         }
+        self._texts = views(registers.asides, "metadata_at", "metadata_bytes")
         self._revision, self._newest, self._sequence, self._log_time_ms, self._lane = views(
             merge.table, "revision", "time", "sequence", "log_time_ms", "lane"
         )
@@ -224,9 +234,9 @@ class RowFold:
         if vector < 0:
             vector = self._new_vector(row)
         code = self.ledger.codes.get(row.origin)
-        if code is None or self._waiting[vector]:
+        if code is None or self._order_flags[vector] & WAITS:
             return False
-        chain = self._latest[vector] - 1
+        chain = self._first[vector] - 1
         if chain < 0 or self._chain_origins[chain] != code:
             chain = self._find_chain(vector, code)
             if chain < 0:
@@ -245,25 +255,33 @@ class RowFold:
         ledger = self.ledger
         vector = self._vectors.put(row.vector_low, row.vector_high)
         namespace, vector_id = row.names()
-        ledger.namespaces.add(namespace)
-        ledger.vector_ids.add(vector_id)
+        ledger.names.add(namespace, vector_id)
         self._merge.reserve()
         return vector
 
     def _find_chain(self, vector: int, code: int) -> int:
         """A vector's chain, or -1. It has few of them: going through those is the quickest."""
         origins, following = self._chain_origins, self._next
-        chain: int = self._latest[vector] - 1
+        chain: int = self._first[vector] - 1
         for _ in range(CHAINS_FEW):
             if chain < 0 or origins[chain] == code:
                 return chain
             chain = following[chain] - 1
-        return self._chains.find(vector, code)
+        entry = self._further.find(vector, code)
+        return -1 if entry < 0 else int(self._further_chains[entry])
 
     def _new_chain(self, vector: int, code: int) -> int:
-        self._chains.find(vector, code)  # its place
-        chain = self._chains.put(vector, code)
-        self._next[chain], self._latest[vector] = self._latest[vector], chain + 1
+        table = self.ledger.chains.table
+        chain = table.count
+        table.count = chain + 1
+        table["low"][chain], self._chain_origins[chain] = vector, code
+        first = self._first[vector] - 1
+        if first < 0:
+            self._first[vector] = chain + 1
+        else:
+            self._further.find(vector, code)  # its place
+            self._further_chains[self._further.put(vector, code)] = chain
+            self._next[chain], self._next[first] = self._next[first], chain + 1
         return chain
 
     def _causes_seen(self, row: DeltaRow) -> bool:
@@ -290,6 +308,8 @@ class RowFold:
         self._seen[chain], self._chain_times[chain] = row.counter, row.time
         self._heads[at], self._heads[at + 1] = row.low, row.high
         self._id_states[entry], self._id_times[entry] = row.vector + 1, row.time_ms
+        if entry < self.ledger.ids_saved:
+            self.ledger.ids_changed.add(entry)
 
     # --- merge ---
 
@@ -297,8 +317,8 @@ class RowFold:
         """Merge a delta, unless it has to be taken with care: then nothing has happened."""
         op, vector, time = row.op, row.vector, row.time
         newest = time > self._newest[vector]
-        operations = self._operations
-        if operations.folds and operations.is_late(vector, time, row.origin):
+        operations, flags = self._operations, self._flags[vector]
+        if flags & FOLDED and operations.is_late(vector, time, row.origin):
             return False
         if op == _SPARSE:
             if row.n > WIDE:
@@ -309,7 +329,7 @@ class RowFold:
                 self._set(row)
             else:
                 self._offer(row)
-            if vector in operations.lists:
+            if flags & OPERATED:
                 self._prune(vector)
         elif op <= _DENSE:
             if not newest:
@@ -321,56 +341,99 @@ class RowFold:
             self._operate(row)
             if not newest:
                 operations.prune(vector)
-        elif op == _DELETE and self._say("existence", row):
-            self._existence[vector] = DEAD
-        if op != _SPARSE and (row.metadata_bytes or op in (_CREATE, _DELETE)):
+        if op > _SPARSE and (row.metadata_bytes or op == _DELETE):
             self._set_metadata(row)
+        if op == _DELETE:
+            self._delete(row)
         self._count(row, newest)
         return True
 
     def _prune(self, vector: int) -> None:
         """Drop operations that were overwritten, unless it is plain that none was."""
-        times, first = self._times, vector * self._width
-        for operation in self._operations.lists[vector]:
+        first = (self._stamps[vector] - 1) * self._width
+        for operation in self._operations.of(vector):
             time, named = operation.time, operation.indices
             for index in self._probes if named is None else named[:PROBES].tolist():
-                if times[first + index] < time:
+                before = self._time[vector] if first < 0 else self._times[first + index]
+                if before < time:
                     break
             else:
                 self._operations.prune(vector)
                 return
 
     def _set(self, row: DeltaRow) -> None:
-        values, times, writers = self._values, self._times, self._writers
-        first, time, code = row.vector * self._width, row.time, row.code
+        vector, time, code, width = row.vector, row.time, row.code, self._width
+        stamps = self._stamps[vector] - 1
+        if stamps < 0:
+            stamps = self._expand(vector)
+        first, at = vector * width, stamps * width
+        values = self._values[first : first + width]
+        times, writers = self._times[at : at + width], self._writers[at : at + width]
         for index, value in zip(row.indices, row.values):  # type: ignore[arg-type] # noqa: B905
-            place = first + index
-            values[place], times[place], writers[place] = value, time, code
+            values[index], times[index], writers[index] = value, time, code
+
+    def _expand(self, vector: int) -> int:
+        """Give a vector a row of stamps, for which there is room."""
+        registers = self._registers
+        row = registers.free.pop() if registers.free else registers.stamps.extend(1)
+        self._owners[row], self._stamps[vector] = vector + 1, row + 1
+        times, writers = self._row_stamps
+        times[row].fill(self._time[vector])
+        writers[row].fill(self._writer[vector])
+        return row
 
     def _offer(self, row: DeltaRow) -> None:
         """Set the components that were not set by a greater stamp."""
         times, writers, ranks = self._times, self._writers, self.ledger.ranks
-        first, time, code = row.vector * self._width, row.time, row.code
+        vector, time, code = row.vector, row.time, row.code
+        stamps = self._stamps[vector] - 1
+        if stamps < 0:
+            if not self._is_newer(time, code, self._time[vector], self._writer[vector]):
+                return
+            stamps = self._expand(vector)
+        first, at = vector * self._width, stamps * self._width
         assert row.indices is not None
         for index, value in zip(row.indices, row.values, strict=True):
-            place = first + index
+            place = at + index
             before = times[place]
             if time > before or (time == before and ranks[code] > ranks[writers[place]]):
-                self._values[place], times[place], writers[place] = value, time, code
+                self._values[first + index], times[place], writers[place] = value, time, code
+
+    def _is_newer(self, time: int, code: int, before: int, writer: int) -> bool:
+        ranks = self.ledger.ranks
+        return time > before or (time == before and bool(ranks[code] > ranks[writer]))
 
     def _set_many(self, row: DeltaRow) -> None:
-        values, times, writers = self._components
         vector, named = row.vector, row.indices
-        values[vector][named], times[vector][named] = row.values, row.time
-        writers[vector][named] = row.code
+        stamps = self._stamps[vector] - 1
+        if stamps < 0:
+            stamps = self._expand(vector)
+        times, writers = self._row_stamps
+        self._rows[vector][named], times[stamps][named] = row.values, row.time
+        writers[stamps][named] = row.code
 
     def _set_all(self, row: DeltaRow) -> None:
-        values, times, writers = self._components
         vector = row.vector
-        values[vector], times[vector], writers[vector] = row.values, row.time, row.code
-        self._operations.lists.pop(vector, None)  # they were all stamped before it
-        if self._say("existence", row):
-            self._existence[vector] = ALIVE
+        flags = self._flags[vector]
+        if flags & OPERATED:
+            self._operations.put(vector, [])  # they were all stamped before it
+            flags &= ~OPERATED
+        aside = self._asides[vector] - 1
+        if row.metadata_bytes or (row.op == _CREATE and aside >= 0):
+            self._set_metadata(row)
+            flags &= ~SAID
+        elif row.op == _CREATE:
+            flags |= SAID
+        elif flags & SAID:
+            self._aside(vector)  # metadata are older than the rest from now on
+            flags &= ~SAID
+        stamps = self._stamps[vector] - 1
+        if stamps >= 0:
+            self._owners[stamps] = self._stamps[vector] = 0
+            self._registers.free.append(stamps)
+        self._rows[vector] = row.values
+        self._time[vector], self._writer[vector] = row.time, row.code
+        self._flags[vector] = flags & ~DEAD | ALIVE
 
     def _operate(self, row: DeltaRow) -> None:
         self._operations.add(
@@ -383,26 +446,44 @@ class RowFold:
         )
 
     def _set_metadata(self, row: DeltaRow) -> None:
-        if not self._say("metadata", row):
-            return
-        if row.metadata_bytes:
-            self._registers.metadata[row.vector] = row.metadata()
-        else:
-            self._registers.metadata.pop(row.vector, None)
+        aside = self._aside(row.vector)
+        if self._say("metadata", aside, row):
+            data = row.metadata() if row.metadata_bytes else b""
+            at, size = self._texts
+            at[aside], size[aside] = self._registers.words.append(data), len(data)
+            self._registers.pack_when_due()
 
-    def _say(self, name: str, row: DeltaRow) -> bool:
+    def _aside(self, vector: int) -> int:
+        """A vector's row aside, a new one if it has none, for which there is room."""
+        row: int = self._asides[vector] - 1
+        if row < 0:
+            row = self._registers.asides.extend(1)
+            self._asides[vector] = row + 1
+            if self._flags[vector] & SAID:
+                times, writers = self._said["metadata"]
+                times[row], writers[row] = self._time[vector], self._writer[vector]
+                self._flags[vector] &= ~SAID
+        return row
+
+    def _delete(self, row: DeltaRow) -> None:
+        vector = row.vector
+        if self._say("death", self._asides[vector] - 1, row) and self._is_newer(
+            row.time, row.code, self._time[vector], self._writer[vector]
+        ):
+            self._flags[vector] = self._flags[vector] & ~ALIVE | DEAD
+
+    def _say(self, name: str, aside: int, row: DeltaRow) -> bool:
         """Stamp a register, unless that of a greater stamp."""
         times, writers = self._said[name]
-        vector, time, code = row.vector, row.time, row.code
-        before, ranks = times[vector], self.ledger.ranks
-        if time < before or (time == before and ranks[code] <= ranks[writers[vector]]):
+        if not self._is_newer(row.time, row.code, times[aside], writers[aside]):
             return False
-        times[vector], writers[vector] = time, code
+        times[aside], writers[aside] = row.time, row.code
         return True
 
     def _count(self, row: DeltaRow, newest: bool) -> None:
         vector = row.vector
         self._revision[vector] += 1
+        self._order_flags[vector] |= CHANGED
         if newest:
             self._newest[vector] = row.time
         # What was merged before came before, so these are maxima too.

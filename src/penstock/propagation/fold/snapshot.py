@@ -7,8 +7,15 @@
 The checksum is seeded with the head's length. The head holds what is small, and for every column
 its name, type, shape and the sizes of its blocks. A block is up to BLOCK bytes of a column, the
 bytes of its numbers sorted by significance (their upper bytes are nearly equal, and lz4 finds that
-out), compressed by lz4. Places of keys and lists of waiting deltas are not stored: they are a
-function of the rest.
+out), compressed by lz4.
+
+A snapshot is a *base*, which has all vectors, or an *increment*, which has those that are new or
+changed since the one before it (`Propagator.on_saved`), or that deltas wait for, and the ids that
+are new or not what they were. Both have the same columns. Vectors, chains and origins are numbered
+within a snapshot and named in it: how a fold numbers them depends on how its log was cut, and what
+one fold wrote another may take over. So an increment fits on whatever says how the fold was at the
+sequence that it begins from. `restore` takes a base and its increments in order, and the last one
+says what waits.
 
 `digest` gives the number: equal for equal histories, however they were cut into feeds. Numbers of
 vectors, chains and origins depend on the cuts, so rows are sorted by what they stand for and
@@ -18,7 +25,8 @@ origins go by their rank.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -30,45 +38,67 @@ from numpy.typing import NDArray
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.model.columns import Buffer
-from penstock.propagation.fold.ledger import WaitingDelta
+from penstock.propagation.fold.ledger import CHANGED, WAITS, WaitingDelta
 from penstock.propagation.fold.merge import NO_LANE
 from penstock.propagation.fold.propagator import Propagator
-from penstock.propagation.fold.table import Numbers, Table, Texts
+from penstock.propagation.fold.registers import EXISTENCE, FOLDED, OPERATED, SAID
+from penstock.propagation.fold.table import MEMORY, KeyTable, Numbers, Space
 from penstock.propagation.options import PropagationOptions
 
-VERSION: Final = 1
+VERSION: Final = 2
 BLOCK: Final = 8 << 20
+DIGEST_ROWS: Final = 4096  # of vectors whose components are looked at together
 _PREFIX: Final = struct.Struct("<4sIQ")
 _MAGIC: Final = b"PSP1"
-_SCRATCH: Final = frozenset({"mark", "row", "first", "waiting", "lane"})
+_CHAIN: Final = ("seen", "time", "head")
+_ASIDE: Final = ("death_time", "death_writer", "metadata_time", "metadata_writer")
+_MERGE: Final = ("revision", "time", "sequence", "log_time_ms")
 
 Column = NDArray[Any]
 
 
-def dump(fold: Propagator) -> list[Buffer]:
-    """Buffers that together are the snapshot; none of them changes with the fold."""
+def dump(fold: Propagator, *, increment: bool = False) -> list[Buffer]:
+    """Buffers that together are a snapshot, a base unless told otherwise; none of them changes
+    with the fold."""
     if fold.paused:
         raise FailedPrecondition("a paused fold has no snapshot: resolve what is missing first")
+    fold.merge.reserve()
+    content = _Content.of(fold, increment=increment)
     blocks: list[Buffer] = []
     described = []
-    for name, column in _columns(fold):
+    for name, column in _columns(fold, content):
         sizes = []
         for packed in _blocks(column):
             blocks.append(packed)
             sizes.append(len(packed))
         described.append([name, column.dtype.str, list(column.shape), sizes])
-    head = msgspec.msgpack.encode({**_head(fold), "columns": described})
+    head = msgspec.msgpack.encode({**_head(fold, content), "columns": described})
     checksum = xxhash.xxh3_64(head, seed=len(head))
     for block in blocks:
         checksum.update(block)
     return [_PREFIX.pack(_MAGIC, len(head), checksum.intdigest()), head, *blocks]
 
 
-def restore(data: Buffer, options: PropagationOptions | None = None) -> Propagator:
-    """The fold that was dumped; raises `Corruption` for bytes that `dump` did not write."""
-    head, columns = _load(data)
-    fold = Propagator(head["dimensions"], options)
-    _fill(fold, head, columns)
+def restore(
+    *snapshots: Buffer, options: PropagationOptions | None = None, space: Space = MEMORY
+) -> Propagator:
+    """The fold that was dumped as a base and increments; raises `Corruption` for bytes that `dump`
+    did not write, and for increments that do not follow."""
+    loaded = map(_load, snapshots)
+    head, columns = next(loaded, ({"base": False, "dimensions": 1, "since": 0}, {}))
+    if not head["base"]:
+        raise Corruption("a fold is restored from a base")
+    fold = Propagator(head["dimensions"], options, space=space)
+    taken = _Taking(fold, head, columns)
+    for head, columns in loaded:
+        if head["base"] or not head["since"] <= fold.sequence <= head["sequence"]:
+            raise Corruption(
+                f"a snapshot of what came after sequence {head['since']} does not follow one of"
+                f" {fold.sequence}"
+            )
+        taken = _Taking(fold, head, columns)
+    taken.take_waiting()
+    fold.on_saved()
     return fold
 
 
@@ -115,112 +145,242 @@ def _column(data: memoryview, dtype: np.dtype[Any], shape: list[int], sizes: lis
     return flat.reshape(shape)
 
 
-def _columns(fold: Propagator) -> Iterator[tuple[str, Column]]:
-    ledger, registers = fold.ledger, fold.merge.registers
-    for name, table in _tables(fold).items():
-        for column in table.names():
-            if column not in _SCRATCH:
-                yield f"{name}.{column}", table.rows(column)
+@dataclass(slots=True)
+class _Content:
+    """Which rows of a fold are in a snapshot, and the number that each has there (-1: none)."""
+
+    increment: bool
+    vectors: Numbers
+    vector_places: Numbers
+    chains: Numbers
+    chain_places: Numbers
+    ids: Numbers
+
+    @staticmethod
+    def of(fold: Propagator, *, increment: bool) -> _Content:
+        ledger = fold.ledger
+        wanted = (ledger.vectors.table.rows("flags") & (CHANGED | WAITS)) > 0
+        wanted[ledger.vectors_saved if increment else 0 :] = True
+        chains = wanted[ledger.chains.table.rows("low")]
+        ids = ledger.remembered()
+        if increment:
+            ids[: ledger.ids_saved] = False
+            ids[sorted(ledger.ids_changed)] = True
+        return _Content(increment, *_numbered(wanted), *_numbered(chains), np.flatnonzero(ids))
+
+
+def _numbered(wanted: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
+    rows = np.flatnonzero(wanted)
+    places = np.full(len(wanted), -1, np.int64)
+    places[rows] = np.arange(len(rows))
+    return rows, places
+
+
+def _columns(fold: Propagator, content: _Content) -> Iterator[tuple[str, Column]]:
+    for part in (_ledger_columns, _register_columns):
+        yield from part(fold, content)
+    for name in _MERGE:
+        yield f"merge.{name}", fold.merge.table[name][content.vectors]
+
+
+def _ledger_columns(fold: Propagator, content: _Content) -> Iterator[tuple[str, Column]]:
+    ledger, vectors, chains = fold.ledger, content.vectors, content.chains
+    for name in ("low", "high"):
+        yield f"vectors.{name}", ledger.vectors.table[name][vectors]
+        yield f"origins.{name}", ledger.origins.table.rows(name)
+    names = ledger.names
+    yield "names.namespace", names.table["namespace"][vectors]
+    yield from _texts("namespaces", names.namespaces.take(np.arange(len(names.namespaces))))
+    yield from _texts("vector_ids", names.ids_of(vectors))
+    table = ledger.chains.table
+    yield "chains.vector", content.vector_places[table["low"][chains]]
+    yield "chains.origin", table["high"][chains]
+    for name in _CHAIN:
+        yield f"chains.{name}", table[name][chains]
     ids = ledger.ids.table
-    kept = ledger.remembered()
-    for column in ("low", "high", "vector", "log_time_ms"):
-        yield f"ids.{column}", ids.rows(column)[kept]
-    metadata = Texts()
-    metadata.extend(list(registers.metadata.values()))
-    yield "metadata.vector", np.fromiter(registers.metadata, np.int64, len(registers.metadata))
-    for name, texts in _texts(fold, metadata):
-        yield f"{name}.size", texts.table.rows("size")
-        yield f"{name}.bytes", texts.joined()
+    for name in ("low", "high", "log_time_ms"):
+        yield f"ids.{name}", ids[name][content.ids]
+    states = ids["vector"][content.ids].astype(np.int64)
+    released = states > 0
+    states[released] = content.vector_places[states[released] - 1] + 1
+    yield "ids.vector", states
 
 
-def _texts(fold: Propagator, metadata: Texts) -> list[tuple[str, Texts]]:
-    ledger = fold.ledger
-    return [
-        ("namespaces", ledger.namespaces),
-        ("vector_ids", ledger.vector_ids),
-        ("metadata", metadata),
-    ]
+def _register_columns(fold: Propagator, content: _Content) -> Iterator[tuple[str, Column]]:
+    registers, vectors = fold.merge.registers, content.vectors
+    table = registers.table
+    for name in ("values", "time", "writer"):
+        yield f"registers.{name}", table[name][vectors]
+    flags = table["flags"][vectors]
+    yield "registers.flags", flags & np.uint8(EXISTENCE | SAID)
+    some = np.flatnonzero(table["stamps"][vectors])
+    yield "stamps.vector", some
+    rows = table["stamps"][vectors[some]] - 1
+    for name in ("times", "writers"):
+        yield f"stamps.{name}", registers.stamps[name][rows]
+    some = np.flatnonzero(table["aside"][vectors])
+    yield "asides.vector", some
+    rows = table["aside"][vectors[some]] - 1
+    for name in _ASIDE:
+        yield f"asides.{name}", registers.asides[name][rows]
+    hidden = np.zeros(len(some), np.bool_)
+    yield from _texts("metadata", registers.metadata_of(vectors[some], hidden=hidden))
+    some = np.flatnonzero(flags & (OPERATED | FOLDED))
+    packed = [fold.merge.operations.packed(vector) for vector in vectors[some].tolist()]
+    yield "operations.vector", some
+    yield "operations.size", np.fromiter(map(len, packed), np.int64, len(packed))
+    yield "operations.bytes", np.frombuffer(b"".join(packed), np.uint8)
 
 
-def _tables(fold: Propagator) -> dict[str, Table]:
-    ledger, merge = fold.ledger, fold.merge
-    return {
-        "vectors": ledger.vectors.table,
-        "origins": ledger.origins.table,
-        "chains": ledger.chains.table,
-        "registers": merge.registers.table,
-        "merge": merge.table,
-    }
+def _texts(name: str, texts: Any) -> Iterator[tuple[str, Column]]:
+    yield f"{name}.size", np.diff(texts.offsets).astype(np.int64)
+    yield f"{name}.bytes", np.frombuffer(texts.blob, np.uint8)
 
 
 # --- the head ---
 
 
-def _head(fold: Propagator) -> dict[str, Any]:
-    operations = fold.merge.operations
+def _head(fold: Propagator, content: _Content) -> dict[str, Any]:
     return {
         "version": VERSION,
+        "base": not content.increment,
+        "since": fold.saved if content.increment else 0,
         "dimensions": fold.dimensions,
         "sequence": fold.sequence,
         "ordinal": fold.ordinal,
         "time_ms": fold.ledger.time_ms,
-        "operations": [
-            [vector, o.time, o.writer, o.scale, _raw(o.indices), _raw(o.values)]
-            for vector, some in operations.lists.items()
-            for o in some
-        ],
-        "folds": [[vector, *stamp] for vector, stamp in operations.folds.items()],
         "pending": [
-            [
-                w.sequence, w.log_time_ms, w.id, w.parent, w.vector, w.chain, w.counter, w.others,
-                w.payload, w.headers, w.key,
-            ]
-            for w in fold.waitlist.arrivals
-            if not w.done
+            _waiting(waiting, content.vector_places, content.chain_places)
+            for waiting in fold.waitlist.arrivals
+            if not waiting.done
         ],
-    }  # fmt: skip
+    }
 
 
-def _raw(column: Column | None) -> bytes | None:
-    return None if column is None else column.tobytes()
+def _waiting(w: WaitingDelta, vectors: Numbers, chains: Numbers) -> list[Any]:
+    assert w.key is not None, "what waits has a key"
+    lacks_parent = isinstance(w.key[1], bytes)
+    key = [int((vectors if lacks_parent else chains)[w.key[0]]), w.key[1]]
+    others = [[int(chains[chain]), counter] for chain, counter in w.others]
+    return [
+        w.sequence, w.log_time_ms, w.id, w.parent, int(vectors[w.vector]), int(chains[w.chain]),
+        w.counter, others, w.payload, w.headers, key,
+    ]  # fmt: skip
 
 
-def _fill(fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) -> None:
-    fold.sequence, fold.ordinal = head["sequence"], head["ordinal"]
-    ledger, merge = fold.ledger, fold.merge
-    for name, table in _tables(fold).items():
-        _fill_table(table, columns, name)
-    _fill_table(ledger.ids.table, columns, "ids")
-    for keys in (ledger.vectors, ledger.origins, ledger.chains, ledger.ids):
-        keys.keep(np.arange(len(keys)))  # which gives each key its place
-    ledger.time_ms = head["time_ms"]
-    metadata = Texts()
-    for name, texts in _texts(fold, metadata):
-        texts.append(columns[f"{name}.bytes"].tobytes(), columns[f"{name}.size"])
-    ledger.rank_origins()
-    vectors = columns["metadata.vector"].tolist()
-    merge.registers.metadata = {vector: metadata[i] for i, vector in enumerate(vectors)}
-    merge.table["lane"][: merge.table.count] = NO_LANE
-    for vector, time, writer, scale, indices, values in head["operations"]:
-        named = None if indices is None else np.frombuffer(indices, np.uint16)
-        factors = np.frombuffer(values, np.float32)
-        merge.operations.add(vector, time, writer, scale=scale, indices=named, values=factors)
-    merge.operations.folds = {vector: (time, origin) for vector, time, origin in head["folds"]}
-    fold.waitlist.look()
-    for *fields, others, payload, headers, key in head["pending"]:
-        own: list[Any] = [-1, -1, *fields, [(chain, counter) for chain, counter in others]]
-        waiting = WaitingDelta(*own)
-        waiting.payload, waiting.headers = payload, headers
-        fold.waitlist.wait(waiting, (key[0], key[1]))
+class _Taking:
+    """Takes a snapshot into a fold, in place of what that knew of the same vectors."""
+
+    def __init__(self, fold: Propagator, head: dict[str, Any], columns: dict[str, Column]) -> None:
+        self._fold, self._head, self._columns = fold, head, columns
+        fold.sequence, fold.ordinal = head["sequence"], head["ordinal"]
+        fold.ledger.time_ms = head["time_ms"]
+        self._take_keys()
+        self._take_chains()
+        self._take_registers()
+        self._take_operations()
+        self._take_ids()
+        table = fold.merge.table
+        for name in _MERGE:
+            table[name][self._vectors] = self._columns[f"merge.{name}"]
+        table["lane"][: table.count] = NO_LANE
+
+    def _take_keys(self) -> None:
+        ledger, columns = self._fold.ledger, self._columns
+        before = len(ledger.vectors)
+        self._vectors = _entered(ledger.vectors, columns["vectors.low"], columns["vectors.high"])
+        new = np.flatnonzero(self._vectors >= before)
+        new = new[np.argsort(self._vectors[new])]
+        known = self._listed("namespaces")
+        names = self._listed("vector_ids")
+        codes = columns["names.namespace"][new].tolist()
+        ledger.names.extend([known[code] for code in codes], [names[row] for row in new.tolist()])
+        self._fold.merge.reserve()
+        self._origins = _entered(ledger.origins, columns["origins.low"], columns["origins.high"])
+        ledger.rank_origins()
+        self._fold.merge.registers.widen()
+
+    def _listed(self, name: str) -> list[bytes]:
+        data = self._columns[f"{name}.bytes"].tobytes()
+        ends = accumulate(self._columns[f"{name}.size"].tolist(), initial=0)
+        return [data[a:b] for a, b in pairwise(ends)]
+
+    def _take_chains(self) -> None:
+        chains, columns = self._fold.ledger.chains, self._columns
+        vectors = self._vectors[columns["chains.vector"]]
+        origins = self._origins[columns["chains.origin"]]
+        if not len(chains):
+            chains.fill(vectors, origins)
+            self._chains = np.arange(len(chains))
+        else:
+            self._chains = chains.of(vectors, origins)
+        for name in _CHAIN:
+            chains.table[name][self._chains] = columns[f"chains.{name}"]
+
+    def _take_registers(self) -> None:
+        registers, columns, vectors = self._fold.merge.registers, self._columns, self._vectors
+        table = registers.table
+        for name in ("values", "time", "flags"):
+            table[name][vectors] = columns[f"registers.{name}"]
+        table["writer"][vectors] = self._codes("registers.writer")
+        stamps = columns["stamps.times"], self._codes("stamps.writers")
+        registers.put_stamps(vectors, vectors[columns["stamps.vector"]], stamps)
+        asides = {name: columns[f"asides.{name}"] for name in _ASIDE}
+        for name in ("death_writer", "metadata_writer"):
+            asides[name] = self._codes(f"asides.{name}")
+        some = vectors[columns["asides.vector"]]
+        registers.put_asides(vectors, some, asides)
+        if len(some):
+            registers.put_metadata(table["aside"][some] - 1, self._listed("metadata"))
+
+    def _codes(self, name: str) -> Column:
+        """Writers as this fold numbers them. One that stands for nobody may be any."""
+        writers = self._columns[name]
+        return self._origins[writers] if len(self._origins) else writers
+
+    def _take_operations(self) -> None:
+        operations, flags = self._fold.merge.operations, self._fold.merge.registers.table["flags"]
+        packed = self._listed("operations")
+        some = self._vectors[self._columns["operations.vector"]].tolist()
+        for vector in operations.lists.keys() | operations.folds.keys():
+            if not flags[vector] & (OPERATED | FOLDED):
+                operations.take_over(vector, b"")
+        for vector, data in zip(some, packed, strict=True):
+            operations.take_over(vector, data)
+
+    def _take_ids(self) -> None:
+        ids, columns = self._fold.ledger.ids, self._columns
+        entries = _entered(ids, columns["ids.low"], columns["ids.high"])
+        states = columns["ids.vector"]
+        released = np.flatnonzero(states > 0)
+        numbers = states.copy()
+        numbers[released] = self._vectors[states[released] - 1] + 1
+        ids.table["vector"][entries] = numbers
+        ids.table["log_time_ms"][entries] = columns["ids.log_time_ms"]
+
+    def take_waiting(self) -> None:
+        waitlist = self._fold.waitlist
+        waitlist.look()
+        vectors, chains = self._vectors.tolist(), self._chains.tolist()
+        for *place, vector, chain, counter, others, payload, headers, key in self._head["pending"]:
+            causes = [(chains[cause], count) for cause, count in others]
+            own: list[Any] = [-1, -1, *place, vectors[vector], chains[chain], counter, causes]
+            waiting = WaitingDelta(*own)
+            waiting.payload, waiting.headers = payload, headers
+            number, lacking = key
+            numbers = vectors if isinstance(lacking, bytes) else chains
+            waitlist.wait(waiting, (numbers[number], lacking))
 
 
-def _fill_table(table: Table, columns: dict[str, Column], name: str) -> None:
-    own = {c: columns[f"{name}.{c}"] for c in table.names() if f"{name}.{c}" in columns}
-    table.extend(len(next(iter(own.values()))))
-    for column, data in own.items():
-        if table[column].dtype != data.dtype:  # origins may have outgrown two bytes
-            table[column] = table[column].astype(data.dtype)
-        table[column][: table.count] = data
+def _entered(keys: KeyTable, low: Column, high: Column) -> Numbers:
+    """Rows of keys, each given once; where there were none they are in the order given."""
+    if len(keys):
+        return keys.add(low, high)
+    keys.table.extend(len(low))
+    keys.table.rows("low")[:], keys.table.rows("high")[:] = low, high
+    numbers = np.arange(len(low))
+    keys.keep(numbers)  # which gives each key its place
+    return numbers
 
 
 def digest(fold: Propagator) -> int:
@@ -236,29 +396,50 @@ def digest(fold: Propagator) -> int:
 
 
 def _add_vectors(found: Any, fold: Propagator) -> None:
-    ledger, merge = fold.ledger, fold.merge
+    ledger, merge, registers = fold.ledger, fold.merge, fold.merge.registers
     vectors = _sorted_vectors(fold)
     vectors = vectors[merge.table["revision"][vectors] > 0]
     for name in ("low", "high"):
         found.update(ledger.vectors.table[name][vectors])
-    for name in ("revision", "time", "sequence", "log_time_ms"):
+    found.update(merge.table["revision"][vectors].astype(np.int64))
+    for name in ("time", "sequence", "log_time_ms"):
         found.update(merge.table[name][vectors])
-    table = merge.registers.table
-    for name in ("values", "times", "existence", "existence_time", "metadata_time"):
-        found.update(table[name][vectors])
-    for name in ("writers", "existence_writer", "metadata_writer"):
-        time = table["times" if name == "writers" else name.replace("writer", "time")][vectors]
-        writer = table[name][vectors]
-        found.update(np.where(time > 0, ledger.ranks[writer], 0))
-    operations, metadata = merge.operations, merge.registers.metadata
-    for vector in vectors.tolist():
-        if vector in operations.lists or vector in operations.folds or vector in metadata:
-            found.update(metadata.get(vector, b""))
-            found.update(repr(operations.folds.get(vector)).encode())
-            for operation in operations.lists.get(vector, ()):
-                found.update(repr((operation.stamp, operation.scale)).encode())
-                found.update(b"" if operation.indices is None else operation.indices.tobytes())
-                found.update(operation.values.tobytes())
+    told = [registers.existence_stamps(vectors), registers.metadata_stamps(vectors)]
+    _by_parts(found, vectors, lambda some: registers.table["values"][some])
+    _by_parts(found, vectors, lambda some: registers.component_stamps(some)[0])
+    found.update(registers.table["flags"][vectors] & np.uint8(EXISTENCE))
+    for times, _ in told:
+        found.update(times)
+    _by_parts(found, vectors, lambda some: _ranked(fold, *registers.component_stamps(some)))
+    for times, writers in told:
+        found.update(_ranked(fold, times, writers))
+    _add_words(found, fold, vectors)
+
+
+def _by_parts(found: Any, vectors: Numbers, column: Callable[[Numbers], Column]) -> None:
+    """Components of all vectors at once would be as large as the state."""
+    for at in range(0, len(vectors), DIGEST_ROWS):
+        found.update(np.ascontiguousarray(column(vectors[at : at + DIGEST_ROWS])))
+
+
+def _ranked(fold: Propagator, times: Numbers, writers: Column) -> Numbers:
+    ranks: Numbers = np.where(times > 0, fold.ledger.ranks[writers], 0)
+    return ranks
+
+
+def _add_words(found: Any, fold: Propagator, vectors: Numbers) -> None:
+    """Metadata and operations, of those that have some."""
+    registers, operations = fold.merge.registers, fold.merge.operations
+    metadata = registers.metadata_of(vectors, hidden=np.zeros(len(vectors), np.bool_))
+    flags = registers.table["flags"][vectors] & np.uint8(OPERATED | FOLDED)
+    for row in np.flatnonzero((np.diff(metadata.offsets) > 0) | (flags > 0)).tolist():
+        vector = int(vectors[row])
+        found.update(metadata[row])
+        found.update(repr(operations.last_fold(vector)).encode())
+        for operation in operations.of(vector):
+            found.update(repr((operation.stamp, operation.scale)).encode())
+            found.update(b"" if operation.indices is None else operation.indices.tobytes())
+            found.update(operation.values.tobytes())
 
 
 def _sorted_vectors(fold: Propagator) -> Numbers:
@@ -273,10 +454,10 @@ def _add_chains(found: Any, fold: Propagator) -> None:
     chains = np.flatnonzero(table.rows("seen"))
     place = np.empty(len(fold.ledger.vectors), np.int64)
     place[_sorted_vectors(fold)] = np.arange(len(place))
-    vector = place[table["low"][chains].view(np.int64)]
-    rank = fold.ledger.ranks[table["high"][chains].view(np.int64)]
+    vector = place[table["low"][chains]]
+    rank = fold.ledger.ranks[table["high"][chains]]
     order = np.lexsort((rank, vector))
-    for column in (vector, rank, *(table[name][chains] for name in ("seen", "time", "head"))):
+    for column in (vector, rank, *(table[name][chains] for name in _CHAIN)):
         found.update(np.ascontiguousarray(column[order]))
 
 

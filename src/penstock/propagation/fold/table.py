@@ -1,32 +1,41 @@
-"""Columns that grow together, keys that number their rows, and texts picked by number.
+"""Columns that grow, keys that are numbered in the order they came, and bytes by number.
 
-`Table` holds columns whose rows are added at the end and never move. `KeyTable` gives each distinct
-pair of 64-bit numbers a row number, 0, 1, 2 … batch by batch, by open addressing in a
+The kernels work on whole columns. A `Table` holds named numpy columns of one length, with room to
+grow. A `KeyTable` numbers pairs of 64-bit words 0, 1, 2 … batch by batch, by open addressing in a
 numpy array: a batch of lookups costs a few gathers, not a Python call per key. `Texts` keeps many
 short texts in one array of bytes, without a Python object for each.
 
+Where the columns lie is for a `Space` to say: in the memory of this process (`MEMORY`), or wherever
+whoever makes the tables wants them. A space is told the name of each column and gives an array. One
+that has a column of that name already, because another process left it there, gives that: then
+`Table.count` and its like have to be set to what they were.
+
 Twice as many places for millions of keys take a second to fill, which a caller who adds a handful
 should not wait for. So they are filled in the course of the additions before they are needed: from
-three eighths of the places on, every new key has a few old ones placed in the next set, and that
-takes over when it has them all. Rows only ever come at the end, so nothing has to be done twice.
+three quarters of what they may hold on, every new key has a few old ones placed in the next set,
+and that takes over when it has them all. Rows only ever come at the end, so nothing has to be done
+twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from penstock.model.columns import Binary
+from penstock.model.columns import Binary, Buffer
 
 ROWS_MIN: Final = 1024
+NAMESPACES_SMALL: Final = 1 << 16  # that two bytes tell apart
 FEW_KEYS: Final = 1024  # who adds more at once may as well wait
 STEP_KEYS: Final = 64  # new ones after which the next set of places is looked after
 FILLED_PER_KEY: Final = 64  # empty places made, or …
-PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before half the places are taken
+PLACED_PER_KEY: Final = 8  # … rows placed for each: both are done before the places are crowded
+FILL: Final = (5, 8)  # of the places, at most this part is taken
 LAVISH_BYTES: Final = 256 << 20  # a table below this grows fourfold, a larger one by half
+BITS_MIN: Final = 11
 HASH_A: Final = 0x9E3779B97F4A7C15
 HASH_B: Final = 0xC2B2AE3D27D4EB4F
 _WORD: Final = (1 << 64) - 1
@@ -58,6 +67,20 @@ def beginnings(groups: NDArray[Any]) -> NDArray[np.bool_]:
     return begins
 
 
+def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Each number once, ascending; by a sort, which numpy vectorises."""
+    ranked = np.sort(numbers)
+    return ranked[beginnings(ranked)]
+
+
+def spread(column: NDArray[Any], counts: Numbers) -> NDArray[Any]:
+    """Each row as many times as its count says."""
+    if len(counts) and (counts == counts[0]).all():
+        wide = np.broadcast_to(column[:, None], (len(column), int(counts[0])))
+        return np.array(wide).reshape(-1)
+    return np.repeat(column, counts)
+
+
 def places_within(groups: NDArray[Any]) -> tuple[Numbers, Numbers]:
     """Of each row: its place among its equal neighbours, and the row where those begin."""
     numbers = np.arange(len(groups))
@@ -65,31 +88,99 @@ def places_within(groups: NDArray[Any]) -> tuple[Numbers, Numbers]:
     return numbers - start, start
 
 
+Kind = DTypeLike | tuple[DTypeLike, int]
+
+
+class Space(Protocol):
+    """Where columns lie. Arrays begin as zeros."""
+
+    def grown(
+        self,
+        name: str,
+        old: NDArray[Any] | None,
+        shape: tuple[int, ...],
+        kind: DTypeLike,
+        *,
+        rows: int,
+    ) -> NDArray[Any]:
+        """A longer array of that name, with the first rows of the old one in front. It may be
+        longer than asked for. With no old one, what the space has under that name."""
+
+    def fresh(self, name: str, shape: tuple[int, ...], kind: DTypeLike) -> NDArray[Any]:
+        """An array of that name with nothing of the old one in it."""
+
+    def holds(self, name: str) -> bool:
+        """Whether another process left an array of that name."""
+
+    def more(self, rows: int, need: int, row_bytes: int) -> int:
+        """How many rows to make room for when `need` do not fit into `rows`."""
+
+
+class ProcessMemory:
+    """The memory of this process."""
+
+    def grown(
+        self, name: str, old: NDArray[Any] | None, shape: tuple[int, ...], kind: DTypeLike, *,
+        rows: int,
+    ) -> NDArray[Any]:  # fmt: skip
+        made = np.zeros(shape, kind)
+        if old is not None:
+            made[:rows] = old[:rows]
+        return made
+
+    def fresh(self, name: str, shape: tuple[int, ...], kind: DTypeLike) -> NDArray[Any]:
+        return np.zeros(shape, kind)
+
+    def holds(self, name: str) -> bool:
+        return False
+
+    def more(self, rows: int, need: int, row_bytes: int) -> int:
+        # Zeros that nobody touched take no memory: room is cheap, and moving rows is not.
+        return max(need, rows * 4 if rows * row_bytes < LAVISH_BYTES else rows * 3 // 2)
+
+
+MEMORY: Final = ProcessMemory()
+
+
 class Table:
     """Columns by name. An array is valid until rows are added: ask again after that."""
 
-    __slots__ = ("_columns", "capacity", "count")
+    __slots__ = ("_columns", "_name", "_row_bytes", "_space", "capacity", "count")
 
-    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
+    def __init__(self, columns: dict[str, Kind], *, space: Space = MEMORY, name: str = "") -> None:
         self.count = 0
-        self.capacity = ROWS_MIN
+        self._space, self._name, self._row_bytes = space, name, 0
         self._columns: dict[str, NDArray[Any]] = {}
-        for name, kind in columns.items():
+        for column, kind in columns.items():
             dtype, *width = kind if isinstance(kind, tuple) else (kind,)
-            self._columns[name] = np.zeros((self.capacity, *width), dtype)
+            shape = (ROWS_MIN, *width)
+            made = space.grown(f"{name}.{column}", None, shape, dtype, rows=0)
+            self._columns[column] = made
+            self._row_bytes += made[:1].nbytes
+        self.capacity = min(len(column) for column in self._columns.values())
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """The column with room beyond its rows: for picking and setting rows by number."""
         return self._columns[name]
 
-    def __setitem__(self, name: str, column: NDArray[Any]) -> None:
-        self._columns[name] = column
-
     def names(self) -> list[str]:
         return list(self._columns)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the rows; the room beyond them was never touched."""
+        return self.count * self._row_bytes
+
     def rows(self, name: str) -> NDArray[Any]:
         return self._columns[name][: self.count]
+
+    def widen(self, name: str, kind: DTypeLike) -> None:
+        """Give a column's numbers more bytes."""
+        old = self._columns[name]
+        made = self._space.fresh(f"{self._name}.{name}", old.shape, kind)
+        made[: self.count] = old[: self.count]
+        self._row_bytes += made[:1].nbytes - old[:1].nbytes
+        self._columns[name] = made
 
     def extend(self, count: int) -> int:
         """Add rows of zeros; returns the first of them."""
@@ -102,12 +193,12 @@ class Table:
         """Make room for that many more rows; says how many fit before arrays are replaced."""
         need = self.count + count
         if need > self.capacity:
-            # Zeros that nobody touched take no memory: room is cheap, and moving rows is not.
-            lavish = sum(column.nbytes for column in self._columns.values()) < LAVISH_BYTES
-            self.capacity = max(need, self.capacity * 4 if lavish else self.capacity * 3 // 2)
+            rows = self._space.more(self.capacity, need, self._row_bytes)
             for name, old in self._columns.items():
-                self._columns[name] = np.zeros((self.capacity, *old.shape[1:]), old.dtype)
-                self._columns[name][: self.count] = old[: self.count]
+                self._columns[name] = self._space.grown(
+                    f"{self._name}.{name}", old, (rows, *old.shape[1:]), old.dtype, rows=self.count
+                )
+            self.capacity = min(len(column) for column in self._columns.values())
         return self.capacity - self.count
 
     def keep(self, rows: Numbers) -> None:
@@ -140,6 +231,10 @@ def _place(table: Table, places: NDArray[np.int32], *, bits: int, first: int, en
         place[waiting] = (place[waiting] + 1) & last
 
 
+def _bits_for(keys: int) -> int:
+    return max(BITS_MIN, (keys * FILL[1] // FILL[0]).bit_length())
+
+
 class NextPlaces:
     """The set of places that comes next, on its way."""
 
@@ -165,25 +260,48 @@ class NextPlaces:
 
 
 class KeyTable:
-    """Row numbers of pairs of numbers. At most half of the places are taken."""
+    """Row numbers of pairs of numbers."""
 
-    __slots__ = ("_next", "bits", "places", "table")
+    __slots__ = ("_name", "_next", "_space", "bits", "places", "table")
 
-    def __init__(self, columns: dict[str, DTypeLike | tuple[DTypeLike, int]]) -> None:
-        self.table = Table({"low": np.uint64, "high": np.uint64, **columns})
-        self._clear(11)
+    def __init__(self, columns: dict[str, Kind], *, space: Space = MEMORY, name: str = "") -> None:
+        self._space, self._name = space, name
+        self.table = Table({"low": np.uint64, "high": np.uint64, **columns}, space=space, name=name)
+        if not space.holds(f"{name}.places"):
+            self._clear(BITS_MIN)
 
     def _clear(self, bits: int) -> None:
-        self._use(np.full(1 << bits, -1, np.int32), bits)
-
-    def _use(self, places: NDArray[np.int32], bits: int) -> None:
-        self.places, self.bits = places, bits
+        self.places = self._space.fresh(f"{self._name}.places", (1 << bits,), np.int32)
+        self.places[:] = -1
+        self.bits = bits
         self._next: NextPlaces | None = None
+
+    def _use(self, found: NextPlaces) -> None:
+        self.places, self.bits, self._next = found.places, found.bits, None
+        if not isinstance(self._space, ProcessMemory):
+            self.places = self._space.fresh(f"{self._name}.places", found.places.shape, np.int32)
+            self.places[:] = found.places
+
+    def attach(self, count: int, bits: int) -> None:
+        """Take rows and places as another process left them in the space."""
+        self.table.count, self.bits, self._next = count, bits, None
+        self.places = self._space.grown(
+            f"{self._name}.places", None, (1 << bits,), np.int32, rows=0
+        )[: 1 << bits]
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.places.nbytes
+
+    @property
+    def _room(self) -> int:
+        """Keys that the places may hold."""
+        return len(self.places) // FILL[1] * FILL[0]
 
     @property
     def _crowded_at(self) -> int:
         """From so many keys on the next set of places is prepared."""
-        return len(self.places) // 8 * 3
+        return self._room // 4 * 3
 
     def __len__(self) -> int:
         return self.table.count
@@ -240,29 +358,29 @@ class KeyTable:
         self._reserve(count)
         self.table.reserve(count)
         calm = self._crowded_at if self._next is None else self.table.count + STEP_KEYS
-        return min(self.table.capacity, len(self.places) // 2, calm) - self.table.count
+        return min(self.table.capacity, self._room, calm) - self.table.count
 
     def _reserve(self, count: int) -> None:
         after = self.table.count + count
-        if 2 * after > len(self.places):  # many at once
-            self._clear((2 * after).bit_length())
+        if after > self._room:  # many at once
+            self._clear(_bits_for(after))
             _place(self.table, self.places, bits=self.bits, first=0, end=self.table.count)
         elif after > self._crowded_at and (count <= FEW_KEYS or self._next is not None):
             if self._next is None:
                 self._next = NextPlaces(self.bits + 1)
             if self._next.advance(self.table, max(count, STEP_KEYS)):
-                self._use(self._next.places, self._next.bits)
+                self._use(self._next)
 
     def keep(self, rows: Numbers) -> None:
         self.table.keep(rows)
-        self._clear(max(11, (2 * len(rows)).bit_length()))
+        self._clear(_bits_for(len(rows)))
         _place(self.table, self.places, bits=self.bits, first=0, end=self.table.count)
 
     def validate(self) -> None:
         known = self.find(self.table.rows("low"), self.table.rows("high"))
         assert np.array_equal(known, np.arange(self.table.count)), "a key is not found"
         assert (self.places >= 0).sum() == self.table.count
-        assert 2 * self.table.count <= len(self.places)
+        assert self.table.count <= self._room
         assert self._next is None or self._next.placed <= self.table.count
 
 
@@ -306,55 +424,153 @@ def views(table: Table, *names: str) -> list[Any]:
 BYTES_MIN: Final = 1 << 16
 
 
+class Arena:
+    """Bytes, one behind the other, with room to grow. What is given up stays until somebody who
+    knows what is still wanted packs the rest."""
+
+    __slots__ = ("_data", "_name", "_space", "_view", "end")
+
+    def __init__(self, *, space: Space = MEMORY, name: str = "") -> None:
+        self._space, self._name = space, f"{name}.bytes"
+        self._look(space.grown(self._name, None, (BYTES_MIN,), np.uint8, rows=0))
+        self.end = 0
+
+    def _look(self, data: NDArray[np.uint8]) -> None:
+        self._data, self._view = data, data.data
+
+    def append(self, data: Buffer) -> int:
+        """Where the bytes begin."""
+        start, end = self.end, self.end + len(data)
+        if end > len(self._data):
+            room = self._space.more(len(self._data), end, 1)
+            grown = self._space.grown(self._name, self._data, (room,), np.uint8, rows=start)
+            self._look(grown)
+        self._view[start:end] = data
+        self.end = end
+        return start
+
+    def get(self, start: int, size: int) -> bytes:
+        return self._data[start : start + size].tobytes()
+
+    def take(self, starts: Numbers, sizes: NDArray[Any]) -> Binary:
+        offsets = np.zeros(len(starts) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        at = np.repeat(starts - offsets[:-1], sizes)
+        at += np.arange(len(at))
+        return Binary(offsets.astype(np.int32), self._data[at].data)
+
+    def joined(self) -> NDArray[np.uint8]:
+        return self._data[: self.end]
+
+    def replace(self, data: Buffer) -> None:
+        self._look(self._space.fresh(self._name, (max(BYTES_MIN, len(data)),), np.uint8))
+        self.end = 0
+        self.append(data)
+
+
 class Texts:
-    """Append-only: text *i* is `sizes[i]` bytes of the arena, from `starts[i]` on."""
+    """Append-only: text *i* is `size[i]` bytes of the arena, from `start[i]` on."""
 
-    __slots__ = ("_arena", "_end", "table")
+    __slots__ = ("arena", "table")
 
-    def __init__(self) -> None:
-        self._arena = np.zeros(BYTES_MIN, np.uint8)
-        self._end = 0
-        self.table = Table({"start": np.int64, "size": np.int64})
+    def __init__(self, *, space: Space = MEMORY, name: str = "") -> None:
+        self.arena = Arena(space=space, name=name)
+        self.table = Table({"start": np.int64, "size": np.uint16}, space=space, name=name)
 
     def __len__(self) -> int:
         return self.table.count
 
     def __getitem__(self, number: int) -> bytes:
-        start = int(self.table["start"][number])
-        return self._arena[start : start + int(self.table["size"][number])].tobytes()
+        return self.arena.get(int(self.table["start"][number]), int(self.table["size"][number]))
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes + self.arena.end
 
     def extend(self, texts: Sequence[bytes]) -> None:
         self.append(b"".join(texts), np.fromiter(map(len, texts), np.int64, len(texts)))
 
     def add(self, text: bytes) -> None:
         """One more, without the columns that several take."""
-        self._make_room(len(text))
         row = self.table.extend(1)
-        self.table["start"][row], self.table["size"][row] = self._end, len(text)
-        self._arena[self._end : self._end + len(text)] = np.frombuffer(text, np.uint8)
-        self._end += len(text)
+        self.table["start"][row], self.table["size"][row] = self.arena.append(text), len(text)
 
-    def append(self, data: bytes, sizes: Numbers) -> None:
-        self._make_room(len(data))
+    def append(self, data: Buffer, sizes: Numbers) -> None:
+        start = self.arena.append(data)
         first = self.table.extend(len(sizes))
         self.table["size"][first : self.table.count] = sizes
-        self.table["start"][first : self.table.count] = self._end + np.cumsum(sizes) - sizes
-        self._arena[self._end : self._end + len(data)] = np.frombuffer(data, np.uint8)
-        self._end += len(data)
+        self.table["start"][first : self.table.count] = start + np.cumsum(sizes) - sizes
 
-    def _make_room(self, size: int) -> None:
-        while self._end + size > len(self._arena):
-            grown = np.zeros(2 * len(self._arena), np.uint8)
-            grown[: self._end] = self._arena[: self._end]
-            self._arena = grown
+    def attach(self, count: int, end: int) -> None:
+        self.table.count, self.arena.end = count, end
 
     def take(self, numbers: Numbers) -> Binary:
-        starts, sizes = self.table["start"][numbers], self.table["size"][numbers]
-        offsets = np.zeros(len(numbers) + 1, np.int64)
-        np.cumsum(sizes, out=offsets[1:])
-        at = np.repeat(starts - offsets[:-1], sizes)
-        at += np.arange(len(at))
-        return Binary(offsets.astype(np.int32), self._arena[at].data)
+        return self.arena.take(self.table["start"][numbers], self.table["size"][numbers])
 
-    def joined(self) -> NDArray[np.uint8]:
-        return self._arena[: self._end]
+
+class VectorNames:
+    """A namespace and an id for each vector. Namespaces are few, and each is kept once."""
+
+    __slots__ = ("_codes", "namespaces", "table", "vector_ids")
+
+    def __init__(self, *, space: Space = MEMORY) -> None:
+        self.namespaces = Texts(space=space, name="namespaces")
+        self.vector_ids = Texts(space=space, name="vector_ids")
+        self.table = Table({"namespace": np.uint16}, space=space, name="names")
+        self._codes: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return self.table.count
+
+    @property
+    def nbytes(self) -> int:
+        return self.namespaces.nbytes + self.vector_ids.nbytes + self.table.nbytes
+
+    def extend(self, namespaces: Sequence[bytes], vector_ids: Sequence[bytes]) -> None:
+        for namespace in dict.fromkeys(namespaces):
+            self._code(namespace)
+        codes = map(self._codes.__getitem__, namespaces)
+        first = self.table.extend(len(namespaces))
+        self.table["namespace"][first : self.table.count] = np.fromiter(
+            codes, np.int64, len(namespaces)
+        )
+        self.vector_ids.extend(vector_ids)
+
+    def add(self, namespace: bytes, vector_id: bytes) -> None:
+        code = self._code(namespace)
+        row = self.table.extend(1)
+        self.table["namespace"][row] = code
+        self.vector_ids.add(vector_id)
+
+    def _code(self, namespace: bytes) -> int:
+        code = self._codes.get(namespace)
+        if code is None:
+            code = self._codes[namespace] = len(self._codes)
+            self.namespaces.add(namespace)
+            if code == NAMESPACES_SMALL:
+                self.table.widen("namespace", np.uint32)
+        return code
+
+    def namespaces_of(self, vectors: Numbers) -> Binary:
+        if len(self._codes) == 1:  # as is most often so
+            (only,) = self._codes
+            count, size = len(vectors), len(only)
+            return Binary(np.arange(count + 1, dtype=np.int32) * np.int32(size), only * count)
+        return self.namespaces.take(self.table["namespace"][vectors])
+
+    def ids_of(self, vectors: Numbers) -> Binary:
+        return self.vector_ids.take(vectors)
+
+    def attach(self, facts: dict[str, Any]) -> None:
+        self.table.count = facts["vectors"]
+        self.vector_ids.attach(facts["vectors"], facts["vector_ids_end"])
+        self.namespaces.attach(facts["namespaces"], facts["namespaces_end"])
+        self._codes = {self.namespaces[code]: code for code in range(len(self.namespaces))}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "vectors": self.table.count,
+            "vector_ids_end": self.vector_ids.arena.end,
+            "namespaces": len(self.namespaces),
+            "namespaces_end": self.namespaces.arena.end,
+        }

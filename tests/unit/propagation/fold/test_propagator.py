@@ -93,7 +93,7 @@ def test_a_restored_fold_has_the_same_future(luck: Luck, size: int) -> None:
     expected = run(straight, log, ends, touched=wanted)
     outcomes = []
     for a, b in pairwise(ends):
-        other = restore(b"".join(dump(other)), bounds)
+        other = restore(b"".join(dump(other)), options=bounds)
         other.validate()
         outcomes += run(other, log, [a, b], touched=touched)
     assert story(outcomes) == story(expected)

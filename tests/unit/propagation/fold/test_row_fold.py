@@ -27,7 +27,7 @@ from penstock.demo.corpus import ALL_OPS, CorpusOptions, generate
 from penstock.model.delta import Op, encode, head_of
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.delta_checks import sound_rows
-from penstock.propagation.fold import merge
+from penstock.propagation.fold import registers
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.row_fold import DeltaRow
@@ -56,7 +56,7 @@ def assert_equal(a: Propagator, b: Propagator) -> None:
     b.validate()
     assert digest(a) == digest(b)
     assert plain(a.states()) == plain(b.states())
-    assert digest(a) == digest(restore(b"".join(dump(b)), b.options))
+    assert digest(a) == digest(restore(b"".join(dump(b)), options=b.options))
 
 
 def corpus_log(seed: int, *, rows: int = 300, **changes: Any) -> DeltaBatch:
@@ -202,7 +202,7 @@ def test_a_vector_may_have_many_writers() -> None:
 
 
 def test_codes_of_origins_outgrow_two_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "CODES_SMALL", 2)
+    monkeypatch.setattr(registers, "CODES_SMALL", 2)
     world = World()
     for tick, origin in enumerate("aabbccaabbcc"):
         world.write(origin, "v", Op.SPARSE, tick=tick, **ONE)
@@ -210,7 +210,7 @@ def test_codes_of_origins_outgrow_two_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     log = batch_of(world.deltas)
     run(fold, log, list(range(13)))
     run(whole, log, [0, 12])
-    assert fold.merge.registers.table["writers"].dtype == np.uint32
+    assert fold.merge.registers.table["writer"].dtype == np.uint32
     assert_equal(whole, fold)
 
 

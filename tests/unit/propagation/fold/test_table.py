@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from penstock.propagation.fold import table
 from penstock.propagation.fold.row_fold import KeyView
-from penstock.propagation.fold.table import KeyTable, Table, Texts, stable_order
+from penstock.propagation.fold.table import (
+    KeyTable,
+    Table,
+    Texts,
+    VectorNames,
+    distinct,
+    spread,
+    stable_order,
+)
 
 few = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=40)
 
@@ -113,7 +121,7 @@ def test_texts_are_picked_by_number(
     numbers = data.draw(st.lists(st.sampled_from(range(len(everything))))) if everything else []
     assert kept.take(np.array(numbers, np.int64)).tolist() == [everything[n] for n in numbers]
     assert [kept[n] for n in range(len(kept))] == everything
-    assert kept.joined().tobytes() == b"".join(everything)
+    assert kept.arena.joined().tobytes() == b"".join(everything)
 
 
 def test_the_arena_grows() -> None:
@@ -121,3 +129,30 @@ def test_the_arena_grows() -> None:
     for i in range(20):
         kept.extend([bytes([i]) * 10_000])
     assert kept[19] == bytes([19]) * 10_000 and kept[0] == bytes(10_000)
+
+
+def test_namespaces_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "NAMESPACES_SMALL", 3)
+    names = VectorNames()
+    for number in range(9):
+        names.extend([b"n%d" % (number % 5)] * 2, [b"a%d" % number, b"b%d" % number])
+    names.add(b"n4", b"c")
+    assert names.table["namespace"].dtype == np.uint32 and len(names.namespaces) == 5
+    some = np.array([18, 0, 3])
+    assert names.namespaces_of(some).tolist() == [b"n4", b"n0", b"n1"]
+    assert names.ids_of(some).tolist() == [b"c", b"a0", b"b1"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3))), st.booleans())
+def test_rows_are_spread_by_their_counts(pairs: list[tuple[int, int]], equal: bool) -> None:
+    column = np.array([value for value, _ in pairs], np.int64)
+    counts = np.array([2 if equal else count for _, count in pairs], np.int64)
+    found = spread(column, counts)
+    found += 1  # it is the caller's own
+    assert found.tolist() == (np.repeat(column, counts) + 1).tolist()
+
+
+@pytest.mark.parametrize("column", [[], [3], [3, 1, 3, 2, 1]])
+def test_distinct_numbers_ascend(column: list[int]) -> None:
+    assert distinct(np.array(column, np.int64)).tolist() == sorted(set(column))
+    assert spread(np.array(column, np.int64), np.ones(len(column), np.int64)).flags.writeable
