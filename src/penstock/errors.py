@@ -108,17 +108,25 @@ class Unsupported(CallerError):
 
 
 class SinkRejected(CallerError):
-    """Rows that a sink can never take: `rows` counts within the work's `table`."""
+    """Rows that a sink can never take: `rows` counts within the work's `table`. Where the others
+    are committed later, `receipt` is what they left."""
 
     code = "sink_rejected"
     status = "INVALID_ARGUMENT"
 
     def __init__(
-        self, message: str, *, rows: Sequence[int] = (), table: str = "states", **details: Any
+        self,
+        message: str,
+        *,
+        rows: Sequence[int] = (),
+        table: str = "states",
+        receipt: Any = None,
+        **details: Any,
     ) -> None:
         super().__init__(message, rows=list(rows), table=table, **details)
         self.rows = list(rows)
         self.table = table
+        self.receipt = receipt
 
 
 class RetryableError(PenstockError):

@@ -80,6 +80,18 @@ async def test_a_search_sees_a_change(tmp_path: Path) -> None:
         await found(deltas, ["east"], 5, 1)
 
 
+async def test_a_search_is_about_metadata(tmp_path: Path) -> None:
+    async with running(tmp_path, INDEX) as deltas:
+        for number in range(20):
+            await deltas.create(f"v{number}", [number, 0], metadata={"n": number})
+        await found(deltas, ["v19"], 19, 0)
+        neighbours = await deltas.search([0, 0], 3, where={"n": {"$gte": 17}})
+        assert [one["vector_id"] for one in neighbours] == ["v17", "v18", "v19"]
+        with pytest.raises(InvalidArgument) as refused:
+            await deltas.search([0, 0], 3, where={"n": {"$like": 17}})
+        assert refused.value.field == "where.n"
+
+
 async def test_an_index_is_filled_again_when_the_node_starts(tmp_path: Path) -> None:
     async with running(tmp_path, INDEX) as deltas:
         for number in range(20):

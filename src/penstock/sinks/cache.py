@@ -2,11 +2,21 @@
 
 A value is a header of 24 bytes, then the vector, then the metadata (little-endian):
 
-    0 i64 revision | 8 i64 time | 16 u32 metadata bytes | 20 u16 dimensions | 22 u8 flags | 23 u8 0
+    0 i64 revision | 8 i64 time | 16 u32 metadata bytes | 20 u16 dimensions | 22 u8 flags
+    23 u8 version, 1
+
+Metadata is JSON text, as in the tables (`penstock.sinks.texts`).
 
 A deleted vector leaves its header behind as a tombstone with a time to live. Redis itself compares
 revisions: a script takes many keys and their values in one argument, and writes a value only over
 a lower revision, so order and repetition do not matter.
+
+**Redis Cluster.** With `cluster = true` the address is that of any of its nodes. A script may only
+touch keys of one slot there, so that each call takes the keys of a slot, which are few; a trip
+carries many calls. Everything else, and every key, is the same.
+
+Beside the vectors a pipeline keeps its mark, under a key without a colon: a server that came back
+empty, or with an older copy, is known by it.
 """
 
 from __future__ import annotations
@@ -14,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any, Final, cast
 
 import msgspec
@@ -22,19 +33,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import redis
 from numpy.typing import NDArray
+from redis.crc import key_slot
 from redis.exceptions import NoScriptError, RedisError
 
 from penstock.errors import Corruption, InvalidArgument, Unavailable
 from penstock.model.columns import Binary
-from penstock.sinks.protocol import Feed, Work, binary
+from penstock.sinks.files import MARK_VERSION, mark_of
+from penstock.sinks.protocol import Feed, InTasks, SinkCommit, Work, binary
 from penstock.sinks.schema import dimensions_of, scanned_rows
+from penstock.sinks.texts import map_of
 
 HEADER: Final = np.dtype(
     [
         ("revision", "<i8"), ("time", "<i8"), ("metadata", "<u4"), ("dimensions", "<u2"),
-        ("flags", "u1"), ("zero", "u1"),
+        ("flags", "u1"), ("version", "u1"),
     ]
 )  # fmt: skip
+VERSION: Final = 1
 DELETED, HAS_METADATA = 1, 2
 KEYS_PER_CALL: Final = 500  # the server does nothing else meanwhile: about a millisecond
 CALLS_PER_TRIP: Final = 20
@@ -72,7 +87,7 @@ class CachedVector:
     metadata: dict[str, Any] | None
 
 
-class CacheSink:
+class CacheSink(InTasks):
     feed = Feed.STATES
     ordered = False
 
@@ -83,6 +98,7 @@ class CacheSink:
         url: str,
         prefix: str = "penstock",
         pipeline: str = "",
+        cluster: bool = False,
         tombstone_hours: float = 24.0,
         timeout_s: float = 10.0,
     ) -> None:
@@ -93,25 +109,26 @@ class CacheSink:
                 "tombstone_hours must be above 0", field="tombstone_hours", limit=0
             )
         self.name, self.url, self.prefix = name, url, prefix
+        self._pipeline, self._cluster = pipeline, cluster
         self._tombstone_ms = int(tombstone_hours * 3600 * 1000)
         self._timeout_s = timeout_s
-        self._client: redis.Redis | None = None
+        self._client: redis.Redis | redis.RedisCluster | None = None
         self._script = ""
 
     @property
-    def client(self) -> redis.Redis:
+    def client(self) -> redis.Redis | redis.RedisCluster:
         assert self._client is not None, "the sink is not open"
         return self._client
 
     def open(self) -> None:
         self.close()
-        try:
-            client = redis.Redis.from_url(
-                self.url, socket_timeout=self._timeout_s, socket_connect_timeout=self._timeout_s
-            )
-        except ValueError as error:
-            raise InvalidArgument(f"url: {error}", field="url") from error
+        timeouts = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}
+        kind: Any = redis.RedisCluster if self._cluster else redis.Redis
         with redis_errors(self.url):
+            try:
+                client = kind.from_url(self.url, **timeouts)
+            except ValueError as error:
+                raise InvalidArgument(f"url: {error}", field="url") from error
             self._script = client.script_load(SCRIPT)
         self._client = client
 
@@ -130,6 +147,21 @@ class CacheSink:
     def cursor(self) -> int | None:
         return None
 
+    def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
+        data = msgspec.json.encode({"version": MARK_VERSION, "position": commit.position})
+        with redis_errors(self.url):
+            self.client.set(self._mark_key(commit.pipeline), data)
+
+    def mark(self) -> tuple[int, ...] | None:
+        key = self._mark_key(self._pipeline)
+        with redis_errors(self.url):
+            data = cast(bytes | None, self.client.get(key))
+        return None if data is None else mark_of(data, where=key.decode())
+
+    def _mark_key(self, pipeline: str) -> bytes:
+        """No vector has a key without a colon."""
+        return f"{self.prefix}!mark!{pipeline}".encode()
+
     def get(self, vector_id: str, *, namespace: str = "default") -> CachedVector | None:
         return self.get_many([vector_id], namespace=namespace)[0]
 
@@ -139,8 +171,7 @@ class CacheSink:
         """The vectors in the order of their ids, None where there is none."""
         keys = [self.key(namespace, vector_id) for vector_id in vector_ids]
         with redis_errors(self.url):
-            found = cast(list[bytes | None], self.client.mget(keys))
-        return [decode(value) for value in found]
+            return [decode(value) for value in self._values(keys)]
 
     def key(self, namespace: str, vector_id: str) -> bytes:
         """A colon in the namespace is written `%3A`, so that no two vectors share a key."""
@@ -152,33 +183,47 @@ class CacheSink:
             fresh = [key for key in keys if key not in seen]
             seen.update(fresh)
             with redis_errors(self.url):
-                values = cast(list[bytes | None], self.client.mget(fresh) if fresh else [])
+                values = self._values(fresh) if fresh else []
             yield from _batches(fresh, values, len(self.prefix) + 1)
 
     def reset(self) -> None:
         for keys in self._keys():
             with redis_errors(self.url):
                 self.client.unlink(*keys)
+        with redis_errors(self.url):
+            self.client.unlink(self._mark_key(self._pipeline))
 
     def close(self) -> None:
         client, self._client = self._client, None
+        if isinstance(client, redis.RedisCluster):
+            client.disconnect_connection_pools()  # type: ignore[no-untyped-call]
         if client is not None:
             client.close()
 
     def _put(self, states: pa.Table, *, ttl_ms: int) -> None:
         keys = self._key_column(states)
+        calls_max, ends = CALLS_PER_TRIP, [*range(KEYS_PER_CALL, len(keys), KEYS_PER_CALL)]
+        if self._cluster:
+            slots = np.array([key_slot(key) for key in keys])
+            order = np.argsort(slots, kind="stable")
+            states, keys = states.take(pa.array(order)), [keys[row] for row in order.tolist()]
+            ends = (np.flatnonzero(np.diff(slots[order])) + 1).tolist()
+            calls_max *= KEYS_PER_CALL  # each has a key or two
         values, metadata = encode(states, deleted=ttl_ms > 0)
-        size = values.shape[1]
-        flat, ends = values.reshape(-1).data, metadata.offsets.tolist()
-        calls = []
-        for first in range(0, len(keys), KEYS_PER_CALL):
-            last = min(first + KEYS_PER_CALL, len(keys))
-            some = keys[first:last]
-            rows = flat[first * size : last * size]
-            extra = metadata.blob[ends[first] : ends[last]]
-            calls.append((len(some), *some, rows, extra, ttl_ms))
-        for first in range(0, len(calls), CALLS_PER_TRIP):
-            self._call(calls[first : first + CALLS_PER_TRIP])
+        size, at = values.shape[1], metadata.offsets.tolist()
+        flat = values.reshape(-1).data
+        calls = [
+            (
+                last - first,
+                *keys[first:last],
+                flat[first * size : last * size],
+                metadata.blob[at[first] : at[last]],
+                ttl_ms,
+            )
+            for first, last in pairwise([0, *ends, len(keys)])
+        ]
+        for first in range(0, len(calls), calls_max):
+            self._call(calls[first : first + calls_max])
 
     def _call(self, calls: list[tuple[Any, ...]]) -> None:
         with redis_errors(self.url):
@@ -191,7 +236,7 @@ class CacheSink:
     def _send(self, calls: list[tuple[Any, ...]]) -> None:
         pipe = self.client.pipeline(transaction=False)
         for call in calls:
-            pipe.evalsha(self._script, *call)
+            pipe.execute_command("EVALSHA", self._script, *call)
         pipe.execute()
 
     def _key_column(self, states: pa.Table) -> list[bytes]:
@@ -202,23 +247,25 @@ class CacheSink:
         return keys.cast(pa.binary()).to_pylist()  # type: ignore[no-any-return]
 
     def _keys(self) -> Iterator[list[bytes]]:
+        """The keys of all vectors; one may come twice."""
         pattern = "".join(f"\\{c}" if c in "*?[]^\\" else c for c in self.prefix) + ":*"
-        at: Any = 0
-        while True:
-            with redis_errors(self.url):
-                at, keys = self.client.scan(at, match=pattern, count=KEYS_PER_READ)
-            if keys:
-                yield cast(list[bytes], keys)
-            if not at:
-                return
+        found = self.client.scan_iter(match=pattern, count=KEYS_PER_READ)
+        with redis_errors(self.url):
+            while keys := list(islice(found, KEYS_PER_READ)):
+                yield keys
+
+    def _values(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        if isinstance(self.client, redis.RedisCluster):
+            return cast(list[bytes | None], self.client.mget_nonatomic(keys))
+        return cast(list[bytes | None], self.client.mget(keys))
 
 
 def encode(states: pa.Table, *, deleted: bool) -> tuple[NDArray[np.uint8], Binary]:
     """Values as rows of bytes without their metadata, and that."""
     count = len(states)
     dimensions = 0 if deleted else dimensions_of(states)
-    held = pa.nulls(count, pa.binary()) if deleted else states["metadata"].combine_chunks()
-    metadata = binary(held)
+    held = pa.nulls(count, pa.utf8()) if deleted else states["metadata"].combine_chunks()
+    metadata = binary(held.cast(pa.binary()))
     sizes = np.diff(metadata.offsets)
     rows = np.zeros((count, HEADER.itemsize + 4 * dimensions), np.uint8)
     header = rows[:, : HEADER.itemsize].view(HEADER).reshape(count)
@@ -227,6 +274,7 @@ def encode(states: pa.Table, *, deleted: bool) -> tuple[NDArray[np.uint8], Binar
     header["metadata"] = sizes
     header["dimensions"] = dimensions
     header["flags"] = DELETED if deleted else HAS_METADATA * (sizes > 0)
+    header["version"] = VERSION
     if not deleted:
         flat = states["vector"].combine_chunks().flatten().to_numpy()
         rows[:, HEADER.itemsize :] = flat.reshape(count, -1).view(np.uint8)
@@ -240,17 +288,19 @@ def decode(value: bytes | None) -> CachedVector | None:
     if len(value) < HEADER.itemsize:
         raise Corruption(f"a cached vector has {len(value)} bytes, less than its header")
     header = np.frombuffer(value, HEADER, 1)[0]
+    if header["version"] != VERSION:
+        raise Corruption(f"a cached vector is of version {header['version']}, not {VERSION}")
     if header["flags"] & DELETED:
         return None
     end = HEADER.itemsize + 4 * int(header["dimensions"])
     if len(value) != end + int(header["metadata"]):
         raise Corruption(f"a cached vector has {len(value)} bytes, not what its header says")
-    packed = value[end:]
+    text = value[end:]
     return CachedVector(
         values=np.frombuffer(value, np.float32, int(header["dimensions"]), HEADER.itemsize),
         revision=int(header["revision"]),
         time=int(header["time"]),
-        metadata=msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else None,
+        metadata=map_of(text or None),
     )
 
 
@@ -266,14 +316,14 @@ def redis_errors(url: str) -> Iterator[None]:
 def _batches(
     keys: list[bytes], values: Sequence[bytes | None], skip: int
 ) -> Iterator[pa.RecordBatch]:
-    found: dict[int, list[tuple[str, str, NDArray[np.float32], bytes | None, int]]] = {}
+    found: dict[int, list[tuple[str, str, NDArray[np.float32], str | None, int]]] = {}
     for key, value in zip(keys, values, strict=True):
         vector = decode(value)
         if vector is None or value is None:
             continue
         namespace, vector_id = key[skip:].decode().split(":", 1)
-        packed = value[HEADER.itemsize + vector.values.nbytes :] or None
-        row = (_unescaped(namespace), vector_id, vector.values, packed, vector.revision)
+        text = value[HEADER.itemsize + vector.values.nbytes :].decode() or None
+        row = (_unescaped(namespace), vector_id, vector.values, text, vector.revision)
         found.setdefault(len(vector.values), []).append(row)
     yield from map(scanned_rows, found.values())
 

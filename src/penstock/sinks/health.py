@@ -52,17 +52,26 @@ class Freshness:
         self._greatest = [0.0, 0.0]  # of the current and the previous window
         self._since: float | None = None
 
-    def record(self, seconds: NDArray[np.float64], *, now: float) -> None:
-        """Rows that became visible; `now` is monotonic."""
+    def record(
+        self,
+        seconds: NDArray[np.float64],
+        rows: NDArray[np.int64] | None = None,
+        *,
+        now: float,
+    ) -> None:
+        """Rows that became visible, so many after each time (None: one); `now` is monotonic."""
         if not len(seconds):
             return
+        rows = np.ones(len(seconds), np.int64) if rows is None else rows
         seconds = np.maximum(seconds, 0.0)  # the node's clock may be ahead of ours
-        found = np.bincount(np.searchsorted(BOUNDS_S, seconds), minlength=len(BOUNDS_S) + 1)
+        found = np.bincount(
+            np.searchsorted(BOUNDS_S, seconds), weights=rows, minlength=len(BOUNDS_S) + 1
+        ).astype(np.int64)
         with self._lock:
             self._turn(now)
             self.counts = self.counts + found
             self._current = self._current + found
-            self.seconds_sum += float(seconds.sum())
+            self.seconds_sum += float(seconds @ rows)
             self._greatest[0] = max(self._greatest[0], float(seconds.max()))
 
     def recent(self, *, now: float) -> dict[str, float | int]:

@@ -2,24 +2,37 @@
 
 `history` has one row per released delta. `vectors` has one row per touched vector and trigger: the
 row with the highest revision of a vector is how it is now. Rows are only appended, each trigger in
-one commit per table; `compact` thins `vectors` out to the newest row of each vector.
+one commit per table; a job thins `vectors` out to the newest row of each vector.
 
 A table is appended to exactly once per trigger. Every append carries the trigger's number as an
-*application transaction* in the same commit. Delta keeps the highest number per application in the
+*application transaction* in the same commit. Delta keeps the newest number per application in the
 table's log and through its checkpoints, so what the table holds and up to where cannot disagree,
-whatever crashes. Rewriting the table's files does not touch those numbers.
+whatever crashes. Of two writers that append under one application at once, Delta refuses one.
+Rewriting the table's files does not touch those numbers.
+
+Files are written by as many tasks as there are, each a Parquet file whose place in the table is its
+receipt; a commit names the files of all. What no commit names is swept by `vacuum`.
+
+The history also keeps, per log partition, the position that it reaches: an application transaction,
+too. A pipeline that begins anew in an old lake, or a partition that moves to another node, knows by
+it which deltas may be there already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from deltalake import (
     ColumnProperties,
     CommitProperties,
@@ -29,12 +42,14 @@ from deltalake import (
     write_deltalake,
 )
 from deltalake.exceptions import DeltaError
+from deltalake.transaction import AddAction, RemoveAction
+from obstore.exceptions import BaseError
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from penstock.errors import Unavailable
-from penstock.sinks.files import local_path, sync
-from penstock.sinks.protocol import Feed, Work
-from penstock.sinks.schema import DELTAS, SCANNED, STATE_FIELDS, chosen_rows, winners
+from penstock.sinks.files import local_path, object_store, sync
+from penstock.sinks.protocol import Feed, SinkCommit, Work
+from penstock.sinks.schema import AS_SENT, DELTAS, SCANNED, STATE_FIELDS, chosen_rows, winners
 
 # Delta knows neither unsigned integers nor sizes of lists and binaries.
 HISTORY: Final = pa.schema(
@@ -45,7 +60,7 @@ HISTORY: Final = pa.schema(
             "indices": pa.field("indices", pa.list_(pa.int16())),
         }.get(field.name, field)
         for field in DELTAS
-        if field.name != "payload"
+        if field.name not in AS_SENT
     ]
 )
 VECTORS: Final = pa.schema(
@@ -57,11 +72,40 @@ VECTORS: Final = pa.schema(
     ]
 )
 _JUDGED: Final = ["namespace", "vector_id", "revision"]
+PIECE_BYTES: Final = 64 << 20  # of files that one task reads
+
+
+LogPlace = tuple[str, int]  # a topic and a partition of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class LakeFile:
+    """A file of rows that is in the folder of a table, and not yet in the table."""
+
+    part: str
+    path: str
+    bytes: int
+    statistics: str  # JSON, as Delta has it
+    positions: dict[LogPlace, int]  # of a history: how far it reaches with this file
+
+
+LakeReceipt = list[LakeFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LakePiece:
+    """Some files of a table, as they were in one of its versions."""
+
+    version: int
+    files: tuple[str, ...]
+    bytes: int
+    rows: int
 
 
 class LakeSink:
     feed = Feed.STATES | Feed.DELTAS
     ordered = True
+    shards = 0
 
     def __init__(
         self,
@@ -80,18 +124,37 @@ class LakeSink:
             LakeTable(self.path, part, schema, storage=storage, compression=compression)
             for part, schema in (("history", HISTORY), ("vectors", VECTORS))
         )
-        self._positions: dict[tuple[str, int], int] = {}
 
     def open(self) -> None:
         for table in self._tables:
             table.open()
-        self._positions = _positions(self.history)
 
     def write(self, work: Work) -> None:
-        if work.states is not None and len(work.states):
-            self._append(self.vectors, vectors_of(work.states), work)
-        if work.deltas is not None and len(work.deltas):
-            self._append(self.history, work.deltas.select(HISTORY.names).cast(HISTORY), work)
+        receipt = self.write_part(work)
+        span = SinkCommit(pipeline=work.pipeline, first=work.first, last=work.last, position=())
+        self.commit([] if receipt is None else [receipt], span)
+
+    def write_part(self, work: Work) -> LakeReceipt | None:
+        files = []
+        if work.states is not None and self._lacks(self.vectors, work):
+            files.append(self.vectors.write(vectors_of(work.states)))
+        if work.deltas is not None and self._lacks(self.history, work):
+            rows = work.deltas.select(HISTORY.names).cast(HISTORY)
+            files.append(
+                self.history.write(self._unwritten(rows), positions=_positions(rows, "max"))
+            )
+        return [file for file in files if file is not None] or None
+
+    def commit(self, receipts: Sequence[LakeReceipt], commit: SinkCommit) -> None:
+        for table in self._tables:
+            files = [file for receipt in receipts for file in receipt if file.part == table.part]
+            held = table.version(commit.pipeline)
+            if files and (held is None or commit.last > held):
+                table.append(files, pipeline=commit.pipeline, trigger=commit.last)
+
+    def mark(self) -> tuple[int, ...] | None:
+        held = self.cursor()
+        return None if held is None else (held,)
 
     def cursor(self) -> int | None:
         held = [table.version(self.pipeline) for table in self._tables]
@@ -108,48 +171,31 @@ class LakeSink:
             table.table.update_incremental()
             nothing = pa.RecordBatchReader.from_batches(table.schema, [])
             table.replace(nothing, forget=self.pipeline)
-        self._positions = {}
 
     def close(self) -> None:
         for table in self._tables:
             table.close()
 
-    def compact(self) -> dict[str, Any]:
-        """Thin `vectors` out, merge small files, delete old ones. Appends may go on meanwhile."""
-        self.vectors.table.update_incremental()
-        chosen = winners(self.vectors.batches(_JUDGED))
-        if len(chosen) and not chosen.all():
-            rows = chosen_rows(self.vectors.batches(VECTORS.names), chosen)
-            self.vectors.replace(pa.RecordBatchReader.from_batches(VECTORS, _cast(rows)))
-        found: dict[str, Any] = {
-            table.part: table.tidy(retention_hours=self.retention_hours) for table in self._tables
-        }
-        found["vectors"] |= {"rows_before": len(chosen), "rows": int(chosen.sum())}
-        return found
+    def pieces(self) -> list[LakePiece]:
+        return self.vectors.pieces()
 
-    def _append(self, table: LakeTable, rows: pa.Table, work: Work) -> None:
+    def scan_piece(self, piece: LakePiece) -> Iterator[pa.RecordBatch]:
+        return self.vectors.read_piece(piece, [*SCANNED, "deleted"])
+
+    def _lacks(self, table: LakeTable, work: Work) -> bool:
         held = table.version(work.pipeline)
-        if held is not None and work.last <= held:
-            return
-        spans = _spans(rows) if table is self.history else {}
-        # Another process may have written some of it: of that only the table itself knows.
-        overlaps = bool(spans) and held is not None and work.first <= held
-        if overlaps or any(
-            low <= self._positions.get(place, -1) for place, (low, _) in spans.items()
-        ):
-            rows = self._unwritten(rows)
-        if len(rows):
-            table.append(rows, pipeline=work.pipeline, trigger=work.last)
-        for place, (_, high) in spans.items():
-            self._positions[place] = max(high, self._positions.get(place, -1))
+        return held is None or work.last > held
 
     def _unwritten(self, rows: pa.Table) -> pa.Table:
         """Without the deltas that the history has. A delta is known by its place in the log.
 
-        Positions only grow, so this is asked only after a crash between the commits of the two
+        Positions only grow, so there are some only after a crash between the commits of the two
         tables, when a new pipeline writes into an old lake, or when a partition of a hosted sink
         has moved to another node.
         """
+        starts = _positions(rows, "min")
+        if not any(low <= self.history.reaches(place) for place, low in starts.items()):
+            return rows
         spans = pc.min_max(rows["position"])
         where = (pc.field("position") >= spans["min"]) & (pc.field("position") <= spans["max"])
         held = list(self.history.batches(["topic", "partition", "sequence"], where=where))
@@ -180,21 +226,9 @@ def _living(table: DeltaTable) -> Iterator[pa.RecordBatch]:
             yield alive
 
 
-def _spans(rows: pa.Table) -> dict[tuple[str, int], tuple[int, int]]:
-    by_place = rows.group_by(["topic", "partition"])
-    found = by_place.aggregate([("position", "min"), ("position", "max")]).to_pylist()
-    return {
-        (row["topic"], row["partition"]): (row["position_min"], row["position_max"])
-        for row in found
-    }
-
-
-def _positions(history: LakeTable) -> dict[tuple[str, int], int]:
-    found: dict[tuple[str, int], int] = {}
-    for batch in history.batches(["topic", "partition", "position"]):
-        for place, (_, high) in _spans(pa.Table.from_batches([batch])).items():
-            found[place] = max(high, found.get(place, -1))
-    return found
+def _positions(rows: pa.Table, which: Literal["min", "max"]) -> dict[LogPlace, int]:
+    found = rows.group_by(["topic", "partition"]).aggregate([("position", which)]).to_pylist()
+    return {(row["topic"], row["partition"]): row[f"position_{which}"] for row in found}
 
 
 def _places(rows: pa.Table) -> pa.ChunkedArray:
@@ -202,21 +236,25 @@ def _places(rows: pa.Table) -> pa.ChunkedArray:
     return pc.binary_join_element_wise(*texts, "/")
 
 
-def _cast(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        yield from pa.Table.from_batches([batch]).cast(VECTORS).to_batches()
-
-
 # Values of vectors do not repeat: a dictionary only costs time, and nobody prunes by them.
+_REPEATING: Final = ("topic", "partition", "namespace", "op", "origin")
 _PLAIN: Final = ColumnProperties(dictionary_enabled=False, statistics_enabled="NONE")
 _PRUNED: Final = ColumnProperties(dictionary_enabled=False, statistics_enabled="CHUNK")
 _REPEATED: Final = ColumnProperties(dictionary_enabled=True, statistics_enabled="CHUNK")
 _COLUMNS: Final = {
     **dict.fromkeys(("sequence", "position", "ordinal", "log_time_ms"), _PRUNED),
-    **dict.fromkeys(("topic", "partition", "namespace", "op", "origin"), _REPEATED),
+    **dict.fromkeys(_REPEATING, _REPEATED),
 }
 NOTHING: Final = -1  # the trigger that a table holds after it was emptied
-STATISTICS: Final = "topic,partition,namespace,sequence,position,ordinal,log_time_ms"
+_NAMED: Final = (
+    "topic",
+    "partition",
+    "namespace",
+    "sequence",
+    "position",
+    "ordinal",
+    "log_time_ms",
+)
 
 
 class LakeTable:
@@ -227,7 +265,7 @@ class LakeTable:
         compression: str,
     ) -> None:  # fmt: skip
         self.part, self.uri, self.schema = part, f"{lake}/{part}", schema
-        self._storage = storage
+        self._storage, self._compression = storage, compression
         self._local = local_path(self.uri)
         self._properties = WriterProperties(
             compression=compression.upper(),  # type: ignore[arg-type]
@@ -235,6 +273,7 @@ class LakeTable:
             column_properties=_COLUMNS,
         )
         self._table: DeltaTable | None = None
+        self._objects: Any = None  # the store that files are put into, if that is not a folder
 
     @property
     def table(self) -> DeltaTable:
@@ -242,7 +281,7 @@ class LakeTable:
         return self._table
 
     def open(self) -> None:
-        named = {name for name in STATISTICS.split(",") if name in self.schema.names}
+        named = {name for name in _NAMED if name in self.schema.names}
         with delta_errors(self.uri):
             if self._local is not None:
                 self._local.mkdir(parents=True, exist_ok=True)
@@ -264,42 +303,144 @@ class LakeTable:
             held = self.table.transaction_version(f"{pipeline}/{self.part}")
         return None if held == NOTHING else held
 
-    def append(self, rows: pa.Table, *, pipeline: str, trigger: int) -> None:
-        """Append in one commit that says the table now holds everything up to `trigger`."""
-        self._write(rows, "append", {pipeline: trigger})
+    def reaches(self, place: LogPlace) -> int:
+        """The newest position of a log partition that the table has a row of, -1 before any."""
+        held = self.table.transaction_version(_position_of(place))
+        return NOTHING if held is None else held
+
+    def write(
+        self, rows: pa.Table, *, positions: Mapping[LogPlace, int] | None = None
+    ) -> LakeFile | None:
+        """Write rows to a file of the table's folder, durably; none if there are no rows."""
+        if not rows.num_rows:
+            return None
+        path = f"part-{uuid.uuid4().hex}.parquet"
+        named = [name for name in _NAMED if name in self.schema.names]
+        data = pa.BufferOutputStream()
+        pq.write_table(
+            rows,
+            data,
+            compression=self._compression,
+            use_dictionary=[name for name in _REPEATING if name in self.schema.names],
+            write_statistics=named,
+        )
+        content = data.getvalue()
+        self._put(path, content)
+        return LakeFile(
+            part=self.part,
+            path=path,
+            bytes=content.size,
+            statistics=_statistics(rows, named),
+            positions=dict(positions or {}),
+        )
+
+    def _put(self, path: str, data: pa.Buffer) -> None:
+        with delta_errors(self.uri):
+            if self._local is not None:
+                (self._local / path).write_bytes(memoryview(data))
+                sync([self._local / path])
+                return
+            if self._objects is None:
+                self._objects = object_store(self.uri, self._storage or {}, field="path")
+            self._objects.put(path, data.to_pybytes())
+
+    def append(self, files: Sequence[LakeFile], *, pipeline: str, trigger: int) -> None:
+        """Take files in, in one commit that says the table now holds all up to `trigger`."""
+        now_ms = time.time_ns() // 1_000_000
+        actions = [
+            AddAction(file.path, file.bytes, {}, now_ms, True, file.statistics) for file in files
+        ]
+        reached: dict[str, int] = {}
+        for place, position in (pair for file in files for pair in file.positions.items()):
+            name = _position_of(place)
+            reached[name] = max(position, reached.get(name, self.reaches(place)))
+        with delta_errors(self.uri):
+            self.table.create_write_transaction(
+                list(actions),
+                "append",
+                self.schema,
+                commit_properties=self._transactions({pipeline: trigger}, reached),
+            )
+            self.table.update_incremental()
+        self._sync(self.table.version())
 
     def replace(self, rows: pa.RecordBatchReader, *, forget: str | None = None) -> None:
         """Put `rows` in the place of the files this handle knows. Files that somebody appended
         meanwhile stay. So do the triggers' numbers, but for that of the pipeline to `forget`."""
-        self._write(rows, "overwrite", {} if forget is None else {forget: NOTHING})
-
-    def _write(
-        self, rows: Any, mode: Literal["append", "overwrite"], triggers: dict[str, int]
-    ) -> None:
-        held = [Transaction(f"{name}/{self.part}", number) for name, number in triggers.items()]
         with delta_errors(self.uri):
             write_deltalake(
                 self.table,
                 rows,
-                mode=mode,
+                mode="overwrite",
                 writer_properties=self._properties,
-                commit_properties=CommitProperties(app_transactions=held),
+                commit_properties=self._transactions({} if forget is None else {forget: NOTHING}),
             )
         self._sync(self.table.version())
 
-    def tidy(self, *, retention_hours: int | None) -> dict[str, Any]:
+    def _transactions(
+        self, triggers: Mapping[str, int], reached: Mapping[str, int] | None = None
+    ) -> CommitProperties:
+        held = {f"{name}/{self.part}": number for name, number in triggers.items()}
+        held |= reached or {}
+        return CommitProperties(app_transactions=[Transaction(*pair) for pair in held.items()])
+
+    def vacuum(self, *, retention_hours: int | None) -> int:
+        """Delete files that no version within the retention needs; how many went."""
         with delta_errors(self.uri):
-            merged = self.table.optimize.compact(writer_properties=self._properties)
             enforced = retention_hours is None or retention_hours >= 168
             gone = self.table.vacuum(
                 retention_hours, dry_run=False, enforce_retention_duration=enforced
             )
             self.table.create_checkpoint()
-        return {
-            "files_merged": merged["numFilesRemoved"],
-            "files_written": merged["numFilesAdded"],
-            "files_deleted": len(gone),
-        }
+        return len(gone)
+
+    def pieces(
+        self, *, bytes_max: int = PIECE_BYTES, file_bytes_max: int | None = None
+    ) -> list[LakePiece]:
+        """The newest version's files, small ones together; only those up to a size, if told."""
+        with delta_errors(self.uri):
+            self.table.update_incremental()
+            held = pa.table(self.table.get_add_actions(flatten=True))
+        names = ("path", "size_bytes", "num_records")
+        files = zip(*(held[name].to_pylist() for name in names), strict=True)
+        groups: list[list[tuple[str, int, int]]] = []
+        for file in sorted(files, key=itemgetter(1), reverse=True):
+            if file_bytes_max is not None and file[1] > file_bytes_max:
+                continue
+            if groups and sum(size for _, size, _ in groups[-1]) + file[1] <= bytes_max:
+                groups[-1].append(file)
+            else:
+                groups.append([file])
+        return [self._piece(group) for group in groups]
+
+    def _piece(self, files: Sequence[tuple[str, int, int]]) -> LakePiece:
+        paths, sizes, rows = zip(*files, strict=True)
+        return LakePiece(
+            version=self.table.version(), files=paths, bytes=sum(sizes), rows=sum(rows)
+        )
+
+    def read_piece(
+        self, piece: LakePiece, columns: list[str] | None = None, *, where: Any = None
+    ) -> Iterator[pa.RecordBatch]:
+        with delta_errors(self.uri):
+            table = DeltaTable(self.uri, version=piece.version, storage_options=self._storage)
+            yield from read(table, columns, where=where, files=frozenset(piece.files))
+
+    def exchange(
+        self, pieces: Sequence[LakePiece], files: Sequence[LakeFile], *, same_rows: bool
+    ) -> None:
+        """Put files in the place of those of the pieces, in one commit. What was appended meanwhile
+        stays, and so do the triggers' numbers."""
+        now_ms, changed = time.time_ns() // 1_000_000, not same_rows
+        actions: list[Any] = [
+            AddAction(file.path, file.bytes, {}, now_ms, changed, file.statistics) for file in files
+        ]
+        gone = sorted({path for piece in pieces for path in piece.files})
+        actions += [RemoveAction(path, changed, now_ms) for path in gone]
+        with delta_errors(self.uri):
+            self.table.create_write_transaction(actions, "append", self.schema)
+            self.table.update_incremental()
+        self._sync(self.table.version())
 
     def batches(
         self, columns: list[str] | None = None, *, where: Any = None
@@ -317,16 +458,36 @@ class LakeTable:
         sync([*added, entry, self._local, log])
 
 
+def _position_of(place: LogPlace) -> str:
+    return f"position/{place[0]}/{place[1]}"
+
+
+def _statistics(rows: pa.Table, named: Sequence[str]) -> str:
+    ends = {name: pc.min_max(rows[name]).as_py() for name in named}
+    told = {
+        "numRecords": rows.num_rows,
+        "minValues": {name: end["min"] for name, end in ends.items()},
+        "maxValues": {name: end["max"] for name, end in ends.items()},
+        "nullCount": dict.fromkeys(ends, 0),
+    }
+    return msgspec.json.encode(told).decode()
+
+
 def read(
-    table: DeltaTable, columns: list[str] | None, *, where: Any = None
+    table: DeltaTable,
+    columns: list[str] | None,
+    *,
+    where: Any = None,
+    files: Set[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """A table's rows, file by file. Files on this machine are read without Delta's own file system:
     its reads call back into Python from threads that may outlive the interpreter."""
     local = local_path(table.table_uri)
-    files = None if local is None else SubTreeFileSystem(str(local), LocalFileSystem())
-    dataset = table.to_pyarrow_dataset(filesystem=files)
+    system = None if local is None else SubTreeFileSystem(str(local), LocalFileSystem())
+    dataset = table.to_pyarrow_dataset(filesystem=system)
     for fragment in dataset.get_fragments(filter=where):
-        yield from fragment.to_batches(schema=dataset.schema, columns=columns, filter=where)
+        if files is None or fragment.path in files:
+            yield from fragment.to_batches(schema=dataset.schema, columns=columns, filter=where)
 
 
 @contextmanager
@@ -334,7 +495,7 @@ def delta_errors(uri: str) -> Iterator[None]:
     """Whatever a store says, the write is tried again later; its words are kept."""
     try:
         yield
-    except (DeltaError, OSError) as error:
+    except (DeltaError, BaseError, OSError) as error:
         raise Unavailable(f"the Delta table {uri} cannot be used: {error}") from error
 
 

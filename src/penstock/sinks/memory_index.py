@@ -11,24 +11,61 @@ as well: usearch lets readers beside a writer, but not beside a removal and the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from usearch.compiled import MetricKind
 from usearch.index import Index as Graph
+from usearch.index import search as nearest_rows
 
 from penstock.errors import NotFound
-from penstock.sinks import neighbours
+from penstock.sinks import conditions, neighbours
+from penstock.sinks.conditions import Condition
 from penstock.sinks.neighbours import Neighbour
 from penstock.sinks.protocol import Feed, Work
 from penstock.sinks.schema import dimensions_of, scanned_rows
+from penstock.sinks.texts import map_of
 
 _METRICS: Final = {"cosine": "cos", "l2": "l2sq", "dot": "ip"}
+_KINDS: Final = {"cosine": MetricKind.Cos, "l2": MetricKind.L2sq, "dot": MetricKind.IP}
+_FARTHER: Final = 8  # times as many are asked for when too few of the nearest will do
 _SCAN_ROWS: Final = 1000
 
 Name = tuple[str, str]  # namespace, vector id
+Takes = Callable[[str | None, int], bool]  # metadata, partition: whether a search is about it
+
+
+class _Candidate(NamedTuple):
+    """A vector as it was when the graph was asked."""
+
+    key: int
+    namespace: str
+    vector_id: str
+    distance: float
+    revision: int
+    metadata: str | None
+    partition: int
+
+    def neighbour(self) -> Neighbour:
+        return Neighbour(
+            namespace=self.namespace,
+            vector_id=self.vector_id,
+            distance=self.distance,
+            revision=self.revision,
+            metadata=map_of(self.metadata),
+        )
+
+
+def _judge(partitions: Collection[int] | None, condition: Condition | None) -> Takes:
+    def takes(metadata: str | None, partition: int) -> bool:
+        if partitions is not None and partition not in partitions:
+            return False
+        return condition is None or condition.matches(map_of(metadata))
+
+    return takes
 
 
 class MemoryIndexSink:
@@ -55,7 +92,7 @@ class MemoryIndexSink:
             self._names: list[Name] = []
             self._keys: dict[Name, int] = {}
             self._revisions: list[int] = []
-            self._metadata: list[bytes | None] = []
+            self._metadata: list[str | None] = []  # JSON texts
             self._dimensions: list[int] = []  # 0: deleted
             self._partitions: list[int] = []  # of the log
 
@@ -98,23 +135,61 @@ class MemoryIndexSink:
         *,
         namespace: str | None = None,
         partitions: Collection[int] | None = None,
+        where: Mapping[str, Any] | None = None,
     ) -> list[Neighbour]:
-        """The `k` nearest vectors by the sink's metric; approximate, as HNSW is. Those of other
-        partitions than these, which it may be about to forget, are left out."""
+        """The `k` nearest vectors by the sink's metric, of those whose metadata match `where`
+        (`penstock.sinks.conditions`); approximate, as HNSW is. Those of other partitions than
+        these, which it may be about to forget, are left out."""
         query = neighbours.checked_query(vector, k, self.metric)
+        takes = _judge(partitions, None if where is None else conditions.read(where))
+        found: list[_Candidate] = []
+        for graph in self._graphs_of(namespace, len(query)):
+            found += self._nearest(graph, query, k, takes)
+        return [one.neighbour() for one in sorted(found, key=lambda one: one.distance)[:k]]
+
+    def _graphs_of(self, namespace: str | None, dimensions: int) -> list[Graph]:
         with self._lock:
-            graphs = [
-                graph
-                for (name, dimensions), graph in self._graphs.items()
-                if dimensions == len(query) and namespace in (None, name)
+            held = list(self._graphs.items())
+        if not any(size == dimensions for (_, size), _ in held):
+            have = sorted({size for (_, size), _ in held})
+            raise NotFound(f"the index has no vectors of {dimensions} dimensions, but {have}")
+        return [g for (name, d), g in held if d == dimensions and namespace in (None, name)]
+
+    def _nearest(
+        self, graph: Graph, query: NDArray[np.float32], k: int, takes: Takes
+    ) -> list[_Candidate]:
+        """Others than those that it is about may stand nearer: then it looks farther, and at last
+        at every vector. The lock is not held while candidates are judged."""
+        for count in (k, _FARTHER * k):
+            with self._lock:
+                found, size = graph.search(query, count), len(graph)
+                pairs = zip(found.keys.tolist(), found.distances.tolist(), strict=True)
+                candidates = [self._candidate(key, distance) for key, distance in pairs]
+            taken = [one for one in candidates if takes(one.metadata, one.partition)]
+            if len(taken) >= k or len(taken) == size:
+                return taken
+        return self._nearest_of_all(graph, query, k, takes)
+
+    def _nearest_of_all(
+        self, graph: Graph, query: NDArray[np.float32], k: int, takes: Takes
+    ) -> list[_Candidate]:
+        with self._lock:
+            keys = np.asarray(graph.keys).tolist()
+            held = [(self._metadata[key], self._partitions[key]) for key in keys]
+        judged = [(key, one) for key, one in zip(keys, held, strict=True) if takes(*one)]
+        with self._lock:  # What has changed since is judged as it is now.
+            taken = [
+                self._candidate(key)
+                for key, one in judged
+                if self._dimensions[key] == len(query)
+                and ((now := (self._metadata[key], self._partitions[key])) == one or takes(*now))
             ]
-            if not graphs and not any(d == len(query) for _, d in self._graphs):
-                have = sorted({dimensions for _, dimensions in self._graphs})
-                raise NotFound(f"the index has no vectors of {len(query)} dimensions, but {have}")
-            found: list[tuple[float, int]] = []
-            for graph in graphs:
-                found += self._nearest(graph, query, k, partitions)
-            return [self._neighbour(key, distance) for distance, key in sorted(found)[:k]]
+            if not taken:
+                return []
+            vectors = np.asarray(graph.get(np.array([one.key for one in taken], np.uint64)))
+        found = nearest_rows(vectors, query, min(k, len(taken)), _KINDS[self.metric], exact=True)
+        pairs = zip(found.keys.tolist(), found.distances.tolist(), strict=True)
+        return [taken[row]._replace(distance=distance) for row, distance in pairs]
 
     def __len__(self) -> int:
         return sum(1 for dimensions in self._dimensions if dimensions)
@@ -141,21 +216,6 @@ class MemoryIndexSink:
                 rows.append(row)
         for namespace, (keys, rows) in added.items():
             self._graph(namespace, dimensions).add(np.array(keys, np.uint64), values[rows])
-
-    def _nearest(
-        self, graph: Graph, query: NDArray[np.float32], k: int, partitions: Collection[int] | None
-    ) -> list[tuple[float, int]]:
-        """Distances and keys. Others than those of the partitions may stand nearer: then it looks
-        farther."""
-        wanted = k
-        while True:
-            matches = graph.search(query, wanted)
-            found = list(zip(matches.distances.tolist(), matches.keys.tolist(), strict=True))
-            if partitions is not None:
-                found = [one for one in found if self._partitions[one[1]] in partitions]
-            if len(found) >= k or wanted >= len(graph):
-                return found
-            wanted = min(2 * wanted, len(graph))
 
     def _key(self, name: Name) -> int:
         key = self._keys.setdefault(name, len(self._names))
@@ -187,15 +247,11 @@ class MemoryIndexSink:
             self._graphs[namespace, dimensions] = found
         return found
 
-    def _neighbour(self, key: int, distance: float) -> Neighbour:
-        namespace, vector_id = self._names[key]
-        return Neighbour(
-            namespace=namespace,
-            vector_id=vector_id,
-            distance=distance,
-            revision=self._revisions[key],
-            metadata=neighbours.unpacked(self._metadata[key]),
-        )
+    def _candidate(self, key: int, distance: float = 0.0) -> _Candidate:
+        return _Candidate(
+            key, *self._names[key], distance, self._revisions[key], self._metadata[key],
+            self._partitions[key],
+        )  # fmt: skip
 
     def _rows(self, keys: list[int], dimensions: int) -> pa.RecordBatch:
         rows = []

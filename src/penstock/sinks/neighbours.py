@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -58,10 +57,6 @@ def checked_query(
             f"k is {k}, must be from 1 to {NEIGHBOURS_MAX}", field="k", limit=NEIGHBOURS_MAX
         )
     return query
-
-
-def unpacked(metadata: bytes | None) -> dict[str, Any] | None:
-    return None if metadata is None else msgspec.msgpack.decode(metadata, type=dict[str, Any])
 
 
 def values_of(column: pa.ChunkedArray) -> NDArray[np.float32]:

@@ -14,6 +14,13 @@ work again, perhaps cut differently. The rules that make its effect happen once:
 
 One thread calls a sink's methods; they block.
 
+**Tasks.** On Spark a sink may write in many places at once. A `TaskSink` says what runs in a task
+(`write_part`, whose answer is a *receipt*) and what is done once, where the receipts come together
+(`commit`). Each task has a sink of its own, made of the same table. Rows of one log partition, or
+of one hash shard of the vectors, come to one task. `commit` also leaves the pipeline's *mark* in
+the sink's own store: how far it is. A sink that was emptied, or restored from a copy, is known by
+its mark. A sink without these methods is written by one thread of the driver.
+
 Messages on their way to a topic are `Items`: columns in, requests out, each with its producer keys
 inside. A message's key is (producer, epoch, sequence), and it must lead to the same partition every
 time it is sent, for that is where it is recognised.
@@ -27,7 +34,7 @@ will see), and `writer`, for a sink that writes to topics: then the table may al
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Flag, auto
 from importlib import import_module
@@ -43,6 +50,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument
 from penstock.model.columns import RUNS_MAX, Binary, Buffer
+from penstock.model.delta import vector_hash
 from penstock.model.entries import BATCH_ENTRIES_MAX, ENQ
 from penstock.model.ids import partitions_of_deltas
 from penstock.model.topic import TopicConfig, TopicKind
@@ -113,6 +121,83 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkCommit:
+    """What is made visible at once: the triggers `first` to `last`, after which the sink holds all
+    rows of each lane up to `position`, which is what its mark is to say."""
+
+    pipeline: str
+    first: int
+    last: int
+    position: tuple[int, ...]
+
+
+@runtime_checkable
+class TaskSink(Sink, Protocol):
+    """A sink whose rows are written by tasks. `write` of such a sink does both halves at once, for
+    whoever hosts it in one process.
+
+    `shards` is 0 for a sink that takes the rows of any log partitions together. Else every vector
+    belongs to one of so many shards (`shards_of`), and a shard is written by one task at a time."""
+
+    shards: int
+
+    def write_part(self, work: Work) -> Any:
+        """Write, as `write` does, what may be written by many at a time. What it returns travels to
+        `commit`; a task that is repeated leaves a receipt that nobody asks for."""
+        ...
+
+    def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
+        """Make what was written visible, durably, and leave the mark. Done again, it changes
+        nothing."""
+        ...
+
+    def mark(self) -> tuple[int, ...] | None:
+        """The position of the last commit, as the sink's own store has it; None: never a commit of
+        this pipeline, or the store was emptied since."""
+        ...
+
+
+@runtime_checkable
+class PiecedSink(Sink, Protocol):
+    """A sink that many can read at a time, each a piece of it."""
+
+    def pieces(self) -> Sequence[Any]:
+        """What it holds now, cut into pieces; they travel to the tasks that read them."""
+        ...
+
+    def scan_piece(self, piece: Any) -> Iterator[pa.RecordBatch]:
+        """As `scan`. A sink that keeps several revisions of a vector has a column `deleted`
+        besides: of all pieces, the row with the highest revision is how the vector is."""
+        ...
+
+
+class InTasks:
+    """The tasks' half of a sink whose every write is visible at once, and that keeps no mark."""
+
+    shards = 0
+
+    def write_part(self, work: Work) -> None:
+        cast(Sink, self).write(work)
+
+    def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
+        return
+
+    def mark(self) -> tuple[int, ...] | None:
+        return None
+
+
+SHARDS_MAX: Final = 64  # a power of two, as every number of shards is
+
+
+def shards_of(table: pa.Table | pa.RecordBatch) -> NDArray[np.int64]:
+    """The shard of each row's vector if there were SHARDS_MAX of them. Its remainder by a smaller
+    number of shards is its shard among those."""
+    pairs = zip(table["namespace"].to_pylist(), table["vector_id"].to_pylist(), strict=True)
+    lowest = bytes(vector_hash(namespace, vector_id)[-1] for namespace, vector_id in pairs)
+    return np.frombuffer(lowest, np.uint8).astype(np.int64) % SHARDS_MAX
 
 
 @dataclass(frozen=True, kw_only=True)

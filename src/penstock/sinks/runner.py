@@ -105,11 +105,11 @@ class SinkRunner:
 
     # --- steps of the owner's, in the sink's thread ---
 
-    def open(self, settled: Callable[[int | None], None]) -> None:
-        """Open the sink, and have the owner settle where it goes on: `settled` is told the cursor
-        that the sink keeps itself, if it does. The sink counts as open when that went well."""
+    def open(self, settle: Callable[[], None]) -> None:
+        """Open the sink, and have the owner settle where it goes on, by what the sink itself says
+        that it holds. The sink counts as open when that went well."""
         self.call(self.sink.open)
-        settled(self.call(self.sink.cursor))
+        settle()
         self.opened = True
 
     def write(self, handover: Handover) -> None:

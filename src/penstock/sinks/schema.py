@@ -6,15 +6,19 @@ vector: of two states of a vector the one with the higher revision is the newer,
 whenever they come from (`newest`). A delta's `ordinal` counts the released deltas of its log
 partition from 1 without a gap; `position` is the sequence whose arrival released it.
 
-The converters take what the kernels return. They look at columns only and copy no values: the
-tables share memory with the arrays they were made of.
+Metadata, headers and clocks are JSON text (`penstock.sinks.texts`). Where that cannot say exactly
+what a message holds, the row has the message itself as `original`.
+
+The converters take what the kernels return. They look at columns and copy no numbers: the tables
+share memory with the arrays they were made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,10 +27,10 @@ from numpy.typing import NDArray
 from penstock.model.columns import Binary
 from penstock.model.delta_batch import DeltaBatch, blank
 from penstock.propagation.fold.merge import VectorStates
-from penstock.sinks import arrays
+from penstock.sinks import arrays, texts
 
 STATE_FIELDS: Final = (
-    pa.field("metadata", pa.binary()),  # msgpack map, null: none
+    pa.field("metadata", pa.utf8()),  # JSON object, null: none
     pa.field("deleted", pa.bool_(), nullable=False),
     pa.field("revision", pa.int64(), nullable=False),
     pa.field("time", pa.int64(), nullable=False),  # newest hybrid time merged
@@ -51,23 +55,26 @@ DELTAS: Final = pa.schema(
         pa.field("op", pa.int8(), nullable=False),
         pa.field("origin", pa.utf8(), nullable=False),
         pa.field("time", pa.int64(), nullable=False),
-        pa.field("clock", pa.binary(), nullable=False),  # msgpack map: origin → counter
+        pa.field("clock", pa.utf8(), nullable=False),  # JSON object: origin → counter
         pa.field("indices", pa.list_(pa.uint16())),
         pa.field("values", pa.list_(pa.float32())),
-        pa.field("metadata", pa.binary()),
-        pa.field("headers", pa.binary()),
+        pa.field("metadata", pa.utf8()),  # JSON object, null: none
+        pa.field("headers", pa.utf8()),  # the same
         pa.field("priority", pa.int8(), nullable=False),
         pa.field("source", pa.int8(), nullable=False),
         pa.field("log_time_ms", pa.int64(), nullable=False),
         pa.field("payload", pa.binary()),  # the delta as it was sent, for sinks that ask for it
+        # msgpack array of payload and headers, where metadata or headers are no exact JSON
+        pa.field("original", pa.binary()),
     ]
 )
+AS_SENT: Final = frozenset({"payload", "original"})  # columns of DELTAS that only repeat others
 
 SCANNED: Final = ["namespace", "vector_id", "vector", "metadata", "revision"]  # of `Sink.scan`
 
 
 def scanned_rows(
-    rows: Iterable[tuple[str, str, NDArray[np.float32], bytes | None, int]],
+    rows: Iterable[tuple[str, str, NDArray[np.float32], str | None, int]],
 ) -> pa.RecordBatch:
     """Rows of SCANNED whose vectors have the same number of dimensions; there must be one."""
     namespaces, vector_ids, vectors, metadata, revisions = zip(*rows, strict=True)
@@ -75,7 +82,7 @@ def scanned_rows(
         pa.array(namespaces, pa.utf8()),
         pa.array(vector_ids, pa.utf8()),
         arrays.vectors(np.stack(vectors)),
-        pa.array(metadata, pa.binary()),
+        pa.array(metadata, pa.utf8()),
         pa.array(revisions, pa.int64()),
     ]
     return pa.RecordBatch.from_arrays(columns, names=SCANNED)
@@ -97,13 +104,20 @@ def dimensions_of(states: pa.Table | pa.Schema) -> int:
     return int(schema.field("vector").type.list_size)
 
 
+def states_by_dimensions(rows: pa.Table) -> Iterator[pa.Table]:
+    """STATES of rows whose vectors are lists of any length, those of one length together."""
+    sizes = pc.list_value_length(rows["vector"])
+    for size in sorted(pc.unique(sizes).to_pylist()):
+        yield rows.filter(pc.equal(sizes, size)).cast(states_schema(size))
+
+
 def states_table(states: VectorStates, *, topic: str, partition: int) -> pa.Table:
     count, dimensions = states.values.shape
     columns = [
         _column(states.namespace, pa.utf8()),
         _column(states.vector_id, pa.utf8()),
         arrays.vectors(states.values),
-        _column(states.metadata, pa.binary(), empty_is_null=True),
+        texts.json_column(_column(states.metadata, pa.binary(), empty_is_null=True)),
         pa.array(np.asarray(states.deleted, np.bool_)),
         arrays.fixed(states.revision, pa.int64()),
         arrays.fixed(states.time, pa.int64()),
@@ -127,7 +141,10 @@ def deltas_table(
 ) -> pa.Table:
     """DELTAS rows of what one log partition released, in the order of release."""
     count = len(batch)
-    namespaces, vector_ids, metadata = _texts(batch)
+    namespaces, vector_ids, packed = _named(batch)
+    metadata, odd = texts.judged_column(arrays.ragged(*packed, pa.binary(), empty_is_null=True))
+    sent = _column(batch.headers or blank(count), pa.binary(), empty_is_null=True)
+    headers, odd_headers = texts.judged_column(sent)
     offsets, indices, values = batch.components()
     columns = {
         "topic": arrays.same(topic, count, pa.utf8()),
@@ -142,22 +159,23 @@ def deltas_table(
         "op": arrays.fixed(batch.op, pa.int8()),
         "origin": arrays.names(batch.origin),
         "time": arrays.fixed(batch.time, pa.int64()),
-        "clock": clock_column(*batch.clocks()),
+        "clock": texts.clock_column(*batch.clocks()),
         "indices": arrays.lists(offsets, indices, pa.uint16()),
         "values": arrays.lists(offsets, values, pa.float32()),
-        "metadata": arrays.ragged(*metadata, pa.binary(), empty_is_null=True),
-        "headers": _column(batch.headers or blank(count), pa.binary(), empty_is_null=True),
+        "metadata": metadata,
+        "headers": headers,
         "priority": arrays.fixed(batch.priority, pa.int8()),
         "source": arrays.fixed(batch.source, pa.int8()),
         "log_time_ms": arrays.fixed(batch.log_times_ms, pa.int64()),
         "payload": _column(batch.payloads, pa.binary())
         if payloads
         else pa.nulls(count, pa.binary()),
+        "original": _originals(batch, sent, odd | odd_headers),
     }
     return pa.table([columns[name] for name in DELTAS.names], schema=DELTAS)
 
 
-def _texts(batch: DeltaBatch) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+def _named(batch: DeltaBatch) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
     """Namespaces, vector ids and metadata, which lie one behind the other in each payload."""
     blob, at = np.frombuffer(batch.blob, np.uint8), batch.names_at
     for name in ("namespace_bytes", "vector_id_bytes", "metadata_bytes"):
@@ -165,34 +183,13 @@ def _texts(batch: DeltaBatch) -> Iterator[tuple[NDArray[np.int64], NDArray[np.ui
         at = at + batch.fixed[name]
 
 
-def clock_column(
-    offsets: NDArray[Any], origins: NDArray[Any], counters: NDArray[np.uint64]
-) -> pa.Array:
-    """Clocks as msgpack maps. Written as a matrix of bytes of which each entry takes its own:
-
-    map header (1, or 3 past 15 entries; first entry of a clock only) | string header | origin
-    (up to 16) | 0xCF | counter, big-endian
-    """
-    count = len(counters)
-    sizes = np.diff(offsets)
-    firsts = np.asarray(offsets[:-1], np.int64)[sizes > 0]
-    entries = np.repeat(sizes, sizes)  # the size of each entry's clock
-    names = arrays.sixteen(origins)
-    lengths = (names != 0).sum(axis=1)  # without the zeros that pad them
-    matrix = np.zeros((count, 29), np.uint8)
-    matrix[:, 0] = np.where(entries > 15, 0xDE, 0x80 | np.minimum(entries, 15))
-    matrix[:, 2] = entries
-    matrix[:, 3] = 0xA0 | lengths
-    matrix[:, 4:20] = names
-    matrix[:, 20] = 0xCF
-    matrix[:, 21:] = np.ascontiguousarray(counters, ">u8").view(np.uint8).reshape(count, 8)
-    mask = np.ones((count, 29), np.bool_)
-    mask[:, :3] = False
-    mask[firsts, 0] = True
-    mask[:, 1:3] = (mask[:, 0] & (entries > 15))[:, None]
-    mask[:, 4:20] = np.arange(16) < lengths[:, None]
-    ends, blob = arrays.masked(matrix, mask)
-    return arrays.ragged(ends[np.asarray(offsets, np.int64)], blob, pa.binary())
+def _originals(batch: DeltaBatch, headers: pa.Array, rows: NDArray[np.bool_]) -> pa.Array:
+    if not rows.any():
+        return pa.nulls(len(batch), pa.binary())
+    found: list[bytes | None] = [None] * len(batch)
+    for row in np.flatnonzero(rows).tolist():
+        found[row] = msgspec.msgpack.encode((batch.payload(row), headers[row].as_py()))
+    return pa.array(found, pa.binary())
 
 
 def _column(values: Binary, kind: pa.DataType, *, empty_is_null: bool = False) -> pa.Array:

@@ -39,18 +39,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidArgument, NotFound, SinkRejected, Unsupported
+from penstock.model import plain
 from penstock.model.delta import DIMENSIONS_MAX, Delta, Op, PriorityClass, Source, encode
 from penstock.model.entries import HEADERS_BYTES_MAX, PRODUCER_ID_BYTES_MAX
-from penstock.model.plain import fault_of, headers_of
+from penstock.model.plain import fault_of
 from penstock.model.topic import BOUNDS
-from penstock.sinks.protocol import Feed, Items, TopicWriter, Work
+from penstock.sinks import texts
+from penstock.sinks.protocol import Feed, InTasks, Items, TopicWriter, Work
 from penstock.sinks.schema import vector_keys
 
 EPOCH: Final = 1
 Place = tuple[str, int]  # topic and partition of the log that the deltas come from
 
 
-class QueueSink:
+class QueueSink(InTasks):
     """A sink behind which is a topic: nothing is read back from it and nothing undone."""
 
     ordered = True
@@ -119,7 +121,7 @@ class RemoteSink(_TopicSink):
         return Items(
             sequences=deltas["ordinal"].to_numpy(),
             payloads=deltas["payload"].combine_chunks(),
-            headers=deltas["headers"].combine_chunks(),
+            headers=headers_of(deltas),
         )
 
 
@@ -139,6 +141,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
+_originals: Final = msgspec.msgpack.Decoder(tuple[bytes, bytes | None])
 _OPS: Final = {int(op): op.name.lower() for op in Op}
 
 
@@ -334,8 +337,24 @@ def payloads_of(deltas: pa.Table) -> pa.BinaryArray:
     column = deltas["payload"].combine_chunks()
     if not column.null_count:
         return column
-    rows = zip(column.to_pylist(), deltas.to_pylist(), strict=True)
-    return pa.array([payload or _encoded(row) for payload, row in rows], pa.binary())
+    rows = deltas.to_pylist()
+    return pa.array(
+        [row["payload"] or _original(row) or _encoded(row) for row in rows], pa.binary()
+    )
+
+
+def headers_of(deltas: pa.Table) -> pa.BinaryArray:
+    """The headers that the deltas came with, to the byte."""
+    packed = texts.packed_column(deltas["headers"].combine_chunks())
+    originals = deltas["original"].combine_chunks()
+    if originals.null_count == len(originals):
+        return packed
+    sent = [None if one is None else _originals.decode(one)[1] for one in originals.to_pylist()]
+    return pc.if_else(originals.is_valid(), pa.array(sent, pa.binary()), packed)
+
+
+def _original(row: Mapping[str, Any]) -> bytes | None:
+    return None if row["original"] is None else _originals.decode(row["original"])[0]
 
 
 def _encoded(row: Mapping[str, Any]) -> bytes:
@@ -349,10 +368,10 @@ def _encoded(row: Mapping[str, Any]) -> bytes:
         op=op,
         origin=row["origin"],
         time=row["time"],
-        clock=msgspec.msgpack.decode(row["clock"]),
+        clock=msgspec.json.decode(row["clock"]),
         indices=np.array(row["indices"], np.uint16) if op in _INDEXED else None,
         values=np.array(values, np.float32) if values else None,
-        metadata=msgspec.msgpack.decode(metadata) if metadata else None,
+        metadata=texts.map_of(metadata),
         priority=PriorityClass(row["priority"]),
         source=Source(row["source"]),
     )
@@ -368,7 +387,7 @@ def _producer(pipeline: str, purpose: str, topic: str, partition: int) -> str:
 def _headers(
     part: pa.Table, reasons: Sequence[Mapping[str, str]], *, pipeline: str
 ) -> pa.BinaryArray:
-    own = part["headers"].to_pylist()
+    own = headers_of(part).to_pylist()
     rows = zip(
         own, reasons, *(part[name].to_pylist() for name in ("topic", "partition", "sequence")),
         strict=True,
@@ -387,7 +406,7 @@ def _headers(
 
 def _fitting(given: bytes | None, told: dict[str, str]) -> bytes:
     """Both maps in one, or only ours if a message could not carry both."""
-    kept = headers_of(given or b"")
+    kept = plain.headers_of(given or b"")
     # A letter that was replayed and came back tells of this time, not of the last one.
     kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
     both = msgspec.msgpack.encode(kept | told)

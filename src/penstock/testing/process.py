@@ -239,14 +239,33 @@ class ServerProcess(ChildProcess):
             await asyncio.sleep(POLL_S)
 
     def cpu_seconds(self) -> float:
-        text = Path(f"/proc/{self.pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return sum(_stat(self.pid)[11:13]) / os.sysconf("SC_CLK_TCK")
 
     def rss_bytes(self) -> int:
         status = Path(f"/proc/{self.pid}/status").read_text()
         line = next(row for row in status.splitlines() if row.startswith("VmRSS:"))
         return int(line.split()[1]) * 1024
+
+
+def _stat(pid: int) -> list[int]:
+    """The numbers behind the state in `/proc/<pid>/stat`; the first is the parent's pid."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [0, *map(int, fields[1:])]
+
+
+def tree_cpu_seconds(root: int) -> float:
+    """CPU time of a process and all below it, those that have ended included."""
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                found[int(entry.name)] = _stat(int(entry.name))
+            except OSError:
+                continue  # it ended while we looked, and its parent has its time
+    family = {root}
+    while more := {pid for pid, stat in found.items() if stat[1] in family} - family:
+        family |= more
+    return sum(sum(found[pid][11:15]) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_ports(ready: Path) -> dict[str, int] | None:

@@ -32,10 +32,10 @@ class RedisProcess(ProgramProcess):
 
     what = "redis"
 
-    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, *, durable: bool = True, cluster: bool = False) -> None:
         super().__init__(folder)
-        self.durable = durable
-        (self.port,) = free_ports(1)
+        self.durable, self.cluster = durable, cluster
+        self.port, self.bus_port = free_ports(2)
 
     @property
     def url(self) -> str:
@@ -46,6 +46,8 @@ class RedisProcess(ProgramProcess):
             redis_program(), "--bind", "127.0.0.1", "--port", str(self.port),
             "--dir", str(self.folder), "--save", "", "--daemonize", "no",
             "--appendonly", "yes" if self.durable else "no", "--appendfsync", "always",
+            "--cluster-enabled", "yes" if self.cluster else "no",
+            "--cluster-port", str(self.bus_port),
         ]  # fmt: skip
 
     def answers(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -152,11 +153,12 @@ def opened(sink: Sink) -> Iterator[Sink]:
 
 
 def held(sink: Sink) -> Effect:
-    """What a sink with state holds, vectors as their bytes."""
+    """What a sink with state holds: vectors as their bytes, metadata as what their JSON says."""
     found = []
     for batch in sink.scan():
         for row in batch.to_pylist():
             values = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
             name = (row["namespace"], row["vector_id"])
-            found.append((*name, row["revision"], values, row["metadata"]))
+            metadata = None if row["metadata"] is None else json.loads(row["metadata"])
+            found.append((*name, row["revision"], values, metadata))
     return sorted(found, key=lambda row: row[:3])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import pyarrow as pa
 import pytest
+from redis import Redis
 from tests.conformance.sinks.changes import (
     DIMENSIONS,
     Effect,
@@ -112,6 +114,36 @@ class CachePlace:
             return held(sink)
 
 
+class ClusterPlace(CachePlace):
+    def sink(self) -> CacheSink:
+        return CacheSink("cache", url=self._url, cluster=True)
+
+
+@contextmanager
+def redis_cluster(folder: Path) -> Iterator[RedisProcess]:
+    """The first of three servers that share all slots."""
+    with ExitStack() as stack:
+        nodes = [RedisProcess(folder / str(n), durable=False, cluster=True) for n in range(3)]
+        for number, node in enumerate(nodes):
+            stack.enter_context(node)
+            first, end = (SLOTS * n // len(nodes) for n in (number, number + 1))
+            with closing(Redis.from_url(node.url)) as client:
+                client.execute_command("CLUSTER ADDSLOTSRANGE", first, end - 1)
+                meet = ("CLUSTER MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+                client.execute_command(*meet)
+        deadline = time.monotonic() + 60
+        while any(b"state:ok" not in _cluster_info(node) for node in nodes):
+            assert time.monotonic() < deadline, "the cluster does not come together"
+            time.sleep(0.05)
+        yield nodes[0]
+
+
+def _cluster_info(node: RedisProcess) -> bytes:
+    with closing(Redis.from_url(node.url)) as client:
+        found = client.execute_command("CLUSTER INFO")
+    return str(found).replace("': '", ":").encode()
+
+
 class RemotePlace:
     """Two source topics' worth of partitions into a delta topic with three partitions."""
 
@@ -162,7 +194,8 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> Effect:
     return sorted(tuple(row.values()) for batch in batches for row in batch.to_pylist())
 
 
-WITH_STATE = ("cache", "index", "lake", "memory")
+SLOTS = 16384
+WITH_STATE = ("cache", "cluster", "index", "lake", "memory")
 WITHOUT = ("notify", "remote")
 REFUSING = ("index", "memory", "notify", "remote")
 
@@ -186,6 +219,8 @@ def _place(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
             with opened(place.sink()) as sink:
                 sink.reset()
             yield place
+        elif kind == "cluster":
+            yield ClusterPlace(stack.enter_context(redis_cluster(folder / "redis")))
         else:
             node = RunningNode(folder / "node")
             stack.callback(node.close)

@@ -1,6 +1,5 @@
 """What every sink promises; see penstock.sinks.protocol."""
 
-import msgspec
 import numpy as np
 import pytest
 from tests.conformance.sinks.changes import State, Triggers, held, opened, states, work
@@ -92,7 +91,7 @@ def test_what_was_written_is_scanned_bit_for_bit(with_state: Place) -> None:
         (row.namespace, row.vector_id): (
             row.revision,
             np.array(row.values, np.float32).tobytes(),
-            None if row.metadata is None else msgspec.msgpack.encode(row.metadata),
+            row.metadata,
         )
         for row in rows
     }

@@ -1,16 +1,19 @@
 """Asking the index, and keeping it tidy."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.conformance.sinks.changes import START_MS, State, held, states, work
+from tests.conformance.sinks.changes import START_MS, State, held, opened, states, work
 
 import penstock
-from penstock.errors import InvalidArgument, NotFound
-from penstock.sinks.index import DAY_MS, Index, IndexSink
+from penstock.errors import Corruption, InvalidArgument, NotFound
+from penstock.sinks import index as index_module
+from penstock.sinks.index import DAY_MS, Index, IndexSink, trained_metric
+from penstock.sinks.protocol import SinkCommit
 
 
 @pytest.fixture
@@ -115,7 +118,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def fragments(sink: IndexSink) -> int:
-    return int(sink.index.table(4).stats()["fragment_stats"]["num_fragments"])
+    return int(sink.index.tables(4)[0].stats()["fragment_stats"]["num_fragments"])
 
 
 def test_many_writes_leave_few_fragments(make: Make) -> None:
@@ -145,10 +148,10 @@ def test_old_tombstones_are_forgotten(make: Make) -> None:
     sink.write(work(0, states(*gone, State(vector_id="here", revision=1))))
     now = START_MS + 2 * DAY_MS
     sink.tidy()
-    assert sink.index.table(4).count_rows() == 4
+    assert sink.index.tables(4)[0].count_rows() == 4
     now += 1000
     sink.tidy()
-    assert sink.index.table(4).count_rows() == 1
+    assert sink.index.tables(4)[0].count_rows() == 1
 
 
 def test_a_vector_twice_in_a_work_counts_once(make: Make) -> None:
@@ -174,10 +177,10 @@ def test_a_table_that_has_grown_is_trained(make: Make) -> None:
     rows = [State(vector_id=f"v{i}", revision=1, values=tuple(values[i])) for i in range(400)]
     sink.write(work(0, states(*rows[:200], State(vector_id="x", revision=1, deleted=True))))
     sink.tidy()
-    assert len(sink.index.table(4).list_indices()) == 0
+    assert len(sink.index.tables(4)[0].list_indices()) == 0
     sink.write(work(1, states(*rows[200:])))
     sink.tidy()
-    assert len(sink.index.table(4).list_indices()) == 1
+    assert len(sink.index.tables(4)[0].list_indices()) == 1
 
     nearest = [sink.index.search(values[i], 1, metric="l2")[0].vector_id for i in range(20)]
     assert sum(found == f"v{i}" for i, found in enumerate(nearest)) >= 18
@@ -196,3 +199,151 @@ def test_bad_options_are_named(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         IndexSink("index", path="unused", **options)
     assert refused.value.field == field
+
+
+SHOP = {
+    "boot": {"lang": "de", "price": 80, "tags": ["new", "red"], "maker": {"land": "at"}},
+    "clog": {"lang": "de", "price": 9.5, "tags": ["new"], "maker": {"land": "nl"}},
+    "pump": {"lang": "en", "price": 30, "tags": [], "sale": True},
+    "sock": {"lang": "o'b\"c", "price": "9", "sale": None},
+    "lace": None,
+}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[IndexSink]:
+    sink = IndexSink("shop", path=str(tmp_path / "shop"))
+    sink.open()
+    rows = [
+        State(vector_id=name, revision=1, values=(n + 1, 0, 0, 0), metadata=metadata)
+        for n, (name, metadata) in enumerate(SHOP.items())
+    ]
+    sink.write(work(0, states(*rows)))
+    yield sink
+    sink.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ({"lang": "de"}, ["boot", "clog"]),
+        ({"lang": "o'b\"c"}, ["sock"]),
+        ({"lang": "' OR deleted = true OR '' = '"}, []),
+        ({"' OR true OR '": "x"}, []),
+        ({"price": {"$lt": 50}}, ["clog", "pump"]),
+        ({"price": {"$gte": 9.5, "$lte": 30}}, ["clog", "pump"]),
+        ({"price": "9"}, ["sock"]),
+        ({"tags": "new"}, ["boot", "clog"]),
+        ({"tags": {"$in": ["red", "blue"]}}, ["boot"]),
+        ({"maker.land": "nl"}, ["clog"]),
+        ({"sale": True}, ["pump"]),
+        ({"sale": None}, ["sock"]),
+        ({"sale": {"$exists": False}}, ["boot", "clog", "lace"]),
+        ({"lang": {"$ne": "de"}}, ["pump", "sock", "lace"]),
+        ({"$or": [{"maker.land": "at"}, {"lang": "en"}]}, ["boot", "pump"]),
+    ],
+)
+def test_a_condition_chooses_among_the_metadata(
+    where: dict[str, Any], expected: list[str], shop: IndexSink
+) -> None:
+    assert ids(shop.index.search((0, 0, 0, 0), 10, metric="l2", where=where)) == expected
+
+
+def test_a_condition_is_applied_before_neighbours_are_chosen(shop: IndexSink) -> None:
+    (found,) = shop.index.search((0, 0, 0, 0), 1, metric="l2", where={"lang": "en"})
+    assert (found.vector_id, found.metadata) == ("pump", SHOP["pump"])
+
+
+def test_a_changed_or_deleted_vector_no_longer_matches(shop: IndexSink) -> None:
+    changed = State(vector_id="boot", revision=2, metadata={"lang": "en"})
+    gone = State(vector_id="clog", revision=2, deleted=True)
+    shop.write(work(1, states(changed, gone)))
+    search = shop.index.search
+    assert search((1, 0, 0, 0), 10, where={"lang": "de"}) == []
+    assert set(ids(search((1, 0, 0, 0), 10, where={"lang": "en"}))) == {"boot", "pump"}
+
+
+def test_an_unknown_operator_is_refused(shop: IndexSink) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        shop.index.search((1, 0, 0, 0), where={"lang": {"$like": "d"}})
+    assert refused.value.field == "where.lang"
+
+
+def test_a_trained_index_finds_exactly_what_matches(tmp_path: Path) -> None:
+    sink = IndexSink("index", path=str(tmp_path / "i"), metric="l2", train_rows=256, tidy_every=1)
+    sink.open()
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((2000, 4)).astype(np.float32)
+    rows = [
+        State(vector_id=f"v{i}", revision=1, values=tuple(values[i].tolist()), metadata={"n": i})
+        for i in range(2000)
+    ]
+    sink.write(work(0, states(*rows)))
+    assert trained_metric(sink.index.tables(4)[0]) == "l2"
+    query, rare = rng.standard_normal(4).astype(np.float32), {"n": {"$gte": 100, "$lt": 107}}
+    distances = ((values[100:107] - query) ** 2).sum(axis=1)
+    wanted = [f"v{100 + i}" for i in np.argsort(distances)]
+    assert ids(sink.index.search(query, 7, metric="l2", where=rare)) == wanted
+    sink.close()
+
+
+def test_metadata_are_json_that_lancedb_itself_can_query(shop: IndexSink) -> None:
+    table = shop.index.tables(4)[0]
+    assert table.count_rows("json_extract(metadata, '$.maker.land') = '\"at\"'") == 1
+    scanned = {row["vector_id"]: row["metadata"] for b in shop.scan() for row in b.to_pylist()}
+    assert {name: text and json.loads(text) for name, text in scanned.items()} == SHOP
+
+
+def test_a_large_table_finds_its_keys_by_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "KEYED_ROWS", 10)
+    with opened(IndexSink("index", path=str(tmp_path / "keyed"), tidy_every=1)) as sink:
+        assert isinstance(sink, IndexSink)
+        for revision in (1, 2, 3):
+            rows = [
+                State(vector_id=f"v{n}", revision=revision, metadata={"at": [n, revision]})
+                for n in range(20)
+            ]
+            sink.write(work(revision, states(*rows)))
+        (table,) = sink.index.tables(4)
+        assert [one.columns for one in table.list_indices()] == [["key"]]
+        assert {row[2] for row in held(sink)} == {3}
+        found = sink.index.get("v7")
+        assert found is not None and found.metadata == {"at": [7, 3]}
+        assert len(held(sink)) == 20
+
+
+def test_an_index_is_trained_anew_when_it_has_doubled(tmp_path: Path) -> None:
+    with opened(
+        IndexSink("index", path=str(tmp_path / "grown"), tidy_every=1, train_rows=256)
+    ) as sink:
+        assert isinstance(sink, IndexSink)
+        names = []
+        for trigger, count in enumerate((300, 500, 700)):
+            rows = [State(vector_id=f"v{n}", revision=trigger + 1) for n in range(count)]
+            sink.write(work(trigger, states(*rows)))
+            (table,) = sink.index.tables(4)
+            names += [one.name for one in table.list_indices() if one.columns == ["vector"]]
+    assert names == ["vector_300", "vector_300", "vector_700"]
+
+
+def test_a_mark_goes_with_what_it_speaks_of(tmp_path: Path) -> None:
+    sink = IndexSink("index", path=str(tmp_path / "marked"), pipeline="p")
+    with opened(sink):
+        assert sink.mark() is None
+        sink.commit([], SinkCommit(pipeline="p", first=0, last=4, position=(4, 4, 4, 3)))
+        sink.commit([], SinkCommit(pipeline="q", first=0, last=1, position=(1,)))
+        assert sink.mark() == (4, 4, 4, 3)
+        (tmp_path / "marked" / "penstock-mark-p.json").write_text("{}")
+        with pytest.raises(Corruption, match="not a pipeline's mark"):
+            sink.mark()
+        sink.reset()
+        assert sink.mark() is None
+
+
+@pytest.mark.parametrize("shards", [0, 3, 128])
+def test_shards_are_a_power_of_two(shards: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        IndexSink("index", path="x", shards=shards)
+    assert (caught.value.field, caught.value.limit) == ("shards", 64)

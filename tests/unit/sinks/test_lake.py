@@ -1,15 +1,19 @@
 """The lake's two tables."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from tests.conformance.sinks.changes import State, Triggers, delta, deltas, held, states, work
+from tests.s3 import make_bucket, s3_server
 
 from penstock.errors import Unavailable
-from penstock.sinks.lake import LakeSink, latest
+from penstock.sinks.lake import VECTORS, LakeReceipt, LakeSink, latest
+from penstock.sinks.protocol import SinkCommit
+from penstock.sinks.schema import newest_of
 
 
 @pytest.fixture
@@ -89,10 +93,13 @@ def test_compaction_keeps_the_newest_rows_and_the_cursor(lake: LakeSink) -> None
         lake.write(triggers.work(trigger))
     lake.write(work(5, states(State(vector_id="v0", revision=9, deleted=True))))
     before = held(lake)
-    lake.retention_hours = 0
-    found = lake.compact()
-    assert found["vectors"]["rows"] == rows(lake, "vectors") == 3
-    assert found["vectors"]["files_deleted"] > 0
+    pieces = lake.vectors.pieces()
+    batches = [b for piece in pieces for b in lake.vectors.read_piece(piece, VECTORS.names)]
+    file = lake.vectors.write(newest_of(pa.Table.from_batches(batches)).cast(VECTORS))
+    assert file is not None
+    lake.vectors.exchange(pieces, [file], same_rows=False)
+    assert rows(lake, "vectors") == 3 < sum(piece.rows for piece in pieces)
+    assert lake.vectors.vacuum(retention_hours=0) > 0
     assert held(lake) == before == held(again(lake))
     assert again(lake).cursor() == 4
 
@@ -106,10 +113,9 @@ def test_what_is_appended_during_a_compaction_stays(lake: LakeSink) -> None:
     triggers = Triggers.of(4)
     for trigger in range(2):
         lake.write(triggers.work(trigger))
-    chosen = lake.vectors.table.version()
+    pieces = lake.vectors.pieces()
     again(lake).write(triggers.work(2))
-    assert lake.vectors.table.version() == chosen  # a compaction that began before the append
-    lake.vectors.replace(pa.RecordBatchReader.from_batches(lake.vectors.schema, []))
+    lake.vectors.exchange(pieces, [], same_rows=False)
     assert {row[2] for row in held(again(lake))} == {3}
     assert again(lake).cursor() == 2
 
@@ -139,3 +145,56 @@ def test_a_lake_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> None:
         LakeSink("lake", path=str(tmp_path / "lake")).open()
     with pytest.raises(Unavailable):
         latest(str(tmp_path / "nowhere"))
+
+
+def parted(lake: LakeSink, triggers: Triggers, number: int) -> list[LakeReceipt]:
+    """A trigger as two tasks write it: one the states, one the deltas."""
+    whole = triggers.work(number)
+    parts = (replace(whole, deltas=None), replace(whole, states=None))
+    return [receipt for part in parts if (receipt := again(lake).write_part(part)) is not None]
+
+
+def commit_of(number: int) -> SinkCommit:
+    return SinkCommit(pipeline="pipeline", first=number, last=number, position=(number,))
+
+
+def test_what_tasks_wrote_becomes_visible_by_one_commit(lake: LakeSink) -> None:
+    triggers = Triggers.of(2)
+    receipts = parted(lake, triggers, 0)
+    assert (len(receipts), rows(lake, "vectors"), lake.mark()) == (2, 0, None)
+
+    lake.commit(receipts, commit_of(0))
+    lake.commit(receipts, commit_of(0))  # the driver did not know that it had
+
+    assert (rows(lake, "vectors"), rows(lake, "history"), lake.mark()) == (3, 3, (0,))
+    assert parted(lake, triggers, 0) == []
+    assert DeltaTable(f"{lake.path}/history").version() == 1
+
+
+def test_of_two_drivers_one_commits_a_trigger(lake: LakeSink) -> None:
+    """A driver that was overtaken commits in the moment in which the other does."""
+    triggers = Triggers.of(1)
+    zombie = again(lake)
+    receipts = parted(zombie, triggers, 0)
+    lake.commit(parted(lake, triggers, 0), commit_of(0))
+    files = [file for receipt in receipts for file in receipt if file.part == "history"]
+
+    with pytest.raises(Unavailable, match="oncurrent"):
+        zombie.history.append(files, pipeline="pipeline", trigger=0)
+
+    assert rows(lake, "history") == 3
+
+
+def test_a_lake_in_an_object_store() -> None:
+    with s3_server() as options:
+        path = f"s3://{make_bucket(options)}/lake"
+        lake = LakeSink("lake", path=path, pipeline="pipeline", storage_options=options)
+        lake.open()
+        triggers = Triggers.of(2)
+        for number in range(2):
+            lake.write(triggers.work(number))
+        lake.write(triggers.work(1))
+
+        assert lake.cursor() == 1
+        assert len(held(lake)) == 3
+        assert sum(len(batch) for batch in lake.history.batches(["ordinal"])) == 6

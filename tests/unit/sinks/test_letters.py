@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pytest
 from tests.unit.spark.delivery.delivering import PIPELINE, FileTopics, delta
 
 from penstock.model.columns import Binary
@@ -13,7 +14,8 @@ from penstock.model.delta_batch import DeltaBatch
 from penstock.model.entries import HEADERS_BYTES_MAX
 from penstock.model.plain import HEADERS_VALUES_MAX
 from penstock.sinks.schema import DELTAS, deltas_table
-from penstock.sinks.topics import LetterBox, payloads_of
+from penstock.sinks.texts import json_of
+from penstock.sinks.topics import LetterBox, headers_of, payloads_of
 from verification.malformed_maps import MALFORMED_MAPS
 
 COMMON = {"namespace": "default", "topic": "vectors", "log_time_ms": 1}
@@ -85,7 +87,7 @@ def test_payloads_that_the_file_lacks_are_encoded_again() -> None:
     found = payloads_of(table).to_pylist()
     assert [decode(payload) for payload in found] == deltas
     assert found == payloads
-    assert msgspec.msgpack.decode(table["clock"][0].as_py()) == {"o": 2, "other": 1}
+    assert table["clock"][0].as_py() == '{"o":2,"other":1}'
 
 
 def test_headers_that_cannot_be_read_do_not_keep_a_letter(tmp_path: Path) -> None:
@@ -94,8 +96,42 @@ def test_headers_that_cannot_be_read_do_not_keep_a_letter(tmp_path: Path) -> Non
     many = msgspec.msgpack.encode({str(i): i for i in range(HEADERS_VALUES_MAX)})
     rows = [*MALFORMED_MAPS.values(), many]
     for n, packed in enumerate(rows, 1):
-        post(topics, delta(n, "a", 1, 2, **COMMON) | {"headers": packed})
+        row = delta(n, "a", 1, 2, payload=True, **COMMON)
+        original = msgspec.msgpack.encode((row["payload"], packed))
+        post(topics, row | {"headers": json_of(packed).decode(), "original": original})
     found = [message["headers"] for message in topics.messages("VECTORS")]
     assert len(found) == len(rows)
     assert all(headers["penstock-reason"] == "because" for headers in found)
     assert "penstock-headers" in found[-1]  # with ours it would have been more than a message takes
+
+
+ODD_MAPS = {
+    "bytes": {"a": b"\xff\0", "b": [b"text"]},
+    "not finite": {"a": float("nan"), "b": [float("inf"), -float("inf")]},
+    "short float": msgspec.Raw(b"\x81\xa1a\xca\x3d\xcc\xcc\xcd"),
+    "long integer": msgspec.Raw(b"\x81\xa1a\xcd\x00\x05"),
+    "name twice": msgspec.Raw(b"\x82\xa1a\x01\xa1a\x02"),
+}
+PLAIN_MAPS = {
+    "scalars": {"t": 'é\0"', "f": 0.1, "i": -5, "big": 2**64 - 1, "no": None, "yes": True},
+    "nested": {"a": {"b": [1, {"c": []}, 1.0, -0.0]}, "b": {}},
+    "empty": {},
+}
+
+
+@pytest.mark.parametrize("name", [*ODD_MAPS, *PLAIN_MAPS])
+def test_a_delta_comes_out_of_a_table_to_the_byte(name: str) -> None:
+    """A table says metadata and headers as JSON; what that cannot say is kept beside it."""
+    packed = msgspec.msgpack.encode((ODD_MAPS | PLAIN_MAPS)[name])
+    made = Delta(
+        delta_id=b"i" * 16, namespace="ns", vector_id="v", op=Op.CREATE, origin="o", time=5,
+        clock={"o": 2}, values=np.array([1, 2], np.float32), metadata=msgspec.Raw(packed),
+    )  # fmt: skip
+    payload = encode(made, dimensions=2)
+    batch = DeltaBatch.of([payload, payload], headers=Binary.of([packed, b""]))
+    table = deltas_table(
+        batch, positions=batch.sequences, ordinals=batch.sequences, topic="t", partition=0
+    )
+    assert table["original"].null_count == (0 if name in ODD_MAPS else 2)
+    assert payloads_of(table).to_pylist() == [payload, payload]
+    assert headers_of(table).to_pylist() == [packed, None]

@@ -99,3 +99,36 @@ def test_what_cannot_be_asked_is_refused() -> None:
         sink.search((0.0, 0.0, 0.0, 0.0))
     with pytest.raises(InvalidArgument, match="metric"):
         MemoryIndexSink("memory", metric="hamming")
+
+
+@pytest.mark.parametrize("count", [30, 3000])
+def test_a_condition_is_applied_before_neighbours_are_chosen(count: int) -> None:
+    """However rare a match is: what the graph shows first may be all others."""
+    sink = MemoryIndexSink("memory", metric="l2")
+    rows = [
+        State(
+            vector_id=f"v{n}",
+            revision=1,
+            values=(n, 0, 0, 0),
+            metadata={"n": n, "even": n % 2 == 0},
+        )
+        for n in range(count)
+    ]
+    sink.write(work(0, states(*rows)))
+    origin = (0.0, 0.0, 0.0, 0.0)
+    assert ids(sink.search(origin, 3, where={"even": False})) == ["v1", "v3", "v5"]
+    last = [f"v{n}" for n in range(count - 4, count)]
+    assert ids(sink.search(origin, 5, where={"n": {"$gte": count - 4}})) == last
+    assert sink.search(origin, 5, where={"n": "1"}) == []
+    (found,) = sink.search(origin, 5, where={"n": count - 1}, partitions={0})
+    assert found.distance == pytest.approx((count - 1) ** 2)
+    assert found.metadata == {"n": count - 1, "even": count % 2 == 1}
+    assert sink.search(origin, 5, where={"n": count - 1}, partitions={1}) == []
+
+
+def test_a_deleted_vector_matches_nothing() -> None:
+    sink = filled()
+    sink.write(work(1, states(State(vector_id="far east", revision=9, deleted=True))))
+    assert sink.search((1, 0, 0, 0), 10, where={"far": True}) == []
+    with pytest.raises(InvalidArgument, match="where"):
+        sink.search((1, 0, 0, 0), where={})

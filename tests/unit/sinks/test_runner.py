@@ -75,7 +75,7 @@ class Owner:
 
     def advance(self) -> bool:
         if not self.runner.opened:
-            self.runner.open(self.told.append)
+            self.runner.open(lambda: self.told.append(self.runner.sink.cursor()))
             return True
         if self.done.is_set():
             return False

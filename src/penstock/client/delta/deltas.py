@@ -370,11 +370,13 @@ class Deltas:
         k: int = 10,
         *,
         namespace: str | None = None,
+        where: Mapping[str, Any] | None = None,
         sink: str | None = None,
         partial: bool = False,
     ) -> list[dict[str, Any]]:
         """The nearest vectors, by the index that the topic's nodes host themselves; each has
-        namespace, vector_id, distance, revision and metadata. It needs no pipeline.
+        namespace, vector_id, distance, revision and metadata. It needs no pipeline. `where` is a
+        condition on the metadata, such as `{"lang": "de", "price": {"$lt": 10}}`.
 
         While an index is filled, after a start or a takeover, this waits; with `partial` it
         answers from what is in it.
@@ -385,6 +387,7 @@ class Deltas:
         found = await self.topic.ask(
             "vector_search", vector=np.asarray(vector, np.float32).tolist(), limit=k,
             namespace=namespace, sink=sink, partial=partial,
+            **({} if where is None else {"where": dict(where)}),
         )  # fmt: skip
         neighbours: list[dict[str, Any]] = found["neighbours"]
         return neighbours

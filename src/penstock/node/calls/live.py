@@ -21,6 +21,7 @@ from penstock.node.engine import Engine
 from penstock.node.live.cursors import check_name
 from penstock.node.live.hub import LISTS, SinkPort, place_of
 from penstock.node.serve.topic import ServedTopic
+from penstock.sinks import conditions
 from penstock.wire.messages import ANSWER_BYTES_MAX, SEARCH_MAX, Text, bounded
 
 KINDS: Final = ("ingest", *LISTS)
@@ -147,16 +148,19 @@ async def vector_search(
     vector: list[float],
     limit: int = 10,
     namespace: str | None = None,
+    where: dict[str, Any] | None = None,
     sink: str | None = None,
     partial: bool = False,
 ) -> Result:
     """The nearest vectors, by the index that the nodes of the topic's partitions host: as many as
-    an answer may hold. `sink` names one of several indexes; one that does not hold everything yet
-    answers only where `partial` is said."""
+    an answer may hold, and of those whose metadata match `where`. `sink` names one of several
+    indexes; one that does not hold everything yet answers only where `partial` is said."""
     served = delta_topic(engine, topic)
     bounded(limit, 1, SEARCH_MAX, "limit")
+    if where is not None:
+        conditions.read(where)
     search = functools.partial(
-        vector_search_share, vector=vector, limit=limit, namespace=namespace, sink=sink
+        vector_search_share, vector=vector, limit=limit, namespace=namespace, where=where, sink=sink
     )
     results = await fan_out(engine, served, search)
     filling = sorted(index for result in results for index in result["filling"])
@@ -187,6 +191,7 @@ async def vector_search_share(
     vector: list[float],
     limit: Annotated[int, msgspec.Meta(ge=1, le=SEARCH_MAX)],
     namespace: str | None,
+    where: dict[str, Any] | None,
     sink: str | None,
 ) -> Result:
     hosted = _index_of(share, sink)
@@ -195,8 +200,9 @@ async def vector_search_share(
     filling = hosted.filling(chosen)
     try:  # An index may be busy with a write for a while.
         found = await asyncio.to_thread(
-            index.search, vector, limit, namespace=namespace, partitions=chosen
-        )
+            index.search, vector, limit, namespace=namespace, partitions=chosen,
+            **({} if where is None else {"where": where}),
+        )  # fmt: skip
     except NotFound:  # nothing is in these partitions yet; others may have something
         return {"neighbours": None, "filling": filling}
     page = page_of(((one.vector_id, vars(one)) for one in found), bytes_max=ANSWER_BYTES_MAX)

@@ -436,7 +436,7 @@ class SinkThread:
     def _advance(self) -> bool:
         """Open the sink, or carry out one write; False if no parcel waits."""
         if not self.runner.opened:
-            self.runner.open(self._on_opened)
+            self.runner.open(lambda: self._on_opened(self.runner.call(self.sink.cursor)))
             if self._handover is None:  # else the write will show whether it is well
                 self.runner.succeeded()
             return True
