@@ -1,5 +1,5 @@
 """Spark looks for data sources in modules named `pyspark_*`, and takes their `DefaultSource`."""
 
-from penstock.spark.source.reader import PenstockSource as DefaultSource
+from penstock.spark.frames.format import PenstockSource as DefaultSource
 
 __all__ = ["DefaultSource"]

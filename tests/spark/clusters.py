@@ -28,9 +28,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def executors(cluster: Path) -> list[int]:
+    """Process ids of the executors that run in the workers' folders."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                here = str(entry.joinpath("cwd").readlink()).startswith(str(cluster))
+                if here and b"CoarseGrainedExecutorBackend" in command:
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it ended while we looked
+    return found
+
+
 @contextmanager
-def standalone(folder: Path, *, workers: int = 2) -> Iterator[str]:
-    """The url of a running cluster; each worker has one core."""
+def standalone(
+    folder: Path, *, workers: int = 2, cores: int = 1, memory: str = "600m"
+) -> Iterator[str]:
+    """The url of a running cluster; each worker has so many cores to give away."""
     port, web = free_port(), free_port()
     url = f"spark://127.0.0.1:{port}"
     with ExitStack() as stack:
@@ -39,7 +56,7 @@ def standalone(folder: Path, *, workers: int = 2) -> Iterator[str]:
         stack.enter_context(_process(folder / "master", master))
         for number in range(workers):
             home = folder / f"worker-{number}"
-            size = ["--cores", "1", "--memory", "600m", "--webui-port", "0", "-d", str(home)]
+            size = ["--cores", str(cores), "--memory", memory, "--webui-port", "0", "-d", str(home)]
             stack.enter_context(_process(home, [WORKER, *named, *size, url]))
         _wait(f"http://127.0.0.1:{web}/json/", workers)
         yield url

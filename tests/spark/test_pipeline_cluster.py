@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.s3 import make_bucket, s3_server
-from tests.spark.clusters import standalone
+from tests.spark.clusters import executors, standalone
 from tests.spark.conftest import JAVA_OPTIONS, RunningNode
 from tests.spark.test_pipeline import (
     OPTIONS,
@@ -73,21 +73,6 @@ def driver(
     finally:
         process.kill()
         process.wait()
-
-
-def executors(cluster: Path) -> list[int]:
-    """Process ids of the executors that run in the workers' folders."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes()
-                here = str(entry.joinpath("cwd").readlink()).startswith(str(cluster))
-                if here and b"CoarseGrainedExecutorBackend" in command:
-                    found.append(int(entry.name))
-            except OSError:
-                continue  # it ended while we looked
-    return found
 
 
 def wait_for_trigger(store: StoreAddress, trigger: int, process: subprocess.Popen[bytes]) -> None:

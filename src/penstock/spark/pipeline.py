@@ -15,12 +15,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.errors import FailedPrecondition, WrongEpoch
 from penstock.node.observe.logs import get_logger
-from penstock.spark.delivery.delivery import PipelineDelivery, attach, feed_of, letter_box, node_of
+from penstock.spark.delivery.attachment import (
+    RoutedSink,
+    SinkSpec,
+    attach,
+    feed_of,
+    letter_box,
+    node_of,
+    transforms_of,
+)
+from penstock.spark.delivery.delivery import PipelineDelivery
+from penstock.spark.delivery.tasks import SparkSinkJobs
+from penstock.spark.delivery.transform import Transform
 from penstock.spark.fold.driver import FoldDriver
 from penstock.spark.fold.partition_step import FoldPlan
 from penstock.spark.fold.state import ChangeLog, DriverClaim, claim_identity, heads_for
@@ -36,17 +48,20 @@ DRAIN_S_MAX: Final = 7 * 24 * 3600.0  # of a run that ends by itself: until its 
 
 
 class Pipeline:
-    """One pipeline, run once. `session` lends it a Spark session; else it makes one of its own."""
+    """One pipeline, run once. `session` lends it a Spark session; else it makes one of its own.
+    `transform` is a function between the fold and the sinks, or some by sink, instead of those that
+    the settings name."""
 
     def __init__(
         self,
         settings: PipelineSettings,
         *,
         session: SparkSession | None = None,
+        transform: Transform | Mapping[str, Transform] | None = None,
         metrics: str | None = None,
     ) -> None:
         self.settings = settings.validate()
-        self._session, self._metrics = session, metrics
+        self._session, self._metrics, self._transform = session, metrics, transform
         self._open = ExitStack()
         self._wanted = threading.Event()  # somebody asked for a stop
         self._failure: BaseException | None = None
@@ -134,15 +149,27 @@ class Pipeline:
             options=identity.propagation,
             snapshot_deltas=settings.snapshot_deltas,
             feed=feed_of(sinks),
+            sharded=any(getattr(one.sink, "shards", 0) > 1 for one in sinks),
         )
+        session = self._spark()
         self.ingest = FoldDriver(
-            settings, spark=self._spark(), claim=claim, changes=self.changes, heads=heads, plan=plan
+            settings, spark=session, claim=claim, changes=self.changes, heads=heads, plan=plan
+        )
+        lost = SinkSpec.of_quarantine(pipeline=identity.id, node=node)
+        jobs = SparkSinkJobs(
+            session,
+            fold=plan,
+            name=settings.name,
+            sinks=len(sinks),
+            transforms=transforms_of(settings, sinks, self._transform),
         )
         self.delivery = PipelineDelivery(
             self.changes,
             sinks,
             pipeline=identity.id,
             letters=letter_box(node),
+            quarantine=RoutedSink(sink=lost.build(), spec=lost),
+            jobs=jobs,
             name=settings.name,
             options=settings.delivery,
             metrics=self._metrics,
@@ -157,6 +184,7 @@ class Pipeline:
             f"penstock-{settings.name}",
             master=settings.master,
             cores=settings.cores,
+            spare=len(settings.sinks) + 1,
             conf=settings.spark,
         )
         self._open.callback(session.stop)

@@ -75,16 +75,21 @@ def spark_session(
     *,
     master: str | None = None,
     cores: int | None = None,
+    spare: int = 0,
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
     """A session; the running one if there is one. Without a `master` it runs on this machine alone,
-    with `cores` threads (as many as it has)."""
+    with `cores` threads (as many as it has) and some to `spare` for tasks that mostly wait."""
     prepare_environment()
     from pyspark.sql import SparkSession
 
     submitted = _submitted()
-    chosen = master or submitted.get("spark.master") or f"local[{cores or '*'}]"
-    settings: dict[str, Any] = _settings(chosen, cores) | submitted | dict(conf or {})
+    threads = cores or os.cpu_count() or 1
+    chosen = master or submitted.get("spark.master") or f"local[{threads + spare}]"
+    settings: dict[str, Any] = _settings(chosen, cores)
+    if chosen.startswith("local") and spare:
+        settings["spark.default.parallelism"] = str(threads)
+    settings |= submitted | dict(conf or {})
     session = SparkSession.builder.config(map=settings).appName(name).master(chosen).getOrCreate()
     if chosen.startswith("local"):  # a cluster's operators choose what they want to read
         session.sparkContext.setLogLevel("ERROR")
@@ -98,10 +103,10 @@ def _register(session: SparkSession) -> None:
     PATH, and finds this one only if that has Penstock."""
     from pyspark.errors import AnalysisException
 
-    from penstock.spark.source.reader import PenstockSource
+    from penstock.spark.frames.format import source_at
 
     try:
-        session.dataSource.register(PenstockSource)
+        session.dataSource.register(source_at(os.environ.get("PENSTOCK_URL")))
     except AnalysisException as error:
         if "ALREADY_EXISTS" not in str(error.getCondition()):
             raise

@@ -32,6 +32,7 @@ from penstock.spark.store import StoreAddress
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64
 SINKS_MAX: Final = 64
+BACKFILLS: Final = ("log", "lake", "none")
 ROWS_MAX: Final = 1 << 30
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "cores": (1, 4096),
@@ -72,7 +73,13 @@ class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     name: str  # of its cursor, status and metrics; the kind unless said
     route: tuple[str, ...] = ()  # which deltas it gets; empty: all of them
+    transform: str | None = None  # a function between the fold and this sink, as module:function
+    backfill: str = "log"  # where a sink that lacks what was before gets it from, or "none"
     options: dict[str, Any] = {}  # the rest of the table, for the sink itself
+
+
+class TransformSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    function: str | None = None  # between the fold and every sink of vectors without one of its own
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +104,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     snapshot_deltas: int = 500_000  # folded by a partition between two snapshots of its state
     changes_bytes_max: int = 20 << 30  # not yet delivered; past it nothing more is read
     drain_s: float = 60.0  # for the sinks to catch up when the pipeline is told to stop
+    transform: TransformSettings = TransformSettings()
     sinks: tuple[SinkSettings, ...] = ()
 
     @classmethod
@@ -175,6 +183,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def _sink(table: dict[str, Any], place: int) -> SinkSettings:
     options = dict(table)
     kind, route, name = (options.pop(key, None) for key in ("kind", "route", "name"))
+    backfill, transform = options.pop("backfill", "log"), options.pop("transform", None)
     routes = (route,) if isinstance(route, str) else tuple(route or ())
     if name is None:
         name = kind if isinstance(kind, str) and NAME.fullmatch(kind) else f"sink-{place}"
@@ -183,10 +192,14 @@ def _sink(table: dict[str, Any], place: int) -> SinkSettings:
         ("kind", not isinstance(kind, str) or not kind, "a sink needs a kind"),
         ("route", not all(isinstance(one, str) for one in routes), like),
         ("name", not isinstance(name, str), "a sink's name is a text"),
+        ("transform", not isinstance(transform, str | None), "a transform is module:function"),
+        ("backfill", backfill not in BACKFILLS, f"backfill is one of {', '.join(BACKFILLS)}"),
     ):
         if wrong:
             raise InvalidArgument(message, field=f"sink[{place}].{field}")
-    return SinkSettings(kind=kind, name=name, route=routes, options=options)
+    return SinkSettings(
+        kind=kind, name=name, route=routes, transform=transform, backfill=backfill, options=options
+    )
 
 
 def _convert(fields: dict[str, Any]) -> PipelineSettings:

@@ -22,15 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import msgspec
 
-from penstock.errors import InvalidArgument, NotFound, Unavailable
+from penstock.errors import NotFound, Unavailable
 from penstock.log.files import Handle, storage_errors, sync_folder, write_whole
 from penstock.model.columns import Buffer
-
-_CLIENT: Final = frozenset({"allow_http", "timeout", "connect_timeout", "proxy_url"})
+from penstock.sinks.files import object_store
 
 
 class Store(Protocol):
@@ -143,21 +142,8 @@ def _apart(path: Path) -> Path:
 
 class ObjectStore:
     def __init__(self, url: str, options: dict[str, str]) -> None:
-        from obstore.store import from_url
-
-        lowered = {name.lower(): value for name, value in options.items()}
-        client: dict[str, Any] = {
-            name: value.lower() == "true" if name == "allow_http" else value
-            for name in _CLIENT
-            if (value := lowered.pop(name, lowered.pop(f"aws_{name}", None))) is not None
-        }
         self.url = url.rstrip("/")
-        try:
-            self._store = from_url(self.url, config=lowered, client_options=client)  # type: ignore[call-overload]
-        except Exception as error:  # obstore has a class for each thing that may be wrong
-            raise InvalidArgument(
-                f"{url} cannot be used as a store: {error}", field="state"
-            ) from error
+        self._store = object_store(self.url, options, field="state")
 
     def read(self, name: str) -> Buffer:
         with self._errors(name):

@@ -49,6 +49,7 @@ class Lake:
         self._path = str(path / "vectors")
         self._rows = DeltaTable(self._path).to_pyarrow_table()
         alive = self._rows.filter(pc.invert(self._rows["deleted"]))
+        alive = alive.filter(alive["metadata"].is_valid())
         self._newest = alive.sort_by([("revision", "descending")]).slice(0, 1)
 
     def vector(self) -> tuple[str, str]:
@@ -74,6 +75,20 @@ class Lake:
     def drop(self) -> None:
         self._write(self._others(revision=False))
 
+    def age(self) -> None:
+        at = self._newest.schema.get_field_index("revision")
+        older = pc.subtract(self._newest["revision"], 1)
+        row = self._newest.set_column(at, self._newest.schema.field(at), older)
+        self._write(self._others(revision=False), row)
+
+    def strip(self) -> None:
+        at = self._newest.schema.get_field_index("metadata")
+        field = self._newest.schema.field(at)
+        self._write(
+            self._others(revision=True),
+            self._newest.set_column(at, field, pa.nulls(1, field.type)),
+        )
+
     def add(self) -> None:
         at = self._newest.schema.get_field_index("vector_id")
         field = self._newest.schema.field(at)
@@ -83,7 +98,8 @@ class Lake:
 class Lance:
     def __init__(self, path: Path) -> None:
         self._index = Index(str(path))
-        self._row = next(iter(self._index.scan())).slice(0, 1).to_pylist()[0]
+        rows = (row for batch in self._index.scan() for row in batch.to_pylist())
+        self._row = next(row for row in rows if row["metadata"] and row["revision"] > 1)
         self._table = self._index.database.open_table("vectors_16")
         self._where = f"vector_id = '{self._row['vector_id']}'"
 
@@ -97,6 +113,19 @@ class Lance:
     def drop(self) -> None:
         self._table.delete(self._where)
 
+    def age(self) -> None:
+        self._table.update(where=self._where, values={"revision": self._row["revision"] - 1})
+
+    def strip(self) -> None:
+        row = self._table.search().where(self._where).to_arrow()
+        at = row.schema.get_field_index("metadata")
+        field = row.schema.field(at)
+        self.drop()
+        self._table.add(row.set_column(at, field, pa.nulls(1, field.type)))
+
+    def double(self) -> None:
+        self._table.add(self._table.search().where(self._where).to_arrow())
+
     def add(self) -> None:
         row = self._table.search().where(self._where).to_arrow()
         at = row.schema.get_field_index("vector_id")
@@ -108,7 +137,8 @@ class Lance:
 class Cache:
     def __init__(self, url: str) -> None:
         self._redis = redis.Redis.from_url(url)
-        self._keys = sorted(key for key in self._redis.scan_iter() if self._redis.ttl(key) < 0)
+        keys = self._redis.scan_iter(match="penstock:*")
+        self._keys = sorted(key for key in keys if self._redis.ttl(key) < 0)
         self._key, self._value = self._keys[0], self._redis.get(self._keys[0])
 
     def vector(self) -> tuple[str, str]:
@@ -168,6 +198,33 @@ def test_damage_is_found_in_every_store(
         (place,) = sink["vectors"]["first_differences"]
         wanted = "stray" if damage == "add" else store.vector()[1]
         assert (place["kind"], place["vector_id"]) == (kind, wanted)
+        if damage == "flip":  # a second look says where
+            assert place["component"] == 0
+            assert place["components"] == 1
+            assert place["value"] != place["expected"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "names"),
+    [
+        ("age", "revision", ("lake", "index")),
+        ("strip", "metadata", ("lake", "index")),
+        ("double", "twice", ("index",)),
+    ],
+)
+def test_other_damage_is_found_where_it_can_be(
+    stores: tuple[Ground, dict[str, Store]], damage: str, kind: str, names: tuple[str, ...]
+) -> None:
+    ground, damaged = stores
+    for name in names:
+        getattr(damaged[name], damage)()
+    found = ground.audit()["sinks"]
+    for name, sink in found.items():
+        told = {kind: 1} if name in names else None
+        assert sink["vectors"].get("differences") == told, name
+    for name in names:
+        (place,) = found[name]["vectors"]["first_differences"]
+        assert place["vector_id"] == damaged[name].vector()[1]
 
 
 def test_a_history_with_a_row_twice_and_one_lost_is_found(
@@ -181,8 +238,9 @@ def test_a_history_with_a_row_twice_and_one_lost_is_found(
     history = found["sinks"]["lake"]["history"]
     assert not found["ok"]
     assert history["differences"] == {"missing": 1, "twice": 1}
-    lost = rows.slice(0, 1).to_pylist()[0]
-    assert history["first_differences"][0]["ordinal"] in (lost["ordinal"], rows["ordinal"][5])
+    shown = {one["kind"]: one["ordinal"] for one in history["first_differences"]}
+    ordinals = rows["ordinal"].to_pylist()
+    assert shown == {"missing": ordinals[0], "twice": ordinals[5]}
     assert found["sinks"]["index"]["verdict"] == "equal"
 
 

@@ -17,7 +17,7 @@ from tests.spark.jobs.support import make_topic
 from penstock.errors import InvalidArgument
 from penstock.spark.jobs import imports
 from penstock.spark.jobs.imports import ImportOptions, Named, import_files, plan
-from penstock.spark.jobs.stores import materialise
+from penstock.spark.jobs.materialise import materialise
 from penstock.spark.source.options import Connecting
 
 NOW_MS = 1_790_000_000_000
@@ -63,7 +63,7 @@ def test_the_three_formats_give_the_same_vectors(
     held = vectors(spark, node, tmp_path / "out")
     assert held == {row["id"]: row["vector"] for row in rows(300)}
     row = pq.read_table(tmp_path / "out", filters=[("vector_id", "==", "v7")]).to_pylist()[0]
-    assert row["metadata"] == b"\x81\xa1n\x07"
+    assert row["metadata"] == '{"n":7}'
 
 
 def test_an_import_run_again_writes_nothing(
@@ -128,7 +128,7 @@ def test_columns_and_namespaces_can_be_named(
     vectors(spark, node, tmp_path / "out")
     found = pq.read_table(tmp_path / "out").select(["namespace", "vector_id", "metadata"])
     assert sorted(found.to_pylist(), key=lambda row: row["vector_id"]) == [
-        {"namespace": "de", "vector_id": "1", "metadata": b"\x81\xa1a\x01"},
+        {"namespace": "de", "vector_id": "1", "metadata": '{"a":1}'},
         {"namespace": "default", "vector_id": "2", "metadata": None},
     ]
 

@@ -9,7 +9,7 @@ from tests.spark.jobs.support import MIXED, make_topic, mixed
 from penstock.client.queue.entries import Item
 from penstock.errors import FailedPrecondition
 from penstock.model.batch import Batch
-from penstock.spark.jobs.stores import replay_letters
+from penstock.spark.jobs.letters import replay_letters
 
 PAYLOADS = mixed().chunk(0, 20).payloads.tolist()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,9 +17,12 @@ from tests.spark.jobs.support import MIXED, Ground, mixed
 
 from penstock.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock.model.delta import decode
-from penstock.spark.delivery.delivery import node_of
+from penstock.spark.delivery.attachment import node_of
 from penstock.spark.fold.state import DriverClaim
-from penstock.spark.jobs.stores import ReplayWindow, compact, materialise, reindex, replay
+from penstock.spark.jobs.compaction import compact
+from penstock.spark.jobs.filling import ReplayWindow, reindex, replay
+from penstock.spark.jobs.materialise import materialise
+from penstock.spark.settings import SinkSettings
 from verification.reference import fold
 
 
@@ -96,12 +102,12 @@ def test_replay_fills_an_empty_lake_and_changes_a_full_one_in_nothing(ground: Gr
 
 
 def test_compact_keeps_one_row_of_each_vector(ground: Ground) -> None:
-    found = compact(ground.settings)["lakes"]["lake"]["vectors"]
+    found = compact(ground.spark, ground.settings)["lakes"]["lake"]["vectors"]
     assert found["rows"] == mixed().facts["vectors"] < found["rows_before"]
     assert ground.audit()["ok"]
     assert json.dumps(found)
     with pytest.raises(FailedPrecondition, match="no lake"):
-        compact(ground.settings, "index")
+        compact(ground.spark, ground.settings, "index")
 
 
 def test_a_sink_that_lags_is_named_with_its_lag(ground: Ground) -> None:
@@ -116,3 +122,19 @@ def test_a_sink_that_lags_is_named_with_its_lag(ground: Ground) -> None:
     assert found["sinks"]["index"]["lag"] == {"triggers": 0, "sequences": 1}
     ground.run()
     assert ground.audit()["ok"]
+
+
+def test_a_sink_that_only_the_driver_can_make_is_filled_and_proved_from_there(
+    ground: Ground, tmp_path: Path
+) -> None:
+    plain = {"path": str(tmp_path / "plain.db")}
+    kind = "tests.spark.jobs.plain_sink:PlainSink"
+    one = SinkSettings(kind=kind, name="plain", options=plain)
+    own = replace(ground, settings=msgspec.structs.replace(ground.settings, sinks=(one,)))
+    assert own.audit()["sinks"]["plain"]["verdict"] == "lagging"
+    assert reindex(own.spark, own.settings, "plain")["states"] >= mixed().facts["vectors"]
+    assert own.audit()["ok"]
+    with closing(sqlite3.connect(plain["path"])) as rows:
+        rows.execute("update v set r = r + 1 where i = (select min(i) from v where not d)")
+        rows.commit()
+    assert own.audit()["sinks"]["plain"]["vectors"]["differences"] == {"revision": 1}

@@ -15,10 +15,10 @@ takes it once), while a cursor ahead of the truth would lose rows. From that fol
   *before* that write and gone after it. So after a crash it is known what may have been under way,
   and exactly this range is written again, never a longer one that begins with it: a sink that
   recognises a repeated write by its trigger numbers can rely on that.
-- A sink that keeps a cursor of its own knows best what it holds. It may be ahead of the file by the
-  attempt; that one is offered again all the same, as the rows it may have rejected are not yet
-  dead letters. It may be behind `position`, as it does not hear of triggers without a row for it;
-  only if it is behind what it had `told` when the file was saved, rows have gone from it.
+- A sink that keeps a mark, or a cursor, of its own knows best what it holds. It may be ahead of
+  the file by the attempt; that one is offered again all the same, as the rows it may have rejected
+  are not yet dead letters. It may be behind `position`, as it does not hear of triggers without a
+  row for it; only if it is behind what it had `told` when the file was saved, rows have gone.
 
 **Backlog.** A sink that is behind must not read thousands of manifests to know how far. Each
 manifest is read once, by whoever looks first, and kept as a row of numbers. A day of triggers, one
@@ -41,6 +41,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import lt
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -64,7 +65,7 @@ from penstock.spark.fold.state import (
 from penstock.spark.settings import DeliveryOptions
 from penstock.spark.store import Store
 
-VERSION: Final = 1
+VERSION: Final = 2
 NONE: Final = -1  # before the first trigger
 CURSORS: Final = "sinks"
 DELTAS: Final = LANES
@@ -81,7 +82,7 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
     position: tuple[int, ...]  # per lane; one entry for an ordered sink
     started: int = NONE + 1  # the first trigger this sink was ever given
     attempt: tuple[int, int] | None = None
-    told: int | None = None  # the sink's own cursor, if it keeps one, when this was saved
+    told: tuple[int, ...] | None = None  # the sink's own mark, if it keeps one, when this was saved
 
     @classmethod
     def before(cls, trigger: int, *, lanes: int) -> SinkCursor:
@@ -93,7 +94,7 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
         """The last trigger that is complete in every lane."""
         return min(self.position)
 
-    def advanced(self, lanes: dict[int, int], *, told: int | None = None) -> SinkCursor:
+    def advanced(self, lanes: dict[int, int], *, told: tuple[int, ...] | None = None) -> SinkCursor:
         """The cursor with some lanes moved on; an attempt is over with that."""
         moved = list(self.position)
         for lane, trigger in lanes.items():
@@ -106,7 +107,7 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
         assert self.through < first <= last, (first, last, self)
         return replace(self, attempt=(first, last))
 
-    def reconciled(self, held: int | None) -> SinkCursor:
+    def reconciled(self, held: tuple[int, ...] | None) -> SinkCursor:
         """The cursor of a sink that says itself what it holds: everything up to `held`.
 
         It may be ahead (the process died before the cursor was saved) or behind (it was emptied,
@@ -116,15 +117,22 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
         if held is None:
             if self.told is None:
                 return self
-            held = NONE
-        assert len(self.position) == 1, "a sink with lanes has no single cursor"
-        if self.told is not None and held < self.told:
-            return replace(self, position=(held,), told=held, attempt=None)
-        if self.attempt is not None and self.attempt[1] == held:
+            held = (NONE,)
+        if len(held) != len(self.position):
+            held = (min(held),) * len(self.position)
+        if self.told is not None and any(map(lt, held, self._told)):
+            return replace(self, position=held, told=held, attempt=None)
+        if self.attempt is not None and self.attempt[1] == held[0]:
             return replace(self, told=held)
-        position = max(held, self.through)
-        attempt = self.attempt if self.attempt and self.attempt[0] > position else None
-        return replace(self, position=(position,), told=held, attempt=attempt)
+        position = tuple(map(max, held, self.position))
+        attempt = self.attempt if self.attempt and self.attempt[0] > min(position) else None
+        return replace(self, position=position, told=held, attempt=attempt)
+
+    @property
+    def _told(self) -> tuple[int, ...]:
+        """What the sink told, for each lane that the cursor has now."""
+        told = self.told or ()
+        return told if len(told) == len(self.position) else (min(told),) * len(self.position)
 
     def in_lanes(self, lanes: int) -> SinkCursor:
         """The same progress for another number of lanes: a sink became ordered, or ceased to be."""
@@ -327,6 +335,14 @@ def column_of(section: Section) -> int:
 class WritePlan:
     spans: dict[int, TriggerSpan]  # by column of the backlog; empty: nothing to write, only to move
     moves: dict[int, int]  # by lane of the cursor
+
+    @property
+    def first(self) -> int:
+        return min(span.first for span in self.spans.values())
+
+    @property
+    def last(self) -> int:
+        return max(span.last for span in self.spans.values())
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
 """Delivery: from committed triggers to every sink, each at its own pace, each row's effect once.
 
-    change log ──► worker of sink A ──► A       one thread, one cursor, one breaker each;
-               ├─► worker of sink B ──► B       nobody waits for anybody
-               └─► worker of the quarantine ──► <topic>-quarantine
+    change log ──► worker of sink A ──► tasks ──► A   one thread, cursor and breaker each;
+               ├─► worker of sink B ──► tasks ──► B   nobody waits for anybody
+               └─► worker of the quarantine ──► tasks ──► <topic>-quarantine
     upkeep: status.json, deletion of triggers that all sinks hold
 
 Why a crash at any moment (`kill -9`, a power cut) neither loses a row nor doubles its effect. A
@@ -10,8 +10,9 @@ write goes through these steps, each durable before the next begins:
 
  1. the trigger's manifest is committed; it never changes, and stays until step 6
  2. ordered sinks: the range about to be written is saved as the cursor's *attempt*
- 3. the sink writes, durably
- 4. rows it rejected are appended to the DLQ topic, under producer keys made of the log
+ 3. the sink writes, durably, in as many tasks as it is shared out to; a task appends the rows that
+    the sink rejected to the DLQ topic, under producer keys made of the log
+ 4. what the tasks wrote is committed, with a mark of how far it reaches
  5. the cursor is saved: everything up to here is in the sink or its DLQ
  6. once all cursors are past it, the trigger is deleted
 
@@ -46,9 +47,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import Any, Final
 
 import msgspec
@@ -65,20 +63,20 @@ from prometheus_client.registry import Collector
 
 from penstock import errors
 from penstock.config import host_port
-from penstock.errors import Corruption, InvalidArgument, NotFound, Unavailable
+from penstock.errors import Corruption, NotFound, Unavailable
 from penstock.log.crash import crash_point
 from penstock.model.version import __version__
 from penstock.node.door.doorway import HostNames
 from penstock.node.observe.logs import get_logger
 from penstock.sinks.health import BOUNDS_S, EXPORTED, Freshness
-from penstock.sinks.protocol import Feed, Sink, TopicWriter, build_sink
-from penstock.sinks.topics import LetterBox, QuarantineSink, letters_config
-from penstock.spark.delivery.backlog import QUARANTINE, Backlog, CursorFile
-from penstock.spark.delivery.worker import ChangeSelection, SinkRoutes, SinkWorker, columns_of
+from penstock.sinks.topics import LetterBox, QuarantineSink
+from penstock.spark.delivery.attachment import RoutedSink
+from penstock.spark.delivery.backlog import QUARANTINE, Backlog
+from penstock.spark.delivery.selection import columns_of
+from penstock.spark.delivery.tasks import SinkJobs
+from penstock.spark.delivery.worker import SinkWorker
 from penstock.spark.fold.state import ChangeLog
-from penstock.spark.settings import DeliveryOptions, PipelineSettings
-from penstock.spark.source.access import NodeTopicWriter
-from penstock.spark.source.options import Connecting
+from penstock.spark.settings import DeliveryOptions
 from penstock.spark.store import Store
 
 log = get_logger(__name__)
@@ -134,65 +132,10 @@ _PIPELINE: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutedSink:
-    sink: Sink
-    routes: SinkRoutes = field(default_factory=SinkRoutes)
-
-
-def node_of(settings: PipelineSettings) -> Connecting:
-    """The node of a pipeline, as a task is told of it; each process opens its own connection."""
-    file, ca = settings.api_key_file, settings.ca
-    return Connecting(
-        url=settings.url,
-        api_key=settings.api_key,
-        api_key_file=None if file is None else str(file.absolute()),
-        tls=None if ca is None else str(ca.absolute()),
-    )
-
-
-def letter_box(node: Connecting) -> LetterBox:
-    """Where a pipeline's letters go: to topics of its node, made when they are first needed."""
-
-    def create(topic: str) -> None:
-        node.access().call("topic_create", config=letters_config(topic), exists_ok=True)
-
-    return LetterBox(writer=NodeTopicWriter(node.access), create=create)
-
-
-def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> list[RoutedSink]:
-    """The sinks with their routes, not yet opened; `pipeline` is the id of its state folder."""
-
-    def open_writer(*, url: str | None, api_key: str | None, ca: str | None) -> TopicWriter:
-        given = {"api_key": api_key, "tls": ca}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        known = node if url is None else Connecting(url=url)
-        return NodeTopicWriter(msgspec.structs.replace(known, **chosen).access)
-
-    attached = []
-    for place, sink in enumerate(settings.sinks):
-        try:
-            table = {"kind": sink.kind, "name": sink.name, **sink.options}
-            built = build_sink(table, pipeline=pipeline, open_writer=open_writer)
-            attached.append(RoutedSink(sink=built, routes=SinkRoutes.parse(sink.route)))
-        except InvalidArgument as error:
-            raise InvalidArgument(
-                f"sink {sink.name}: {error.message}",
-                field=f"sink[{place}].{error.field}",
-                limit=error.limit,
-            ) from error
-    return attached
-
-
-def feed_of(sinks: Sequence[RoutedSink]) -> Feed:
-    """What some sink is fed. Deltas are wanted wherever there is a sink at all: its routes and
-    its dead letters are made of them."""
-    return reduce(or_, (one.sink.feed | Feed.DELTAS for one in sinks), Feed(0))
-
-
 class PipelineDelivery:
     """`pipeline` is the id of the numbering of triggers, `name` is for people. `letters` takes dead
-    letters and quarantined deltas. `describe` gives what the status says under `source`."""
+    letters of sinks that are written here, `quarantine` those deltas; `jobs` runs the tasks of
+    sinks that have some. `describe` gives what the status says under `source`."""
 
     def __init__(
         self,
@@ -201,6 +144,8 @@ class PipelineDelivery:
         *,
         pipeline: str,
         letters: LetterBox,
+        quarantine: RoutedSink | None = None,
+        jobs: SinkJobs | None = None,
         name: str | None = None,
         options: DeliveryOptions | None = None,
         metrics: str | None = None,
@@ -211,23 +156,20 @@ class PipelineDelivery:
         self._describe = describe
         self._options = (options or DeliveryOptions()).validate()
         self._backlog = Backlog(changes)
-        quarantine = RoutedSink(sink=QuarantineSink(letters))
+        lost = quarantine or RoutedSink(sink=QuarantineSink(letters))
+        fed = [*((one, columns_of(one.sink.feed)) for one in sinks), (lost, (QUARANTINE,))]
         self.workers = [
             SinkWorker(
-                one.sink,
-                columns=(QUARANTINE,) if one is quarantine else columns_of(one.sink.feed),
+                one,
+                pipeline=pipeline,
+                columns=columns,
+                changes=changes,
                 backlog=self._backlog,
-                selection=ChangeSelection(
-                    changes=changes,
-                    pipeline=pipeline,
-                    routes=one.routes,
-                    payloads=bool(one.sink.feed & Feed.PAYLOADS),
-                ),
                 letters=letters,
-                file=CursorFile(changes.store, one.sink.name, claim=changes.claim),
                 options=self._options,
+                jobs=jobs,
             )
-            for one in (*sinks, quarantine)
+            for one, columns in fed
         ]
         self._state = "starting"
         self._started_ms = time.time_ns() // 1_000_000
@@ -344,6 +286,7 @@ def _sink_status(worker: SinkWorker, *, now_ms: int) -> Status:
     return {
         "name": worker.sink.name,
         "state": worker.state,
+        "filling": worker.filling,
         "ordered": not worker.planner.laned,
         "internal": isinstance(worker.sink, QuarantineSink),
         "trigger": cursor.through,

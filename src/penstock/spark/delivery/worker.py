@@ -1,17 +1,8 @@
-"""One sink's way from the change log: which rows it gets, and their writing, at its own pace. It
-never waits for another sink. Its thread, retries and dead letters are the runner's (`SinkRunner`).
+"""One sink's way along the change log, at its own pace: what it gets next, and how far it is.
 
-**Selection.** Sections are mapped from the change files, so that what is not asked for is not read.
-Rows that no route of the sink matches are left out; a trigger's rows are judged by that trigger
-alone, so the outcome does not depend on how many triggers are taken together.
-
-**Routes** are those of `penstock.propagation.flow.route`, on Arrow. Deltas are judged one by one. A
-*state* has a namespace and a vector, but neither an operation nor headers: a route by one of those
-takes the vectors that a matching delta touched in this trigger, each with its whole state, whatever
-else has touched it. A row that several routes take comes once.
-
-**Coalescing.** When a sink is behind, a vector that changed in several of the triggers needs only
-its newest state: the highest revision. Deltas are history, and all of them are kept, in order.
+A worker never waits for another sink. Its thread, retries and breaker are the runner's
+(`SinkRunner`). Rows are written by tasks on Spark where the sink can be made there
+(`SparkTaskWriter`), else by the sink's thread in the driver (`DriverWriter`).
 
 A worker is *halted* when the change log no longer holds what the sink would need; an operator must
 decide then. A call that never returns hangs the sink's thread alone: `join` waits a while, then
@@ -23,239 +14,194 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any, Final, Self
+from typing import Final, Protocol
 
-import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from penstock.errors import FailedPrecondition, PenstockError
+from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.log.crash import crash_point
-from penstock.model.delta import Op
 from penstock.node.observe.logs import get_logger
-from penstock.propagation.flow.route import DeltaRoute, RouteKind
-from penstock.sinks.protocol import Feed, Sink, Work
+from penstock.sinks.protocol import Feed, SinkCommit, TaskSink
 from penstock.sinks.runner import Handover, SinkRunner
-from penstock.sinks.schema import newest_of, vector_keys
 from penstock.sinks.topics import LetterBox
+from penstock.spark.delivery.attachment import RoutedSink, SinkSpec
 from penstock.spark.delivery.backlog import (
-    DELTAS,
     NONE,
+    QUARANTINE,
     STATES,
     Backlog,
     CursorFile,
     Planner,
     SinkCursor,
     WritePlan,
-    column_of,
 )
-from penstock.spark.fold.state import LANES, ChangeLog, ChangePart
+from penstock.spark.delivery.refill import units_of
+from penstock.spark.delivery.selection import (
+    ChangeSelection,
+    Portion,
+    SelectedChanges,
+    TakenPart,
+    portion_of,
+)
+from penstock.spark.delivery.tasks import SinkJobs, SinkOrder, SinkOutcome, joined, shares
+from penstock.spark.fold.state import DATA, LANES, ChangeLog, Manifest
 from penstock.spark.settings import DeliveryOptions
 
-_BY_DELTAS: Final = frozenset({RouteKind.OP, RouteKind.HEADER})
 log = get_logger(__name__)
 SAVE_S: Final = 5.0  # a cursor that moved over empty triggers only is saved this often
 
 
-@dataclass(frozen=True, kw_only=True)
-class SinkRoutes:
-    """A sink's routes; none: everything."""
+class SinkWriter(Protocol):
+    """Carries out one portion after the other; one that failed is tried again."""
 
-    routes: tuple[DeltaRoute, ...] = ()
+    def open(self) -> None:
+        """The sink is open in the driver; do so wherever else it will be written."""
+        ...
 
-    @classmethod
-    def parse(cls, texts: Iterable[str]) -> Self:
-        return cls(routes=tuple(DeltaRoute.parse(text) for text in texts))
+    def prepare(self, portion: Portion, *, rows_max: int | None) -> bool:
+        """Whether there may be anything in it for the sink."""
+        ...
 
-    @property
-    def all(self) -> bool:
-        return not self.routes or any(route.kind is RouteKind.ALL for route in self.routes)
+    def write(self) -> SinkOutcome:
+        """Write what was prepared, durably. After a failure it goes on where it stopped, or begins
+        again where that is the same."""
+        ...
 
-    @property
-    def judge_states_by_deltas(self) -> bool:
-        return not self.all and any(route.kind in _BY_DELTAS for route in self.routes)
+    def commit(self, outcome: SinkOutcome, commit: SinkCommit) -> None: ...
 
-    def deltas(self, deltas: pa.Table) -> pa.Table:
-        if self.all:
-            return deltas
-        return deltas.filter(_any(_delta_mask(route, deltas) for route in self.routes))
-
-    def states(self, states: pa.Table, touching: pa.Table | None) -> pa.Table:
-        """The states that some route takes; `touching` are all deltas of their trigger."""
-        if self.all:
-            return states
-        masks = [_name_mask(r, states) for r in self.routes if r.kind not in _BY_DELTAS]
-        judged = [r for r in self.routes if r.kind in _BY_DELTAS]
-        if judged and touching is not None:
-            taken = touching.filter(_any(_delta_mask(route, touching) for route in judged))
-            keys, wanted = (vector_keys(table, topics=True) for table in (states, taken))
-            masks.append(pc.is_in(keys, value_set=wanted))
-        return states.filter(_any(masks)) if masks else states.slice(0, 0)
+    def held(self) -> tuple[int, ...] | None:
+        """Up to which triggers the sink itself says that it holds everything, if it knows."""
+        ...
 
 
-def _any(masks: Iterable[Any]) -> Any:
-    return reduce(pc.or_, masks)
+class DriverWriter:
+    """Writes by the sink's own thread: for sinks that only this process has, or that have no part
+    in tasks."""
 
+    def __init__(self, selection: ChangeSelection, runner: SinkRunner) -> None:
+        self._selection, self._runner = selection, runner
+        self._portion: Portion | None = None
+        self._selected: SelectedChanges | None = None
+        self._handovers: list[Handover] = []
 
-def _delta_mask(route: DeltaRoute, deltas: pa.Table) -> Any:
-    if route.kind is RouteKind.OP:
-        return pc.equal(deltas["op"], pa.scalar(int(Op[route.value]), pa.int8()))
-    if route.kind is RouteKind.HEADER:
-        found = [_header(data, route.name) == route.value for data in deltas["headers"].to_pylist()]
-        return pa.chunked_array([pa.array(found, pa.bool_())])
-    return _name_mask(route, deltas)
+    def open(self) -> None:
+        return
 
+    def prepare(self, portion: Portion, *, rows_max: int | None) -> bool:
+        if self._portion is not portion:
+            self._selected = self._selection.select(portion, rows_max=rows_max)
+            self._handovers = [Handover(work=work) for work in self._selected.works]
+            self._portion = portion
+        return bool(self._handovers)
 
-def _name_mask(route: DeltaRoute, table: pa.Table) -> Any:
-    if route.kind is RouteKind.NAMESPACE:
-        return pc.equal(table["namespace"], route.value)
-    assert route.kind is RouteKind.VECTOR, route
-    same = pc.equal(table["namespace"], route.name)
-    return pc.and_(same, pc.equal(table["vector_id"], route.value))
-
-
-def _header(data: bytes | None, name: str) -> Any:
-    """A header of a message; what is no map has none."""
-    try:
-        found = msgspec.msgpack.decode(data) if data else {}
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    return found.get(name) if isinstance(found, dict) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SinkWrite:
-    """One write, which remembers how far it came. That of an ordered sink is one `Work`: its
-    triggers become visible together or not at all. That of an unordered one may be several, each
-    within the bound on rows; the cursor moves when the last of them is in."""
-
-    first: int  # trigger
-    last: int
-    handovers: list[Handover]  # empty: no row of these triggers is for this sink
-    moves: dict[int, int]  # where the cursor's lanes are afterwards
-    rows: int
-    log_times_ms: NDArray[np.int64]  # of every row, those overtaken by a newer revision included
-    coalesced: int  # how many were
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangeSelection:
-    changes: ChangeLog
-    pipeline: str
-    routes: SinkRoutes
-    payloads: bool = False
-
-    def select(self, plan: WritePlan, *, rows_max: int | None) -> SinkWrite:
-        """What is planned, cut into works of up to `rows_max` states, if that is given."""
-        spans = plan.spans
-        first = min(span.first for span in spans.values())
-        last = max(span.last for span in spans.values())
-        states: list[pa.Table] = []
-        deltas: list[pa.Table] = []
-        for trigger in range(first, last + 1):
-            wanted = {c for c, span in spans.items() if span.first <= trigger <= span.last}
-            for part in self.changes.manifest(trigger).parts:
-                states += self._states(part, wanted)
-                deltas += self._deltas(part, wanted)
-        times = [table["log_time_ms"].to_numpy() for table in states or deltas]
-        merged = pa.concat_tables(states) if states else None
-        if merged is not None and first < last:  # within a trigger a vector comes once
-            merged = newest_of(merged, topics=True)
-        chosen = pa.concat_tables(deltas) if deltas else None
-        work = Work(pipeline=self.pipeline, first=first, last=last, states=merged, deltas=chosen)
-        held, rows = (0 if table is None else table.num_rows for table in (merged, chosen))
-        works = [work]
-        if merged is not None and rows_max:
-            starts = range(0, held, rows_max)
-            works = [replace(work, states=merged.slice(at, rows_max)) for at in starts]
-        return SinkWrite(
-            first=first,
-            last=last,
-            handovers=[Handover(work=one) for one in works if held + rows],
-            moves=plan.moves,
-            rows=held + rows,
-            log_times_ms=np.concatenate([np.zeros(0, np.int64), *times]),
-            coalesced=sum(table.num_rows for table in states) - held,
+    def write(self) -> SinkOutcome:
+        assert self._selected is not None, "nothing was prepared"
+        for handover in self._handovers:
+            self._hand_over(handover)
+        selected = self._selected
+        return SinkOutcome(
+            rows=selected.rows,
+            coalesced=selected.coalesced,
+            log_times_ms=selected.log_times_ms,
+            time_rows=np.ones(len(selected.log_times_ms), np.int64),
         )
 
-    def _states(self, part: ChangePart, wanted: set[int]) -> Iterator[pa.Table]:
-        sections = [s for s in part.sections if column_of(s) in wanted and s.kind == "states"]
-        if not sections:
-            return
-        touching = self._deltas_of(part) if self.routes.judge_states_by_deltas else None
-        for section in sections:
-            table = self.routes.states(self.changes.table(part, section), touching)
-            if table.num_rows:
-                yield table
+    def _hand_over(self, handover: Handover) -> None:
+        taken = () if self._portion is None else self._portion.taken
+        if not handover.written:
+            crash_point("delivery.write.before")
+            self._runner.write(handover)
+            crash_point("delivery.write.after")
+        if handover.refused is not None:
+            crash_point("delivery.rejected.before")
+            self._runner.bury(handover, lambda: self._selection.all_deltas(taken))
+            crash_point("delivery.rejected.after")
 
-    def _deltas(self, part: ChangePart, wanted: set[int]) -> Iterator[pa.Table]:
-        """The part's deltas, or its quarantined ones for the sink of those."""
-        for section in part.sections:
-            if section.kind == "states" or column_of(section) not in wanted:
-                continue
-            table = self.changes.table(part, section)
-            if section.kind == "deltas":
-                table = self.routes.deltas(table)
-                if not self.payloads:
-                    table = _without_payload(table)
-            if table.num_rows:
-                yield table
+    def commit(self, outcome: SinkOutcome, commit: SinkCommit) -> None:
+        """Every write was one; what was selected is no longer needed."""
+        self._portion, self._selected, self._handovers = None, None, []
 
-    def all_deltas(self, triggers: Iterable[int]) -> Iterator[pa.Table]:
-        for trigger in triggers:
-            for part in self.changes.manifest(trigger).parts:
-                deltas = self._deltas_of(part)
-                if deltas is not None:
-                    yield deltas
-
-    def _deltas_of(self, part: ChangePart) -> pa.Table | None:
-        found = [s for s in part.sections if s.kind == "deltas"]
-        return self.changes.table(part, found[0]) if found else None
+    def held(self) -> tuple[int, ...] | None:
+        held = self._runner.call(self._runner.sink.cursor)
+        return None if held is None else (held,)
 
 
-def columns_of(feed: Feed) -> tuple[int, ...]:
-    states = STATES if feed & Feed.STATES else ()
-    deltas = (DELTAS,) if feed & (Feed.DELTAS | Feed.PAYLOADS) else ()
-    return (*states, *deltas)
+class SparkTaskWriter:
+    """Writes by tasks, and commits here what they wrote."""
+
+    def __init__(self, spec: SinkSpec, sink: TaskSink, runner: SinkRunner, jobs: SinkJobs) -> None:
+        self._sink, self._runner, self._jobs = sink, runner, jobs
+        self._portion: Portion | None = None
+        self._order = SinkOrder(spec=spec, changes=jobs.state)
+
+    def open(self) -> None:
+        joined([self._runner.call(lambda: self._jobs.open(self._order))])
+
+    def prepare(self, portion: Portion, *, rows_max: int | None) -> bool:
+        self._portion, self._order = portion, replace(self._order, rows_max=rows_max)
+        return bool(portion.taken)
+
+    def write(self) -> SinkOutcome:
+        assert self._portion is not None, "nothing was prepared"
+        order = self._order
+        tasks = shares(self._portion, tasks=self._jobs.slots(), shards=self._sink.shards)
+        crash_point("delivery.write.before")
+        found = joined(self._runner.call(lambda: self._jobs.run(order, tasks)))
+        crash_point("delivery.write.after")
+        meter = self._runner.meter
+        meter.rejected += found.rejected
+        meter.dead_letters += found.dead_letters
+        return found
+
+    def commit(self, outcome: SinkOutcome, commit: SinkCommit) -> None:
+        self._runner.call(lambda: self._sink.commit(outcome.receipts, commit))
+        crash_point("delivery.commit.after")
+
+    def held(self) -> tuple[int, ...] | None:
+        return self._runner.call(self._sink.mark)
 
 
-def _without_payload(table: pa.Table) -> pa.Table:
-    at = table.schema.get_field_index("payload")
-    if at < 0 or table["payload"].null_count == table.num_rows:
-        return table
-    return table.set_column(at, table.schema.field(at), pa.nulls(table.num_rows, pa.binary()))
+@dataclass
+class Filling:
+    """A sink on its way to hold all vectors as of a trigger."""
+
+    manifest: Manifest
+    portion: Portion | None = None  # once the files are there
 
 
 class SinkWorker:
     def __init__(
         self,
-        sink: Sink,
+        one: RoutedSink,
         *,
+        pipeline: str,
         columns: tuple[int, ...],
+        changes: ChangeLog,
         backlog: Backlog,
-        selection: ChangeSelection,
         letters: LetterBox,
-        file: CursorFile,
         options: DeliveryOptions,
+        jobs: SinkJobs | None,
     ) -> None:
-        self.sink, self._selection, self._options = sink, selection, options
+        self.sink, self._changes, self._options = one.sink, changes, options
+        self._pipeline, self._payloads = pipeline, bool(one.sink.feed & Feed.PAYLOADS)
         self.planner = Planner(backlog=backlog, columns=columns, options=options)
         self.halted: str | None = None
-        self._file = file
+        self._file = CursorFile(changes.store, one.sink.name, claim=changes.claim)
         self._established = False
-        self._write: SinkWrite | None = None
+        self._lake = one.lake
+        self._backfill = one.spec is None or one.spec.settings.backfill != "none"
+        self._plan: WritePlan | None = None
+        self._portion: Portion | None = None  # of the plan
+        self._filling: Filling | None = None
         self._saved_at = 0.0
         self._fence = threading.Lock()
         self._abandoned = False
+        self._jobs = jobs
         self.cursor = self._first_cursor()
         self.runner = SinkRunner(
-            sink,
-            thread=f"penstock-sink-{sink.name}",
+            one.sink,
+            thread=f"penstock-sink-{one.sink.name}",
             letters=letters,
             patience=options,
             log=log,
@@ -265,16 +211,44 @@ class SinkWorker:
             hang_s=options.hang_s,
             look_s=options.poll_s,
         )
+        self._writer = self._writer_of(one)
+
+    def _writer_of(self, one: RoutedSink) -> SinkWriter:
+        sink, jobs = one.sink, self._jobs
+        if jobs is not None and one.spec is not None and isinstance(sink, TaskSink):
+            return SparkTaskWriter(one.spec, sink, self.runner, jobs)
+        selection = ChangeSelection(
+            store=self._changes.store,
+            pipeline=self._pipeline,
+            routes=one.routes,
+            payloads=self._payloads,
+        )
+        return DriverWriter(selection, self.runner)
 
     @property
     def durable_through(self) -> int:
-        """The last trigger that will not be asked for again, whatever happens."""
+        """The last trigger that will not be asked for again, whatever happens. What a filling
+        covers is not: should it fail, the next one covers more."""
+        if self._filling is not None and self._lake is None:
+            return self._filling.manifest.trigger
         saved = self._file.saved
         return NONE if saved is None or self.halted else saved.through
 
     @property
     def state(self) -> str:
-        return "halted" if self.halted else self.runner.state
+        if self.halted:
+            return "halted"
+        return "filling" if self._filling is not None else self.runner.state
+
+    @property
+    def filling(self) -> dict[str, int] | None:
+        """How far a sink that is filled is, for people."""
+        filling = self._filling
+        if filling is None or self._jobs is None:
+            return None
+        total = len(units_of(filling.manifest))
+        done = total if filling.portion is not None else self._jobs.filled(self.sink.name)
+        return {"trigger": filling.manifest.trigger, "partitions": total, "folded": done}
 
     def caught_up(self, trigger: int) -> bool:
         """Whether the sink holds `trigger`; one with a cursor of its own is asked for it first."""
@@ -285,6 +259,8 @@ class SinkWorker:
         """Wait for the thread; False if it hangs and was let go of."""
         if self.runner.join(timeout_s):
             return True
+        if self._jobs is not None:
+            self._jobs.cancel(self.sink.name)
         if self._fence.acquire(timeout=1.0):  # else it saves its cursor just now: that is the truth
             self._abandoned = True
             self._fence.release()
@@ -295,93 +271,143 @@ class SinkWorker:
     def _advance(self) -> bool:
         """Do one thing; False if there is nothing to do."""
         if not self.runner.opened:
-            self.runner.open(self._settle)
+            self.runner.open(self._open)
             return True
-        if self._write is None and not self._plan():
-            return False
-        if self._write is not None:
-            self._carry_out(self._write)
-            self._write = None
-        return True
-
-    def _plan(self) -> bool:
-        plan = self.planner.plan(self.cursor, now_ms=_now_ms())
-        if plan is None:
+        if self._filling is not None:
+            self._fill(self._filling)
+            self._filling = None
+            return True
+        if self._plan is None:
+            self._plan = self.planner.plan(self.cursor, now_ms=_now_ms())
+            self._portion = None
+        if self._plan is None:
             self._save_moved(after_s=SAVE_S)
             return False
-        if not plan.spans:
-            self.cursor = self.cursor.advanced(plan.moves)
-            return True
-        rows_max = self._options.rows_per_write_max if self.planner.laned else None
-        self._write = self._selection.select(plan, rows_max=rows_max)
+        self._carry_out(self._plan)
+        self._plan = None
         return True
 
     def _rest(self) -> None:
-        newest = self.planner.backlog.last
-        self._selection.changes.wait(newest, timeout_s=self._options.poll_s)
+        self._changes.wait(self.planner.backlog.last, timeout_s=self._options.poll_s)
 
-    def _carry_out(self, write: SinkWrite) -> None:
-        if not write.handovers:
-            self.cursor = self.cursor.advanced(write.moves)
+    def _carry_out(self, plan: WritePlan) -> None:
+        if plan.spans and self._portion is None:
+            self._portion = portion_of(self._changes, plan)
+        moved = self.cursor.advanced(plan.moves)
+        if self._portion is None or not self._prepared(self._portion):
+            self.cursor = moved
             self._save_moved(after_s=SAVE_S)
             return
-        self._announce(write)
+        self._announce(plan)
+        self._deliver(self._portion, moved)
+
+    def _prepared(self, portion: Portion) -> bool:
+        rows_max = self._options.rows_per_write_max if self.planner.laned else None
+        return self._writer.prepare(portion, rows_max=rows_max)
+
+    def _deliver(self, portion: Portion, moved: SinkCursor) -> None:
+        """Write what was prepared; after it the sink is where `moved` says."""
         began = time.monotonic()
-        for handover in write.handovers:
-            self._hand_over(handover)
+        outcome = self._writer.write()
+        if outcome.rows:
+            commit = SinkCommit(
+                pipeline=self._pipeline,
+                first=portion.first,
+                last=portion.last,
+                position=moved.position,
+            )
+            self._writer.commit(outcome, commit)
         now = time.monotonic()
-        ages = (_now_ms() - write.log_times_ms) / 1000
-        told = None if self.planner.laned else self.runner.call(self.sink.cursor)
-        self._save(self.cursor.advanced(write.moves, told=told))
+        ages = (_now_ms() - outcome.log_times_ms) / 1000
+        self._save(moved.advanced({}, told=self._writer.held()))
         self.runner.succeeded()
         meter = self.runner.meter
-        meter.coalesced += write.coalesced
-        meter.wrote(write.rows, seconds=now - began, now=now)
-        meter.freshness.record(ages, now=now)
+        meter.coalesced += outcome.coalesced
+        meter.wrote(outcome.rows, seconds=now - began, now=now)
+        if self._filling is None:  # what is filled in was not waited for
+            meter.freshness.record(ages, outcome.time_rows, now=now)
 
-    def _hand_over(self, handover: Handover) -> None:
-        if not handover.written:
-            crash_point("delivery.write.before")
-            self.runner.write(handover)
-            crash_point("delivery.write.after")
-        if handover.refused is not None:
-            triggers = range(handover.work.first, handover.work.last + 1)
-            crash_point("delivery.rejected.before")
-            self.runner.bury(handover, lambda: self._selection.all_deltas(triggers))
-            crash_point("delivery.rejected.after")
+    def _fill(self, filling: Filling) -> None:
+        """Give the sink all that the fold held as of a trigger. The files are made once, and tried
+        until the sink has taken them."""
+        assert self._jobs is not None, "only tasks fill a sink"
+        jobs, manifest, store = self._jobs, filling.manifest, self._changes.store
+        if filling.portion is None:
+            log.info("sink is being filled", sink=self.sink.name, trigger=manifest.trigger)
+            filling.portion = self._filled_portion(jobs, manifest)
+        trigger = filling.portion.last
+        moved = self.cursor.advanced(dict.fromkeys(range(len(self.cursor.position)), trigger))
+        if self._prepared(filling.portion):
+            self._deliver(filling.portion, moved)
+        else:
+            self._save(moved)
+        store.delete([f"{DATA}/{one.part.file}" for one in filling.portion.taken if one.part.file])
+        log.info("sink is filled", sink=self.sink.name, trigger=trigger)
 
-    def _announce(self, write: SinkWrite) -> None:
-        if self.planner.laned or self.cursor.attempt == (write.first, write.last):
+    def _filled_portion(self, jobs: SinkJobs, manifest: Manifest) -> Portion:
+        name, feed, lake = self.sink.name, self.sink.feed, self._lake
+        if lake is None:
+            trigger = manifest.trigger
+            parts = self.runner.call(lambda: jobs.fill(name, feed, manifest))
+        else:
+            held = CursorFile(self._changes.store, lake.settings.name).load()
+            if held is None or held.through + 1 < (self._changes.first or 0):
+                raise Unavailable(f"{lake.settings.name} is not filled itself yet")
+            trigger = held.through
+            parts = self.runner.call(lambda: jobs.fill_from(lake, name))
+        columns = frozenset(self.planner.columns)
+        return Portion(trigger, trigger, tuple(TakenPart(part, columns) for part in parts))
+
+    def _announce(self, plan: WritePlan) -> None:
+        if self.planner.laned or self.cursor.attempt == (plan.first, plan.last):
             return
-        self._save(self.cursor.attempting(write.first, write.last))
+        self._save(self.cursor.attempting(plan.first, plan.last))
         crash_point("delivery.attempt.saved")
 
-    def _settle(self, held: int | None) -> None:
+    def _open(self) -> None:
+        # Hardly any pipeline has deltas in quarantine: its processes are started when one has.
+        if QUARANTINE not in self.planner.columns:
+            self._writer.open()
+        self._settle(self._writer.held())
+
+    def _settle(self, held: tuple[int, ...] | None) -> None:
         """The sink is open, and says itself that it holds everything up to `held`, if it does."""
-        # Only states are kept by lane; deltas are a history and have one order.
-        laned = not self.sink.ordered and self.planner.columns == STATES and held is None
-        self.planner.laned = laned and self.cursor.told is None
+        # Only states are kept by lane; deltas are a history and have one order. A cursor of a sink
+        # written here is one number, a mark may have one for each lane.
+        told = held is not None or self.cursor.told is not None
+        one_number = told and isinstance(self._writer, DriverWriter)
+        laned = not self.sink.ordered and self.planner.columns == STATES
+        self.planner.laned = laned and not one_number
         lanes = LANES if self.planner.laned else 1
         cursor = self.cursor.in_lanes(lanes).reconciled(held)
         problem = self._gap(cursor)
         if problem is not None and (furthest := self._file.furthest()) is not None:
             # A driver that was overtaken has served the sink meanwhile, and deleted the triggers.
-            cursor = furthest.in_lanes(lanes).reconciled(held)
-            problem = self._gap(cursor)
+            taken_over = furthest.in_lanes(lanes).reconciled(held)
+            if self._gap(taken_over) is None:
+                cursor, problem = taken_over, None
+        newest = self._changes.newest()
+        if problem is not None and self._can_fill(cursor) and newest is not None:
+            log.warning("sink lacks what the change log no longer has", sink=self.sink.name)
+            self._filling, problem = self._filling or Filling(newest), None
         if problem is not None:
             self._halt(problem)
             return
         if cursor.position != self.cursor.position:
-            self._write = None  # it was planned for another place
+            self._plan = None  # it was made for another place
         self._save(cursor)
         self._established = True
-        if self._write is None:  # else the write will show whether it is well
+        if self._plan is None:  # else the write will show whether it is well
             self.runner.succeeded()
+
+    def _can_fill(self, cursor: SinkCursor) -> bool:
+        last, fed = self._changes.last, QUARANTINE not in self.planner.columns
+        ahead = last is not None and cursor.through > last  # whose state is this?
+        return self._backfill and fed and self._jobs is not None and not ahead
 
     def _gap(self, cursor: SinkCursor) -> str | None:
         """Why going on from there would leave rows out, if it would."""
-        changes = self._selection.changes
-        first, last = changes.first, changes.last
+        first, last = self._changes.first, self._changes.last
         if last is not None and cursor.through > last:
             return (
                 f"it is at trigger {cursor.through}, the change log only at {last}: it is a sink of"
@@ -392,7 +418,7 @@ class SinkWorker:
                 f"it holds triggers up to {cursor.through}, and those before {first} are no longer"
                 " in the change log: rebuild it"
             )
-        lacking = self.planner.lacking(cursor, payloads=self._selection.payloads)
+        lacking = self.planner.lacking(cursor, payloads=self._payloads)
         if lacking is not None:
             return (
                 f"trigger {lacking[0]} was written while no sink took {lacking[1]}: fill it by"
@@ -422,10 +448,12 @@ class SinkWorker:
             self._save(self.cursor)
 
     def _first_cursor(self) -> SinkCursor:
-        """The cursor on file; a new sink begins with the oldest trigger there is."""
+        """The cursor on file. A new sink begins with the first trigger of all, which it may have to
+        be filled for, or with the oldest that is there if it is not to be."""
         found = self._file.load()
         if found is None:
-            found = SinkCursor.before(self._selection.changes.first or 0, lanes=1)
+            filled = self._can_fill(SinkCursor.before(0, lanes=1))
+            found = SinkCursor.before(0 if filled else self._changes.first or 0, lanes=1)
             self._file.save(found)
         return found
 

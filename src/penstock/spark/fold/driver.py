@@ -12,26 +12,21 @@ How many rows a trigger takes is adapted after each. Utilisation is a trigger's 
 `target_trigger_s`. Only a trigger that took most of what it might counts: one that found little to
 read says nothing of how much it could bear. While triggers are over in no time the rate doubles.
 The manifest carries it, so that the next run begins there.
-
-What ended a job is told as the error that was raised where it happened (`cause_of`). An error of a
-task reaches the driver as text: Spark's exception quotes the Python traceback. The last of
-Penstock's errors in it is the cause.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from penstock import errors
 from penstock.errors import PenstockError
 from penstock.log.crash import crash_point
 from penstock.node.observe.logs import get_logger
 from penstock.propagation.flow.rate import AdaptiveRate
+from penstock.spark.executors import Job, cause_of, run_job
 from penstock.spark.fold.partition_step import FoldPlan, PartitionStep
 from penstock.spark.fold.state import (
     ChangeLog,
@@ -41,6 +36,7 @@ from penstock.spark.fold.state import (
     FoldSnapshots,
     Heads,
     Manifest,
+    snapshots_of,
 )
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import ReadOptions
@@ -57,9 +53,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = get_logger(__name__)
-# Spark gives a task any worker process. With as many tasks as cores, partitions change workers
-# every other trigger, and each time their state is made anew. Half as many leave a core to the
-# node, the JVM and the sinks besides.
+# Half of the cores are left to the node, the JVM and the sinks: a fold by both of two cores was no
+# faster, and the whole way into sinks slower by a tenth.
 CORES_PER_TASK: Final = 2
 IDLE_S: Final = 0.1  # between two looks for something to read
 BACKOFF_S_BASE: Final = 0.5  # before a failed trigger is planned anew; doubles with each in a row
@@ -70,10 +65,6 @@ POOL: Final = "fold"
 Unit = tuple[ReadRange, FoldHead | None]
 FULL_SHARE: Final = 0.5  # of the rate, from which on a trigger counts
 BARELY: Final = 0.25  # of the target: a trigger that takes less lets the rate double
-_RAISED: Final = re.compile(r"penstock\.errors\.(\w+): ([^\n]*)")
-# Spark gives a Python process ten seconds to start, which a busy machine may outlast.
-_LATE: Final = "Python worker failed to connect back"
-_NAMED: Final = re.compile(r"^[\w.]*(?:Error|Exception)\b: .*", re.MULTILINE)
 
 
 class FoldDriver:
@@ -170,17 +161,25 @@ class FoldDriver:
         return rows
 
     def _run(self, units: Sequence[Unit]) -> list[tuple[FoldHead, ChangePart]]:
-        context, trigger = self._context, (self._changes.last or 0) + 1
-        context.setLocalProperty("spark.scheduler.pool", POOL)
-        context.setJobGroup(
-            self._group, f"{self._settings.name}: fold of trigger {trigger}", interruptOnCancel=True
+        trigger = (self._changes.last or 0) + 1
+        job = Job(
+            pool=POOL,
+            group=self._group,
+            description=f"{self._settings.name}: fold of trigger {trigger}",
+            workers=POOL,
         )
         # Asked at each trigger: executors come and go.
-        most = self._settings.tasks or max(1, context.defaultParallelism // CORES_PER_TASK)
+        parallelism = self._context.defaultParallelism
+        most = self._settings.tasks or max(1, parallelism // CORES_PER_TASK)
         self._tasks = min(len(units), most)
-        ranges = context.parallelize(units, self._tasks)
         plan = self._plan  # it travels to the workers, and this object does not
-        return list(ranges.map(lambda unit: PartitionStep(plan, unit[0]).run(unit[1])).collect())
+        return run_job(
+            self._context,
+            job,
+            lambda unit: PartitionStep(plan, unit[0]).run(unit[1]),
+            units,
+            tasks=self._tasks,
+        )
 
     def _commit(self, outcomes: Sequence[tuple[FoldHead, ChangePart]]) -> None:
         heads = dict(self._heads)
@@ -204,7 +203,7 @@ class FoldDriver:
 
     def _settle(self, held: Manifest) -> None:
         """Go on from the manifest that is there, and remove what it does without."""
-        replaced = _snapshots(self._heads) - _snapshots(held.heads)
+        replaced = snapshots_of(self._heads) - snapshots_of(held.heads)
         self._heads = held.heads
         self._snapshots.drop(sorted(replaced))
         if not self._swept and held.claim == self._claim.number:
@@ -279,11 +278,6 @@ def offsets_of(heads: Heads) -> Offsets:
     }
 
 
-def _snapshots(heads: Heads) -> set[str]:
-    named = {head.snapshot for topic in heads.values() for head in topic.partitions.values()}
-    return named - {""}
-
-
 def _flat(offsets: Offsets) -> dict[str, int]:
     return {f"{t}/{p}": n for t, found in offsets.items() for p, n in sorted(found.items())}
 
@@ -306,19 +300,3 @@ class TriggerRate:
             self._rate.rate = min(self._rate.rate * 2, self._rate.maximum)
         else:
             self._rate.adjust(seconds / self._target_s)
-
-
-def cause_of(error: BaseException) -> PenstockError:
-    """The error that ended a query; `Fatal` if Spark gave up for reasons of its own."""
-    if isinstance(error, PenstockError):
-        return error
-    text = str(error)
-    for name, message in reversed(_RAISED.findall(text)):
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, PenstockError):
-            more = {"field": "unknown"} if issubclass(kind, errors.InvalidArgument) else {}
-            return kind(message, **more)
-    if _LATE in text:
-        return errors.Unavailable(_LATE)
-    named = _NAMED.findall(text)
-    return errors.Fatal(named[-1] if named else text.split("\n", 1)[0] or type(error).__name__)

@@ -1,11 +1,15 @@
 """One partition's step in a trigger: from a range of the log to a change file and a new head.
 
 The *head* is where the fold of a partition stands, by the newest manifest: up to which sequence it
-is folded, and the snapshot to begin from. The state itself, columns of many megabytes, is kept by
-the worker process that folded last (`StateCache`). A task that lands on another worker, or comes
-again after a failure, makes the state of its head anew: from the cached state if that is not beyond
-the head, else from the snapshot, and from there through the log. Folding is a function of the log
-alone, not of how it is cut into ranges, so every way leads to the same state and the same file.
+is folded, and the snapshots to begin from. The state itself, columns of many megabytes, lies in a
+folder of the executor that folded last (`local_state`). A task that lands on another executor, or
+comes again after a failure, makes the state of its head anew: from the state that it finds if that
+is not beyond the head, else from the snapshots, and from there through the log. Folding is a
+function of the log alone, not of how it is cut into ranges, so every way leads to the same state
+and the same file.
+
+A snapshot has what changed since the one before it, so that saving a large state costs what its
+changes do. A new base is written when the increments have become as large as the last one.
 
 Parents that are asked back (`Propagator.missing`) are looked for in the log. Retention may delete
 what was found there between one fold and the next, so the answers since the last snapshot are part
@@ -20,7 +24,8 @@ partition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -30,11 +35,19 @@ import pyarrow as pa
 from penstock.errors import Corruption
 from penstock.model.delta import NO_ID
 from penstock.model.delta_batch import DeltaBatch
+from penstock.node.observe.logs import get_logger
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import dump, restore
 from penstock.propagation.options import PropagationOptions
-from penstock.sinks.protocol import Feed
+from penstock.sinks.protocol import SHARDS_MAX, Feed, shards_of
 from penstock.sinks.schema import DELTAS, deltas_table, states_table
+from penstock.spark.fold.local_state import (
+    LocalState,
+    LocalStateLost,
+    StateCache,
+    executor_folder,
+    local_state,
+)
 from penstock.spark.fold.state import (
     LANES,
     ChangePart,
@@ -49,19 +62,15 @@ from penstock.spark.source.ranges import ReadRange
 from penstock.spark.source.rows import BatchPiece, deltas_of, pieces
 from penstock.spark.store import StoreAddress
 
+log = get_logger(__name__)
 FEED_BYTES_MAX: Final = 512 << 20  # of log batches that are joined
-CACHED_MAX: Final = 64  # partitions whose state a worker keeps
 SNAPSHOT_MS: Final = 600_000  # of log time, after which a snapshot is due however few deltas came
-# A snapshot's bytes are spread over the deltas between two of them: a large state is saved less
-# often, so that saving never costs more than a share of folding.
-SNAPSHOT_BYTES_PER_DELTA: Final = 100
+INCREMENTS_SHARE: Final = 1  # a base is due when its increments have as many bytes …
+INCREMENTS_MAX: Final = 64  # … or are this many
+SHARDED_ROWS: Final = 4096  # fewer states of a lane are not worth a section for each shard
 FOUND_MAX: Final = 256  # answers that a head carries; past it a snapshot is due
 Answer = Callable[[Iterable[bytes]], Set[bytes]]
-# The states of this process by pipeline, topic and partition, the least recently used
-# first. A state is taken out to be worked on and put back when that went well: one that an error
-# left half done is never found again.
-StateCache = dict[tuple[str, str, int], Propagator]
-STATES: Final[StateCache] = {}
+STATES: Final[StateCache] = {}  # of this process
 QUARANTINE: Final = pa.schema(
     [
         *DELTAS,
@@ -80,7 +89,7 @@ def read_deltas(
     last: int,
     check: Check | None = None,
     bytes_max: int = FEED_BYTES_MAX,
-) -> Iterator[tuple[DeltaBatch, int]]:
+) -> Generator[tuple[DeltaBatch, int]]:
     """The deltas of `[first, last]`, each time with the sequence up to which they reach. A range
     within `bytes_max` comes in one piece. The last piece reaches to `last`, with no deltas in it if
     the log ends in other records. `check` is shown every batch, of all kinds."""
@@ -129,30 +138,44 @@ class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: PropagationOptions
     snapshot_deltas: int
     feed: Feed = Feed.STATES | Feed.DELTAS  # what the sinks make use of; nothing else is written
-
-
-def keep(state: Propagator, cache: StateCache, key: tuple[str, str, int]) -> None:
-    cache[key] = state
-    while len(cache) > CACHED_MAX:
-        del cache[next(iter(cache))]
+    sharded: bool = False  # whether a sink has shards: then states are written by shard
 
 
 class PartitionStep:
-    def __init__(self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES) -> None:
+    """`root` is the folder in which workers share states; by default the executor's."""
+
+    def __init__(
+        self, plan: FoldPlan, part: ReadRange, *, cache: StateCache = STATES,
+        root: Path | None = None,
+    ) -> None:  # fmt: skip
         self._plan, self._range, self._cache = plan, part, cache
         self._place: dict[str, Any] = {"topic": part.topic, "partition": part.partition}
         self._key = (plan.pipeline, part.topic, part.partition)
+        self._root = root or executor_folder(self._key)
         self._access = plan.node.access()
         self._store = plan.state.open()
         self._snapshots = FoldSnapshots(self._store, claim=plan.claim)
 
     def run(self, head: FoldHead | None) -> tuple[FoldHead, ChangePart]:
         """The head after this range, and what came out; durable when it returns."""
-        first, last = self._range.first, self._range.last
         if head is None:
-            head = FoldHead(start=first, sequence=first - 1)
+            head = FoldHead(start=self._range.first, sequence=self._range.first - 1)
         self._check_follows(head)
-        state = self._state_of(head)
+        try:
+            return self._run(head, self._root)
+        except LocalStateLost as full:
+            log.warning("a state is kept in memory", folder=str(self._root), error=str(full))
+            return self._run(head, None)
+
+    def _run(self, head: FoldHead, root: Path | None) -> tuple[FoldHead, ChangePart]:
+        options = self._plan.options
+        with local_state(self._key, options, cache=self._cache, root=root) as local:
+            state = self._state_of(head, local)
+            head, part = self._fold(state, head)
+            local.settle(state)
+        return head, part
+
+    def _fold(self, state: Propagator, head: FoldHead) -> tuple[FoldHead, ChangePart]:
         found: set[bytes] = set()
 
         def ask(_: Iterable[bytes]) -> set[bytes]:
@@ -160,13 +183,13 @@ class PartitionStep:
             found.update(held)
             return held
 
+        first, last = self._range.first, self._range.last
         feeds = read_deltas(self._access, **self._place, first=first, last=last)
         states = Feed.STATES in self._plan.feed
         outcomes = list(fold_deltas(state, feeds, answer=ask, states=states))
         part = self._write(outcomes, state, quarantined=head.quarantined)
         known = (*head.found, *sorted(id_.hex() for id_ in found))
         head = self._advanced(msgspec.structs.replace(head, found=known), state, part)
-        keep(state, self._cache, self._key)
         return head, part
 
     def _check_follows(self, head: FoldHead) -> None:
@@ -178,11 +201,16 @@ class PartitionStep:
 
     # --- making a state ---
 
-    def _state_of(self, head: FoldHead) -> Propagator:
+    def state_at(self, head: FoldHead) -> Propagator:
+        """The state at a head, in the memory of this process alone, for whoever looks at it."""
+        with local_state(self._key, self._plan.options, cache={}, root=None) as local:
+            return self._state_of(head, local)
+
+    def _state_of(self, head: FoldHead, local: LocalState) -> Propagator:
         """The state at exactly the head's sequence."""
-        state = self._cache.pop(self._key, None)
+        state = local.found()
         if state is None or not head.snapshot_sequence <= state.sequence <= head.sequence:
-            state = self._restored(head)
+            state = self._restored(head, local)
         first = max(state.sequence + 1, head.start)
         if first <= head.sequence:
             known = frozenset(map(bytes.fromhex, head.found))
@@ -191,13 +219,16 @@ class PartitionStep:
                 pass  # its outcome was written when these ranges were first folded
         return state
 
-    def _restored(self, head: FoldHead) -> Propagator:
-        if not head.snapshot:
-            return Propagator(self._plan.dimensions[self._range.topic], self._plan.options)
-        state = restore(self._snapshots.read(head.snapshot), self._plan.options)
+    def _restored(self, head: FoldHead, local: LocalState) -> Propagator:
+        options, space = self._plan.options, local.fresh_space()
+        if not head.snapshots:
+            return Propagator(self._plan.dimensions[self._range.topic], options, space=space)
+        read = (self._snapshots.read(name) for name in head.snapshots)
+        state = restore(*read, options=options, space=space)
         if state.sequence != head.snapshot_sequence:
             raise Corruption(
-                f"{head.snapshot} is of sequence {state.sequence}, not {head.snapshot_sequence}"
+                f"{head.snapshots[-1]} is of sequence {state.sequence},"
+                f" not {head.snapshot_sequence}"
             )
         return state
 
@@ -211,11 +242,7 @@ class PartitionStep:
         writer = ChangeWriter(self._store, claim=self._plan.claim, **place)
         if Feed.STATES in feed:
             states = states_table(state.take_touched(), **place)
-            lanes = states["lane"].to_numpy()
-            for lane in range(LANES):
-                mine = lanes == lane
-                table = states if mine.all() else states.filter(pa.array(mine))
-                writer.add("states", table, lane=lane)
+            write_states(writer, states, sharded=self._plan.sharded)
         if Feed.DELTAS in feed:
             payloads = Feed.PAYLOADS in feed
             tables = [released_table(outcome, **place, payloads=payloads) for outcome in outcomes]
@@ -235,21 +262,52 @@ class PartitionStep:
             unsaved=head.unsaved + part.counts.get("read", 0),
             quarantined=head.quarantined + part.counts.get("quarantined", 0),
         )
-        spread = head.snapshot_bytes // SNAPSHOT_BYTES_PER_DELTA
-        due = head.unsaved >= max(self._plan.snapshot_deltas, spread)
+        due = head.unsaved >= self._plan.snapshot_deltas
         old = head.unsaved > 0 and newest - head.snapshot_ms >= SNAPSHOT_MS
         if not (due or old or len(head.found) > FOUND_MAX):
             return head
-        name, size = self._snapshots.write(dump(state), **self._place, sequence=head.sequence)
+        return self._saved(head, state)
+
+    def _saved(self, head: FoldHead, state: Propagator) -> FoldHead:
+        """The head with one more snapshot. What is noted as changed in a state may reach back
+        further than the head's snapshots, and never less far, or it is not an increment to them."""
+        base = (
+            not head.snapshots
+            or state.saved > head.snapshot_sequence
+            or head.increment_bytes * INCREMENTS_SHARE >= head.base_bytes
+            or len(head.snapshots) > INCREMENTS_MAX
+        )
+        name, size = self._snapshots.write(
+            dump(state, increment=not base),
+            kind="base" if base else "increment",
+            **self._place,
+            sequence=head.sequence,
+        )
+        state.on_saved()
         return msgspec.structs.replace(
             head,
-            snapshot=name,
+            snapshots=(name,) if base else (*head.snapshots, name),
             snapshot_sequence=head.sequence,
-            snapshot_bytes=size,
-            snapshot_ms=newest,
+            base_bytes=size if base else head.base_bytes,
+            increment_bytes=0 if base else head.increment_bytes + size,
+            snapshot_ms=head.newest_ms,
             unsaved=0,
             found=(),
         )
+
+
+def write_states(writer: ChangeWriter, states: pa.Table, *, sharded: bool) -> None:
+    """A section for each lane, and of a large one, where a sink has shards, for each shard."""
+    lanes = states["lane"].to_numpy()
+    for lane in range(LANES):
+        mine = lanes == lane
+        table = states if mine.all() else states.filter(pa.array(mine))
+        if not sharded or table.num_rows < SHARDED_ROWS:
+            writer.add("states", table, lane=lane)
+            continue
+        owners = shards_of(table)
+        for shard in range(SHARDS_MAX):
+            writer.add("states", table.filter(pa.array(owners == shard)), lane=lane, shard=shard)
 
 
 def released_table(outcome: FeedOutcome, *, topic: str, partition: int, payloads: bool) -> pa.Table:

@@ -39,11 +39,17 @@ mistake is told so instead of taking over.
 
 A *snapshot* is the state of a partition's fold, to begin from instead of sequence 1:
 
-    snapshots/<claim>-<topic>-<partition>-<sequence>.snapshot
+    snapshots/<claim>-<topic>-<partition>-<sequence>.base        all of it
+    snapshots/<claim>-<topic>-<partition>-<sequence>.increment   what changed since the one before
 
 32 bytes of header (magic, version, hash and length of the content), then the content as the kernel
 wrote it. The name says up to which sequence the log was folded. A snapshot is written before the
-manifest that refers to it.
+manifest that refers to it. A head names a base and its increments, and begins with a new base when
+those have become as large.
+
+Two tasks that fold the same range, of which one was given up, write the same name, and either file
+is as good: an increment has what changed since the snapshot before it in the head, or since an
+earlier one.
 """
 
 from __future__ import annotations
@@ -73,17 +79,18 @@ from penstock.propagation.options import PropagationOptions
 from penstock.spark.store import Store, StoreAddress
 
 SectionKind = Literal["states", "deltas", "quarantine"]
+SnapshotKind = Literal["base", "increment"]
 LANES: Final = 4
 SUFFIX: Final = ".arrow"
 CHANGES: Final = "changes"
 DATA: Final = "changes/data"
 PRESENT: Final = frozenset({"pending", "pending_oldest_ms"})  # counts that say how it is now
-VERSION: Final = 2  # of a manifest, and of the identity
+VERSION: Final = 3  # of a manifest and what it names, and of the identity
 _NAME: Final = re.compile(r"(\d{12})\.json")
 IDENTITY: Final = "pipeline.json"
 DRIVERS: Final = "drivers"
 MAGIC: Final = b"PNSTSNAP"
-SNAPSHOT_VERSION: Final = 1
+SNAPSHOT_VERSION: Final = 2
 HEADER: Final = struct.Struct("<8sQQQ")
 SNAPSHOTS: Final = "snapshots"
 
@@ -91,6 +98,7 @@ SNAPSHOTS: Final = "snapshots"
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     kind: SectionKind
     lane: int | None = None  # of states: the priority class; deltas and quarantine have none
+    shard: int | None = None  # of states, if all are of one shard of SHARDS_MAX
     rows: int
     offset: int
     length: int
@@ -112,10 +120,12 @@ class ChangePart(msgspec.Struct, frozen=True, kw_only=True):
 class FoldHead(msgspec.Struct, frozen=True, kw_only=True):
     start: int  # the first sequence that was ever folded
     sequence: int  # folded up to here
-    snapshot: str = ""  # empty: none yet, a fold begins at `start`
-    snapshot_sequence: int = 0
-    snapshot_bytes: int = 0
-    snapshot_ms: int = 0  # log time of the newest change in it
+    # A base and its increments, to be taken in this order; none yet: a fold begins at `start`.
+    snapshots: tuple[str, ...] = ()
+    snapshot_sequence: int = 0  # of the last of them
+    base_bytes: int = 0
+    increment_bytes: int = 0  # of all increments
+    snapshot_ms: int = 0  # log time of the newest change in them
     newest_ms: int = 0  # log time of the newest change
     unsaved: int = 0  # deltas folded since
     quarantined: int = 0  # deltas so far: numbers the next ones
@@ -144,7 +154,14 @@ class ChangeWriter:
         self._sections: list[Section] = []
         self._size = 0
 
-    def add(self, kind: SectionKind, table: pa.Table, *, lane: int | None = None) -> None:
+    def add(
+        self,
+        kind: SectionKind,
+        table: pa.Table,
+        *,
+        lane: int | None = None,
+        shard: int | None = None,
+    ) -> None:
         """Append a section; a table without rows leaves none."""
         if not table.num_rows:
             return
@@ -157,6 +174,7 @@ class ChangeWriter:
             Section(
                 kind=kind,
                 lane=lane,
+                shard=shard,
                 rows=table.num_rows,
                 offset=self._size,
                 length=buffer.size,
@@ -185,6 +203,22 @@ class ChangeWriter:
             content.update(memoryview(buffer))
         place = f"{self._topic}-{self._partition}-{first}-{last}"
         return f"{claimed(self._claim)}-{place}-{content.hexdigest()}{SUFFIX}"
+
+
+def read_section(store: Store, part: ChangePart, section: Section) -> pa.Table:
+    """The rows of one section; they stay valid after the file is deleted."""
+    assert part.file is not None, "a part with sections has a file"
+    name = f"{store.url}/{DATA}/{part.file}"
+    try:
+        data = store.read_range(f"{DATA}/{part.file}", section.offset, section.length)
+        table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
+    except NotFound as error:
+        raise Corruption(f"{name} is named by a manifest and is not there") from error
+    except (pa.ArrowInvalid, OSError) as error:  # Arrow's own complaints about the bytes
+        raise Corruption(f"{name} is not what was written: {error}") from error
+    if (rows := table.num_rows) != section.rows:
+        raise Corruption(f"{name}: {rows} rows where its manifest says {section.rows}")
+    return table
 
 
 def claimed(claim: int) -> str:
@@ -260,21 +294,6 @@ class ChangeLog:
     def wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def table(self, part: ChangePart, section: Section) -> pa.Table:
-        """The rows of one section; they stay valid after the file is deleted."""
-        assert part.file is not None, "a part with sections has a file"
-        name = f"{self.store.url}/{DATA}/{part.file}"
-        try:
-            data = self.store.read_range(f"{DATA}/{part.file}", section.offset, section.length)
-            table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
-        except NotFound as error:
-            raise Corruption(f"{name} is named by a manifest and is not there") from error
-        except (pa.ArrowInvalid, OSError) as error:  # Arrow's own complaints about the bytes
-            raise Corruption(f"{name} is not what was written: {error}") from error
-        if (rows := table.num_rows) != section.rows:
-            raise Corruption(f"{name}: {rows} rows where its manifest says {section.rows}")
-        return table
 
     def commit(self, manifest: Manifest, *, check: Callable[[], None]) -> Manifest:
         """Make a trigger visible. The manifest that is there now: this one, or that of a driver
@@ -461,16 +480,23 @@ def running_pid(path: Path) -> int | None:
 # --- snapshots ---
 
 
+def snapshots_of(heads: Heads) -> set[str]:
+    """The names of all snapshots that heads refer to."""
+    every = (head for topic in heads.values() for head in topic.partitions.values())
+    return {name for head in every for name in head.snapshots}
+
+
 class FoldSnapshots:
     def __init__(self, store: Store, *, claim: int) -> None:
         self._store, self._claim = store, claim
 
     def write(
-        self, buffers: Sequence[Buffer], *, topic: str, partition: int, sequence: int
-    ) -> tuple[str, int]:
+        self, buffers: Sequence[Buffer], *, kind: SnapshotKind, topic: str, partition: int,
+        sequence: int,
+    ) -> tuple[str, int]:  # fmt: skip
         """Make a snapshot durable; its name and size. Written again it may differ in bytes, never
-        in what it says."""
-        name = f"{claimed(self._claim)}-{topic}-{partition}-{sequence}.snapshot"
+        in what comes of it."""
+        name = f"{claimed(self._claim)}-{topic}-{partition}-{sequence}.{kind}"
         content = xxhash.xxh3_64()
         size = 0
         for buffer in buffers:
@@ -498,7 +524,7 @@ class FoldSnapshots:
 
     def sweep(self, heads: Heads) -> int:
         """Delete what earlier drivers wrote and no head refers to; how many went."""
-        kept = {head.snapshot for topic in heads.values() for head in topic.partitions.values()}
+        kept = snapshots_of(heads)
         found = self._store.names(SNAPSHOTS)
         strays = [n for n in found if n not in kept and claim_of(n) < self._claim]
         self.drop(strays)

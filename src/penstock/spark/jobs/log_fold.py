@@ -1,9 +1,17 @@
-"""The fold of whole partitions on Spark, for jobs: one task each, from the log to files of Arrow.
+"""The fold of partitions in tasks, for jobs: from the log to tables of Arrow, piece by piece.
 
 A task reads its range of the log from the node with everything in it, proves it batch by batch,
-and feeds the deltas to the kernels. What comes out goes to the job's folder, which
-the driver and the executors share: the states as one stream of Arrow, what was released, if wanted,
-as another. The driver maps those files; it never holds the log.
+and feeds the deltas to the kernels. What comes out is handed on as it comes; nothing is kept but
+the state of the fold.
+
+**Where a fold begins.** The state is a function of the log, so it may begin at the log's first
+sequence, or at a snapshot that the pipeline has left and read the log from there (`PlannedFold`). A
+snapshot serves if it is of this topic, if it is not beyond the range's end, and if the log that is
+left joins it without a gap. What retention has deleted before it is not missed. The whole range is
+proved all the same, also the part that is in the snapshot.
+
+Parents that a fold asks back are looked for in the log. Up to where the pipeline has folded it has
+the answers in its head: retention may have deleted since what was found then.
 
 Damage ends the fold of its partition and is part of the answer, not an error of the job: the other
 partitions are still worth knowing.
@@ -21,42 +29,42 @@ A log that retention has shortened is proved from its first batch on.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
+import msgspec
 import pyarrow as pa
 
 from penstock.errors import Corruption, FailedPrecondition
 from penstock.model.batch import Batch, Kind, decode, verify_chain
+from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
-from penstock.sinks.schema import DELTAS, states_table
+from penstock.sinks.schema import states_table
 from penstock.spark.fold.partition_step import (
+    FoldPlan,
+    PartitionStep,
     find_forgotten,
     fold_deltas,
-    read_deltas,
     released_table,
 )
-from penstock.spark.fold.state import add_counts
+from penstock.spark.fold.state import FoldHead, Heads, add_counts
 from penstock.spark.source.options import Connecting
-from penstock.spark.source.ranges import ReadRange
+from penstock.spark.source.ranges import FoldRange
+from penstock.spark.source.rows import BatchPiece, deltas_of, pieces
+from penstock.spark.store import StoreAddress
 
 MESSAGES: Final = frozenset({Kind.ENQ, Kind.PREPARE})
 FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
-STATES_ROWS: Final = 20_000  # of a record batch of states
+STATES_ROWS: Final = 20_000  # of a piece of states
+Origin = Literal["log", "snapshot"]
 
 
 def log_ranges(
     node: Connecting, topics: Sequence[str], *, until_ms: int | None = None
-) -> list[ReadRange]:
+) -> list[FoldRange]:
     """Everything readable of the topics' partitions as of now, or up to the last batch that was
     written at or before `until_ms`. An empty partition's range ends before it begins."""
     access = node.access()
@@ -67,18 +75,10 @@ def log_ranges(
             last, partition = status.readable, status.partition
             if until_ms is not None:
                 last = min(last, access.find_time(topic, partition, until_ms + 1) - 1)
-            found.append(ReadRange(topic, partition, status.sequence_first, last))
+            found.append(
+                FoldRange(topic, partition, status.sequence_first, last, topic_id=status.topic_id)
+            )
     return found
-
-
-def loss_of(one: ReadRange) -> str | None:
-    """Why no state can be made of a range; None if the log is there from its beginning."""
-    if one.first == 1:
-        return None
-    return (
-        f"{one.topic}/{one.partition} begins at sequence {one.first}: retention has deleted"
-        " what the vectors were made of"
-    )
 
 
 class LogCheck:
@@ -116,102 +116,227 @@ class LogCheck:
             raise Corruption(f"the log ends at {self.next - 1}, not {last}", sequence=self.next)
 
 
-@contextmanager
-def scratch(folder: Path | None) -> Iterator[Path]:
-    """A new folder inside `folder`, which driver and executors share; gone when the job ends. None:
-    one for temporary files, which does where both are on this machine."""
-    own = (folder or Path(tempfile.gettempdir())) / f".job-{uuid.uuid4().hex}"
-    own.mkdir(parents=True)
-    try:
-        yield own
-    finally:
-        shutil.rmtree(own)
+@dataclass(frozen=True, kw_only=True)
+class PlannedFold:
+    """A range of the log, all of which is proved, and what its fold begins from."""
+
+    range: FoldRange
+    head: FoldHead | None = None  # of the pipeline, if it has folded this partition
+    origin: Origin = "log"
+
+    @property
+    def begin(self) -> int:
+        """The first sequence that is folded."""
+        if self.head is None:
+            return self.range.first
+        if self.origin == "snapshot":
+            return self.head.snapshot_sequence + 1
+        return max(self.range.first, self.head.start)
+
+    @property
+    def loss(self) -> str | None:
+        """Why no state can be made of it; None if everything that it is made of is there."""
+        if self.origin == "snapshot" or self.range.first == 1:
+            return None
+        if self.head is not None and self.head.start >= self.range.first:
+            return None  # the pipeline itself began there
+        one = self.range
+        return (
+            f"{one.topic}/{one.partition} begins at sequence {one.first}: retention has deleted"
+            f" what the vectors were made of, and {self._unserved}"
+        )
+
+    @property
+    def _unserved(self) -> str:
+        if self.head is None:
+            return "no pipeline has a snapshot of it"
+        if not self.head.snapshots:
+            return "the pipeline has no snapshot of it yet"
+        at = self.head.snapshot_sequence
+        if at > self.range.last:
+            return f"the pipeline's snapshot is of sequence {at}, which is later than was asked for"
+        if at >= self.range.first - 1:
+            return f"what was released up to the pipeline's snapshot, of sequence {at}, is wanted"
+        return f"the pipeline's snapshot is of sequence {at}, to which the log no longer reaches"
 
 
-@dataclass(kw_only=True)
-class PartitionFold:
-    """What one task found; the files that it wrote are in the folder."""
+def fold_tasks(
+    ranges: Sequence[FoldRange], heads: Heads, *, use: Literal["always", "if cut"]
+) -> list[PlannedFold]:
+    """A task for each range. Snapshots are used wherever there is one that serves, or only where
+    retention has deleted the log's beginning."""
+    return [_task(one, heads, use=use) for one in ranges]
 
-    range: ReadRange
-    folder: Path
-    check: LogCheck
+
+def _task(one: FoldRange, heads: Heads, *, use: Literal["always", "if cut"]) -> PlannedFold:
+    topic = heads.get(one.topic)
+    head = None if topic is None else topic.partitions.get(one.partition)
+    if topic is None or head is None or topic.id != one.topic_id:
+        return PlannedFold(range=one)
+    serves = head.snapshots and one.first - 1 <= head.snapshot_sequence <= one.last
+    if serves and (use == "always" or one.first > head.start):
+        return PlannedFold(range=one, head=head, origin="snapshot")
+    return PlannedFold(range=one, head=head)
+
+
+def reject_lost(tasks: Sequence[PlannedFold]) -> None:
+    for task in tasks:
+        if task.loss is not None:
+            raise FailedPrecondition(task.loss, sequence_first=task.range.first)
+
+
+class FoldOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What every task of a fold is told."""
+
+    node: Connecting
+    options: PropagationOptions
+    state: StoreAddress | None = None  # where snapshots are
+
+
+class FoldReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task found out about its partition, but for the rows."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    origin: Origin
+    begin: int
+    ordinal: int  # of the last delta that was released before `begin`
+    batches: int
+    messages: int
+    bytes: int
+    vectors: int = 0
+    chain: int | None = None
     digest: int | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = {}
     damage: dict[str, Any] | None = None
 
     @property
-    def name(self) -> str:
-        return f"{self.range.topic}-{self.range.partition}"
-
-    def file(self, what: str) -> str:
-        return str(self.folder / f"{self.name}.{what}.arrow")
-
-    def states(self) -> pa.Table:
-        return self._mapped("states")
-
-    def released(self) -> pa.Table:
-        return self._mapped("released")
-
-    def _mapped(self, what: str) -> pa.Table:
-        with pa.memory_map(self.file(what)) as file:
-            return pa.ipc.open_stream(file).read_all()
+    def place(self) -> tuple[str, int]:
+        return self.topic, self.partition
 
 
-def fold_partitions(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[PartitionFold]:
-    """`fold_partition` on Spark, a task for each range; the answers come in their order."""
-    tasks = spark.sparkContext.parallelize(ranges, len(ranges))
-    return list(tasks.map(partial(fold_partition, **told)).collect())
+class ProvedFold:
+    """One task's fold: `released` to its end, then `states` and `report`."""
 
+    def __init__(self, order: FoldOrder, task: PlannedFold) -> None:
+        self._task, self._access = task, order.node.access()
+        one = task.range
+        self._place: dict[str, Any] = {"topic": one.topic, "partition": one.partition}
+        self._check = LogCheck(first=one.first)
+        self._counts: dict[str, int] = {}
+        self._vectors = 0
+        self.damage: dict[str, Any] | None = None
+        self._state = self._begun(order)
+        self._ordinal = self._state.ordinal
 
-def fold_whole(spark: Any, ranges: Sequence[ReadRange], **told: Any) -> list[PartitionFold]:
-    """`fold_partitions` of what must be whole: refuses a log that was cut, and one with damage."""
-    for one in ranges:
-        if loss := loss_of(one):
-            raise FailedPrecondition(loss, sequence_first=one.first)
-    folds = fold_partitions(spark, ranges, **told)
-    for fold in folds:
-        if fold.damage is not None:
-            place = f"{fold.range.topic}/{fold.range.partition}"
-            raise Corruption(f"{place}: {fold.damage['reason']}")
-    return folds
+    def _begun(self, order: FoldOrder) -> Propagator:
+        """The state at the sequence before the first that is folded."""
+        topic, head = self._task.range.topic, self._task.head
+        dimensions = self._access.config(topic).dimensions
+        if head is None or self._task.origin == "log":
+            return Propagator(dimensions, order.options)
+        assert order.state is not None, "a snapshot lies in a store"
+        plan = FoldPlan(
+            pipeline="", node=order.node, state=order.state, claim=0,
+            dimensions={topic: dimensions}, options=order.options, snapshot_deltas=0,
+        )  # fmt: skip
+        at_snapshot = msgspec.structs.replace(head, sequence=head.snapshot_sequence)
+        return PartitionStep(plan, self._task.range).state_at(at_snapshot)
 
-
-def fold_partition(
-    one: ReadRange,
-    *,
-    node: Connecting,
-    folder: Path,
-    options: PropagationOptions,
-    deltas: bool = False,
-    payloads: bool = False,
-) -> PartitionFold:
-    """Fold one partition. With `deltas` what was released is written too, with `payloads` in its
-    original bytes."""
-    access = node.access()
-    place: dict[str, Any] = {"topic": one.topic, "partition": one.partition}
-    state = Propagator(access.config(one.topic).dimensions, options)
-    check = LogCheck(first=one.first)
-    found = PartitionFold(range=one, folder=folder, check=check)
-    feeds = read_deltas(
-        access, **place, first=one.first, last=one.last, check=check.feed, bytes_max=FEED_BYTES
-    )
-    outcomes = fold_deltas(
-        state, feeds, answer=lambda _: find_forgotten(access, **place, state=state), states=False
-    )
-    file = pa.ipc.new_stream(found.file("released"), DELTAS) if deltas else nullcontext()
-    try:
-        with file as released:
+    def released(self, *, payloads: bool = False) -> Iterator[pa.Table]:
+        """What the fold releases, in the order of release; with `payloads` in its original bytes.
+        It ends early where the log is damaged."""
+        outcomes = fold_deltas(self._state, self._feeds(), answer=self._answer, states=False)
+        try:
             for outcome in outcomes:
-                add_counts(found.counts, outcome.counts)
-                if released is not None:
-                    table = released_table(outcome, **place, payloads=payloads)
-                    released.write_table(table)
-        check.reached(one.last)
-    except Corruption as damage:
-        found.damage = {"reason": damage.message, "sequence": damage.details.get("sequence")}
-        return found
-    found.digest = digest(state)
-    table = states_table(state.states(), **place)
-    with pa.ipc.new_stream(found.file("states"), table.schema) as states:
-        states.write_table(table, max_chunksize=STATES_ROWS)
-    return found
+                add_counts(self._counts, outcome.counts)
+                yield released_table(outcome, **self._place, payloads=payloads)
+            self._check.reached(self._task.range.last)
+        except Corruption as damage:
+            self.damage = {"reason": damage.message, "sequence": damage.details.get("sequence")}
+
+    def _feeds(self) -> Iterator[tuple[DeltaBatch, int]]:
+        one, head = self._task.range, self._task.head
+        reading = self._access.read_range(
+            one.topic, one.partition, one.first, one.last, check=self._check.feed
+        )
+        return feeds_of(
+            reading, first=self._task.begin, cut=0 if head is None else head.sequence, last=one.last
+        )
+
+    def _answer(self, wanted: Iterable[bytes]) -> Set[bytes]:
+        head = self._task.head if self._task.origin == "snapshot" else None
+        if head is not None and self._state.sequence < head.sequence:
+            return frozenset(map(bytes.fromhex, head.found)).intersection(wanted)
+        return find_forgotten(self._access, **self._place, state=self._state)
+
+    def states(self) -> Iterator[pa.Table]:
+        """All vectors, deleted ones too, in pieces; none of a damaged log."""
+        if self.damage is None:
+            table = states_table(self._state.states(), **self._place)
+            self._vectors = table.num_rows
+            for start in range(0, table.num_rows, STATES_ROWS):
+                yield table.slice(start, STATES_ROWS)
+
+    def reject_damage(self) -> None:
+        if self.damage is not None:
+            one = self._task.range
+            raise Corruption(f"{one.topic}/{one.partition}: {self.damage['reason']}")
+
+    def report(self) -> FoldReport:
+        one, check = self._task.range, self._check
+        return FoldReport(
+            topic=one.topic,
+            partition=one.partition,
+            first=one.first,
+            last=one.last,
+            origin=self._task.origin,
+            begin=self._task.begin,
+            ordinal=self._ordinal,
+            batches=check.batches,
+            messages=check.messages,
+            bytes=check.bytes,
+            vectors=self._vectors,
+            chain=check.chain,
+            digest=None if self.damage is not None else digest(self._state),
+            counts=self._counts,
+            damage=self.damage,
+        )
+
+
+def feeds_of(
+    reading: Iterable[Sequence[Batch]], *, first: int, cut: int, last: int
+) -> Iterator[tuple[DeltaBatch, int]]:
+    """The deltas of `[first, last]`, each time with the sequence up to which they reach. What comes
+    before `first` is read over. No piece reaches across `cut`."""
+    feed = _Feed(at=first)
+    for ready in reading:
+        end = min(ready[-1].last, last)
+        if feed.at <= cut < end:
+            feed.take(ready, through=cut)
+            yield feed.give(through=cut)
+        feed.take(ready, through=end)
+        if feed.size >= FEED_BYTES:
+            yield feed.give(through=end)
+    yield feed.give(through=max(last, feed.at - 1))
+
+
+@dataclass
+class _Feed:
+    at: int  # the first sequence that was not given yet
+
+    def __post_init__(self) -> None:
+        self._held: list[BatchPiece] = []
+        self.size = 0
+
+    def take(self, batches: Sequence[Batch], *, through: int) -> None:
+        if self.at <= through:
+            self._held += pieces(batches, first=self.at, last=through)
+            self.size += sum(batch.size for batch in batches)
+
+    def give(self, *, through: int) -> tuple[DeltaBatch, int]:
+        deltas = deltas_of(self._held)
+        self.at, self._held, self.size = through + 1, [], 0
+        return deltas, through

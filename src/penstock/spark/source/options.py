@@ -14,11 +14,15 @@ import msgspec
 
 from penstock.client.network.endpoints import Address
 from penstock.errors import InvalidArgument
+from penstock.propagation.options import PropagationOptions
 from penstock.spark.source.access import NodeAccess
+from penstock.spark.store import StoreAddress
 
-Mode = Literal["messages", "deltas", "envelopes", "ranges"]
+Mode = Literal["messages", "deltas", "released", "vectors", "envelopes", "ranges"]
 MODES: Final[tuple[str, ...]] = get_args(Mode)
+FOLDED: Final = ("released", "vectors")  # made of what a partition's fold gives
 SPLIT_ROWS: Final = 250_000
+SNAPSHOT_DELTAS: Final = 500_000
 # Options that Spark itself passes on to a source or a sink.
 _SPARKS: Final = frozenset({"path", "checkpointlocation", "queryname"})
 _CONNECTION: Final = frozenset({"url", "apikey", "apikeyfile", "tls"})
@@ -29,6 +33,9 @@ _READING: Final = frozenset(
      "minrowspertrigger", "maxtriggerdelay", "minpartitions",
      "maxrowspertrigger", "maxbytespertrigger", "splitrows", "failondataloss"}
 )  # fmt: skip
+_FOLDING: Final = frozenset({"state", "snapshotdeltas"})
+_FOLDING_BELOW: Final = ("storage.", "propagation.")  # options with names of their own behind it
+_SPLITTING: Final = frozenset({"splitrows", "minpartitions"})
 _WRITING: Final = frozenset({"topic", "producer"})
 
 # A place in every partition: a word, or the sequence of each partition by topic.
@@ -81,14 +88,20 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     headers: Literal["text", "binary"] = "text"  # the values of a row's headers
     split_rows: int = SPLIT_ROWS  # of one Spark partition
     fail_on_data_loss: bool = True
+    # Of the modes that fold:
+    state: StoreAddress | None = None  # where snapshots are; None: a fold begins with the log
+    snapshot_deltas: int = SNAPSHOT_DELTAS  # sequences between two snapshots of a partition
+    propagation: PropagationOptions = PropagationOptions()
 
     @staticmethod
     def of(options: Mapping[str, str]) -> ReadOptions:
-        given = _Given(options, allowed=_CONNECTION | _READING)
+        given = _Given(options, allowed=_CONNECTION | _READING | _FOLDING, below=_FOLDING_BELOW)
+        mode = given.choice("mode", MODES, "messages")
+        given.check_mode(mode)
         return ReadOptions(
             node=given.connecting(),
             **given.topics(),
-            mode=given.choice("mode", MODES, "messages"),
+            mode=mode,
             starting=given.place("startingOffsets", "earliest"),
             starting_ms=given.times("starting"),
             ending=given.place("endingOffsets", "latest"),
@@ -101,6 +114,9 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
             headers=given.choice("includeHeaders", ("text", "binary"), "text"),
             split_rows=given.count("splitRows") or SPLIT_ROWS,
             fail_on_data_loss=given.choice("failOnDataLoss", ("true", "false"), "true") == "true",
+            state=given.store(),
+            snapshot_deltas=given.count("snapshotDeltas") or SNAPSHOT_DELTAS,
+            propagation=given.propagation(),
         )
 
 
@@ -119,14 +135,51 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Given:
     """Options as Spark hands them over: case does not count, every value is text."""
 
-    def __init__(self, options: Mapping[str, str], *, allowed: Iterable[str]) -> None:
+    def __init__(
+        self, options: Mapping[str, str], *, allowed: Iterable[str], below: tuple[str, ...] = ()
+    ) -> None:
         self._values = {name.lower(): value for name, value in options.items()}
         unknown = self._values.keys() - set(allowed) - _SPARKS
-        if unknown:
+        if unknown := {name for name in unknown if not name.startswith(below or ("\0",))}:
             field = min(unknown)
+            names = [*sorted(allowed), *(f"{name}…" for name in below)]
             raise InvalidArgument(
-                f"no such option: {field} (there are {', '.join(sorted(allowed))})", field=field
+                f"no such option: {field} (there are {', '.join(names)})", field=field
             )
+
+    def check_mode(self, mode: str) -> None:
+        """Refuse what a mode can make no use of."""
+        for name in sorted(self._values):
+            folds = name in _FOLDING or name.startswith(_FOLDING_BELOW)
+            if folds and mode not in FOLDED:
+                raise InvalidArgument(f"{name} is for the modes {', '.join(FOLDED)}", field=name)
+            if name in _SPLITTING and mode in FOLDED:
+                raise InvalidArgument(f"mode {mode} reads a partition in one piece", field=name)
+
+    def below(self, prefix: str) -> dict[str, str]:
+        """The options whose names begin with it, without it."""
+        found = {n: value for n, value in self._values.items() if n.startswith(prefix)}
+        return {name.removeprefix(prefix): value for name, value in found.items()}
+
+    def store(self) -> StoreAddress | None:
+        url, options = self.get("state"), self.below("storage.")
+        if url is None and options:
+            raise InvalidArgument("storage… is how the state is reached: name one", field="state")
+        if url is None:
+            return None
+        place = url if "://" in url else str(Path(url).absolute())
+        return StoreAddress(url=place.rstrip("/"), options=options)
+
+    def propagation(self) -> PropagationOptions:
+        given = self.below("propagation.")
+        for name, value in given.items():
+            known = PropagationOptions.__struct_fields__
+            if name not in known or not value.isdecimal():
+                raise InvalidArgument(
+                    f"propagation.{name} {value}: there are whole numbers {', '.join(known)}",
+                    field=f"propagation.{name}",
+                )
+        return PropagationOptions(**{n: int(value) for n, value in given.items()}).validate()
 
     def get(self, name: str) -> str | None:
         return self._values.get(name.lower()) or None

@@ -28,7 +28,7 @@ from pyspark.sql.datasource import InputPartition
 from penstock.errors import InvalidArgument, NotFound
 from penstock.model.topic import TopicKind
 from penstock.spark.source.access import UNBOUNDED, LogStatus, NodeAccess, RangeExtent, Wanted
-from penstock.spark.source.options import Place, ReadOptions
+from penstock.spark.source.options import FOLDED, Place, ReadOptions
 
 Offsets = dict[str, dict[int, int]]
 TopicIds = dict[str, int]
@@ -47,6 +47,13 @@ class ReadRange(InputPartition):
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition} [{self.first}, {self.last}]"
+
+
+@dataclass(frozen=True)
+class FoldRange(ReadRange):
+    """The sequences of a partition that one task folds."""
+
+    topic_id: int
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,12 @@ def measured(access: NodeAccess, ranges: Iterable[ReadRange]) -> Ranges:
 
 
 def planned(
-    access: NodeAccess, ranges: Sequence[ReadRange], options: ReadOptions
+    access: NodeAccess, ranges: Sequence[ReadRange], options: ReadOptions, *, ids: TopicIds
 ) -> list[InputPartition]:
     if options.mode == "ranges":
         return [measured(access, ranges)]
+    if options.mode in FOLDED:  # what follows in a partition depends on what went before
+        return [FoldRange(r.topic, r.partition, r.first, r.last, ids[r.topic]) for r in ranges]
     total = sum(found.last - found.first + 1 for found in ranges)
     even = max(1, -(-total // options.partitions_min))
     return list(split(access, ranges, min(options.split_rows, even)))
@@ -105,7 +114,7 @@ class LogBounds:
         topics: Sequence[str] = options.topics
         if options.pattern is not None:
             topics = list(filter(self._named, access.topics()))
-        for topic in topics if options.mode == "deltas" else ():
+        for topic in topics if options.mode in (*FOLDED, "deltas") else ():
             if access.config(topic).kind is not TopicKind.DELTA:
                 raise InvalidArgument(f"{topic} is no delta topic: read its messages", field="mode")
         self.status: dict[str, list[LogStatus]] = {t: self._assigned(t) for t in topics}

@@ -1,4 +1,4 @@
-"""The data source `penstock`: topics as tables and streams of Spark, to read and to write.
+"""Topics as tables and streams of Spark, to read.
 
 `spark.read` is a batch read of what is final now, `spark.readStream` gives ranges of the log,
 trigger by trigger.
@@ -16,20 +16,15 @@ Everything else stays with Spark.
 from __future__ import annotations
 
 import math
-import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import (
-    DataSource,
     DataSourceReader,
     DataSourceStreamReader,
-    DataSourceStreamWriter,
-    DataSourceWriter,
     EqualNullSafe,
     EqualTo,
     Filter,
@@ -49,10 +44,9 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.errors import InvalidArgument
 from penstock.spark.source import rows
 from penstock.spark.source.access import NodeAccess
-from penstock.spark.source.options import ReadOptions, WriteOptions
+from penstock.spark.source.options import ReadOptions
 from penstock.spark.source.ranges import (
     Json,
     LogBounds,
@@ -65,13 +59,11 @@ from penstock.spark.source.ranges import (
     planned,
     to_json,
 )
-from penstock.spark.source.writer import PenstockStreamWriter, PenstockWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _END: Final = 1 << 63
-_PUSHDOWN: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 _NEVER_NULL: Final = frozenset({"topic", "partition", "sequence", "time", "namespace"})
 
 
@@ -176,9 +168,16 @@ class PenstockReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         access, options = self._options.node.access(), self._options
         bounds = LogBounds(access, options)
-        ranges = self._selection.ranges(between(bounds.held(bounds.start()), bounds.end()))
+        ranges = self._selection.ranges(self._ranges(bounds))
         ranges = [found for found in (self._timed(access, r) for r in ranges) if found]
-        return planned(access, ranges, options)
+        return planned(access, ranges, options, ids=bounds.ids)
+
+    def _ranges(self, bounds: LogBounds) -> Iterable[ReadRange]:
+        return between(bounds.held(bounds.start()), bounds.end())
+
+    def _selectable(self) -> Iterable[str]:
+        """The columns whose conditions choose ranges or rows here."""
+        return self._schema.fieldNames()
 
     def _timed(self, access: NodeAccess, whole: ReadRange) -> ReadRange | None:
         """The part of a range that the time bounds leave; batches are in order of time."""
@@ -199,7 +198,7 @@ class SelectiveReader(PenstockReader):
     """A batch read that takes conditions on itself."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        self._selection, left = push(filters, self._schema.fieldNames())
+        self._selection, left = push(filters, self._selectable())
         return left
 
 
@@ -255,7 +254,8 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         bounds = self._bounds()
         held, goal = bounds.held(*from_json(start)), bounds.still(*from_json(end))
         ranges = list(between(held, goal))
-        return planned(self._options.node.access(), ranges, self._options) if ranges else []
+        access, options = self._options.node.access(), self._options
+        return planned(access, ranges, options, ids=bounds.ids) if ranges else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return rows.read(self._options, self._schema, partition)
@@ -267,36 +267,3 @@ class PenstockStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 def _at_most(offsets: dict[int, int], bound: dict[int, int]) -> dict[int, int]:
     """A partition that came after the bound was set has nothing to read."""
     return {p: min(n, bound.get(p, 1)) for p, n in offsets.items()}
-
-
-class PenstockSource(DataSource):
-    """Spark makes one for every use; the work is done by what it returns."""
-
-    @classmethod
-    def name(cls) -> str:
-        return "penstock"
-
-    def schema(self) -> str:
-        return rows.schema_of(ReadOptions.of(self.options))
-
-    def reader(self, schema: StructType) -> DataSourceReader:
-        # Spark refuses a reader that takes filters in a session that does not pass them on. Where
-        # one does, Spark runs this in the worker that hands them over.
-        kind = SelectiveReader if _PUSHDOWN in sys.modules else PenstockReader
-        return kind(ReadOptions.of(self.options), schema)
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        return PenstockStreamReader(ReadOptions.of(self.options), schema)
-
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        options = self._writing(overwrite)
-        # Made here, on the driver: all attempts of this write's tasks share it.
-        return PenstockWriter(options, schema, producer=options.producer or str(uuid.uuid4()))
-
-    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's
-        return PenstockStreamWriter(self._writing(overwrite), schema)
-
-    def _writing(self, overwrite: bool) -> WriteOptions:
-        if overwrite:
-            raise InvalidArgument("a topic is appended to, not overwritten", field="mode")
-        return WriteOptions.of(self.options)

@@ -12,6 +12,9 @@ Spark: `body` is a batch as it is stored, header and all: `penstock.model.batch.
 `first` and `last` say which of its sequences belong to the row, in case a range began or ended
 inside it; `count` is the number of messages there. Nothing is decompressed on the way. *Ranges* are
 what is to be read, not yet read.
+
+*Released* deltas and *vectors* are what the fold of a partition gives (`penstock.spark.frames`):
+their columns are made of the same parts, and are described here with all the others.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from penstock.model.delta import HAS_INDICES, Op
 from penstock.model.delta import Source as DeltaOrigin
 from penstock.model.delta_batch import DeltaBatch
 from penstock.model.plain import headers_of
+from penstock.propagation.fold.merge import VectorStates
 from penstock.sinks import arrays
+from penstock.sinks.texts import json_of
 from penstock.spark.source.ranges import Ranges, ReadRange
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
 _HEADERS_CACHED: Final = 4096
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 _BINARY_MAP: Final = pa.map_(pa.string(), pa.binary())
+Sequences = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +158,12 @@ def _bytes(name: str, *, empty_is_null: bool = False) -> Callable[[RowSource], p
 
 def header_maps(source: RowSource, *, kind: pa.DataType = _TEXT_MAP) -> pa.Array:
     """Headers as a map. Values that are no text stand as JSON; bytes stay bytes where they may."""
-    column = source.binary("headers")
+    return _header_maps(source.binary("headers"), source.count, kind)
+
+
+def _header_maps(column: Binary | None, count: int, kind: pa.DataType) -> pa.Array:
     if column is None:
-        return pa.nulls(source.count, kind)
+        return pa.nulls(count, kind)
     plain = (str, bytes) if kind is _BINARY_MAP else (str,)
     rows = [_header_pairs(cell, plain) if cell else None for cell in column]
     return pa.array(rows, kind)
@@ -214,22 +223,20 @@ def deltas_of(found: Sequence[BatchPiece]) -> DeltaBatch:
 
 
 class DeltaRows:
-    """The deltas of some pieces; of these namespaces only, if any are named."""
+    """Deltas of one partition."""
 
-    def __init__(self, source: RowSource, namespaces: frozenset[str] | None) -> None:
-        self.source, self.batch = source, deltas_of(source.pieces)
-        self._mask: pa.BooleanArray | None = None
-        if namespaces is not None:
-            wanted = pa.array(sorted(namespaces), pa.string())
-            self._mask = pc.is_in(self.namespaces(), value_set=wanted)
-            self.batch = self.batch.take(np.asarray(self._mask))
+    def __init__(self, batch: DeltaBatch, *, topic: str, partition: int) -> None:
+        self.batch, self.topic, self.partition = batch, topic, partition
+
+    def mask(self, namespaces: frozenset[str]) -> NDArray[np.bool_]:
+        """Which of them are in these namespaces."""
+        return is_among(self.namespaces(), namespaces)
 
     def same(self, value: Any, kind: pa.DataType) -> pa.Array:
         return arrays.same(value, len(self.batch), kind)
 
     def headers(self, *, kind: pa.DataType = _TEXT_MAP) -> pa.Array:
-        made = header_maps(self.source, kind=kind)
-        return made if self._mask is None else made.filter(self._mask)
+        return _header_maps(self.batch.headers, len(self.batch), kind)
 
     def namespaces(self) -> pa.Array:
         return self._texts(self.batch.names_at, "namespace_bytes")
@@ -242,6 +249,58 @@ class DeltaRows:
         blob = np.frombuffer(self.batch.blob, np.uint8)
         lengths = self.batch.fixed[size].astype(np.int64)
         return arrays.ragged(*arrays.sliced(blob, starts, lengths), pa.string())
+
+
+class ReleasedDeltaRows(DeltaRows):
+    """Deltas in the order of their release. `positions`: the sequence whose arrival released each;
+    `ordinals` number what the partition releases, from 1 and without a gap."""
+
+    def __init__(
+        self, batch: DeltaBatch, positions: Sequences, ordinals: Sequences, **place: Any
+    ) -> None:
+        super().__init__(batch, **place)
+        self.positions, self.ordinals = positions, ordinals
+
+    def take(self, rows: NDArray[np.bool_]) -> ReleasedDeltaRows:
+        place = {"topic": self.topic, "partition": self.partition}
+        batch, positions = self.batch.take(rows), self.positions[rows]
+        return ReleasedDeltaRows(batch, positions, self.ordinals[rows], **place)
+
+
+class VectorRows:
+    """The rows `[low, high)` of some states, each with what has become of its vector."""
+
+    def __init__(
+        self, states: VectorStates, kinds: NDArray[np.str_], *, topic: str, partition: int,
+        low: int, high: int,
+    ) -> None:  # fmt: skip
+        self.states, self.topic, self.partition = states, topic, partition
+        self.kinds, self.rows = kinds[low:high], slice(low, high)
+        self.gone: NDArray[np.bool_] = states.deleted[self.rows]
+
+    def same(self, value: Any, kind: pa.DataType) -> pa.Array:
+        return arrays.same(value, len(self.gone), kind)
+
+    def texts(self, column: Binary) -> pa.Array:
+        offsets = column.offsets[self.rows.start : self.rows.stop + 1]
+        return arrays.ragged(offsets, column.blob, pa.string())
+
+    def values(self) -> pa.Array:
+        """A vector that was deleted is null."""
+        values = self.states.values[self.rows]
+        offsets = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+        flat, mask = pa.array(values.reshape(-1)), pa.array(self.gone)
+        return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=mask)
+
+    def metadata(self) -> pa.Array:
+        column = self.states.metadata
+        offsets = column.offsets[self.rows.start : self.rows.stop + 1]
+        found = [json_of(data) if data else None for data in Binary(offsets, column.blob)]
+        return pa.array(found, pa.string())
+
+
+def is_among(texts: pa.Array, wanted: frozenset[str]) -> NDArray[np.bool_]:
+    return np.asarray(pc.is_in(texts, value_set=pa.array(sorted(wanted), pa.string())))
 
 
 OPS: Final = pa.array([op.name.lower() for op in Op], pa.string())
@@ -280,18 +339,10 @@ def _values(deltas: DeltaRows) -> pa.Array:
 def _metadata(deltas: DeltaRows) -> pa.Array:
     """As JSON text; null where a delta has none."""
     found: list[str | None] = [None] * len(deltas.batch)
-    for row in np.flatnonzero(deltas.batch.fixed["metadata_bytes"]).tolist():
-        found[row] = _json(deltas.batch.metadata(row))
+    rows = np.flatnonzero(deltas.batch.fixed["metadata_bytes"])
+    for row, data in zip(rows.tolist(), deltas.batch.metadata_of(rows), strict=True):
+        found[row] = json_of(data).decode()
     return pa.array(found, pa.string())
-
-
-def _json(metadata: bytes) -> str:
-    """Metadata as JSON. A log may be older than the rule for its values: then what JSON cannot
-    carry is shown as `headers_of` shows it, and the rows beside it are read all the same."""
-    try:
-        return msgspec.json.encode(msgspec.msgpack.decode(metadata)).decode()
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return msgspec.json.encode(headers_of(metadata)).decode()
 
 
 def _fixed(name: str) -> Callable[[DeltaRows], Any]:
@@ -299,8 +350,8 @@ def _fixed(name: str) -> Callable[[DeltaRows], Any]:
 
 
 DELTAS: Final[dict[str, RowColumn]] = {
-    "topic": RowColumn("string", lambda d: d.same(d.source.topic, pa.string())),
-    "partition": RowColumn("int", lambda d: d.same(d.source.partition, pa.int32())),
+    "topic": RowColumn("string", lambda d: d.same(d.topic, pa.string())),
+    "partition": RowColumn("int", lambda d: d.same(d.partition, pa.int32())),
     "sequence": RowColumn("bigint", lambda d: d.batch.sequences.view(np.int64)),
     "time": RowColumn("timestamp", lambda d: d.batch.log_times_ms * 1000),
     "delta_id": RowColumn("binary", lambda d: arrays.ids(arrays.sixteen(d.batch.delta_id))),
@@ -318,11 +369,31 @@ DELTAS: Final[dict[str, RowColumn]] = {
     "source": RowColumn("string", lambda d: SOURCES.take(pa.array(d.batch.source))),
     "headers": RowColumn("map<string,string>", DeltaRows.headers),
 }
+RELEASED: Final[dict[str, RowColumn]] = DELTAS | {
+    "position": RowColumn("bigint", lambda d: d.positions.view(np.int64)),
+    "ordinal": RowColumn("bigint", lambda d: d.ordinals.view(np.int64)),
+}
+
+VECTORS: Final[dict[str, RowColumn]] = {
+    "topic": RowColumn("string", lambda v: v.same(v.topic, pa.string())),
+    "partition": RowColumn("int", lambda v: v.same(v.partition, pa.int32())),
+    "sequence": RowColumn("bigint", lambda v: v.states.sequence[v.rows]),
+    "time": RowColumn("timestamp", lambda v: v.states.log_time_ms[v.rows] * 1000),
+    "namespace": RowColumn("string", lambda v: v.texts(v.states.namespace)),
+    "vector_id": RowColumn("string", lambda v: v.texts(v.states.vector_id)),
+    "vector": RowColumn("array<float>", VectorRows.values),
+    "metadata": RowColumn("string", VectorRows.metadata),
+    "revision": RowColumn("bigint", lambda v: v.states.revision[v.rows]),
+    "delta_time": RowColumn("bigint", lambda v: v.states.time[v.rows]),
+    "_change_type": RowColumn("string", lambda v: v.kinds.tolist()),
+}
 
 
 COLUMNS: Final[dict[str, dict[str, RowColumn]]] = {
     "messages": MESSAGES,
     "deltas": DELTAS,
+    "released": RELEASED,
+    "vectors": VECTORS,
     "envelopes": ENVELOPES,
     "ranges": RANGES,
 }
@@ -331,6 +402,7 @@ COLUMNS: Final[dict[str, dict[str, RowColumn]]] = {
 _BINARY_HEADERS: Final = {
     "messages": RowColumn("map<string,binary>", partial(header_maps, kind=_BINARY_MAP)),
     "deltas": RowColumn("map<string,binary>", partial(DeltaRows.headers, kind=_BINARY_MAP)),
+    "released": RowColumn("map<string,binary>", partial(DeltaRows.headers, kind=_BINARY_MAP)),
 }
 
 
@@ -358,9 +430,7 @@ def check_schema(schema: StructType, options: ReadOptions) -> None:
 def read(
     options: ReadOptions, schema: StructType, part: Any, *, namespaces: frozenset[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    arrow = to_arrow_schema(schema, timezone="UTC")
+    arrow = arrow_schema(schema)
     if isinstance(part, Ranges) and part.rows:
         yield record_batch(RANGES, arrow, part.rows)
     if not isinstance(part, ReadRange):
@@ -375,9 +445,23 @@ def read(
         elif found := pieces(batches, first=part.first, last=part.last):
             source = RowSource(part.topic, found)
             if options.mode == "deltas":
-                source = DeltaRows(source, namespaces)
+                source = _delta_rows(source, namespaces)
         if source is not None:
             yield record_batch(columns_of(options), arrow, source)
+
+
+def _delta_rows(source: RowSource, namespaces: frozenset[str] | None) -> DeltaRows:
+    place: dict[str, Any] = {"topic": source.topic, "partition": source.partition}
+    found = DeltaRows(deltas_of(source.pieces), **place)
+    if namespaces is None:
+        return found
+    return DeltaRows(found.batch.take(found.mask(namespaces)), **place)
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(schema, timezone="UTC")
 
 
 def record_batch(columns: dict[str, RowColumn], schema: pa.Schema, source: Any) -> pa.RecordBatch:

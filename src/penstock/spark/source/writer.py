@@ -71,6 +71,10 @@ DELTA: Final[dict[str, tuple[str, ...]]] = {
     if name not in ("topic", "partition", "sequence", "time")
 } | {"priority": _WHOLE, "headers": _MAP}
 _MAPS: Final = msgspec.json.Decoder(dict[str, Any])
+_MIXING: Final = tuple(
+    (np.uint64(shift), np.uint64(factor))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
 DELTA_NEEDED: Final = ("namespace", "vector_id", "op", "origin", "delta_time")
 
 
@@ -133,11 +137,8 @@ def _encoded(
             f"{config.name} is no delta topic: write a column value", field="topic"
         )
     rows = DeltaFrame(batch)
-    made = [
-        xxhash.xxh3_128_digest(f"{producer}:{number}".encode())
-        for number in range(first, first + batch.num_rows)
-    ]
-    ids, parents = rows.ids("delta_id", made), rows.ids("parent", [NO_ID] * batch.num_rows)
+    made = _made_ids(producer, range(first, first + batch.num_rows))
+    ids, parents = rows.ids("delta_id", made), rows.ids("parent", np.zeros_like(made))
     order, groups = rows.groups()
     found = [rows.encoded(own, ids=ids[own], parents=parents[own]) for own in groups]
     back = np.empty_like(order)
@@ -146,6 +147,18 @@ def _encoded(
     # Times are left to the clock of the node.
     validate(DeltaBatch.of(binary(payloads)), dimensions=config.dimensions, now_ms=TIME_MAX)
     return payloads
+
+
+def _made_ids(producer: str, numbers: range) -> NDArray[np.uint8]:
+    """An id for each row of a write, the same whenever it is done again: the producer's hash, and
+    the number of the row, mixed so that no two numbers meet."""
+    found = np.empty((len(numbers), 2), np.uint64)
+    found[:, 0] = xxhash.xxh3_64_intdigest(producer.encode())
+    mixed = np.arange(numbers.start, numbers.stop, dtype=np.uint64) + found[:, 0]
+    for shift, factor in _MIXING:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    found[:, 1] = mixed ^ (mixed >> np.uint64(31))
+    return found.view(np.uint8).reshape(-1, len(NO_ID))
 
 
 class DeltaFrame:
@@ -158,7 +171,7 @@ class DeltaFrame:
         for name in DELTA_NEEDED:
             if self._given[name].null_count:
                 raise InvalidArgument(f"{name} is null in some row", field=name)
-        self.namespaces = self._column("namespace", pa.string()).to_pylist()
+        self.namespaces = self._namespaces()
         self.vector_ids = self._column("vector_id", pa.string()).to_pylist()
         self.op = _codes(self._column("op", pa.string()), OPS, "op")
         source = pc.fill_null(self._column("source", pa.string()), "transform")
@@ -167,10 +180,7 @@ class DeltaFrame:
         self.priority = np.asarray(pc.fill_null(priority, int(PriorityClass.NORMAL)))
         self.times = np.asarray(self._column("delta_time", pa.int64()))
         self.origins = _padded(self._column("origin", pa.binary()), "origin")
-        self.metadata = [
-            b"" if text is None else msgspec.msgpack.encode(_MAPS.decode(text))
-            for text in self._column("metadata", pa.string()).to_pylist()
-        ]
+        self.metadata = self._metadata()
         self.sizes, self.starts, self.values = _flat(self._column("values", pa.list_(pa.float32())))
         indices = self._column("indices", pa.list_(pa.int32()))
         self.indexed = np.asarray(indices.is_valid())
@@ -183,9 +193,27 @@ class DeltaFrame:
         found = self._given.get(name)
         return pa.nulls(self._count, kind) if found is None else found.cast(kind)
 
-    def ids(self, name: str, missing: list[bytes]) -> NDArray[np.uint8]:
-        given = self._column(name, pa.binary()).to_pylist()
-        found = [id_ or other for id_, other in zip(given, missing, strict=True)]
+    def _namespaces(self) -> str | list[str]:
+        """One for all, or one for each."""
+        column = self._column("namespace", pa.string())
+        names = column.unique()
+        return names[0].as_py() if len(names) == 1 else column.to_pylist()  # type: ignore[no-any-return]
+
+    def _metadata(self) -> list[bytes] | None:
+        column = self._column("metadata", pa.string())
+        if column.null_count == self._count:
+            return None
+        return [
+            b"" if text is None else msgspec.msgpack.encode(_MAPS.decode(text))
+            for text in column.to_pylist()
+        ]
+
+    def ids(self, name: str, missing: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        column = self._column(name, pa.binary())
+        if column.null_count == self._count:
+            return missing
+        other = map(bytes, missing)
+        found = [id_ or made for id_, made in zip(column.to_pylist(), other, strict=True)]
         if set(map(len, found)) != {len(NO_ID)}:
             raise InvalidArgument(f"{name} must be 16 bytes", field=name, limit=len(NO_ID))
         return np.frombuffer(b"".join(found), np.uint8).reshape(-1, len(NO_ID))
@@ -226,11 +254,13 @@ class DeltaFrame:
             indices=self.indices[self.index_starts[own][:, None] + components]
             if self.indexed[row]
             else None,
-            namespace=[self.namespaces[r] for r in rows],
+            namespace=self.namespaces
+            if isinstance(self.namespaces, str)
+            else [self.namespaces[r] for r in rows],
             op=self.op[own],
             priority=self.priority[own],
             source=Source(int(self.source[row])),
-            metadata=[self.metadata[r] for r in rows],
+            metadata=None if self.metadata is None else [self.metadata[r] for r in rows],
         ).checked()
         causes = Causes(
             ids,

@@ -17,7 +17,8 @@ from penstock.model.delta import Delta, Op, PriorityClass, encode
 from penstock.sinks.protocol import Feed, Items, Work
 from penstock.sinks.schema import DELTAS, states_schema
 from penstock.sinks.topics import LetterBox
-from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink
+from penstock.spark.delivery.attachment import RoutedSink
+from penstock.spark.delivery.delivery import PipelineDelivery
 from penstock.spark.fold.state import LANES, ChangeLog, ChangeWriter, Manifest
 from penstock.spark.settings import DeliveryOptions
 from penstock.spark.store import FolderStore
@@ -111,9 +112,9 @@ def delta(
     return {
         "partition": 0, "sequence": ordinal, "position": ordinal, "ordinal": ordinal,
         "delta_id": made.delta_id, "parent": None, "vector_id": vector_id, "op": int(op),
-        "origin": "tests", "time": ordinal, "clock": msgspec.msgpack.encode(made.clock),
+        "origin": "tests", "time": ordinal, "clock": json.dumps(made.clock),
         "indices": list(range(len(values))), "values": values, "metadata": None,
-        "headers": msgspec.msgpack.encode(headers) if headers else None, "priority": lane,
+        "headers": json.dumps(headers) if headers else None, "priority": lane, "original": None,
         "source": 0, "payload": encode(made, dimensions=DIMENSIONS) if payload else None, **common,
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.delivery import RoutedSink, attach, feed_of
+from penstock.spark.delivery.attachment import RoutedSink, attach, feed_of
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import Connecting
 

@@ -14,12 +14,12 @@ def test_a_saved_cursor_is_read_back(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     file = CursorFile(store, "lake", claim=3)
     assert file.load() is None
-    cursor = SinkCursor(position=(4,), started=2, attempt=(5, 7), told=4)
+    cursor = SinkCursor(position=(4,), started=2, attempt=(5, 7), told=(4,))
     file.save(cursor)
     CursorFile(store, "the-lake", claim=9).save(SinkCursor(position=(99,)))
     assert CursorFile(store, "lake").load() == cursor
     document = json.loads((tmp_path / "sinks/00000003-lake.json").read_text())
-    assert (document["version"], document["sink"]) == (1, "lake")
+    assert (document["version"], document["sink"]) == (2, "lake")
 
 
 def test_a_driver_that_was_overtaken_moves_only_its_own_cursor(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_driver_that_was_overtaken_moves_only_its_own_cursor(tmp_path: Path) -
         (b"{", "not a cursor"),
         (b'{"version": 1}', "not a cursor"),
         (b'{"version": 9, "position": [1], "started": 0, "attempt": null, "told": null}', "9"),
-        (b'{"version": 1, "position": [1, 2], "started": 0, "attempt": null, "told": null}', "2"),
+        (b'{"version": 2, "position": [1, 2], "started": 0, "attempt": null, "told": null}', "2"),
     ],
 )
 def test_a_file_that_is_no_cursor_is_refused(
@@ -71,22 +71,22 @@ def test_an_attempt_ends_with_the_next_advance() -> None:
         # nobody knows better than the file
         (SinkCursor(position=(4,)), None, 4, None),
         # the process died between the write and the cursor: the attempt is offered again
-        (SinkCursor(position=(4,), attempt=(5, 7), told=4), 7, 4, (5, 7)),
+        (SinkCursor(position=(4,), attempt=(5, 7), told=(4,)), 7, 4, (5, 7)),
         # ... and before the write
-        (SinkCursor(position=(4,), attempt=(5, 7), told=4), 4, 4, (5, 7)),
+        (SinkCursor(position=(4,), attempt=(5, 7), told=(4,)), 4, 4, (5, 7)),
         # triggers without a row for it moved the file on, not the sink
-        (SinkCursor(position=(9,), told=4), 4, 9, None),
+        (SinkCursor(position=(9,), told=(4,)), 4, 9, None),
         # the file is old or new: the sink has more than it says
         (SinkCursor(position=(4,)), 9, 9, None),
         # rows have gone from the sink
-        (SinkCursor(position=(9,), told=8), 5, 5, None),
-        (SinkCursor(position=(9,), told=8, attempt=(10, 11)), None, -1, None),
+        (SinkCursor(position=(9,), told=(8,)), 5, 5, None),
+        (SinkCursor(position=(9,), told=(8,), attempt=(10, 11)), None, -1, None),
     ],
 )
 def test_a_sink_with_a_cursor_of_its_own_wins(
     cursor: SinkCursor, held: int | None, position: int, attempt: tuple[int, int] | None
 ) -> None:
-    found = cursor.reconciled(held)
+    found = cursor.reconciled(None if held is None else (held,))
     assert (found.position, found.attempt) == ((position,), attempt)
 
 

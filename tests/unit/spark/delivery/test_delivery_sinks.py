@@ -10,7 +10,8 @@ from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 from penstock.model.delta import decode
 from penstock.sinks.cache import CacheSink
 from penstock.sinks.lake import LakeSink
-from penstock.spark.delivery.delivery import PipelineDelivery, RoutedSink, letter_box
+from penstock.spark.delivery.attachment import RoutedSink, letter_box
+from penstock.spark.delivery.delivery import PipelineDelivery
 from penstock.spark.source.access import NodeAccess
 from penstock.spark.source.options import Connecting
 from penstock.testing.redis import RedisProcess

@@ -8,8 +8,8 @@ from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
 from penstock.errors import InvalidArgument
 from penstock.model.delta import Op
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.delivery import RoutedSink
-from penstock.spark.delivery.worker import SinkRoutes
+from penstock.spark.delivery.attachment import RoutedSink
+from penstock.spark.delivery.selection import SinkRoutes
 
 
 def delivered(tmp_path: Path, *routes: str, feed: Feed = Feed.STATES) -> FileSink:

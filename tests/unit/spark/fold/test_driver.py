@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.errors import Corruption, Fatal, InvalidArgument, Unavailable
-from penstock.spark.fold.driver import TriggerRate, cause_of
+from penstock.spark.executors import cause_of
+from penstock.spark.fold.driver import TriggerRate
 from penstock.spark.settings import PipelineSettings
 
 QUOTED = """[STREAM_FAILED] Query terminated with exception: An exception was thrown:

@@ -5,6 +5,8 @@ On a real node, without Spark.
 
 from __future__ import annotations
 
+import errno
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,15 +26,9 @@ from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.protocol import Feed, Items
 from penstock.spark.fold import partition_step
-from penstock.spark.fold.partition_step import (
-    FoldPlan,
-    PartitionStep,
-    ReadRange,
-    StateCache,
-    keep,
-    read_deltas,
-)
-from penstock.spark.fold.state import ChangeLog, ChangePart, FoldHead
+from penstock.spark.fold.local_state import StateCache, local_state
+from penstock.spark.fold.partition_step import FoldPlan, PartitionStep, ReadRange, read_deltas
+from penstock.spark.fold.state import ChangePart, FoldHead, read_section
 from penstock.spark.source.access import NodeAccess, NodeTopicWriter
 from penstock.spark.source.options import Connecting
 from penstock.spark.store import StoreAddress
@@ -74,6 +70,7 @@ class Steps:
     """A pipeline's steps over one partition, as Spark would have them done."""
 
     def __init__(self, node: RunningNode, folder: Path, **plan: Any) -> None:
+        self.folder, self.numbers = folder, itertools.count()
         self.data = folder / "changes/data"
         self.data.mkdir(parents=True)
         self.last = node.access().log_status("vectors")[0].readable
@@ -87,32 +84,49 @@ class Steps:
         )
 
     def run(
-        self, head: FoldHead | None, first: int, last: int, *, cache: StateCache | None = None
-    ) -> tuple[FoldHead, ChangePart]:
+        self, head: FoldHead | None, first: int, last: int, *, at: str | None = None,
+        cache: StateCache | None = None,
+    ) -> tuple[FoldHead, ChangePart]:  # fmt: skip
+        """`at` names the executor, a new one by default; each time it is another worker of it, or
+        the one that has the cache."""
         found = ReadRange("vectors", 0, first, last)
-        return PartitionStep(self.plan, found, cache=StateCache() if cache is None else cache).run(
-            head
-        )
+        root = self.executor(at or f"new-{next(self.numbers)}")
+        held = StateCache() if cache is None else cache
+        return PartitionStep(self.plan, found, cache=held, root=root).run(head)
 
-    def in_ranges(self, size: int, *, cache: StateCache) -> tuple[FoldHead, list[ChangePart]]:
+    def executor(self, name: str) -> Path:
+        root = self.folder / "executors" / name
+        root.mkdir(parents=True, exist_ok=True)
+        return root
+
+    def state(self, at: str) -> Propagator:
+        """The state that an executor has."""
+        options, key = self.plan.options, ("p-1", "vectors", 0)
+        with local_state(key, options, cache={}, root=self.executor(at)) as local:
+            state = local.found()
+            assert state is not None
+            local.settle(state)
+        return state
+
+    def in_ranges(self, size: int) -> tuple[FoldHead, list[ChangePart]]:
         head: FoldHead | None = None
         parts = []
         for first in range(1, self.last + 1, size):
             end = min(first + size - 1, self.last)
-            head, part = self.run(head, first, end, cache=cache)
+            head, part = self.run(head, first, end, at="one")
             parts.append(part)
         assert head is not None
         return head, parts
 
     def rows(self, part: ChangePart, kind: str) -> list[dict[str, Any]]:
         store = self.plan.state.open()
-        tables = [ChangeLog(store).table(part, s) for s in part.sections if s.kind == kind]
+        tables = [read_section(store, part, s) for s in part.sections if s.kind == kind]
         return [row for table in tables for row in table.to_pylist()]
 
 
-def direct(node: RunningNode) -> Propagator:
-    """The whole log in one fold."""
-    last = node.access().log_status("vectors")[0].readable
+def direct(node: RunningNode, *, last: int | None = None) -> Propagator:
+    """The whole log, or its beginning, in one fold."""
+    last = last or node.access().log_status("vectors")[0].readable
     state = Propagator(DIMENSIONS)
     for deltas, through in read_deltas(node.access(), "vectors", 0, first=1, last=last):
         state.feed(deltas, through=through)
@@ -121,7 +135,7 @@ def direct(node: RunningNode) -> Propagator:
 
 def test_the_states_written_are_those_of_a_direct_fold(node: RunningNode, tmp_path: Path) -> None:
     steps = Steps(node, tmp_path)
-    _, parts = steps.in_ranges(170, cache=StateCache())
+    _, parts = steps.in_ranges(170)
     found = {row["vector_id"]: row for part in parts for row in steps.rows(part, "states")}
     expected = direct(node).states()
     assert len(found) == len(expected)
@@ -134,7 +148,7 @@ def test_the_states_written_are_those_of_a_direct_fold(node: RunningNode, tmp_pa
 
 def test_every_delta_is_released_once_in_order(node: RunningNode, tmp_path: Path) -> None:
     steps = Steps(node, tmp_path)
-    _, parts = steps.in_ranges(170, cache=StateCache())
+    _, parts = steps.in_ranges(170)
     deltas = [row for part in parts for row in steps.rows(part, "deltas")]
     assert [row["ordinal"] for row in deltas] == list(range(1, len(deltas) + 1))
     ids = [row["delta_id"] for row in deltas]
@@ -146,38 +160,137 @@ def test_every_delta_is_released_once_in_order(node: RunningNode, tmp_path: Path
     assert all(row["payload"] is None for row in deltas)
 
 
-def test_a_state_is_made_anew_from_log_snapshot_or_cache(node: RunningNode, tmp_path: Path) -> None:
+def test_a_state_is_made_anew_from_log_snapshot_or_folder(
+    node: RunningNode, tmp_path: Path
+) -> None:
     """A task may land anywhere: with its state, behind it, ahead of it, or with nothing at all."""
     steps = Steps(node, tmp_path, snapshot_deltas=250)
-    cache = StateCache()
-    head, _ = steps.run(None, 1, 400, cache=cache)
-    assert head.snapshot
-    behind = StateCache()
-    behind["p-1", "vectors", 0] = steps_state(steps, head)
-    head, _ = steps.run(head, 401, 500, cache=cache)
+    head, _ = steps.run(None, 1, 400, at="one")
+    assert head.snapshots == ("00000001-vectors-0-400.base",)
+    steps.run(head, 401, 401, at="behind")
+    head, _ = steps.run(head, 401, 500, at="one")
     assert head.snapshot_sequence == 400
-    results = [
-        steps.run(head, 501, 700, cache=found) for found in (cache, behind, cache, StateCache())
-    ]
+    results = [steps.run(head, 501, 700, at=at) for at in ("one", "behind", "one", None)]
     assert all(part == results[0][1] for _, part in results)
-    assert {head.snapshot for head, _ in results} == {"00000001-vectors-0-700.snapshot"}
+    assert len({head.snapshots for head, _ in results}) == 1
     assert len({path.name for path in steps.data.glob("*-501-700-*")}) == 1
 
 
-def steps_state(steps: Steps, head: FoldHead) -> Propagator:
-    cache = StateCache()
-    steps.run(head, head.sequence + 1, head.sequence + 1, cache=cache)
-    return cache["p-1", "vectors", 0]
+def test_the_next_worker_reads_nothing_again(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(node, tmp_path)
+    head, _ = steps.run(None, 1, 400, at="one")
+    first: list[int] = []
+
+    def noting(*place: Any, **range_: Any) -> Iterator[tuple[Any, int]]:
+        first.append(range_["first"])
+        yield from read_deltas(*place, **range_)
+
+    monkeypatch.setattr(partition_step, "read_deltas", noting)
+    steps.run(head, 401, 500, at="one")
+    assert first == [401]
+
+
+def test_a_worker_that_stays_keeps_its_fold(node: RunningNode, tmp_path: Path) -> None:
+    steps, cache = Steps(node, tmp_path), StateCache()
+    head, _ = steps.run(None, 1, 100, at="one", cache=cache)
+    fold = cache["p-1", "vectors", 0].fold
+    head, _ = steps.run(head, 101, 200, at="one", cache=cache)
+    assert cache["p-1", "vectors", 0].fold is fold
+    head, _ = steps.run(head, 201, 300, at="one")  # by another worker
+    steps.run(head, 301, 400, at="one", cache=cache)
+    assert cache["p-1", "vectors", 0].fold is not fold
+    assert digest(cache["p-1", "vectors", 0].fold) == digest(direct(node, last=400))
 
 
 def test_the_cut_does_not_change_the_digest(node: RunningNode, tmp_path: Path) -> None:
     digests = set()
     for number, size in enumerate((60, 333, 5000)):
         steps = Steps(node, tmp_path / str(number), snapshot_deltas=200)
-        cache = StateCache()
-        steps.in_ranges(size, cache=cache)
-        digests.add(digest(cache["p-1", "vectors", 0]))
+        steps.in_ranges(size)
+        digests.add(digest(steps.state("one")))
     assert digests == {digest(direct(node))}
+
+
+def test_a_full_disk_is_no_hindrance(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, cache = Steps(node, tmp_path), StateCache()
+    head, _ = steps.run(None, 1, 100, at="one", cache=cache)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("penstock.propagation.fold.table.BYTES_MIN", 1)
+    again, part = steps.run(head, 101, 1200, at="two", cache=cache)
+    held = cache["p-1", "vectors", 0]
+    assert held.generation is None and digest(held.fold) == digest(direct(node, last=1200))
+    steps.run(again, 1201, steps.last, at="two", cache=cache)
+    assert cache["p-1", "vectors", 0].fold is held.fold  # it stays where it is
+    assert part.counts["read"] > 0
+
+
+def test_a_folder_in_the_way_is_no_hindrance(node: RunningNode, tmp_path: Path) -> None:
+    steps, cache = Steps(node, tmp_path), StateCache()
+    (steps.executor("one") / "p-1").write_bytes(b"in the way")
+    head, _ = steps.run(None, 1, 100, at="one", cache=cache)
+    steps.run(head, 101, 200, at="one", cache=cache)
+    assert digest(cache["p-1", "vectors", 0].fold) == digest(direct(node, last=200))
+
+
+# --- snapshots ---
+
+
+def test_snapshots_are_increments_until_they_are_as_large_as_the_base(
+    node: RunningNode, tmp_path: Path
+) -> None:
+    steps = Steps(node, tmp_path, snapshot_deltas=1)
+    head, chains = None, []
+    for first in range(1, 1101, 10):
+        head, _ = steps.run(head, first, first + 9, at="one")
+        chains.append(head.snapshots)
+        if head.increment_bytes:
+            assert head.increment_bytes < 2 * head.base_bytes
+    kinds = ["".join(name.rpartition(".")[2][0] for name in chain) for chain in chains]
+    assert kinds[0] == "b" and "bi" in kinds and len({chain[0] for chain in chains}) > 2
+    assert head is not None
+    for at in ("one", None):
+        again, _ = steps.run(head, 1101, 1150, at=at)
+        assert again.sequence == 1150
+    root = steps.executor("new-0")
+    with local_state(("p-1", "vectors", 0), steps.plan.options, cache={}, root=root) as local:
+        restored = local.found()
+        assert restored is not None
+        assert digest(restored) == digest(direct(node, last=1150))
+
+
+def test_too_many_increments_are_followed_by_a_base(
+    node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_step, "INCREMENTS_MAX", 2)
+    monkeypatch.setattr(partition_step, "INCREMENTS_SHARE", 0)
+    steps = Steps(node, tmp_path, snapshot_deltas=1)
+    head, lengths = None, []
+    for first in range(1, 81, 10):
+        head, _ = steps.run(head, first, first + 9, at="one")
+        lengths.append(len(head.snapshots))
+    assert lengths == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_a_state_with_a_snapshot_that_nobody_committed_begins_with_a_base(
+    node: RunningNode, tmp_path: Path
+) -> None:
+    """Its changes are noted since that snapshot, which the head does not name."""
+    steps = Steps(node, tmp_path, snapshot_deltas=100)
+    first, _ = steps.run(None, 1, 100, at="one")
+    second, _ = steps.run(first, 101, 200, at="one")
+    lost = msgspec.structs.replace(
+        second, snapshots=first.snapshots, snapshot_sequence=100, found=()
+    )
+    third, _ = steps.run(lost, 201, 300, at="one")
+    assert third.snapshots == ("00000001-vectors-0-300.base",)
 
 
 def test_a_range_that_does_not_follow_is_refused(node: RunningNode, tmp_path: Path) -> None:
@@ -212,17 +325,17 @@ def test_nothing_is_written_that_no_sink_takes(node: RunningNode, tmp_path: Path
 
 
 def test_an_error_leaves_no_half_folded_state_behind(node: RunningNode, tmp_path: Path) -> None:
-    steps = Steps(node, tmp_path)
-    cache = StateCache()
-    head, _ = steps.run(None, 1, 10, cache=cache)
+    steps, cache = Steps(node, tmp_path), StateCache()
+    head, _ = steps.run(None, 1, 10, at="one", cache=cache)
     steps.data.rename(tmp_path / "away")
     steps.data.write_bytes(b"in the way")
     with pytest.raises(StorageFailed, match="changes/data"):
-        steps.run(head, 11, 50, cache=cache)
+        steps.run(head, 11, 50, at="one", cache=cache)
     assert len(cache) == 0
+    assert not list(steps.executor("one").glob("p-1/*/facts"))
     steps.data.unlink()
     (tmp_path / "away").rename(steps.data)
-    again, _ = steps.run(head, 11, 50, cache=cache)
+    again, _ = steps.run(head, 11, 50, at="one", cache=cache)
     assert again == steps.run(head, 11, 50)[0]
 
 
@@ -236,14 +349,6 @@ def test_a_range_in_many_feeds_has_each_vector_once_as_it_is_at_the_end(
     for kind in ("states", "deltas"):
         assert pieces.rows(part, kind) == whole.rows(expected, kind)
     assert part.counts == expected.counts
-
-
-def test_the_least_recently_used_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition_step, "CACHED_MAX", 2)
-    cache: StateCache = {}
-    for partition in (0, 1, 2):
-        keep(Propagator(2), cache, ("p", "t", partition))
-    assert list(cache) == [("p", "t", 1), ("p", "t", 2)]
 
 
 def orphan(vector_id: str) -> bytes:
@@ -274,7 +379,8 @@ def test_a_delta_without_its_parent_is_quarantined_with_its_bytes(
     writer.append("orphans", producer="o", epoch=1, items=items, partition=0)
     steps = Steps(node, tmp_path, options=PropagationOptions(pending_max=1))
     last = node.access().log_status("orphans")[0].readable
-    step = PartitionStep(steps.plan, ReadRange("orphans", 0, 1, last), cache=StateCache())
+    found = ReadRange("orphans", 0, 1, last)
+    step = PartitionStep(steps.plan, found, cache=StateCache(), root=steps.executor("one"))
     head, part = step.run(None)
     (row,) = steps.rows(part, "quarantine")
     assert (row["reason"], row["missing"], row["ordinal"]) == ("parent missing", b"p" * 16, 1)

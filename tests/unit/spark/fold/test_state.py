@@ -49,14 +49,14 @@ def test_a_state_that_was_folded_otherwise_is_refused(tmp_path: Path) -> None:
         claimed_by(tmp_path, pending_ms=1)
 
 
-@pytest.mark.parametrize("content", ["{", '{"version":2,"id":1}', "[]"])
+@pytest.mark.parametrize("content", ["{", '{"version":3,"id":1}', "[]"])
 def test_a_damaged_identity_is_corruption(tmp_path: Path, content: str) -> None:
     (tmp_path / "pipeline.json").write_text(content)
     with pytest.raises(Corruption, match="cannot be read"):
         read_identity(FolderStore(tmp_path))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_an_identity_of_another_version_is_refused(tmp_path: Path, version: int) -> None:
     other = msgspec.structs.replace(claimed_by(tmp_path), version=version)
     (tmp_path / "pipeline.json").write_bytes(msgspec.json.encode(other))
@@ -113,14 +113,14 @@ def snapshots(folder: Path, *, claim: int = 1) -> FoldSnapshots:
 
 def written(folder: Path, content: bytes = bytes(64), **place: int) -> str:
     where = {"partition": 0, "sequence": 1} | place
-    return snapshots(folder).write([content], topic="t", **where)[0]
+    return snapshots(folder).write([content], kind="base", topic="t", **where)[0]
 
 
 def test_a_snapshot_is_read_back(tmp_path: Path) -> None:
     name, size = snapshots(tmp_path).write(
-        [b"abc", memoryview(b"def")], topic="a-b", partition=3, sequence=17
+        [b"abc", memoryview(b"def")], kind="increment", topic="a-b", partition=3, sequence=17
     )
-    assert (name, size) == ("00000001-a-b-3-17.snapshot", 6)
+    assert (name, size) == ("00000001-a-b-3-17.increment", 6)
     assert bytes(snapshots(tmp_path).read(name)) == b"abcdef"
 
 
@@ -147,16 +147,17 @@ def test_a_short_snapshot_is_noticed(tmp_path: Path, length: int) -> None:
 
 
 def test_a_missing_snapshot_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"t-0-9\.snapshot"):
-        snapshots(tmp_path).read("t-0-9.snapshot")
+    with pytest.raises(NotFound, match=r"t-0-9\.base"):
+        snapshots(tmp_path).read("t-0-9.base")
 
 
 def test_sweeping_takes_only_what_earlier_drivers_left_and_no_head_names(tmp_path: Path) -> None:
     kept, stray = written(tmp_path, sequence=5), written(tmp_path, sequence=6)
     later = snapshots(tmp_path, claim=2)
-    own, _ = later.write([b"x"], topic="t", partition=0, sequence=7)
-    head = FoldHead(start=1, sequence=5, snapshot=kept)
+    own, _ = later.write([b"x"], kind="base", topic="t", partition=0, sequence=7)
+    more = written(tmp_path, sequence=4)
+    head = FoldHead(start=1, sequence=5, snapshots=(more, kept))
     heads = {"t": TopicHeads(id=1, dimensions=2, partitions={0: head})}
     assert later.sweep(heads) == 1
-    assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {kept, own}
-    assert stray not in {kept, own}
+    assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {more, kept, own}
+    assert stray not in {more, kept, own}

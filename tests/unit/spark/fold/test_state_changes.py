@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import Corruption, NotFound, WrongEpoch
-from penstock.spark.fold.state import ChangeLog, ChangePart, ChangeWriter, Manifest
+from penstock.spark.fold.state import ChangeLog, ChangePart, ChangeWriter, Manifest, read_section
 from penstock.spark.store import FolderStore
 
 
@@ -45,7 +45,7 @@ def test_a_committed_trigger_is_read_back_after_a_restart(log: ChangeLog) -> Non
     assert (again.first, again.last) == (0, 0)
     assert again.after(-1, limit=10) == [made] == [again.newest()]
     assert made.parts == (written,)
-    assert again.table(written, written.sections[0])["n"].to_pylist() == [0, 1, 2]
+    assert read_section(again.store, written, written.sections[0])["n"].to_pylist() == [0, 1, 2]
 
 
 def test_a_gap_between_triggers_is_refused(log: ChangeLog) -> None:
@@ -176,8 +176,8 @@ def test_each_section_is_read_alone(log: ChangeLog) -> None:
     states, deltas = part.sections
     assert (states.kind, states.lane, states.rows) == ("states", 1, 3)
     assert (states.log_time_ms_min, states.log_time_ms_max) == (10, 30)
-    assert log.table(part, states)["n"].to_pylist() == [1, 2, 3]
-    assert log.table(part, deltas)["id"].to_pylist() == ["a", "b"]
+    assert read_section(log.store, part, states)["n"].to_pylist() == [1, 2, 3]
+    assert read_section(log.store, part, deltas)["id"].to_pylist() == ["a", "b"]
     assert part.bytes == path_of(log, part).stat().st_size
 
 
@@ -199,7 +199,7 @@ def test_without_rows_there_is_no_file(log: ChangeLog) -> None:
 
 def test_rows_outlive_the_file(log: ChangeLog) -> None:
     part = written(log, *range(10_000))
-    table = log.table(part, part.sections[0])
+    table = read_section(log.store, part, part.sections[0])
     path_of(log, part).unlink()
     assert table["n"].to_pylist() == list(range(10_000))
 
@@ -208,7 +208,7 @@ def test_a_missing_file_is_corruption(log: ChangeLog) -> None:
     part = written(log, 1)
     path_of(log, part).unlink()
     with pytest.raises(Corruption, match="not there"):
-        log.table(part, part.sections[0])
+        read_section(log.store, part, part.sections[0])
 
 
 def test_a_short_file_is_corruption(log: ChangeLog) -> None:
@@ -216,4 +216,4 @@ def test_a_short_file_is_corruption(log: ChangeLog) -> None:
     path = path_of(log, part)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(Corruption, match="not what was written"):
-        log.table(part, part.sections[0])
+        read_section(log.store, part, part.sections[0])

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.spark.source.options import SPLIT_ROWS, ReadOptions, WriteOptions
+from penstock.spark.store import StoreAddress
 
 LEAST = {"url": "penstock://h:1", "topic": "jobs"}
 
@@ -62,6 +63,15 @@ def test_offsets_and_times() -> None:
         ({"startingTime": "soon"}, "startingTime"),
         ({"failOnDataLoss": "maybe"}, "failOnDataLoss"),
         ({"colour": "red"}, "colour"),
+        ({"state": "/s"}, "state"),
+        ({"mode": "deltas", "propagation.dedup_ms": "1"}, "propagation.dedup_ms"),
+        ({"mode": "released", "splitRows": "7"}, "splitrows"),
+        ({"mode": "vectors", "minPartitions": "2"}, "minpartitions"),
+        ({"mode": "released", "storage.aws_region": "x"}, "state"),
+        ({"mode": "released", "snapshotDeltas": "0"}, "snapshotDeltas"),
+        ({"mode": "released", "propagation.colour": "1"}, "propagation.colour"),
+        ({"mode": "released", "propagation.pending_ms": "soon"}, "propagation.pending_ms"),
+        ({"mode": "released", "propagation.pending_ms": "0"}, "pending_ms"),
     ],
 )
 def test_a_bad_option_is_named(
@@ -78,6 +88,18 @@ def test_topics_by_a_pattern_or_by_partitions() -> None:
     assert ReadOptions.of(url | {"subscribePattern": "j.*"}).pattern == "j.*"
     found = ReadOptions.of(url | {"assign": '{"jobs": [0, 2]}', "maxTriggerDelay": "500ms"})
     assert (found.topics, found.assigned, found.delay_s) == (("jobs",), {"jobs": (0, 2)}, 0.5)
+
+
+def test_how_to_fold_and_where_the_state_is() -> None:
+    found = ReadOptions.of(
+        LEAST
+        | {"mode": "vectors", "state": "s3://bucket/folds/", "Storage.AWS_Region": "x"}
+        | {"propagation.pending_ms": "17", "snapshotDeltas": "9"}
+    )
+    assert found.state == StoreAddress(url="s3://bucket/folds", options={"aws_region": "x"})
+    assert (found.propagation.pending_ms, found.snapshot_deltas) == (17, 9)
+    folder = ReadOptions.of(LEAST | {"mode": "released", "state": "folds"}).state
+    assert folder is not None and folder.folder == Path.cwd() / "folds"
 
 
 def test_a_key_file_must_be_there(tmp_path: Path) -> None:

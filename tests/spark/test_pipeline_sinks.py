@@ -1,0 +1,264 @@
+"""Sinks that tasks write: what they hold in the end, whatever was done to them meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.functions import col, expr
+from redis import Redis
+from tests.spark.conftest import RunningNode
+from tests.spark.test_pipeline import (
+    OPTIONS,
+    delta_topic,
+    expected_states,
+    put,
+    settings_of,
+)
+from tests.unit.spark.delivery.delivering import eventually
+
+from penstock.demo.corpus import Corpus, generate
+from penstock.errors import InvalidArgument
+from penstock.sinks.cache import CacheSink
+from penstock.sinks.index import Index
+from penstock.sinks.lake import latest
+from penstock.sinks.protocol import Sink
+from penstock.spark.jobs.audit import Audit
+from penstock.spark.jobs.filling import reindex
+from penstock.spark.pipeline import Pipeline
+from penstock.spark.settings import PipelineSettings
+from penstock.testing.redis import RedisProcess
+
+Held = dict[str, tuple[int, list[float]]]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    with RedisProcess(tmp_path / "redis", durable=False) as server:
+        yield server
+
+
+@pytest.fixture
+def corpus(node: RunningNode) -> Corpus:
+    delta_topic(node)
+    made = generate(OPTIONS)
+    put(node, made, 0, len(made) // 2)
+    return made
+
+
+class Place:
+    """A pipeline's sinks in one folder, and what they hold."""
+
+    def __init__(self, node: RunningNode, folder: Path, redis: RedisProcess) -> None:
+        self.node, self.folder, self.redis = node, folder, redis
+        self.tables: dict[str, dict[str, Any]] = {
+            "lake": {"kind": "lake", "path": str(folder / "lake")},
+            "index": {"kind": "index", "path": str(folder / "index"), "shards": 2},
+            "cache": {"kind": "cache", "url": redis.url},
+        }
+
+    def settings(self, *sinks: str, **changed: Any) -> PipelineSettings:
+        tables = [self.tables[name] | changed for name in sinks]
+        return settings_of(self.node, self.folder, sink=tables)
+
+    def run(self, spark: SparkSession, *sinks: str, **changed: Any) -> dict[str, Any]:
+        settings = self.settings(*sinks, **changed)
+        return Pipeline(settings, session=spark).run(available_now=True)
+
+    def audit(self, spark: SparkSession, *sinks: str) -> dict[str, str]:
+        found = Audit(spark, self.settings(*sinks)).run()
+        return {name: sink["verdict"] for name, sink in found["sinks"].items()}
+
+    def expected(self) -> Held:
+        states = expected_states(self.node).items()
+        return {name: (revision, values) for name, (revision, gone, values) in states if not gone}
+
+    def lake(self) -> Held:
+        rows = latest(str(self.folder / "lake")).read_all().to_pylist()
+        return {row["vector_id"]: (row["revision"], row["vector"]) for row in rows}
+
+    def index(self) -> Held:
+        return _scanned(Index(str(self.folder / "index")))
+
+    def cache(self) -> Held:
+        sink = CacheSink("cache", url=self.redis.url)
+        sink.open()
+        return _scanned(sink)
+
+
+def _scanned(held: Sink | Index) -> Held:
+    rows = [row for batch in held.scan() for row in batch.to_pylist()]
+    assert len(rows) == len({row["vector_id"] for row in rows})
+    return {row["vector_id"]: (row["revision"], row["vector"]) for row in rows}
+
+
+@pytest.fixture
+def place(node: RunningNode, tmp_path: Path, redis: RedisProcess) -> Place:
+    return Place(node, tmp_path, redis)
+
+
+def sink_of(status: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(dict(sink) for sink in status["sinks"] if sink["name"] == name)
+
+
+def test_every_sink_holds_what_the_log_adds_up_to(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "lake", "index", "cache")
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+    status = place.run(spark, "lake", "index", "cache")
+
+    expected = place.expected()
+    assert place.lake() == expected
+    assert place.index() == expected
+    assert place.cache() == expected
+    assert len(Index(str(place.folder / "index")).places()) == 2
+    assert not any(sink["retries"] or sink["rejected"] for sink in status["sinks"])
+
+
+def test_a_sink_that_is_added_later_is_filled(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "cache")  # its triggers are deleted with its end
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+
+    place.run(spark, "cache", "index", "lake")
+
+    expected = place.expected()
+    assert place.index() == expected
+    assert place.lake() == expected
+    history = _history(place)
+    assert len(history) == len(set(history)) > len(expected)
+
+
+def _history(place: Place) -> list[tuple[int, int]]:
+    from deltalake import DeltaTable
+
+    rows = DeltaTable(str(place.folder / "lake" / "history")).to_pyarrow_table()
+    return [(row["partition"], row["ordinal"]) for row in rows.to_pylist()]
+
+
+def test_a_sink_is_filled_from_the_lake_if_it_is_told_so(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "lake")
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+    place.tables["index"]["backfill"] = "lake"
+
+    place.run(spark, "lake", "index")
+
+    assert place.index() == place.expected()
+    place.tables["lake"]["backfill"] = "lake"
+    with pytest.raises(InvalidArgument, match="a lake fills sinks of vectors"):
+        place.run(spark, "lake")
+
+
+def test_a_sink_that_is_not_to_be_filled_begins_with_what_comes(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "cache")
+    put(place.node, corpus, len(corpus) // 2, len(corpus) // 2 + 50)
+
+    place.run(spark, "cache", "index", backfill="none")
+
+    expected, found = place.expected(), place.index()
+    assert 0 < len(found) < len(expected)
+    assert all(expected[name] == held for name, held in found.items())
+
+
+def test_a_cache_that_lost_everything_is_filled_again(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "cache")
+    with closing(Redis.from_url(place.redis.url)) as client:
+        client.flushall()
+
+    place.run(spark, "cache")
+
+    assert place.cache() == place.expected()
+
+
+def test_an_index_from_a_backup_is_brought_up_to_date(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "index")
+    shutil.copytree(place.folder / "index", place.folder / "backup")
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+    place.run(spark, "index")
+    shutil.rmtree(place.folder / "index")
+    shutil.copytree(place.folder / "backup", place.folder / "index")
+
+    place.run(spark, "index")
+
+    assert place.index() == place.expected()
+
+
+def halved(states: DataFrame) -> DataFrame:
+    """A filter, and a join with a static table that says by how much values are to be changed."""
+    names = states.sparkSession.createDataFrame([("default", 0.5)], "namespace string, by double")
+    halves = expr("transform(vector, x -> cast(x * by as float))")
+    kept = states.where(~col("vector_id").endswith("7"))
+    return kept.join(names, "namespace").withColumn("vector", halves)
+
+
+def short_of(held: Held) -> Held:
+    return {
+        name: (revision, [value * 0.5 for value in values])
+        for name, (revision, values) in held.items()
+        if not name.endswith("7")
+    }
+
+
+def test_a_transform_stands_between_the_fold_and_the_sinks(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.tables["index"]["transform"] = f"{__name__}:halved"
+    place.tables["lake"]["transform"] = f"{__name__}:halved"
+    place.run(spark, "lake", "index", "cache")
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+    status = place.run(spark, "lake", "index", "cache")
+
+    expected = place.expected()
+    assert place.index() == place.lake() == short_of(expected)
+    assert place.cache() == expected
+    assert len(_history(place)) == len(set(_history(place)))
+    assert not any(sink["retries"] for sink in status["sinks"])
+    every = ("lake", "index", "cache")
+    assert place.audit(spark, *every) == dict.fromkeys(every, "equal")
+    place.tables["index"].pop("transform")
+    assert place.audit(spark, "index") == {"index": "different"}
+
+
+def test_an_index_with_a_transform_is_made_anew_by_way_of_it(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.tables["index"]["transform"] = f"{__name__}:halved"
+    place.run(spark, "index")
+    place.tables["index"]["shards"] = 4
+
+    reindex(spark, place.settings("index"), "index")
+    place.run(spark, "index")
+
+    assert place.index() == short_of(place.expected())
+    assert len(Index(str(place.folder / "index")).places()) == 4
+
+
+def test_a_transform_that_loses_a_column_is_told_by_name(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    def without(states: DataFrame) -> DataFrame:
+        return states.drop("revision")
+
+    settings = settings_of(place.node, place.folder, sink=[place.tables["index"]], drain_s=0.0)
+    pipeline = Pipeline(settings, session=spark, transform=without)
+    pipeline.start()
+    eventually(lambda: sink_of(pipeline.status(), "index")["last_error"] is not None, timeout_s=120)
+    error = sink_of(pipeline.status(), "index")["last_error"]["message"]
+    pipeline.stop()
+
+    assert "the transform gives revision as nothing, must be bigint" in error
