@@ -12,20 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.demo.corpus import Chunk, Corpus, CorpusOptions, generate
 from penstock.sinks.lake import LakeSink
 from penstock.sinks.protocol import Items
-from penstock.spark.jobs.audit import (
-    COMPARED,
-    Comparison,
-    Expected,
-    compare_history,
-    compare_states,
-)
-from penstock.spark.jobs.stores import materialise
+from penstock.spark.jobs.comparison import Comparison, compare
+from penstock.spark.jobs.digests import COMPARED, EXPECTED, HELD, delta_digests, state_digests
+from penstock.spark.jobs.materialise import materialise
 from penstock.spark.pipeline import Pipeline
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.access import NodeTopicWriter
@@ -80,9 +74,9 @@ class Ways:
         self._timed("small", lambda: self._run("small", trigger_rows))
         made = self._folder / "batch"
         batch = self._timed("batch", lambda: materialise(self._spark, self._node, [TOPIC], made))
-        expected = Expected([_states(pq.read_table(made))])
+        expected = state_digests(_states(pq.read_table(made)), EXPECTED)
         lakes = {name: self._lake(name) for name in ("one", "small")}
-        parts = {name: compare_states(expected, lake.scan()) for name, lake in lakes.items()}
+        parts = {name: _compare_vectors(expected, lake) for name, lake in lakes.items()}
         parts["history"] = _compare_histories(lakes["one"], lakes["small"])
         return {
             "corpus": self._corpus.facts,
@@ -127,13 +121,18 @@ def _states(table: pa.Table) -> pa.Table:
     return table.append_column("deleted", pa.repeat(pa.scalar(False), table.num_rows))
 
 
+def _compare_vectors(expected: pa.Table, lake: LakeSink) -> Comparison:
+    held = [state_digests(batch, HELD) for batch in lake.scan()]
+    return compare(pa.concat_tables([expected, *held]), kind="vectors")
+
+
 def _compare_histories(one: LakeSink, other: LakeSink) -> Comparison:
-    found = Comparison()
-    for partition in range(PARTITIONS):
-        where = pc.field("partition") == partition
-        left, right = (
-            pa.Table.from_batches(lake.history.batches(COMPARED, where=where))
-            for lake in (one, other)
-        )
-        compare_history(left.sort_by("ordinal"), right, found)
-    return found
+    sides = ((one, EXPECTED), (other, HELD))
+    return compare(
+        pa.concat_tables(
+            delta_digests(batch, side)
+            for lake, side in sides
+            for batch in lake.history.batches(COMPARED)
+        ),
+        kind="history",
+    )

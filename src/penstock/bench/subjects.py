@@ -11,12 +11,18 @@ from typing import Final
 from penstock.bench.cluster import latency as cluster_latency
 from penstock.bench.cluster import stages as on_cluster
 from penstock.bench.live import kernels, stages, stalled, subscriber
-from penstock.bench.pipeline import load
+from penstock.bench.pipeline import load, scale
 from penstock.bench.pipeline import stages as on_spark
 from penstock.bench.queue import backlog, gateway, latency, native
 from penstock.bench.runner import Stage, StageSet, Subject, each_run
 from penstock.bench.stages import BATCH, PAYLOAD_BYTES, Run, Values
-from penstock.bench.targets import CLUSTER_METRICS, LIVE_METRICS, PIPELINE_METRICS, QUEUE_METRICS
+from penstock.bench.targets import (
+    CLUSTER_METRICS,
+    LIVE_METRICS,
+    PIPELINE_METRICS,
+    PIPELINE_SCALE_METRICS,
+    QUEUE_METRICS,
+)
 from penstock.bench.vectors import COMPONENTS, DIMENSIONS
 
 QUEUE: Final = StageSet(
@@ -97,6 +103,8 @@ async def _pipeline(run: Run) -> AsyncIterator[StageSet]:
                 "read": threaded(on_spark.read),
                 "ordered": threaded(on_spark.ordered),
                 "full": threaded(on_spark.full),
+                "write": threaded(on_spark.write),
+                "state": threaded(on_spark.state),
                 "freshness": threaded(on_spark.freshness),
             },
             settings={
@@ -110,6 +118,19 @@ async def _pipeline(run: Run) -> AsyncIterator[StageSet]:
         )
 
 
+@asynccontextmanager
+async def _pipeline_scale(run: Run) -> AsyncIterator[StageSet]:
+    async with load.pipeline_bench(run) as bench:
+        yield StageSet(
+            stages={
+                "tasks": each_run(lambda one: asyncio.to_thread(scale.tasks, bench, one.folder)),
+                "vectors": each_run(lambda one: scale.vectors(bench, one.folder, scale=run.scale)),
+            },
+            settings={"cores": load.CORES, "dimensions": DIMENSIONS, "partitions": load.PARTITIONS},
+        )
+
+
+SCALES: Final = {"pipeline": Subject(PIPELINE_SCALE_METRICS, _pipeline_scale)}
 SUBJECTS: Final = {
     "queue": Subject(QUEUE_METRICS, lambda run: nullcontext(QUEUE)),
     "pipeline": Subject(PIPELINE_METRICS, _pipeline),

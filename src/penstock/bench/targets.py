@@ -55,7 +55,22 @@ PIPELINE_METRICS: Final = (
     Metric("read_per_s", "read", "deltas/s", 300_000, 600_000),
     Metric("ordered_per_s", "ordered", "deltas/s", 150_000, 300_000),
     Metric("full_per_s", "full", "deltas/s", 40_000, 80_000),
+    _at_most("driver_cpu_share", "full", "", 0.1),
+    Metric("write_deltas_per_s", "write", "deltas/s", 200_000),
+    _at_most("state_bytes_per_vector", "state", "bytes", 700),
     _at_most("freshness_s_p95", "freshness", "s", 5),
+)
+
+PIPELINE_SCALE_METRICS: Final = (
+    *(Metric(f"tasks{n}_per_s", "tasks", "deltas/s", None) for n in (1, 2, 4)),
+    Metric("tasks_ratio", "tasks", "", None),
+    *(
+        Metric(f"vectors{n}m_{key}", "vectors", unit, None, more_is_better=key == "per_s")
+        for n in (1, 4, 10)
+        for key, unit in (("per_s", "vectors/s"), ("state_bytes", "bytes"), ("memory_mb", "MB"))
+    ),
+    Metric("vectors_rate_ratio", "vectors", "", 0.8),
+    _at_most("vectors_state_ratio", "vectors", "", 1.1),
 )
 
 CLUSTER_METRICS: Final = (

@@ -29,6 +29,9 @@ Only = Annotated[list[str] | None, typer.Option("--only", help="A stage; may be 
 Folder = Annotated[
     Path | None, typer.Option(help="Where data folders are made, on the disk to measure.")
 ]
+Scale = Annotated[
+    bool, typer.Option("--scale", help="How it grows with tasks and vectors, instead.")
+]
 Save = Annotated[Path | None, typer.Option(help="Also write the JSON document into this folder.")]
 
 
@@ -40,19 +43,25 @@ def _register(name: str, description: str) -> None:
         only: Only = None,
         folder: Folder = None,
         save: Save = None,
+        scale: Scale = False,
     ) -> Answer:
         import uvloop
 
+        from penstock.bench.pipeline.scale import draw
         from penstock.bench.report import view_of
         from penstock.bench.runner import measure
-        from penstock.bench.subjects import SUBJECTS
+        from penstock.bench.subjects import SCALES, SUBJECTS
 
-        subject = SUBJECTS[name]
+        if scale and name not in SCALES:
+            raise InvalidArgument(f"{name} has no --scale", field="scale", limit=sorted(SCALES))
+        subject = SCALES[name] if scale else SUBJECTS[name]
         chosen = _chosen(only, subject.names)
         quiet_logs()
         document = uvloop.run(measure(subject, chosen, runs=runs, quick=quick, folder=folder))
         if save is not None:
             _save(document, save, name)
+            if scale and set(chosen) == set(subject.names):
+                draw(document, save / f"{name}-scale.svg")
         return Answer(document, view_of(document, subject.metrics, what=name))
 
     bench.__doc__ = description

@@ -47,6 +47,10 @@ Force = Annotated[bool, typer.Option("--force", help="Do not ask.")]
 TopicName = Annotated[str, typer.Argument(help="The topic's name.")]
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
 Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(help="Only vectors with such metadata: lang=de, price<10, a JSON object."),
+]
 Rounds = Annotated[int | None, typer.Option(help="Stop after this many refreshes.")]
 # What a command that talks to a node may be told of it, also before the command's name.
 _CONNECTION: Final = {

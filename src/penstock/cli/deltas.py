@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.command import Answer, Invocation, command, group, listed, pairs_of, time_of
+from penstock.cli.command import (
+    Answer,
+    Invocation,
+    Where,
+    command,
+    group,
+    listed,
+    pairs_of,
+    time_of,
+)
 from penstock.console import Columns, cell, listing, progress, table, to_json, when
 from penstock.errors import InvalidArgument, NotFound
 
@@ -227,17 +236,23 @@ async def search(
     vector: Annotated[str, typer.Argument(help="The numbers, as 0.5,1,0.")],
     limit: Annotated[int, typer.Option("--limit", "-k", help="How many neighbours.")] = 10,
     namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
+    where: Where = None,
     sink: Annotated[str | None, typer.Option(help="Of several indexes, this one.")] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Do not wait for a full index.")
     ] = False,
 ) -> Answer:
     """Find the nearest vectors by the index that the node itself hosts."""
-    from penstock.cli.pipeline import parsed
+    from penstock.cli.pipeline import condition, parsed
 
     async with _deltas(cli, topic) as deltas:
         found = await deltas.search(
-            parsed(vector), limit, namespace=namespace, sink=sink, partial=partial
+            parsed(vector),
+            limit,
+            namespace=namespace,
+            where=condition(where),
+            sink=sink,
+            partial=partial,
         )
     names = ("namespace", "vector_id", "distance", "revision", "metadata")
     columns = {name: name for name in names}

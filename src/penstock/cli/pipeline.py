@@ -6,6 +6,7 @@ What a pipeline does is told by the status file in its state.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from penstock.cli.command import (
     Invocation,
     Rounds,
     Watch,
+    Where,
     command,
     group,
     looked,
@@ -73,6 +75,8 @@ JobConfig = Annotated[Path, typer.Option("--config", help="The pipeline's TOML f
 Master = Annotated[str | None, typer.Option(help="Of a Spark cluster; without: this machine.")]
 SinkName = Annotated[str | None, typer.Option("--sink", help="One of the pipeline's sinks.")]
 Time = Annotated[str | None, typer.Option(metavar="TIME", help="ISO 8601, UTC unless it says.")]
+SIGNS: Final = {"=": "$eq", "!=": "$ne", "<": "$lt", "<=": "$lte", ">": "$gt", ">=": "$gte"}
+COMPARISON: Final = re.compile("<=|>=|!=|=|<|>")
 NEIGHBOUR: Final[Columns] = {
     "namespace": "namespace", "vector": "vector_id",
     ">distance": lambda one: f"{one['distance']:.6g}", ">revision": "revision",
@@ -313,7 +317,9 @@ def import_(
 @command(app, "materialise")
 def materialise(
     cli: Invocation,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The folder to make, or a place such as s3://….")
+    ],
     config: Annotated[Path | None, typer.Option(help="A pipeline's TOML file.")] = None,
     topic: Annotated[
         list[str] | None, typer.Option(help="Topics, if there is no --config.")
@@ -324,8 +330,8 @@ def materialise(
     master: Master = None,
 ) -> Answer:
     """The vectors as they were at a time, folded from the log, as Parquet or a Delta table."""
-    from penstock.spark.delivery.delivery import node_of
-    from penstock.spark.jobs import stores
+    from penstock.spark.delivery.attachment import node_of
+    from penstock.spark.jobs.materialise import materialise as run
 
     settings = None if config is None else _settings(config, master=master)
     topics = list(topic or (settings.topics if settings else ()))
@@ -333,29 +339,33 @@ def materialise(
         raise InvalidArgument("give --config or --topic", field="topic")
     node = _node(cli) if settings is None else node_of(settings)
     at_ms = _ms(at, field="at")
-    bounds = None if settings is None else stores.propagation_of(settings)
     with _spark("materialise", settings, master=master) as spark:
-        document = stores.materialise(
+        document = run(
             spark,
             node,
             topics,
             output,
             at_ms=at_ms,
             format=format,
-            options=bounds,
             overwrite=overwrite,
+            pipeline=settings,
         )
     return Answer(document, f"{cell(document['vectors'])} vectors in {output}")
 
 
 @command(app, "compact", connects=False)
 def compact(
-    cli: Invocation, config: JobConfig = Path("pipeline.toml"), sink: SinkName = None
+    cli: Invocation,
+    config: JobConfig = Path("pipeline.toml"),
+    sink: SinkName = None,
+    master: Master = None,
 ) -> Answer:
     """Keep the newest row of each vector in the lake, in few files."""
-    from penstock.spark.jobs.stores import compact as run
+    from penstock.spark.jobs.compaction import compact as run
 
-    document = run(_settings(config), sink)
+    settings = _settings(config, master=master)
+    with _spark("compact", settings) as spark:
+        document = run(spark, settings, sink)
     lines = [
         f"{name}: {cell(found['vectors']['rows_before'])} rows of vectors became"
         f" {cell(found['vectors']['rows'])}"
@@ -376,13 +386,14 @@ def reindex(
     master: Master = None,
 ) -> Answer:
     """Empty an index or a cache and fill it anew. The pipeline must not run meanwhile."""
-    from penstock.spark.jobs import stores
+    from penstock.spark.jobs.filling import reindex as run
+    from penstock.spark.jobs.stores import sink_settings
 
     settings = _settings(config, master=master)
-    stores.sink_settings(settings, sink)
+    sink_settings(settings, sink)
     cli.confirm(f"{sink} is emptied and filled anew.", force=force)
     with _spark("reindex", settings) as spark, progress("reindex", unit="states") as advance:
-        document = stores.reindex(spark, settings, sink, origin=source, progress=advance)
+        document = run(spark, settings, sink, origin=source, progress=advance)
     return Answer(document, f"{sink}: {cell(document['states'])} states")
 
 
@@ -406,19 +417,20 @@ def replay(
         raise InvalidArgument("give --config or --queue, one of them", field="config")
     if queue is not None:
         return _replay_queue(cli, queue, topic)
-    from penstock.spark.jobs import stores
+    from penstock.spark.jobs.filling import ReplayWindow
+    from penstock.spark.jobs.filling import replay as run
 
     assert config is not None
     settings = _settings(config, master=master)
-    window = stores.ReplayWindow(from_ms=_ms(from_, field="from"), to_ms=_ms(to, field="to"))
+    window = ReplayWindow(from_ms=_ms(from_, field="from"), to_ms=_ms(to, field="to"))
     with _spark("replay", settings) as spark:
-        document = stores.replay(spark, settings, sink or (), window=window)
+        document = run(spark, settings, sink or (), window=window)
     lines = [f"{name}: {rows}" for name, rows in document["sinks"].items()]
     return Answer(document, "\n".join(lines))
 
 
 def _replay_queue(cli: Invocation, queue: str, topic: str | None) -> Answer:
-    from penstock.spark.jobs.stores import replay_letters
+    from penstock.spark.jobs.letters import replay_letters
 
     access = _node(cli).access()
     with progress(f"replay {queue}", unit="letters") as advance:
@@ -445,6 +457,7 @@ def search(
     limit: Annotated[int, typer.Option("--limit", "-k", help="How many neighbours.")] = 10,
     namespace: Annotated[str | None, typer.Option(help="Only vectors of this namespace.")] = None,
     metric: Annotated[str, typer.Option(help="cosine, l2 or dot.")] = "cosine",
+    where: Where = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Compare with every vector, trained index or not.")
     ] = False,
@@ -461,6 +474,7 @@ def search(
             limit,
             namespace=namespace,
             metric=metric,  # type: ignore[arg-type]
+            where=condition(where),
             exact=exact,
         )
     names = ("namespace", "vector_id", "distance", "revision", "metadata")
@@ -487,6 +501,33 @@ def parsed(text: str) -> list[float]:
         return [float(number) for number in text.replace(",", " ").split()]
     except (ValueError, msgspec.DecodeError) as error:
         raise InvalidArgument(f"not a vector: {error}", field="vector") from error
+
+
+def condition(texts: list[str] | None) -> dict[str, Any] | None:
+    """What all of `--where` say together; each is a comparison, or a JSON object."""
+    found = [_condition(text) for text in texts or ()]
+    return {"$and": found} if len(found) > 1 else found[0] if found else None
+
+
+def _condition(text: str) -> dict[str, Any]:
+    if text.startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise InvalidArgument(f"not a JSON object: {error}", field="where") from error
+    sign = COMPARISON.search(text)
+    name = text[: sign.start()].strip() if sign else ""
+    if not sign or not name:
+        raise InvalidArgument(f"not a comparison such as lang=de: {text!r}", field="where")
+    return {name: {SIGNS[sign[0]]: _value(text[sign.end() :].strip())}}
+
+
+def _value(text: str) -> Any:
+    """A value as JSON writes it; anything else is text."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError):
+        return text
 
 
 def _known(index: Index, vector_id: str, namespace: str | None) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from tests.conformance.sinks.changes import State, states, work
 
 from penstock.cli.command import Exit, Invocation, execute
-from penstock.cli.pipeline import parsed, search
+from penstock.cli.pipeline import condition, parsed, search
 from penstock.errors import InvalidArgument
 from penstock.sinks.index import IndexSink
 
@@ -74,3 +74,36 @@ def test_numbers_are_read_in_three_ways(monkeypatch: pytest.MonkeyPatch) -> None
     for text in ("[1, ", "one, two", '["a"]'):
         with pytest.raises(InvalidArgument):
             parsed(text)
+
+
+def test_conditions_choose_among_the_metadata(ask: Ask) -> None:
+    for where in (["a=1"], ["a>0", "a<=1.5"], ['{"$or": [{"a": 1}, {"b": 2}]}']):
+        _, found = ask(vector="0,1,0,0", where=where)
+        assert [one["vector_id"] for one in found["neighbours"]] == ["east"]
+    _, found = ask(vector="1,0,0,0", where=["a!=1"])
+    assert [one["vector_id"] for one in found["neighbours"]] == ["north"]
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [
+        ("a", "where"),
+        ("=1", "where"),
+        ("{", "where"),
+        ("a=[1]", "where.a"),
+        ('{"a": {"$x": 1}}', "where.a"),
+    ],
+)
+def test_a_condition_that_says_nothing_is_refused(where: str, field: str, ask: Ask) -> None:
+    code, found = ask(vector="1,0,0,0", where=[where])
+    assert (code, found["error"]["field"]) == (Exit.CALLER, field)
+
+
+def test_a_value_is_what_json_says_or_text() -> None:
+    assert condition(None) is None
+    assert condition(["lang=de"]) == {"lang": {"$eq": "de"}}
+    assert condition(["a.b >= 5", 'c="5"', "d!=null", "e=x=y"]) == {
+        "$and": [
+            {"a.b": {"$gte": 5}}, {"c": {"$eq": "5"}}, {"d": {"$ne": None}}, {"e": {"$eq": "x=y"}},
+        ]
+    }  # fmt: skip

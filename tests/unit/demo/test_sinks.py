@@ -27,7 +27,7 @@ def work(*rows: tuple[str, int, bool], trigger: int = 0) -> Work:
             pa.array(np.repeat([float(r) for _, r, _ in rows], DIMENSIONS), pa.float32()),
             DIMENSIONS,
         ),
-        "metadata": [b"\x80"] * len(rows),
+        "metadata": ["{}"] * len(rows),
         "deleted": [deleted for _, _, deleted in rows],
         "revision": [revision for _, revision, _ in rows],
         "topic": ["edits"] * len(rows),

@@ -25,6 +25,7 @@ PARTITIONS: Final = 4
 VECTORS: Final = 100_000
 DELTAS: Final = 1_500_000
 CORES: Final = 2
+SPARE: Final = 4  # threads for the tasks of three sinks and the quarantine, as a pipeline has them
 TRIGGERS: Final = 6  # that a stage takes for all there is
 PROBE: Final = "probe"  # vectors that only the freshness stage touches begin so
 TICK_S: Final = 0.1
@@ -37,6 +38,7 @@ class Load:
     server: ServerProcess
     vectors: int
     deltas: int
+    topic: str = TOPIC
 
     @property
     def url(self) -> str:
@@ -49,6 +51,7 @@ class PipelineBench:
 
     spark: SparkSession
     load: Load
+    local: Path  # where Spark keeps what is an executor's own
 
     @property
     def rows_per_trigger(self) -> int:
@@ -67,9 +70,16 @@ async def pipeline_bench(run: Run) -> AsyncIterator[PipelineBench]:
         say(f"writing {vectors} vectors and {deltas} changes")
         await _fill(server.url, vectors=vectors, deltas=deltas)
         say("starting Spark")
-        spark = await asyncio.to_thread(spark_session, "penstock-bench", cores=CORES)
+        local = run.folder / "local"
+        spark = await asyncio.to_thread(
+            spark_session,
+            "penstock-bench",
+            cores=CORES,
+            spare=SPARE,
+            conf={"spark.local.dir": str(local)},
+        )
         try:
-            yield PipelineBench(spark, Load(server=server, vectors=vectors, deltas=deltas))
+            yield PipelineBench(spark, Load(server=server, vectors=vectors, deltas=deltas), local)
         finally:
             await asyncio.to_thread(spark.stop)
 
@@ -108,7 +118,7 @@ def pipeline_settings(load: Load, folder: Path, *, sinks: list[dict[str, Any]], 
         {
             "name": "bench",
             "url": load.url,
-            "topics": [TOPIC],
+            "topics": [load.topic],
             "state": str(folder / "state"),
             "sink": sinks,
             **more,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.bench.pipeline.load import (
+    CORES,
+    DELTAS,
+    PARTITIONS,
     PROBE,
     TOPIC,
     Load,
@@ -29,6 +33,8 @@ from penstock.bench.pipeline.load import (
 from penstock.bench.stages import Values, quantiles
 from penstock.bench.vectors import DIMENSIONS
 from penstock.errors import Unavailable
+from penstock.model.delta import Op
+from penstock.testing.process import tree_cpu_seconds
 from penstock.testing.redis import RedisProcess
 
 FRESHNESS_PER_S: Final = 1_000
@@ -37,6 +43,17 @@ FRESHNESS_WARM_S: Final = 10.0
 PROBE_EVERY_S: Final = 0.5
 VISIBLE_S_MAX: Final = 120.0
 POLL_S: Final = 0.02
+WRITTEN: Final = 400_000  # changes that are written from a DataFrame
+FEED_BYTES: Final = 16 << 20
+_CHANGES: Final = (
+    "'default' as namespace",
+    "concat('written-', id % 20000) as vector_id",
+    "'sparse' as op",
+    "'bench' as origin",
+    "cast(id + 1 as bigint) as delta_time",
+    "transform(sequence(0, 9), i -> cast(i * 12 as int)) as indices",
+    "transform(sequence(0, 9), i -> cast(rand(7) as float)) as values",
+)
 
 
 # --- reading ---
@@ -81,13 +98,17 @@ def _sequences(source: Any) -> int:
 
 def ordered(bench: PipelineBench, folder: Path) -> Values:
     """Admit, order and merge, committed once, with nobody to deliver to."""
-    return {"ordered_per_s": _folded(bench, folder, sinks=[])}
+    return {"ordered_per_s": folded(bench, folder, sinks=[])}
 
 
 def full(bench: PipelineBench, folder: Path) -> Values:
-    """The same into lake, index and cache, until all of them hold everything."""
+    """The same into lake, index and cache, until all of them hold everything; and which share of
+    all the CPU that took was the driver's Python."""
     with RedisProcess(folder / "redis", durable=False) as redis:
-        return {"full_per_s": _folded(bench, folder, sinks=_sinks(folder, redis.url))}
+        driver, everybody = time.process_time(), tree_cpu_seconds(os.getpid())
+        rate = folded(bench, folder, sinks=_sinks(folder, redis.url))
+        share = (time.process_time() - driver) / (tree_cpu_seconds(os.getpid()) - everybody)
+        return {"full_per_s": rate, "driver_cpu_share": share}
 
 
 def _sinks(folder: Path, redis_url: str) -> list[dict[str, Any]]:
@@ -136,7 +157,10 @@ def _watching(look: Callable[[], None]) -> Iterator[None]:
         look()
 
 
-def _folded(bench: PipelineBench, folder: Path, *, sinks: list[dict[str, Any]]) -> float:
+def folded(
+    bench: PipelineBench, folder: Path, *, sinks: list[dict[str, Any]], **more: Any
+) -> float:
+    """Deltas per second from the end of the first trigger past the creations on."""
     from penstock.spark.pipeline import Pipeline
 
     rows = bench.rows_per_trigger
@@ -145,6 +169,7 @@ def _folded(bench: PipelineBench, folder: Path, *, sinks: list[dict[str, Any]]) 
         folder,
         sinks=sinks,
         rows_per_trigger={"min": rows, "max": rows, "initial": rows},
+        **more,
     )
     pipeline = Pipeline(settings, session=bench.spark)
     triggers = Triggers()
@@ -152,9 +177,52 @@ def _folded(bench: PipelineBench, folder: Path, *, sinks: list[dict[str, Any]]) 
     with _watching(lambda: triggers.look(pipeline.ingest.describe())):
         pipeline.wait()
         ended = time.perf_counter()
-    began, folded = triggers.counted_from(bench.load.vectors)
+    began, before = triggers.counted_from(bench.load.vectors)
     last = max(sequences for _, sequences in triggers.seen.values())
-    return (last - folded) / (ended - began)
+    return (last - before) / (ended - began)
+
+
+# --- writing, and what a vector costs ---
+
+
+def write(bench: PipelineBench, folder: Path) -> Values:
+    """Changes from a DataFrame into a topic, by `df.write`."""
+    import penstock.sync
+
+    rows = max(1000, round(WRITTEN * bench.load.deltas / DELTAS))
+    changes = bench.spark.range(rows, numPartitions=CORES).selectExpr(*_CHANGES).cache()
+    options = {"url": bench.load.url, "topic": f"{TOPIC}-{time.time_ns()}"}
+    with penstock.sync.connect(bench.load.url) as client:
+        client.deltas(options["topic"], dimensions=DIMENSIONS, create=True, partitions=PARTITIONS)
+    changes.limit(1000).write.format("penstock").mode("append").options(**options).save()
+    changes.count()  # all of them are made before the clock runs
+    began = time.perf_counter()
+    changes.write.format("penstock").mode("append").options(**options).save()
+    took = time.perf_counter() - began
+    changes.unpersist()
+    return {"write_deltas_per_s": rows / took}
+
+
+def state(bench: PipelineBench, folder: Path) -> Values:
+    """What the fold keeps of vectors that were created once, room to grow included."""
+    from penstock.propagation.fold.propagator import Propagator
+    from penstock.spark.fold.partition_step import read_deltas
+    from penstock.spark.source.access import NodeAccess
+
+    access = NodeAccess.shared(bench.load.url)
+    held = vectors = 0
+    for status in access.log_status(TOPIC):
+        fold = Propagator(DIMENSIONS)
+        last = status.readable
+        log = read_deltas(access, TOPIC, status.partition, first=1, last=last, bytes_max=FEED_BYTES)
+        with closing(log):
+            for deltas, through in log:
+                whole = deltas.op <= Op.DENSE
+                if not whole.any():
+                    break
+                fold.feed(deltas.take(whole), through=through)
+        held, vectors = held + fold.nbytes, vectors + fold.ordinal
+    return {"state_bytes_per_vector": held / vectors}
 
 
 # --- freshness ---
@@ -169,9 +237,7 @@ def freshness(bench: PipelineBench, folder: Path) -> Values:
 async def _freshness(bench: PipelineBench, folder: Path, redis_url: str) -> Values:
     from penstock.spark.pipeline import Pipeline
 
-    settings = pipeline_settings(
-        bench.load, folder, sinks=_sinks(folder, redis_url), trigger_interval_s=0.0
-    )
+    settings = pipeline_settings(bench.load, folder, sinks=_sinks(folder, redis_url))
     pipeline = Pipeline(settings, session=bench.spark)
     await asyncio.to_thread(pipeline.start)
     stop = asyncio.Event()

@@ -80,11 +80,11 @@ class Scale:
         if quick:
             return cls(
                 vectors=2_000, deltas=16_000, bulk_s=3.0, rows_per_trigger=1_200,
-                slow_rows_per_s=300,
+                slow_rows_per_s=100,
             )  # fmt: skip
         return cls(
             vectors=20_000, deltas=120_000, bulk_s=5.0, rows_per_trigger=6_000,
-            slow_rows_per_s=2_500,
+            slow_rows_per_s=1_000,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ WRITE_ROWS: Final = 500  # between two looks at the clock
 
 _CREATE: Final = """
 create table if not exists vectors (
-  namespace text not null, vector_id text not null, vector blob not null, metadata blob,
+  namespace text not null, vector_id text not null, vector blob not null, metadata text,
   revision integer not null, deleted integer not null, primary key (namespace, vector_id)
 ) without rowid
 """
@@ -91,7 +91,7 @@ class SqliteSink:
                     "namespace": pa.array(namespace, pa.utf8()),
                     "vector_id": pa.array(vector_id, pa.utf8()),
                     "vector": pa.FixedSizeListArray.from_arrays(values, dimensions),
-                    "metadata": pa.array(metadata, pa.binary()),
+                    "metadata": pa.array(metadata, pa.utf8()),
                     "revision": pa.array(revision, pa.int64()),
                 }
             )
