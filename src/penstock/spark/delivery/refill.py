@@ -63,6 +63,7 @@ class RefillPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What every task of a filling is told."""
 
     fold: FoldPlan
+    sink: str
     feed: Feed  # what the sink is to be given
 
 
@@ -78,7 +79,9 @@ def lake_files(plan: RefillPlan, lake: SinkSpec, piece: LakePiece) -> list[Chang
     sink.open()
     try:
         for place, states in _by_place(sink.vectors.read_piece(piece, VECTORS.names)):
-            writer = ChangeWriter(store, claim=plan.fold.claim, topic=place[0], partition=place[1])
+            writer = ChangeWriter(
+                store, claim=plan.fold.claim, topic=place[0], partition=place[1], sink=plan.sink
+            )
             write_states(writer, states, sharded=plan.fold.sharded)
             parts.append(writer.finish(first=1, last=1, counts={}))
     finally:
@@ -149,7 +152,8 @@ class _PartitionFill:
             )
 
     def _writer(self) -> ChangeWriter:
-        return ChangeWriter(self._store, claim=self._plan.fold.claim, **self._place)
+        plan = self._plan
+        return ChangeWriter(self._store, claim=plan.fold.claim, sink=plan.sink, **self._place)
 
     def _finished(self, writer: ChangeWriter) -> ChangePart:
         return writer.finish(first=self._range.first, last=self._range.last, counts={})

@@ -344,7 +344,7 @@ class SparkSinkJobs:
         if not units:
             return []
         job = self._job(sink, f"all vectors as of trigger {manifest.trigger} for {sink}")
-        work = partial(fill_files, RefillPlan(fold=self._fold, feed=feed))
+        work = partial(fill_files, RefillPlan(fold=self._fold, sink=sink, feed=feed))
         found = run_job(self._context, job, work, units, tasks=len(units))
         return [part for parts in found for part in parts]
 
@@ -355,7 +355,8 @@ class SparkSinkJobs:
         pieces = source.pieces()
         source.close()
         job = self._job(sink, f"the vectors of {lake.settings.name} for {sink}")
-        work = partial(lake_files, RefillPlan(fold=self._fold, feed=Feed.STATES), lake)
+        plan = RefillPlan(fold=self._fold, sink=sink, feed=Feed.STATES)
+        work = partial(lake_files, plan, lake)
         found = run_job(self._context, job, work, pieces, tasks=max(1, len(pieces)))
         return [part for parts in found for part in parts]
 

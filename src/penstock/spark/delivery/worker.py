@@ -276,6 +276,7 @@ class SinkWorker:
         if self._filling is not None:
             self._fill(self._filling)
             self._filling = None
+            self._changes.unpin(self.sink.name)
             return True
         if self._plan is None:
             self._plan = self.planner.plan(self.cursor, now_ms=_now_ms())
@@ -331,8 +332,10 @@ class SinkWorker:
         """Give the sink all that the fold held as of a trigger. The files are made once, and tried
         until the sink has taken them."""
         assert self._jobs is not None, "only tasks fill a sink"
-        jobs, manifest, store = self._jobs, filling.manifest, self._changes.store
+        jobs, store = self._jobs, self._changes.store
         if filling.portion is None:
+            # Each try is as of the newest trigger: the log may have let go of what an older needs.
+            manifest = filling.manifest = self._changes.pin(self.sink.name) or filling.manifest
             log.info("sink is being filled", sink=self.sink.name, trigger=manifest.trigger)
             filling.portion = self._filled_portion(jobs, manifest)
         trigger = filling.portion.last
@@ -386,10 +389,11 @@ class SinkWorker:
             taken_over = furthest.in_lanes(lanes).reconciled(held)
             if self._gap(taken_over) is None:
                 cursor, problem = taken_over, None
-        newest = self._changes.newest()
-        if problem is not None and self._can_fill(cursor) and newest is not None:
-            log.warning("sink lacks what the change log no longer has", sink=self.sink.name)
-            self._filling, problem = self._filling or Filling(newest), None
+        if problem is not None and self._can_fill(cursor):
+            newest = self._changes.pin(self.sink.name)
+            if newest is not None:
+                log.warning("sink lacks what the change log no longer has", sink=self.sink.name)
+                self._filling, problem = self._filling or Filling(newest), None
         if problem is not None:
             self._halt(problem)
             return

@@ -92,6 +92,7 @@ class FoldDriver:
         self._failures = 0  # in a row
         self._tasks = 0  # of the last job
         self._swept = False
+        self._outdated: set[str] = set()  # snapshots that no head refers to any more
         self._progress: dict[str, Any] = {}  # of the last trigger
         self._paused = False
         self.restarts = 0
@@ -203,11 +204,13 @@ class FoldDriver:
 
     def _settle(self, held: Manifest) -> None:
         """Go on from the manifest that is there, and remove what it does without."""
-        replaced = snapshots_of(self._heads) - snapshots_of(held.heads)
+        pinned, kept = self._changes.pinned(), snapshots_of(held.heads)
+        self._outdated |= snapshots_of(self._heads) - kept
         self._heads = held.heads
-        self._snapshots.drop(sorted(replaced))
+        self._snapshots.drop(sorted(self._outdated - pinned))
+        self._outdated &= pinned
         if not self._swept and held.claim == self._claim.number:
-            swept = self._changes.sweep() + self._snapshots.sweep(held.heads)
+            swept = self._changes.sweep() + self._snapshots.sweep(kept | pinned)
             self._swept = True
             if swept:
                 log.info("files of an interrupted trigger removed", files=swept)

@@ -147,9 +147,13 @@ def add_counts(counts: dict[str, Any], more: Mapping[str, int]) -> None:
 
 
 class ChangeWriter:
-    def __init__(self, store: Store, *, claim: int, topic: str, partition: int) -> None:
+    def __init__(
+        self, store: Store, *, claim: int, topic: str, partition: int, sink: str | None = None
+    ) -> None:
+        """`sink` is whom the file is for alone, if it is: whoever deletes it then takes nothing
+        from a trigger or from another sink that was given the same rows."""
         self._store, self._claim = store, claim
-        self._topic, self._partition = topic, partition
+        self._topic, self._partition, self._sink = topic, partition, sink
         self._buffers: list[pa.Buffer] = []
         self._sections: list[Section] = []
         self._size = 0
@@ -202,6 +206,8 @@ class ChangeWriter:
         for buffer in self._buffers:
             content.update(memoryview(buffer))
         place = f"{self._topic}-{self._partition}-{first}-{last}"
+        if self._sink is not None:
+            place = f"{self._sink}-{place}"
         return f"{claimed(self._claim)}-{place}-{content.hexdigest()}{SUFFIX}"
 
 
@@ -249,6 +255,7 @@ class ChangeLog:
         self.store, self.claim = store, claim
         self._changed = threading.Condition()
         self._committed = False  # a trigger, by this driver
+        self._pins: dict[str, Manifest] = {}  # by who reads their snapshots
         self.first: int | None = None  # the oldest trigger still there
         self.last: int | None = None  # the newest committed one
         self.refresh()
@@ -277,6 +284,23 @@ class ChangeLog:
 
     def newest(self) -> Manifest | None:
         return None if self.last is None else self.manifest(self.last)
+
+    def pin(self, reader: str) -> Manifest | None:
+        """The newest manifest, whose snapshots are kept for `reader` until it pins another."""
+        with self._changed:  # no trigger becomes the newest between the look and the pin
+            newest = self.newest()
+            if newest is not None:
+                self._pins[reader] = newest
+            return newest
+
+    def unpin(self, reader: str) -> None:
+        with self._changed:
+            self._pins.pop(reader, None)
+
+    def pinned(self) -> set[str]:
+        """The names of the snapshots that somebody reads."""
+        with self._changed:
+            return {name for one in self._pins.values() for name in snapshots_of(one.heads)}
 
     def after(self, trigger: int, *, limit: int) -> list[Manifest]:
         """Up to `limit` manifests behind `trigger` (-1: from the beginning), the oldest first;
@@ -522,9 +546,8 @@ class FoldSnapshots:
     def drop(self, names: Sequence[str]) -> None:
         self._store.delete([f"{SNAPSHOTS}/{name}" for name in names])
 
-    def sweep(self, heads: Heads) -> int:
-        """Delete what earlier drivers wrote and no head refers to; how many went."""
-        kept = snapshots_of(heads)
+    def sweep(self, kept: set[str]) -> int:
+        """Delete what earlier drivers wrote, but for these names; how many went."""
         found = self._store.names(SNAPSHOTS)
         strays = [n for n in found if n not in kept and claim_of(n) < self._claim]
         self.drop(strays)

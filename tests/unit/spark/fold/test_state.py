@@ -18,6 +18,7 @@ from penstock.spark.fold.state import (
     heads_for,
     read_identity,
     running_pid,
+    snapshots_of,
 )
 from penstock.spark.store import FolderStore, StoreAddress
 
@@ -158,6 +159,6 @@ def test_sweeping_takes_only_what_earlier_drivers_left_and_no_head_names(tmp_pat
     more = written(tmp_path, sequence=4)
     head = FoldHead(start=1, sequence=5, snapshots=(more, kept))
     heads = {"t": TopicHeads(id=1, dimensions=2, partitions={0: head})}
-    assert later.sweep(heads) == 1
+    assert later.sweep(snapshots_of(heads)) == 1
     assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {more, kept, own}
     assert stray not in {more, kept, own}

@@ -7,7 +7,15 @@ import pyarrow as pa
 import pytest
 
 from penstock.errors import Corruption, NotFound, WrongEpoch
-from penstock.spark.fold.state import ChangeLog, ChangePart, ChangeWriter, Manifest, read_section
+from penstock.spark.fold.state import (
+    ChangeLog,
+    ChangePart,
+    ChangeWriter,
+    FoldHead,
+    Manifest,
+    TopicHeads,
+    read_section,
+)
 from penstock.spark.store import FolderStore
 
 
@@ -217,3 +225,27 @@ def test_a_short_file_is_corruption(log: ChangeLog) -> None:
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(Corruption, match="not what was written"):
         read_section(log.store, part, part.sections[0])
+
+
+def test_a_file_for_one_sink_is_nobody_elses(tmp_path: Path) -> None:
+    """Three files of the same rows, two of them for sinks that are filled."""
+    store = FolderStore(tmp_path)
+    names = set()
+    for sink in (None, "index", "lake"):
+        writer = ChangeWriter(store, claim=1, topic="vectors", partition=0, sink=sink)
+        writer.add("deltas", pa.table({"log_time_ms": [1, 2]}))
+        names.add(writer.finish(first=1, last=2, counts={}).file)
+    assert len(names) == 3
+
+
+def test_pinned_snapshots_are_named_until_the_reader_is_done(tmp_path: Path) -> None:
+    log = ChangeLog(FolderStore(tmp_path), claim=1)
+    assert log.pin("index") is None
+    head = FoldHead(start=1, sequence=9, snapshots=("a", "b"), snapshot_sequence=9)
+    heads = {"vectors": TopicHeads(id=1, dimensions=2, partitions={0: head})}
+    log.commit(Manifest(trigger=0, claim=1, heads=heads), check=lambda: None)
+    log.pin("index")
+    log.commit(Manifest(trigger=1, claim=1), check=lambda: None)
+    assert log.pinned() == {"a", "b"}
+    log.unpin("index")
+    assert log.pinned() == set()
