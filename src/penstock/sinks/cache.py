@@ -64,7 +64,7 @@ local at, meta = 1, 1
 local written = 0
 for i = 1, #KEYS do
   local revision, _, extra = unpack('<llI4', values, at)
-  local held = call('GETRANGE', KEYS[i], 0, 7)
+  local held = call('GETRANGE', KEYS[i], '0', '7')
   if #held < 8 or unpack('<l', held) < revision then
     local value = sub(values, at, at + size - 1)
     if extra > 0 then value = value .. sub(metadata, meta, meta + extra - 1) end

@@ -316,33 +316,36 @@ class LakeTable:
             return None
         path = f"part-{uuid.uuid4().hex}.parquet"
         named = [name for name in _NAMED if name in self.schema.names]
-        data = pa.BufferOutputStream()
-        pq.write_table(
-            rows,
-            data,
-            compression=self._compression,
-            use_dictionary=[name for name in _REPEATING if name in self.schema.names],
-            write_statistics=named,
-        )
-        content = data.getvalue()
-        self._put(path, content)
+        with delta_errors(self.uri), self._created(path) as file:
+            pq.write_table(
+                rows,
+                file,
+                compression=self._compression,
+                use_dictionary=[name for name in _REPEATING if name in self.schema.names],
+                write_statistics=named,
+            )
+            size = file.tell()
         return LakeFile(
             part=self.part,
             path=path,
-            bytes=content.size,
+            bytes=size,
             statistics=_statistics(rows, named),
             positions=dict(positions or {}),
         )
 
-    def _put(self, path: str, data: pa.Buffer) -> None:
-        with delta_errors(self.uri):
-            if self._local is not None:
-                (self._local / path).write_bytes(memoryview(data))
-                sync([self._local / path])
-                return
-            if self._objects is None:
-                self._objects = object_store(self.uri, self._storage or {}, field="path")
-            self._objects.put(path, data.to_pybytes())
+    @contextmanager
+    def _created(self, path: str) -> Iterator[pa.NativeFile]:
+        """A new file of the table's folder, durable when the block ends."""
+        if self._local is not None:
+            with pa.OSFile(str(self._local / path), "wb") as file:
+                yield file
+            sync([self._local / path])
+            return
+        data = pa.BufferOutputStream()
+        yield data
+        if self._objects is None:
+            self._objects = object_store(self.uri, self._storage or {}, field="path")
+        self._objects.put(path, data.getvalue().to_pybytes())
 
     def append(self, files: Sequence[LakeFile], *, pipeline: str, trigger: int) -> None:
         """Take files in, in one commit that says the table now holds all up to `trigger`."""

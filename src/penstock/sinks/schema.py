@@ -213,6 +213,8 @@ def newest(keys: pa.Array | pa.ChunkedArray, revisions: NDArray[np.int64]) -> ND
     encoded = keys.dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
+    if len(encoded.dictionary) == len(encoded):
+        return np.ones(len(encoded), np.bool_)
     codes = encoded.indices.to_numpy(zero_copy_only=False)
     order = np.lexsort((revisions, codes))
     sorted_codes = codes[order]

@@ -192,7 +192,7 @@ class ChangeSelection:
         touching = self._deltas_of(taken.part) if judging else None
         for section in sections:
             table = self.routes.states(read_section(self.store, taken.part, section), touching)
-            if shard is not None and section.shard is None:
+            if shard is not None and shard.of > 1 and section.shard is None:
                 mine = shards_of(table) % shard.of == shard.number
                 table = table.filter(pa.array(mine))
             if table.num_rows:

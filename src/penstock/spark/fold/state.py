@@ -146,6 +146,26 @@ def add_counts(counts: dict[str, Any], more: Mapping[str, int]) -> None:
         counts[name] = value if name in PRESENT else counts.get(name, 0) + value
 
 
+class _Gathered:
+    """A file for Arrow's writers that keeps what it is given. Columns are given as they lie in
+    memory, and are not copied; they must not change until the file is written."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: Buffer) -> int:
+        self.buffers.append(memoryview(data))
+        return len(self.buffers[-1])
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 class ChangeWriter:
     def __init__(
         self, store: Store, *, claim: int, topic: str, partition: int, sink: str | None = None
@@ -154,7 +174,7 @@ class ChangeWriter:
         from a trigger or from another sink that was given the same rows."""
         self._store, self._claim = store, claim
         self._topic, self._partition, self._sink = topic, partition, sink
-        self._buffers: list[pa.Buffer] = []
+        self._buffers: list[memoryview] = []
         self._sections: list[Section] = []
         self._size = 0
 
@@ -169,10 +189,10 @@ class ChangeWriter:
         """Append a section; a table without rows leaves none."""
         if not table.num_rows:
             return
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        buffer = sink.getvalue()
+        stream = _Gathered()
+        with pa.ipc.new_stream(pa.PythonFile(stream, "w"), table.schema) as writer:
+            writer.write_table(table)
+        length = sum(map(len, stream.buffers))
         times = pc.min_max(table["log_time_ms"]).as_py()
         self._sections.append(
             Section(
@@ -181,19 +201,19 @@ class ChangeWriter:
                 shard=shard,
                 rows=table.num_rows,
                 offset=self._size,
-                length=buffer.size,
+                length=length,
                 log_time_ms_min=times["min"],
                 log_time_ms_max=times["max"],
             )
         )
-        self._buffers.append(buffer)
-        self._size += buffer.size
+        self._buffers += stream.buffers
+        self._size += length
 
     def finish(self, *, first: int, last: int, counts: dict[str, int]) -> ChangePart:
         """Make the file durable under its name; without sections there is no file."""
         name = self._name(first, last) if self._sections else None
         if name is not None:
-            self._store.write(f"{DATA}/{name}", [memoryview(buffer) for buffer in self._buffers])
+            self._store.write(f"{DATA}/{name}", self._buffers)
         return ChangePart(
             topic=self._topic, partition=self._partition, first=first, last=last, file=name,
             bytes=self._size, sections=tuple(self._sections), counts=counts,
@@ -204,7 +224,7 @@ class ChangeWriter:
         differ (another version of Arrow, say), the name does too."""
         content = xxhash.xxh3_64()
         for buffer in self._buffers:
-            content.update(memoryview(buffer))
+            content.update(buffer)
         place = f"{self._topic}-{self._partition}-{first}-{last}"
         if self._sink is not None:
             place = f"{self._sink}-{place}"
