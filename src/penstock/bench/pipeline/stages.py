@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.bench.pipeline.load import (
     CORES,
-    DELTAS,
     PARTITIONS,
     PROBE,
     TOPIC,
@@ -43,7 +43,6 @@ FRESHNESS_WARM_S: Final = 10.0
 PROBE_EVERY_S: Final = 0.5
 VISIBLE_S_MAX: Final = 120.0
 POLL_S: Final = 0.02
-WRITTEN: Final = 400_000  # changes that are written from a DataFrame
 FEED_BYTES: Final = 16 << 20
 _CHANGES: Final = (
     "'default' as namespace",
@@ -189,12 +188,14 @@ def write(bench: PipelineBench, folder: Path) -> Values:
     """Changes from a DataFrame into a topic, by `df.write`."""
     import penstock.sync
 
-    rows = max(1000, round(WRITTEN * bench.load.deltas / DELTAS))
-    changes = bench.spark.range(rows, numPartitions=CORES).selectExpr(*_CHANGES).cache()
+    rows = bench.load.deltas
+    # Spark finds Python's data sources by the thread's active session, which this makes it.
+    numbers = bench.spark.createDataFrame(pa.table({"id": np.arange(rows)}))
+    changes = numbers.repartition(CORES).selectExpr(*_CHANGES).cache()
     options = {"url": bench.load.url, "topic": f"{TOPIC}-{time.time_ns()}"}
     with penstock.sync.connect(bench.load.url) as client:
         client.deltas(options["topic"], dimensions=DIMENSIONS, create=True, partitions=PARTITIONS)
-    changes.limit(1000).write.format("penstock").mode("append").options(**options).save()
+    changes.where("id % 1000 = 0").write.format("penstock").mode("append").options(**options).save()
     changes.count()  # all of them are made before the clock runs
     began = time.perf_counter()
     changes.write.format("penstock").mode("append").options(**options).save()
