@@ -53,18 +53,19 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 log = get_logger(__name__)
-# Half of the cores are left to the node, the JVM and the sinks: a fold by both of two cores was no
-# faster, and the whole way into sinks slower by a tenth.
-CORES_PER_TASK: Final = 2
+# On this machine half of the cores are left to the node, the JVM and the sinks: a fold by both of
+# two cores was no faster, and the whole way into sinks slower by a tenth. On a cluster the fold may
+# have every core: the pools of the fair scheduler share them with the sinks.
+CORES_PER_LOCAL_TASK: Final = 2
 IDLE_S: Final = 0.1  # between two looks for something to read
 BACKOFF_S_BASE: Final = 0.5  # before a failed trigger is planned anew; doubles with each in a row
 BACKOFF_S_CAP: Final = 30.0
 PAUSED_SHARE: Final = 0.8  # of the bytes at which reading pauses, where it goes on
 POOL: Final = "fold"
-
-Unit = tuple[ReadRange, FoldHead | None]
 FULL_SHARE: Final = 0.5  # of the rate, from which on a trigger counts
 BARELY: Final = 0.25  # of the target: a trigger that takes less lets the rate double
+
+Unit = tuple[ReadRange, FoldHead | None]
 
 
 class FoldDriver:
@@ -170,8 +171,9 @@ class FoldDriver:
             workers=POOL,
         )
         # Asked at each trigger: executors come and go.
-        parallelism = self._context.defaultParallelism
-        most = self._settings.tasks or max(1, parallelism // CORES_PER_TASK)
+        most = self._settings.tasks or tasks_for(
+            self._context.defaultParallelism, self._context.master
+        )
         self._tasks = min(len(units), most)
         plan = self._plan  # it travels to the workers, and this object does not
         return run_job(
@@ -271,6 +273,11 @@ class FoldDriver:
             "last_error": None if self.last_error is None else self.last_error.to_wire(),
             **self._progress,
         }
+
+
+def tasks_for(cores: int, master: str) -> int:
+    """How many tasks may fold at a time, if nobody says so."""
+    return max(1, cores // CORES_PER_LOCAL_TASK) if master.startswith("local") else cores
 
 
 def offsets_of(heads: Heads) -> Offsets:

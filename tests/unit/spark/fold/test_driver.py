@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import Corruption, Fatal, InvalidArgument, Unavailable
 from penstock.spark.executors import cause_of
-from penstock.spark.fold.driver import TriggerRate
+from penstock.spark.fold.driver import TriggerRate, tasks_for
 from penstock.spark.settings import PipelineSettings
 
 QUOTED = """[STREAM_FAILED] Query terminated with exception: An exception was thrown:
@@ -79,3 +79,13 @@ def test_triggers_that_are_over_in_no_time_double_the_rate_up_to_its_bound() -> 
 def test_the_next_run_begins_where_the_last_one_was() -> None:
     assert rate(known=750).rows == 750
     assert rate(known=750, min=800).rows == 800  # within the bounds it is given now
+
+
+@pytest.mark.parametrize(
+    ("cores", "master", "tasks"),
+    [(1, "local[1]", 1), (2, "local[6]", 1), (16, "local[*]", 8), (16, "spark://db1:7077", 16)],
+)
+def test_the_fold_may_have_all_cores_of_a_cluster_and_half_of_this_machine(
+    cores: int, master: str, tasks: int
+) -> None:
+    assert tasks_for(cores, master) == tasks
