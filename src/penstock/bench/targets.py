@@ -52,13 +52,13 @@ QUEUE_METRICS: Final = (
 )
 
 PIPELINE_METRICS: Final = (
-    Metric("read_per_s", "read", "deltas/s", 300_000, 600_000),
-    Metric("ordered_per_s", "ordered", "deltas/s", 150_000, 300_000),
-    Metric("full_per_s", "full", "deltas/s", 40_000, 80_000),
+    Metric("read_per_s", "read", "deltas/s", 300_000, 700_000),
+    Metric("ordered_per_s", "ordered", "deltas/s", 300_000, 450_000),
+    Metric("full_per_s", "full", "deltas/s", 100_000, 200_000),
     _at_most("driver_cpu_share", "full", "", 0.1),
     Metric("write_deltas_per_s", "write", "deltas/s", 200_000),
     _at_most("state_bytes_per_vector", "state", "bytes", 700),
-    _at_most("freshness_s_p95", "freshness", "s", 5),
+    _at_most("freshness_s_p95", "freshness", "s", 2),
 )
 
 PIPELINE_SCALE_METRICS: Final = (
@@ -71,6 +71,7 @@ PIPELINE_SCALE_METRICS: Final = (
     ),
     Metric("vectors_rate_ratio", "vectors", "", 0.8),
     _at_most("vectors_state_ratio", "vectors", "", 1.1),
+    _at_most("vectors_memory_ratio", "vectors", "", 1.1),
 )
 
 CLUSTER_METRICS: Final = (

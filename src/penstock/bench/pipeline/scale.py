@@ -56,9 +56,12 @@ async def vectors(bench: PipelineBench, folder: Path, *, scale: float) -> Values
         async with penstock.connect(bench.load.url) as client:
             await client.topic(topic, create=False).delete(force=True)
     first, last = (f"vectors{number}m" for number in (MILLIONS[0], MILLIONS[-1]))
+    times = MILLIONS[-1] / MILLIONS[0]
     return found | {
         "vectors_rate_ratio": found[f"{last}_per_s"] / found[f"{first}_per_s"],
         "vectors_state_ratio": found[f"{last}_state_bytes"] / found[f"{first}_state_bytes"],
+        # By vector, so that 1 is as many times the memory for as many times the vectors.
+        "vectors_memory_ratio": found[f"{last}_memory_mb"] / found[f"{first}_memory_mb"] / times,
     }
 
 
