@@ -5,10 +5,15 @@ another stopped, the columns of a state are files that are mapped into memory: w
 changes the next one sees, without a copy, and what is not needed the kernel may page out. Beside
 them lies the small rest (`penstock.propagation.fold.handover`) in one file, the *facts*:
 
-    <executor's folder>/penstock/<pipeline>/<topic>-<partition>/
+    <executor's folder>/penstock/<owner>/<topic>-<partition>/
         lock        held by the worker that works on the state
         facts       msgpack; what files the columns are in, how many rows they have, what waits
         <table>.<column>.<uuid>
+
+The owner is a pipeline, by its id, or a streaming query that reads released deltas or vectors, by
+its id and its mode; a query says the topic's id for the topic. Facts name the options that the
+state was folded with, and are not taken for a state of any others. An owner may leave a note of its
+own with a state, which lasts as long as that.
 
 **The facts are there if and only if the columns are what they say.** They are removed before the
 first change and written, in one step, after the last. A worker that is killed in between leaves
@@ -58,14 +63,14 @@ from penstock.propagation.fold.table import MEMORY, Space
 from penstock.propagation.options import PropagationOptions
 
 log = get_logger(__name__)
-VERSION: Final = 1
+VERSION: Final = 2
 CACHED_MAX: Final = 64  # partitions whose state a worker has at hand
 BUSY_S: Final = 2.0  # to wait for a lock that another task holds
 POLL_S: Final = 0.02
 ROOM_BYTES: Final = 1 << 20  # a column grows by so much at least, and by an eighth
 BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
-StateKey = tuple[str, str, int]  # pipeline, topic, partition
+StateKey = tuple[str, str, int]  # owner, topic, partition
 
 
 class LocalStateLost(Exception):
@@ -175,9 +180,10 @@ def _allocate(fd: int, there: int, size: int) -> None:
 @dataclass(slots=True)
 class KeptFold:
     """A fold that a worker has at hand. `generation` is that of the facts it was left with; None:
-    it lies in the worker's own memory."""
+    it lies in the worker's own memory, as does the note."""
 
     fold: Propagator
+    note: Any = None
     generation: str | None = None
     maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
@@ -194,17 +200,22 @@ class LocalState:
     ) -> None:
         self._key, self._options, self._cache, self._folder = key, options, cache, folder
         self._space: Space = MEMORY
+        self.note: Any = None  # that was left with the state that was `found`
 
     def found(self) -> Propagator | None:
         """The fold as it was left; it may be changed from now on, and is nobody else's to find
         until it is `settled`."""
         kept = self._cache.pop(self._key, None)
-        if self._folder is None:
-            return kept.fold if kept is not None and kept.generation is None else None
-        facts = self._facts()
-        if facts is None:
-            return kept.fold if kept is not None and kept.generation is None else None
+        if kept is not None and kept.fold.options != self._options:
+            kept = None
+        facts = None if self._folder is None else self._facts(self._folder)
+        if self._folder is None or facts is None:
+            if kept is None or kept.generation is not None:
+                return None
+            self.note = kept.note
+            return kept.fold
         (self._folder / "facts").unlink()
+        self.note = facts["note"]
         maps = {} if kept is None else kept.maps
         self._space = MappedSpace(self._folder, facts["files"], maps)
         if kept is not None and kept.generation == facts["generation"]:
@@ -224,9 +235,10 @@ class LocalState:
             self._space = MappedSpace(self._folder, {}, {})
         return self._space
 
-    def settle(self, fold: Propagator) -> None:
-        """The step is over: the state is the next one's, whoever that is."""
-        kept = KeptFold(fold)
+    def settle(self, fold: Propagator, *, note: Any = None) -> None:
+        """The step is over: the state is the next one's, whoever that is. A note is of what
+        msgpack has a form for."""
+        kept = KeptFold(fold, note)
         if self._folder is not None and isinstance(self._space, MappedSpace):
             kept.generation, kept.maps = uuid.uuid4().hex, self._space.maps
             facts = {
@@ -234,6 +246,8 @@ class LocalState:
                 "boot": _boot(),
                 "generation": kept.generation,
                 "files": self._space.files,
+                "options": msgspec.to_builtins(self._options),
+                "note": note,
                 "fold": settled(fold),
             }
             new = self._folder / "facts.new"
@@ -244,14 +258,14 @@ class LocalState:
         while len(self._cache) > CACHED_MAX:
             del self._cache[next(iter(self._cache))]
 
-    def _facts(self) -> dict[str, Any] | None:
-        assert self._folder is not None, "a state in memory has no facts"
+    def _facts(self, folder: Path) -> dict[str, Any] | None:
         try:
-            facts: dict[str, Any] = msgspec.msgpack.decode((self._folder / "facts").read_bytes())
+            facts: dict[str, Any] = msgspec.msgpack.decode((folder / "facts").read_bytes())
         except (OSError, msgspec.DecodeError):
             return None  # most likely there are none
-        known = facts.get("version"), facts.get("boot")
-        return facts if known == (VERSION, _boot()) else None
+        known = facts.get("version"), facts.get("boot"), facts.get("options")
+        wanted = VERSION, _boot(), msgspec.to_builtins(self._options)
+        return facts if known == wanted else None
 
 
 def _empty(folder: Path) -> None:
@@ -275,8 +289,8 @@ def local_state(
     if root is None:
         yield LocalState(key, options, cache, None)
         return
-    pipeline, topic, partition = key
-    folder = root / pipeline / f"{topic}-{partition}"
+    owner, topic, partition = key
+    folder = root / owner / f"{topic}-{partition}"
     with _losing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Handle(folder / "lock", os.O_RDWR | os.O_CREAT)

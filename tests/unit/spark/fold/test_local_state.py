@@ -157,6 +157,26 @@ def test_processes_take_turns(tmp_path: Path) -> None:
     assert found is not None and digest(found) == straight(240)
 
 
+@pytest.mark.parametrize("at_hand", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_note_is_found_with_its_state(tmp_path: Path, at_hand: bool, shared: bool) -> None:
+    cache, root = StateCache(), tmp_path if shared else None
+    with local_state(KEY, OPTIONS, cache=cache, root=root) as local:
+        local.settle(fold_in(local), note={"chain": 1 << 63, "saved": [7]})
+    held = cache if at_hand or not shared else StateCache()
+    with local_state(KEY, OPTIONS, cache=held, root=root) as local:
+        assert local.found() is not None and local.note == {"chain": 1 << 63, "saved": [7]}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_state_that_was_folded_in_another_way_is_not_taken(tmp_path: Path, shared: bool) -> None:
+    cache, root, other = StateCache(), tmp_path if shared else None, options(pending_ms=17)
+    for bounds in (OPTIONS, other):
+        with local_state(KEY, bounds, cache=cache, root=root) as local:
+            assert local.found() is None and local.note is None
+            local.settle(fold_in(local, bounds), note="mine")
+
+
 def test_the_least_recently_used_state_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
