@@ -41,6 +41,7 @@ def states(*rows: State, topic: str = "vectors", partition: int = 0) -> pa.Table
     values[[row.deleted for row in rows]] = 0
     packed = [b"" if r.metadata is None else msgspec.msgpack.encode(r.metadata) for r in rows]
     columns = VectorStates(
+        number=np.arange(count),
         namespace=Binary.of([row.namespace.encode() for row in rows]),
         vector_id=Binary.of([row.vector_id.encode() for row in rows]),
         values=values,

@@ -350,6 +350,7 @@ def _raw(column: NDArray[Any] | None) -> bytes | None:
 class VectorStates:
     """One row per vector, ascending by `sequence`; a deleted vector has zeros and no metadata."""
 
+    number: Numbers  # of the vector in its fold, for as long as that lasts
     namespace: Binary
     vector_id: Binary
     values: NDArray[np.float32]  # (rows, dimensions)
@@ -496,6 +497,13 @@ class Merge:
         self.table["lane"][vectors] = NO_LANE
         return found
 
+    def living(self) -> Mask:
+        """Which vectors are there, by number: those that something was said of, and not deleted."""
+        self.reserve()
+        said: Mask = self.table.rows("revision") > 0
+        said &= (self.registers.table.rows("flags") & DEAD) == 0
+        return said
+
     def states(self, vectors: Numbers | None = None) -> VectorStates:
         """States by vector number, all of them by default."""
         self.reserve()
@@ -507,6 +515,7 @@ class Merge:
         deleted = (flags & DEAD) > 0
         lane = table["lane"][vectors]
         return VectorStates(
+            number=vectors,
             namespace=self.ledger.names.namespaces_of(vectors),
             vector_id=self.ledger.names.ids_of(vectors),
             values=self._values(vectors, flags),

@@ -245,6 +245,11 @@ class Propagator:
         the most urgent lane of its changes."""
         return self.merge.take_touched()
 
+    def living(self) -> NDArray[np.bool_]:
+        """Which vectors are there and not deleted, by number. Vectors that come later have higher
+        numbers."""
+        return self.merge.living()
+
     def states(self, rows: NDArray[Any] | None = None) -> VectorStates:
         """All vectors, deleted ones too, ascending by their newest sequence."""
         return self.merge.states(rows)
