@@ -7,12 +7,17 @@ are never split: one task folds all that a trigger takes of a partition.
 
 The state at a start comes from wherever it costs least:
 
-    cache      what this worker folded last for the query, if that is not beyond the start
+    executor   what its workers folded last for the query, if that is not beyond the start
     snapshot   the newest one that is not beyond the start, in the store that `state` names
     log        from its beginning
 
 and from there through the log. A log whose beginning retention has deleted gives no state, and
 that is an error unless the reader was told to go on without what is lost.
+
+**What an executor folded last** for a stream lies in files that all its Python workers share
+(`local_state`), under the query, its mode and the topic's id. A task works on it where it lies, and
+leaves a note there of what is not in a fold (`FoldNote`). Batch reads make a state in their own
+memory, and leave none.
 
 **Snapshots** are written by tasks of streams, at the end of a range:
 
@@ -31,15 +36,18 @@ Parents that a fold asks back are looked for in the log (`find_forgotten`). What
 it may change by the next time, so a range in which some were found ends with a snapshot.
 
 **The change feed.** Of a vector that a range touched the feed says how it is at the range's end.
-Which word stands beside it depends on whether it was alive at the range's start, so the keys of all
-living vectors are kept beside the state. A vector that came and went within the range is not told.
+Which word stands beside it depends on whether it was alive at the range's start, so a task notes
+which vectors are, one byte each, before it folds the range. A vector that came and went within the
+range is not told.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -52,11 +60,20 @@ from pyspark.sql.types import StructType
 
 from penstock.errors import Corruption, FailedPrecondition, InvalidArgument, NotFound
 from penstock.model.batch import Batch, verify_chain
+from penstock.node.observe.logs import get_logger
 from penstock.propagation.fold.merge import VectorStates
 from penstock.propagation.fold.propagator import FeedOutcome, Propagator
 from penstock.propagation.fold.snapshot import dump, restore
+from penstock.propagation.fold.table import Space
 from penstock.propagation.options import PropagationOptions
-from penstock.spark.fold.local_state import CACHED_MAX
+from penstock.spark.fold.local_state import (
+    LocalState,
+    LocalStateLost,
+    StateCache,
+    StateKey,
+    executor_folder,
+    local_state,
+)
 from penstock.spark.fold.partition_step import (
     SNAPSHOT_MS,
     find_forgotten,
@@ -80,6 +97,7 @@ from penstock.spark.store import Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
+log = get_logger(__name__)
 # A snapshot's bytes are spread over the deltas between two of them: a large state is saved less
 # often, so that saving never costs more than a share of folding.
 SNAPSHOT_BYTES_PER_DELTA: Final = 100
@@ -103,77 +121,79 @@ class SnapshotMark(NamedTuple):
     bytes: int = 0
 
 
-class FoldedPartition:
-    """The state of one partition at some sequence, and what a task must know beside it."""
+class VectorChanges(NamedTuple):
+    states: VectorStates
+    kinds: NDArray[np.str_]  # what has become of each
+    news: NDArray[np.bool_]  # which are: a vector that was not there and is not there is none
 
-    def __init__(self, fold: Propagator, *, chain: int | None, feed: bool) -> None:
-        self.fold, self.saved = fold, SnapshotMark()
-        self.chain = chain  # the log's hash up to the sequence; None: it is inside a batch
-        self.unsaved = 0  # deltas folded since the snapshot
-        self.answered = False  # with parents that the log held, since then
-        # The keys of living vectors, for a feed of changes; None: nobody wants one.
-        self.living: set[bytes] | None = None
-        if feed:
-            states = fold.states()
-            self.living = {key for key, gone in _keys(states) if not gone}
+
+class FoldNote(msgspec.Struct):
+    """What a task must know of a state that is not in the fold."""
+
+    chain: int | None = 0  # the log's hash up to the fold's sequence; None: it is inside a batch
+    saved: SnapshotMark = SnapshotMark()
+    unsaved: int = 0  # deltas folded since that snapshot
+    answered: bool = False  # with parents that the log held, since then
+
+
+class FoldedPartition:
+    """The state of one partition at some sequence."""
+
+    def __init__(self, fold: Propagator, note: FoldNote | None = None) -> None:
+        self.fold, self.note = fold, note or FoldNote()
 
     @property
     def sequence(self) -> int:
         return self.fold.sequence
 
     def advance(
-        self, access: NodeAccess, part: ReadRange, *, first: int, last: int
+        self, access: NodeAccess, part: ReadRange, *, first: int, last: int, states: bool = False
     ) -> Iterator[FeedOutcome]:
-        """Fold `[first, last]` of the log. It must be iterated to its end."""
-        follower = _Follower(self.chain if first == self.sequence + 1 else None, part, first, last)
+        """Fold `[first, last]` of the log. It must be iterated to its end. `states`: for a feed,
+        which is told of the vectors that are touched."""
+        note = self.note
+        follower = _Follower(note.chain if first == self.sequence + 1 else None, part, first, last)
 
         def ask(_: Iterable[bytes]) -> set[bytes]:
             found = find_forgotten(access, part.topic, part.partition, self.fold)
-            self.answered = self.answered or bool(found)
+            note.answered = note.answered or bool(found)
             return found
 
         feeds = read_deltas(
             access, part.topic, part.partition, first=first, last=last, check=follower.follow,
             bytes_max=FEED_BYTES,
         )  # fmt: skip
-        for outcome in fold_deltas(self.fold, feeds, answer=ask, states=self.living is not None):
-            self.unsaved += outcome.counts["read"]
-            yield outcome
-        self.chain = follower.chain
+        with closing(feeds):  # a fold that fails reads no further
+            for outcome in fold_deltas(self.fold, feeds, answer=ask, states=states):
+                note.unsaved += outcome.counts["read"]
+                yield outcome
+        note.chain = follower.chain
 
-    def take_changes(self) -> tuple[VectorStates, NDArray[np.str_], NDArray[np.bool_]]:
-        """The vectors touched since this was last called, what has become of each, and which of
-        them are news: one that was not there and is not there is none."""
-        assert self.living is not None, "made for a feed"
+    def take_changes(self, living: NDArray[np.bool_]) -> VectorChanges:
+        """What was touched since the time at which `living` said which vectors were there."""
         states = self.fold.take_touched()
         before = np.zeros(len(states), np.bool_)
-        for row, (key, gone) in enumerate(_keys(states)):
-            before[row] = key in self.living
-            (self.living.discard if gone else self.living.add)(key)
+        known = states.number < len(living)
+        before[known] = living[states.number[known]]
         kinds = np.where(states.deleted, DELETE, np.where(before, UPDATE, INSERT))
-        return states, kinds, before | ~states.deleted
+        return VectorChanges(states, kinds, before | ~states.deleted)
 
     def is_due(self, options: ReadOptions) -> bool:
         """Whether a snapshot is worth its while."""
-        saved, time_ms = self.saved, self.fold.ledger.time_ms
-        if not self.unsaved or self.sequence <= saved.sequence:
+        note, saved, time_ms = self.note, self.note.saved, self.fold.ledger.time_ms
+        if not note.unsaved or self.sequence <= saved.sequence:
             return False
-        if not saved.sequence or self.answered or time_ms - saved.time_ms >= SNAPSHOT_MS:
+        if not saved.sequence or note.answered or time_ms - saved.time_ms >= SNAPSHOT_MS:
             return True
         spread = saved.bytes // SNAPSHOT_BYTES_PER_DELTA
         return self.sequence - saved.sequence >= max(options.snapshot_deltas, spread)
 
     def mark(self, *, size: int, sequence: int | None = None) -> None:
         """There is a snapshot: of now, or of an earlier sequence, by another worker."""
-        self.saved = SnapshotMark(sequence or self.sequence, self.fold.ledger.time_ms, size)
-        self.unsaved, self.answered = (self.unsaved, self.answered) if sequence else (0, False)
-
-
-def _keys(states: VectorStates) -> Iterator[tuple[bytes, bool]]:
-    """A name for each vector, and whether it is deleted."""
-    gone = states.deleted.tolist()
-    for space, id_, dead in zip(states.namespace, states.vector_id, gone, strict=True):
-        yield b"%b\0%b" % (space, id_), dead
+        note = self.note
+        note.saved = SnapshotMark(sequence or self.sequence, self.fold.ledger.time_ms, size)
+        if not sequence:
+            note.unsaved, note.answered = 0, False
 
 
 class _Follower:
@@ -217,7 +237,10 @@ class FoldStore:
         found = [m for m in map(_NAME.fullmatch, self._store.names(self._folder)) if m]
         return {int(m[1]): m[0] for m in sorted(found, key=_sequence) if owner in (None, m[2])}
 
-    def read(self, name: str, propagation: PropagationOptions, *, feed: bool) -> FoldedPartition:
+    def read(
+        self, name: str, propagation: PropagationOptions, *, space: Callable[[], Space]
+    ) -> FoldedPartition:
+        """The state of a snapshot, in a space that is asked for when its bytes are there."""
         where = f"{self._store.url}/{self._folder}/{name}"
         data = memoryview(self._store.read(f"{self._folder}/{name}"))
         head, content = _opened(data, where)
@@ -227,7 +250,8 @@ class FoldStore:
                 " state",
                 field="propagation",
             )
-        found = FoldedPartition(restore(content, options=propagation), chain=head.chain, feed=feed)
+        fold = restore(content, options=propagation, space=space())
+        found = FoldedPartition(fold, FoldNote(chain=head.chain))
         if str(found.sequence) != name.split("-", 1)[0]:
             raise Corruption(f"{where} is of sequence {found.sequence}")
         found.mark(size=len(data))
@@ -236,7 +260,7 @@ class FoldStore:
     def write(self, state: FoldedPartition, owner: str) -> int:
         """Make a snapshot durable and remove those of the owner that it does without; its size."""
         head = msgspec.msgpack.encode(
-            SnapshotHead(chain=state.chain, propagation=state.fold.options)
+            SnapshotHead(chain=state.note.chain, propagation=state.fold.options)
         )
         prefix = _PREFIX.pack(_MAGIC, len(head), xxhash.xxh3_64_intdigest(head))
         content = [prefix, head, *dump(state.fold)]
@@ -267,82 +291,108 @@ def _opened(data: memoryview, where: str) -> tuple[SnapshotHead, memoryview]:
     return msgspec.msgpack.decode(head, type=SnapshotHead), data[_PREFIX.size + size :]
 
 
-# The states of this process by query and mode, topic id and partition, the least recently used
-# first. A state is taken out to be worked on and put back when that went well: one that an error
-# left half done is never found again.
-FoldCache = dict[tuple[str, int, int], FoldedPartition]
-FOLDS: Final[FoldCache] = {}
+FOLDS: Final[StateCache] = {}  # the states that this process has at hand
 
 
 class FoldTask:
     """What one task does with a range."""
 
     def __init__(
-        self, options: ReadOptions, part: FoldRange, *, owner: str | None, cache: FoldCache = FOLDS
-    ) -> None:
-        """`owner`: the query and its mode, for which states are kept; None: a batch read."""
-        self._options, self._part, self._owner, self._cache = options, part, owner, cache
-        self._feed = owner is not None and options.mode == "vectors"
+        self, options: ReadOptions, part: FoldRange, *, owner: str | None,
+        cache: StateCache = FOLDS, root: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`owner`: the query and its mode, for which states are kept; None: a batch read. `root` is
+        the folder in which workers share states; by default the executor's."""
+        self._options, self._part, self._owner = options, part, owner
+        self._key: StateKey = (owner or "", str(part.topic_id), part.partition)
+        self._cache = {} if owner is None else cache
+        self._root = None if owner is None else root or executor_folder(self._key)
         self._access = options.node.access()
         self._store = None if options.state is None else FoldStore(options.state.open(), part)
 
     def released(self) -> Iterator[ReleasedDeltaRows]:
-        part = self._part
-        state = self._state_at(part.first - 1)
-        for found in state.advance(self._access, part, first=part.first, last=part.last):
-            yield ReleasedDeltaRows(
-                found.released, found.positions, found.ordinals,
-                topic=part.topic, partition=part.partition,
-            )  # fmt: skip
-        self._keep(state)
+        """What the range releases. Where the executor's folder loses the state on the way, the
+        range is folded again in memory, and what was given out before is left out."""
+        given = 0  # the last ordinal
+        try:
+            for rows in self._released(self._root):
+                yield rows
+                given = int(rows.ordinals[-1]) if len(rows.ordinals) else given
+        except LocalStateLost as full:
+            self._warn(full)
+        else:
+            return
+        for rows in self._released(None):
+            yield rows.take(rows.ordinals > given)
 
-    def changes(self) -> tuple[VectorStates, NDArray[np.str_], NDArray[np.bool_]]:
+    def _released(self, root: Path | None) -> Iterator[ReleasedDeltaRows]:
         part = self._part
-        state = self._state_at(part.first - 1)
-        for _ in state.advance(self._access, part, first=part.first, last=part.last):
-            pass  # the vectors that it touches are noted
-        found = state.take_changes()
-        self._keep(state)
+        with self._local(root) as local:
+            state = self._state_at(part.first - 1, local)
+            for found in state.advance(self._access, part, first=part.first, last=part.last):
+                yield ReleasedDeltaRows(
+                    found.released, found.positions, found.ordinals,
+                    topic=part.topic, partition=part.partition,
+                )  # fmt: skip
+            self._keep(state, local)
+
+    def changes(self) -> VectorChanges:
+        """What has become of the vectors that the range touched."""
+        try:
+            return self._changes(self._root)
+        except LocalStateLost as full:
+            self._warn(full)
+        return self._changes(None)
+
+    def _changes(self, root: Path | None) -> VectorChanges:
+        part = self._part
+        with self._local(root) as local:
+            state = self._state_at(part.first - 1, local)
+            living, place = state.fold.living(), {"first": part.first, "last": part.last}
+            for _ in state.advance(self._access, part, **place, states=True):
+                pass  # the vectors that it touches are noted
+            found = state.take_changes(living)
+            self._keep(state, local)
         return found
 
-    def vectors(self) -> tuple[VectorStates, NDArray[np.str_], NDArray[np.bool_]]:
-        """All vectors at the range's end, with what `changes` tells of them: those that live are
-        new to whoever begins there."""
-        states = self._state_at(self._part.last).fold.states()
-        return states, np.full(len(states), INSERT), ~states.deleted
+    def vectors(self) -> VectorChanges:
+        """All vectors at the range's end: those that live are new to whoever begins there."""
+        with self._local(None) as local:
+            states = self._state_at(self._part.last, local).fold.states()
+        return VectorChanges(states, np.full(len(states), INSERT), ~states.deleted)
+
+    def _local(self, root: Path | None) -> AbstractContextManager[LocalState]:
+        return local_state(self._key, self._options.propagation, cache=self._cache, root=root)
+
+    def _warn(self, full: LocalStateLost) -> None:
+        log.warning("a state is kept in memory", folder=str(self._root), error=str(full))
 
     # --- making a state ---
 
-    def _state_at(self, sequence: int) -> FoldedPartition:
-        state = self._nearest(sequence)
+    def _state_at(self, sequence: int, local: LocalState) -> FoldedPartition:
+        state = self._nearest(sequence, local)
         if state.sequence < sequence:
             first = self._readable(state.sequence + 1)
             if first <= sequence:
                 for _ in state.advance(self._access, self._part, first=first, last=sequence):
                     pass  # its rows are those of earlier ranges
-            if state.living is not None:
-                state.take_changes()
         return state
 
-    def _nearest(self, sequence: int) -> FoldedPartition:
+    def _nearest(self, sequence: int, local: LocalState) -> FoldedPartition:
         """The state closest to a sequence, and not beyond it, that is there."""
-        state = self._cached(sequence)
+        state = _left(local)
+        if state is not None and state.sequence > sequence:
+            state = None  # it is of no use any more
         if state is not None and state.sequence == sequence:
             return state
-        found = self._restored(0 if state is None else state.sequence, sequence) or state
+        behind = 0 if state is None else state.sequence
+        found = self._restored(behind, sequence, local) or state
         if found is not None:
             return found
-        fold = Propagator(self._dimensions(), self._options.propagation)
-        return FoldedPartition(fold, chain=0, feed=self._feed)
+        dimensions, options = self._dimensions(), self._options.propagation
+        return FoldedPartition(Propagator(dimensions, options, space=local.fresh_space()))
 
-    def _cached(self, sequence: int) -> FoldedPartition | None:
-        """Taken out of the cache; a state beyond the sequence is of no use any more."""
-        state = None if self._owner is None else self._cache.pop(self._key, None)
-        if state is None or state.fold.options != self._options.propagation:
-            return None
-        return state if state.sequence <= sequence else None
-
-    def _restored(self, behind: int, sequence: int) -> FoldedPartition | None:
+    def _restored(self, behind: int, sequence: int, local: LocalState) -> FoldedPartition | None:
         """From the newest snapshot of `(behind, sequence]`."""
         if self._store is None:
             return None
@@ -350,11 +400,11 @@ class FoldTask:
             if not behind < found <= sequence:
                 continue
             try:
-                state = self._store.read(name, self._options.propagation, feed=self._feed)
+                state = self._store.read(name, self._options.propagation, space=local.fresh_space)
             except NotFound:
                 continue  # its owner has just removed it
             if not name.endswith(f"-{self._owner}.fold"):
-                state.saved = SnapshotMark()  # its owner will remove it some day
+                state.note.saved = SnapshotMark()  # its owner will remove it some day
             return state
         return None
 
@@ -383,26 +433,26 @@ class FoldTask:
 
     # --- keeping it ---
 
-    @property
-    def _key(self) -> tuple[str, int, int]:
-        return self._owner or "", self._part.topic_id, self._part.partition
-
-    def _keep(self, state: FoldedPartition) -> None:
+    def _keep(self, state: FoldedPartition, local: LocalState) -> None:
         if self._owner is None:
             return
         if self._store is not None and state.is_due(self._options):
             self._save(self._store, state, self._owner)
-        self._cache[self._key] = state
-        while len(self._cache) > CACHED_MAX:
-            del self._cache[next(iter(self._cache))]
+        local.settle(state.fold, note=msgspec.to_builtins(state.note))
 
     def _save(self, store: FoldStore, state: FoldedPartition, owner: str) -> None:
         """Write a snapshot, unless another worker has made that unnecessary."""
         newest = max(store.names(owner), default=0)
-        if newest > state.saved.sequence:
-            state.mark(size=state.saved.bytes, sequence=newest)
+        if newest > state.note.saved.sequence:
+            state.mark(size=state.note.saved.bytes, sequence=newest)
         if state.is_due(self._options):
             state.mark(size=store.write(state, owner))
+
+
+def _left(local: LocalState) -> FoldedPartition | None:
+    """The state that the last task of the query has left."""
+    fold = local.found()
+    return None if fold is None else FoldedPartition(fold, msgspec.convert(local.note, FoldNote))
 
 
 def read(
