@@ -15,8 +15,10 @@ a lower revision, so order and repetition do not matter.
 touch keys of one slot there, so that each call takes the keys of a slot, which are few; a trip
 carries many calls. Everything else, and every key, is the same.
 
-Beside the vectors a pipeline keeps its mark, under a key without a colon: a server that came back
-empty, or with an older copy, is known by it.
+Beside the vectors the drivers of a pipeline keep their marks, in a hash under a key without a
+colon: a server that came back empty, or with an older copy, is known by it. A script compares the
+mark that the driver has read, and writes the next one only if it is still there, so that there is
+no moment in which a server could be emptied unnoticed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Final, cast
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,8 +39,8 @@ from redis.exceptions import NoScriptError, RedisError
 
 from penstock.errors import Corruption, InvalidArgument, Unavailable
 from penstock.model.columns import Binary
-from penstock.sinks.files import MARK_VERSION, mark_of
-from penstock.sinks.protocol import Feed, InTasks, SinkCommit, Work, binary
+from penstock.sinks.files import encoded_mark, mark_of
+from penstock.sinks.protocol import Feed, InTasks, SinkCommit, SinkMark, Work, binary
 from penstock.sinks.schema import dimensions_of, scanned_rows
 from penstock.sinks.texts import map_of
 
@@ -76,6 +77,18 @@ for i = 1, #KEYS do
   meta = meta + extra
 end
 return written
+"""
+
+# ARGV: a driver's claim, its new mark, and the claim and the mark that must be there, or ''.
+MARK_SCRIPT: Final = """
+local call, marks = redis.call, KEYS[1]
+if ARGV[3] ~= '' and call('HGET', marks, ARGV[3]) ~= ARGV[4]
+  and call('HGET', marks, ARGV[1]) ~= ARGV[2] then return 0 end
+for _, claim in ipairs(call('HKEYS', marks)) do
+  if tonumber(claim) < tonumber(ARGV[1]) then call('HDEL', marks, claim) end
+end
+call('HSET', marks, ARGV[1], ARGV[2])
+return 1
 """
 
 
@@ -148,19 +161,23 @@ class CacheSink(InTasks):
         return None
 
     def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
-        data = msgspec.json.encode({"version": MARK_VERSION, "position": commit.position})
+        after = commit.after
+        held = ("", "") if after is None else (str(after.claim), encoded_mark(after))
+        told: list[Any] = [str(commit.claim), encoded_mark(commit.mark), *held]
         with redis_errors(self.url):
-            self.client.set(self._mark_key(commit.pipeline), data)
+            done = self.client.eval(MARK_SCRIPT, 1, self._marks_key(commit.pipeline), *told)
+        if not done:
+            raise Unavailable(f"the cache no longer has the mark that {self.name} had just read")
 
-    def mark(self) -> tuple[int, ...] | None:
-        key = self._mark_key(self._pipeline)
+    def mark(self) -> SinkMark | None:
+        key = self._marks_key(self._pipeline)
         with redis_errors(self.url):
-            data = cast(bytes | None, self.client.get(key))
-        return None if data is None else mark_of(data, where=key.decode())
+            marks = cast(dict[bytes, bytes], self.client.hgetall(key))
+        return mark_of(marks[max(marks, key=int)], where=key) if marks else None
 
-    def _mark_key(self, pipeline: str) -> bytes:
+    def _marks_key(self, pipeline: str) -> str:
         """No vector has a key without a colon."""
-        return f"{self.prefix}!mark!{pipeline}".encode()
+        return f"{self.prefix}!marks!{pipeline}"
 
     def get(self, vector_id: str, *, namespace: str = "default") -> CachedVector | None:
         return self.get_many([vector_id], namespace=namespace)[0]
@@ -191,7 +208,7 @@ class CacheSink(InTasks):
             with redis_errors(self.url):
                 self.client.unlink(*keys)
         with redis_errors(self.url):
-            self.client.unlink(self._mark_key(self._pipeline))
+            self.client.unlink(self._marks_key(self._pipeline))
 
     def close(self) -> None:
         client, self._client = self._client, None

@@ -7,6 +7,7 @@ the disk. A cursor that moves on must not be ahead of them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +16,9 @@ from urllib.parse import unquote, urlparse
 import msgspec
 
 from penstock.errors import Corruption, InvalidArgument
+from penstock.sinks.protocol import SinkMark
 
-MARK_VERSION: Final = 1
+MARK_VERSION: Final = 2
 _MARK: Final = "penstock-mark-"
 _CLIENT: Final = frozenset({"allow_http", "timeout", "connect_timeout", "proxy_url"})
 
@@ -46,30 +48,40 @@ def object_store(url: str, options: Mapping[str, str], *, field: str) -> Any:
 
 
 class Marks:
-    """Small objects beside the data of a sink, in the same folder or object store: how far each
-    pipeline has filled it. One that was emptied or restored has lost or older ones."""
+    """Small objects beside the data of a sink, in the same folder or object store: the mark that
+    each driver of each pipeline has left (`SinkMark`).
+
+    A folder that is exchanged in the very moment between the driver's look at its mark and the
+    renaming of the next one is not noticed: files cannot be compared and written in one step."""
 
     def __init__(self, path: str, *, storage: Mapping[str, str] | None = None) -> None:
         self._path, self._folder = path, local_path(path)
         self._objects: Any = None
+        self._swept = False  # of the marks of earlier drivers
         if self._folder is None:
             self._objects = object_store(path, storage or {}, field="path")
 
-    def write(self, pipeline: str, position: tuple[int, ...]) -> None:
-        data = msgspec.json.encode({"version": MARK_VERSION, "position": position})
-        name = _mark_name(pipeline)
+    def write(self, pipeline: str, mark: SinkMark) -> None:
+        name, data = f"{_MARK}{pipeline}-{mark.claim:08d}.json", encoded_mark(mark)
         if self._folder is None:
             self._objects.put(name, data)
-            return
-        new = self._folder / f".{name}.new"
-        new.write_bytes(data)
-        sync([new])
-        new.replace(self._folder / name)
-        sync([self._folder])
+        else:
+            new = self._folder / f".{name}.new"
+            new.write_bytes(data)
+            sync([new])
+            new.replace(self._folder / name)
+            sync([self._folder])
+        if not self._swept:
+            claims = self._claims(pipeline)
+            self._remove([held for claim, held in claims.items() if claim < mark.claim])
+            self._swept = True
 
-    def read(self, pipeline: str) -> tuple[int, ...] | None:
-        """The position of the last commit; None if there was none, or it is gone."""
-        name = _mark_name(pipeline)
+    def read(self, pipeline: str) -> SinkMark | None:
+        """The mark of the greatest claim; None if there is none, or it is gone."""
+        claims = self._claims(pipeline)
+        if not claims:
+            return None
+        name = claims[max(claims)]
         try:
             if self._folder is None:
                 data = bytes(self._objects.get(name).bytes())
@@ -81,26 +93,46 @@ class Marks:
 
     def clear(self) -> None:
         """Forget all pipelines: the sink is empty."""
+        self._remove(self._names())
+
+    def _claims(self, pipeline: str) -> dict[int, str]:
+        """The names of a pipeline's marks by the claims of its drivers."""
+        own = re.compile(rf"{re.escape(f'{_MARK}{pipeline}')}-(\d+)\.json")
+        found = ((own.fullmatch(name), name) for name in self._names())
+        return {int(match[1]): name for match, name in found if match}
+
+    def _names(self) -> list[str]:
+        if self._folder is None:
+            listed = self._objects.list_with_delimiter("")["objects"]
+            names = [one["path"].rsplit("/")[-1] for one in listed]
+        else:
+            try:
+                names = [file.name for file in self._folder.iterdir()]
+            except FileNotFoundError:  # the whole sink was removed
+                return []
+        return [name for name in names if name.startswith(_MARK)]
+
+    def _remove(self, names: list[str]) -> None:
         if self._folder is not None:
-            for file in self._folder.glob(f"{_MARK}*"):
-                file.unlink(missing_ok=True)
-            return
-        names = [one["path"] for one in self._objects.list_with_delimiter("")["objects"]]
-        self._objects.delete([name for name in names if name.rsplit("/")[-1].startswith(_MARK)])
+            for name in names:
+                (self._folder / name).unlink(missing_ok=True)
+        elif names:
+            self._objects.delete(names)
 
 
-def mark_of(data: bytes, *, where: str) -> tuple[int, ...]:
+def encoded_mark(mark: SinkMark) -> bytes:
+    """The same mark always gives the same bytes."""
+    return msgspec.json.encode({"version": MARK_VERSION} | msgspec.structs.asdict(mark))
+
+
+def mark_of(data: bytes, *, where: str) -> SinkMark:
     try:
-        told = msgspec.json.decode(data)
-        if told["version"] == MARK_VERSION:
-            return tuple(int(number) for number in told["position"])
-    except (msgspec.DecodeError, TypeError, KeyError, ValueError) as error:
+        version = msgspec.json.decode(data)["version"]
+        if version == MARK_VERSION:
+            return msgspec.json.decode(data, type=SinkMark)
+    except (msgspec.DecodeError, TypeError, KeyError) as error:
         raise Corruption(f"{where} is not a pipeline's mark: {error}") from error
-    raise Corruption(f"{where} is a mark of version {told['version']}, not {MARK_VERSION}")
-
-
-def _mark_name(pipeline: str) -> str:
-    return f"{_MARK}{pipeline}.json"
+    raise Corruption(f"{where} is a mark of version {version}, not {MARK_VERSION}")
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -38,7 +38,15 @@ from penstock.sinks import conditions, neighbours
 from penstock.sinks.conditions import quoted
 from penstock.sinks.files import Marks, NewFiles, local_path
 from penstock.sinks.neighbours import Neighbour
-from penstock.sinks.protocol import SHARDS_MAX, Feed, InTasks, SinkCommit, Work, shards_of
+from penstock.sinks.protocol import (
+    SHARDS_MAX,
+    Feed,
+    InTasks,
+    SinkCommit,
+    SinkMark,
+    Work,
+    shards_of,
+)
 from penstock.sinks.schema import SCANNED, dimensions_of, vector_keys
 from penstock.sinks.texts import map_of
 
@@ -345,9 +353,9 @@ class IndexSink(InTasks):
 
     def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
         with lance_errors(self.path):
-            self._marks.write(commit.pipeline, commit.position)
+            self._marks.write(commit.pipeline, commit.mark)
 
-    def mark(self) -> tuple[int, ...] | None:
+    def mark(self) -> SinkMark | None:
         with lance_errors(self.path):
             return self._marks.read(self._pipeline)
 

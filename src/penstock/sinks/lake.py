@@ -48,7 +48,7 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from penstock.errors import Unavailable
 from penstock.sinks.files import local_path, object_store, sync
-from penstock.sinks.protocol import Feed, SinkCommit, Work
+from penstock.sinks.protocol import Feed, SinkCommit, SinkMark, Work
 from penstock.sinks.schema import AS_SENT, DELTAS, SCANNED, STATE_FIELDS, chosen_rows, winners
 
 # Delta knows neither unsigned integers nor sizes of lists and binaries.
@@ -152,9 +152,10 @@ class LakeSink:
             if files and (held is None or commit.last > held):
                 table.append(files, pipeline=commit.pipeline, trigger=commit.last)
 
-    def mark(self) -> tuple[int, ...] | None:
+    def mark(self) -> SinkMark | None:
+        """It names no driver: Delta refuses the commit of one that was overtaken."""
         held = self.cursor()
-        return None if held is None else (held,)
+        return None if held is None else SinkMark(position=(held,))
 
     def cursor(self) -> int | None:
         held = [table.version(self.pipeline) for table in self._tables]

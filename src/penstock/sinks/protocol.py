@@ -18,8 +18,8 @@ One thread calls a sink's methods; they block.
 (`write_part`, whose answer is a *receipt*) and what is done once, where the receipts come together
 (`commit`). Each task has a sink of its own, made of the same table. Rows of one log partition, or
 of one hash shard of the vectors, come to one task. `commit` also leaves the pipeline's *mark* in
-the sink's own store: how far it is. A sink that was emptied, or restored from a copy, is known by
-its mark. A sink without these methods is written by one thread of the driver.
+the sink's own store (`SinkMark`). A sink that was emptied, or restored from a copy, is known by its
+mark. A sink without these methods is written by one thread of the driver.
 
 Messages on their way to a topic are `Items`: columns in, requests out, each with its producer keys
 inside. A message's key is (producer, epoch, sequence), and it must lead to the same partition every
@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import lt
 from pathlib import Path
 from typing import Any, Final, Protocol, cast, get_type_hints, runtime_checkable
 
@@ -123,15 +124,58 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class SinkMark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sink's own store says of a pipeline: it holds all rows of each lane up to `position`.
+
+    An *incarnation* is the time in which a store loses nothing, named by a random id. A driver
+    begins one when it opens a store that has no mark of the pipeline, or a mark that is not what
+    the driver was told. So a mark that is gone, that is of another incarnation, or that is older
+    than what was told means that rows have gone.
+
+    *Claims* keep a driver that was overtaken from spoiling this. It may sleep before it writes its
+    mark, for any time, so that no look at the store beforehand would help. Therefore each driver
+    has a mark of its own, under its claim, and the mark of the greatest claim counts. What an
+    overtaken driver writes is never taken for an older copy of what its successor wrote. An older
+    copy of the store, however, has an older mark of the same claim, or none but those of earlier
+    drivers. A driver removes the marks of earlier ones when it leaves its own."""
+
+    position: tuple[int, ...]
+    claim: int = 0  # of the driver that left it; 0 in a store that knows of no drivers
+    incarnation: str = ""  # empty in a store that keeps none
+
+    def kept_by(self, held: SinkMark | None) -> bool:
+        """Whether a store whose mark is `held` still has all that it had with this mark."""
+        if held is None or held.incarnation != self.incarnation:
+            return False
+        if held.claim != self.claim:
+            return held.claim > self.claim
+        lanes = max(len(held.position), len(self.position))
+        return not any(map(lt, held.in_lanes(lanes), self.in_lanes(lanes)))
+
+    def in_lanes(self, lanes: int) -> tuple[int, ...]:
+        """The position for another number of lanes: as far as all of them are."""
+        same = len(self.position) == lanes
+        return self.position if same else (min(self.position),) * lanes
+
+
 @dataclass(frozen=True, kw_only=True)
 class SinkCommit:
     """What is made visible at once: the triggers `first` to `last`, after which the sink holds all
-    rows of each lane up to `position`, which is what its mark is to say."""
+    rows of each lane up to `position`. A commit without receipts only leaves the mark."""
 
     pipeline: str
     first: int
     last: int
     position: tuple[int, ...]
+    claim: int = 0
+    incarnation: str = ""
+    # The mark that the driver has just read; None if there need not be one. A store that can
+    # compare and write in one step refuses to write a mark when it no longer has this one.
+    after: SinkMark | None = None
+
+    @property
+    def mark(self) -> SinkMark:
+        return SinkMark(position=self.position, claim=self.claim, incarnation=self.incarnation)
 
 
 @runtime_checkable
@@ -154,9 +198,10 @@ class TaskSink(Sink, Protocol):
         nothing."""
         ...
 
-    def mark(self) -> tuple[int, ...] | None:
-        """The position of the last commit, as the sink's own store has it; None: never a commit of
-        this pipeline, or the store was emptied since."""
+    def mark(self) -> SinkMark | None:
+        """The mark of the last commit, as the sink's own store has it, and not as this process
+        remembers it. Of several drivers' marks it is that of the greatest claim. None: never a
+        commit of this pipeline, or the store was emptied since."""
         ...
 
 
@@ -185,7 +230,7 @@ class InTasks:
     def commit(self, receipts: Sequence[Any], commit: SinkCommit) -> None:
         return
 
-    def mark(self) -> tuple[int, ...] | None:
+    def mark(self) -> SinkMark | None:
         return None
 
 

@@ -112,6 +112,10 @@ class SinkRunner:
         settle()
         self.opened = True
 
+    def reopen(self) -> None:
+        """Close the sink: the next step opens it anew, and settles again where it goes on."""
+        self._close()
+
     def write(self, handover: Handover) -> None:
         if handover.written:
             return

@@ -73,7 +73,8 @@ def test_reindex_of_shards_and_then_the_pipeline_goes_on(apart: Ground) -> None:
     assert found["states"] >= index.count() > 0
     cursor = CursorFile(apart.settings.store.open(), "index").load()
     assert cursor is not None
-    assert cursor.told == (found["trigger"],) == cursor.position
+    assert cursor.told is not None
+    assert cursor.told.position == (found["trigger"],) == cursor.position
     assert apart.audit()["ok"]
     load(apart.node, corpus(), first=400)
     apart.run()

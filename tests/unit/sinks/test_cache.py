@@ -1,14 +1,16 @@
 """Vectors in a real Redis."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conformance.sinks.changes import State, held, states, work
+from tests.conformance.sinks.changes import State, held, opened, states, work
 
 from penstock.errors import Corruption, InvalidArgument, Unavailable
 from penstock.sinks.cache import KEYS_PER_CALL, CacheSink, decode
+from penstock.sinks.protocol import SinkCommit
 from penstock.testing.redis import RedisProcess
 
 
@@ -124,3 +126,22 @@ def test_bad_options_are_named() -> None:
         assert refused.value.field == field
     with pytest.raises(InvalidArgument):
         CacheSink("cache", url="http://127.0.0.1").open()
+
+
+def test_a_mark_is_written_only_where_the_last_one_still_is(server: RedisProcess) -> None:
+    with opened(CacheSink("cache", url=server.url, pipeline="p")) as sink:
+        assert isinstance(sink, CacheSink)
+        first, second = (
+            SinkCommit(pipeline="p", first=n, last=n, position=(n,), claim=1, incarnation="i")
+            for n in range(2)
+        )
+        sink.commit([], first)
+        assert sink.mark() == first.mark
+        after = replace(second, after=first.mark)
+        for _ in range(2):
+            sink.commit([], after)
+            assert sink.mark() == second.mark
+        sink.client.flushall()
+        with pytest.raises(Unavailable, match="no longer has the mark"):
+            sink.commit([], after)
+        assert sink.mark() is None

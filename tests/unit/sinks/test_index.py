@@ -329,13 +329,23 @@ def test_an_index_is_trained_anew_when_it_has_doubled(tmp_path: Path) -> None:
 
 
 def test_a_mark_goes_with_what_it_speaks_of(tmp_path: Path) -> None:
-    sink = IndexSink("index", path=str(tmp_path / "marked"), pipeline="p")
+    folder = tmp_path / "marked"
+    sink = IndexSink("index", path=str(folder), pipeline="p")
     with opened(sink):
         assert sink.mark() is None
-        sink.commit([], SinkCommit(pipeline="p", first=0, last=4, position=(4, 4, 4, 3)))
-        sink.commit([], SinkCommit(pipeline="q", first=0, last=1, position=(1,)))
-        assert sink.mark() == (4, 4, 4, 3)
-        (tmp_path / "marked" / "penstock-mark-p.json").write_text("{}")
+        first, last = (
+            SinkCommit(pipeline="p", first=0, last=n, position=(n, n, n, 3), claim=n)
+            for n in (3, 4)
+        )
+        sink.commit([], first)
+        sink.close()
+        sink.open()  # by the next driver
+        sink.commit([], last)
+        sink.commit([], SinkCommit(pipeline="p-00000004", first=0, last=1, position=(1,)))
+        assert sink.mark() == last.mark
+        (left,) = folder.glob("penstock-mark-p-0000000?.json")
+        assert left.name == "penstock-mark-p-00000004.json"
+        left.write_text("{}")
         with pytest.raises(Corruption, match="not a pipeline's mark"):
             sink.mark()
         sink.reset()

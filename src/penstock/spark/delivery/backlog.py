@@ -18,7 +18,8 @@ takes it once), while a cursor ahead of the truth would lose rows. From that fol
 - A sink that keeps a mark, or a cursor, of its own knows best what it holds. It may be ahead of
   the file by the attempt; that one is offered again all the same, as the rows it may have rejected
   are not yet dead letters. It may be behind `position`, as it does not hear of triggers without a
-  row for it; only if it is behind what it had `told` when the file was saved, rows have gone.
+  row for it; only if it has lost what it had `told` when the file was saved, rows have gone
+  (`SinkMark`).
 
 **Backlog.** A sink that is behind must not read thousands of manifests to know how far. Each
 manifest is read once, by whoever looks first, and kept as a row of numbers. A day of triggers, one
@@ -41,7 +42,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import lt
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -52,6 +52,7 @@ from numpy.typing import NDArray
 from penstock.errors import Corruption
 from penstock.log.crash import crash_point
 from penstock.propagation.flow.lanes import Lanes
+from penstock.sinks.protocol import SinkMark
 from penstock.spark.fold.state import (
     LANES,
     PRESENT,
@@ -65,7 +66,7 @@ from penstock.spark.fold.state import (
 from penstock.spark.settings import DeliveryOptions
 from penstock.spark.store import Store
 
-VERSION: Final = 2
+VERSION: Final = 3
 NONE: Final = -1  # before the first trigger
 CURSORS: Final = "sinks"
 DELTAS: Final = LANES
@@ -82,7 +83,7 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
     position: tuple[int, ...]  # per lane; one entry for an ordered sink
     started: int = NONE + 1  # the first trigger this sink was ever given
     attempt: tuple[int, int] | None = None
-    told: tuple[int, ...] | None = None  # the sink's own mark, if it keeps one, when this was saved
+    told: SinkMark | None = None  # the sink's own mark, if it keeps one, when this was saved
 
     @classmethod
     def before(cls, trigger: int, *, lanes: int) -> SinkCursor:
@@ -94,7 +95,7 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
         """The last trigger that is complete in every lane."""
         return min(self.position)
 
-    def advanced(self, lanes: dict[int, int], *, told: tuple[int, ...] | None = None) -> SinkCursor:
+    def advanced(self, lanes: dict[int, int], *, told: SinkMark | None = None) -> SinkCursor:
         """The cursor with some lanes moved on; an attempt is over with that."""
         moved = list(self.position)
         for lane, trigger in lanes.items():
@@ -107,32 +108,35 @@ class SinkCursor(msgspec.Struct, frozen=True, kw_only=True):
         assert self.through < first <= last, (first, last, self)
         return replace(self, attempt=(first, last))
 
-    def reconciled(self, held: tuple[int, ...] | None) -> SinkCursor:
+    def reconciled(self, held: SinkMark | None) -> SinkCursor:
         """The cursor of a sink that says itself what it holds: everything up to `held`.
 
         It may be ahead (the process died before the cursor was saved) or behind (it was emptied,
         or restored from a copy). None from a sink that has told before means that it is empty;
         from any other that it does not know.
         """
+        if self.lost_by(held):
+            return self._without_lost(held)
         if held is None:
-            if self.told is None:
-                return self
-            held = (NONE,)
-        if len(held) != len(self.position):
-            held = (min(held),) * len(self.position)
-        if self.told is not None and any(map(lt, held, self._told)):
-            return replace(self, position=held, told=held, attempt=None)
-        if self.attempt is not None and self.attempt[1] == held[0]:
+            return self
+        found = held.in_lanes(len(self.position))
+        if self.attempt is not None and self.attempt[1] == found[0]:
             return replace(self, told=held)
-        position = tuple(map(max, held, self.position))
+        position = tuple(map(max, found, self.position))
         attempt = self.attempt if self.attempt and self.attempt[0] > min(position) else None
         return replace(self, position=position, told=held, attempt=attempt)
 
-    @property
-    def _told(self) -> tuple[int, ...]:
-        """What the sink told, for each lane that the cursor has now."""
-        told = self.told or ()
-        return told if len(told) == len(self.position) else (min(told),) * len(self.position)
+    def lost_by(self, held: SinkMark | None) -> bool:
+        """Whether a sink that says `held` no longer has all that it had told of."""
+        return self.told is not None and not self.told.kept_by(held)
+
+    def _without_lost(self, held: SinkMark | None) -> SinkCursor:
+        """A copy of the same incarnation holds what its mark says; any other store may be empty."""
+        assert self.told is not None, "a sink that told nothing has lost nothing"
+        position = (NONE,) * len(self.position)
+        if held is not None and held.incarnation == self.told.incarnation:
+            position = tuple(map(min, held.in_lanes(len(position)), self.position))
+        return replace(self, position=position, told=held, attempt=None)
 
     def in_lanes(self, lanes: int) -> SinkCursor:
         """The same progress for another number of lanes: a sink became ordered, or ceased to be."""

@@ -272,7 +272,8 @@ class PipelineDelivery:
         through = self.durable_through
         if self._changes.prune(through):
             crash_point("delivery.prune.after")
-            self._backlog.forget(through)
+            # The newest trigger stays in the change log: a sink may come back for it.
+            self._backlog.forget((self._changes.first or 0) - 1)
 
     def _report(self) -> None:
         self._changes.store.write(STATUS_FILE, [json.dumps(self.status()).encode()])

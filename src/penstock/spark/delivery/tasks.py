@@ -73,6 +73,9 @@ class SinkOrder:
     spec: SinkSpec
     changes: StoreAddress
     rows_max: int | None = None  # of one call of the sink
+    # Of the sink's store. A sink that was opened in another one is opened anew: it may remember
+    # what is no longer there.
+    incarnation: str = ""
 
 
 @dataclass(kw_only=True)
@@ -122,21 +125,22 @@ def _bytes(taken: Sequence[TakenPart]) -> int:
 
 # --- in the task ---
 
-# The sinks of this process, by its pid and what they are made of.
-_open: Final[dict[tuple[int, bytes], TaskSink]] = {}
+# The sinks of this process, by its pid and what they are made of, with the incarnation.
+_open: Final[dict[tuple[int, bytes], tuple[str, TaskSink]]] = {}
 
 
-def opened_sink(spec: SinkSpec) -> TaskSink:
+def opened_sink(spec: SinkSpec, *, incarnation: str = "") -> TaskSink:
     key = os.getpid(), msgspec.json.encode(spec)
-    sink = _open.get(key)
-    if sink is None:
+    if key in _open and _open[key][0] != incarnation:
+        _forget(spec)
+    if key not in _open:
         built = spec.build()
         assert isinstance(built, TaskSink), f"{spec.settings.name} cannot be written in tasks"
         built.open()
         while len(_open) >= SINKS_MAX:
-            _open.pop(next(iter(_open))).close()
-        sink = _open[key] = built
-    return sink
+            _open.pop(next(iter(_open)))[1].close()
+        _open[key] = incarnation, built
+    return _open[key][1]
 
 
 def write_share(order: SinkOrder, task: SinkTask) -> SinkOutcome:
@@ -176,7 +180,7 @@ def _selection(order: SinkOrder, *, payloads: bool) -> ChangeSelection:
 
 def _forget(spec: SinkSpec) -> None:
     """The next task begins with a sink that is opened anew."""
-    sink = _open.pop((os.getpid(), msgspec.json.encode(spec)), None)
+    _, sink = _open.pop((os.getpid(), msgspec.json.encode(spec)), (None, None))
     if sink is not None:
         sink.close()
 
@@ -184,7 +188,7 @@ def _forget(spec: SinkSpec) -> None:
 class _TaskWriter:
     def __init__(self, order: SinkOrder, outcome: SinkOutcome) -> None:
         self._order, self._outcome = order, outcome
-        self._sink = opened_sink(order.spec)
+        self._sink = opened_sink(order.spec, incarnation=order.incarnation)
         self._selection = _selection(order, payloads=bool(self._sink.feed & Feed.PAYLOADS))
 
     def write(self, task: SinkTask) -> None:

@@ -4,6 +4,10 @@ A worker never waits for another sink. Its thread, retries and breaker are the r
 (`SinkRunner`). Rows are written by tasks on Spark where the sink can be made there
 (`SparkTaskWriter`), else by the sink's thread in the driver (`DriverWriter`).
 
+A sink may be emptied, or exchanged for an older copy, at any time. Its mark shows it: the worker
+looks at that when it opens the sink, and before each commit, which would overwrite it. Then the
+sink is opened anew, and filled if the change log no longer has what it lost.
+
 A worker is *halted* when the change log no longer holds what the sink would need; an operator must
 decide then. A call that never returns hangs the sink's thread alone: `join` waits a while, then
 lets go of it and takes its right to move the cursor (`_fence`), so that a late return cannot speak
@@ -14,15 +18,17 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 
 from penstock.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock.log.crash import crash_point
 from penstock.node.observe.logs import get_logger
-from penstock.sinks.protocol import Feed, SinkCommit, TaskSink
+from penstock.sinks.protocol import Feed, SinkCommit, SinkMark, TaskSink
 from penstock.sinks.runner import Handover, SinkRunner
 from penstock.sinks.topics import LetterBox
 from penstock.spark.delivery.attachment import RoutedSink, SinkSpec
@@ -70,7 +76,11 @@ class SinkWriter(Protocol):
 
     def commit(self, outcome: SinkOutcome, commit: SinkCommit) -> None: ...
 
-    def held(self) -> tuple[int, ...] | None:
+    def begin(self, commit: SinkCommit) -> None:
+        """Leave the first mark of an incarnation, in a sink that keeps marks."""
+        ...
+
+    def held(self) -> SinkMark | None:
         """Up to which triggers the sink itself says that it holds everything, if it knows."""
         ...
 
@@ -122,9 +132,12 @@ class DriverWriter:
         """Every write was one; what was selected is no longer needed."""
         self._portion, self._selected, self._handovers = None, None, []
 
-    def held(self) -> tuple[int, ...] | None:
+    def begin(self, commit: SinkCommit) -> None:
+        return
+
+    def held(self) -> SinkMark | None:
         held = self._runner.call(self._runner.sink.cursor)
-        return None if held is None else (held,)
+        return None if held is None else SinkMark(position=(held,))
 
 
 class SparkTaskWriter:
@@ -158,7 +171,11 @@ class SparkTaskWriter:
         self._runner.call(lambda: self._sink.commit(outcome.receipts, commit))
         crash_point("delivery.commit.after")
 
-    def held(self) -> tuple[int, ...] | None:
+    def begin(self, commit: SinkCommit) -> None:
+        self._runner.call(lambda: self._sink.commit([], commit))
+        self._order = replace(self._order, incarnation=commit.incarnation)
+
+    def held(self) -> SinkMark | None:
         return self._runner.call(self._sink.mark)
 
 
@@ -281,12 +298,22 @@ class SinkWorker:
         if self._plan is None:
             self._plan = self.planner.plan(self.cursor, now_ms=_now_ms())
             self._portion = None
+        if self._is_cut_off():
+            self._plan = None
+            self.runner.reopen()
+            return True
         if self._plan is None:
             self._save_moved(after_s=SAVE_S)
             return False
         self._carry_out(self._plan)
         self._plan = None
         return True
+
+    def _is_cut_off(self) -> bool:
+        """Whether triggers were deleted that the sink needs after all: it lost rows and went back
+        in the moment in which the others were found to be past them. A plan made since then may
+        leave them out."""
+        return self.cursor.through + 1 < (self._changes.first or 0)
 
     def _rest(self) -> None:
         self._changes.wait(self.planner.backlog.last, timeout_s=self._options.poll_s)
@@ -310,23 +337,45 @@ class SinkWorker:
         """Write what was prepared; after it the sink is where `moved` says."""
         began = time.monotonic()
         outcome = self._writer.write()
+        held = self._found_whole()
         if outcome.rows:
-            commit = SinkCommit(
-                pipeline=self._pipeline,
-                first=portion.first,
-                last=portion.last,
-                position=moved.position,
-            )
+            commit = self._commit_of(portion, moved, held)
             self._writer.commit(outcome, commit)
+            # What a mark of an incarnation says now is known. The next look will show if it is so.
+            held = commit.mark if commit.incarnation else self._writer.held()
         now = time.monotonic()
         ages = (_now_ms() - outcome.log_times_ms) / 1000
-        self._save(moved.advanced({}, told=self._writer.held()))
+        self._save(moved.advanced({}, told=held))
         self.runner.succeeded()
         meter = self.runner.meter
         meter.coalesced += outcome.coalesced
         meter.wrote(outcome.rows, seconds=now - began, now=now)
         if self._filling is None:  # what is filled in was not waited for
             meter.freshness.record(ages, outcome.time_rows, now=now)
+
+    def _found_whole(self) -> SinkMark | None:
+        """The sink's mark before a commit overwrites it. A sink that lost rows since it was opened
+        is opened anew, and settles again what it lacks. What tasks have just written into it does
+        no harm: it is written again, and sinks compare revisions."""
+        held = self._writer.held()
+        if self.cursor.lost_by(held):
+            self.runner.reopen()
+            raise Unavailable(
+                f"{self.sink.name} was emptied or exchanged: its mark says {held}, not"
+                f" {self.cursor.told}"
+            )
+        return held
+
+    def _commit_of(self, portion: Portion, moved: SinkCursor, held: SinkMark | None) -> SinkCommit:
+        return SinkCommit(
+            pipeline=self._pipeline,
+            first=portion.first,
+            last=portion.last,
+            position=moved.position,
+            claim=self._changes.claim,
+            incarnation="" if held is None else held.incarnation,
+            after=held,
+        )
 
     def _fill(self, filling: Filling) -> None:
         """Give the sink all that the fold held as of a trigger. The files are made once, and tried
@@ -373,7 +422,7 @@ class SinkWorker:
             self._writer.open()
         self._settle(self._writer.held())
 
-    def _settle(self, held: tuple[int, ...] | None) -> None:
+    def _settle(self, held: SinkMark | None) -> None:
         """The sink is open, and says itself that it holds everything up to `held`, if it does."""
         # Only states are kept by lane; deltas are a history and have one order. A cursor of a sink
         # written here is one number, a mark may have one for each lane.
@@ -399,10 +448,27 @@ class SinkWorker:
             return
         if cursor.position != self.cursor.position:
             self._plan = None  # it was made for another place
+        if held is None or self.cursor.lost_by(held):
+            cursor = self._begun(cursor)
         self._save(cursor)
         self._established = True
         if self._plan is None:  # else the write will show whether it is well
             self.runner.succeeded()
+
+    def _begun(self, cursor: SinkCursor) -> SinkCursor:
+        """The cursor after a new incarnation has begun in the sink, which holds nothing of this
+        pipeline, or only what the cursor says."""
+        through = cursor.through
+        commit = SinkCommit(
+            pipeline=self._pipeline,
+            first=through,
+            last=through,
+            position=cursor.position,
+            claim=self._changes.claim,
+            incarnation=uuid.uuid4().hex,
+        )
+        self._writer.begin(commit)
+        return msgspec.structs.replace(cursor, told=self._writer.held())
 
     def _can_fill(self, cursor: SinkCursor) -> bool:
         last, fed = self._changes.last, QUARANTINE not in self.planner.columns

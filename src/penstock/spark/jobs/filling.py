@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import FailedPrecondition, SinkRejected
 from penstock.sinks.lake import VECTORS, LakePiece, LakeSink
-from penstock.sinks.protocol import Feed, Sink, SinkCommit, TaskSink, Work, shards_of
+from penstock.sinks.protocol import Feed, Sink, SinkCommit, SinkMark, TaskSink, Work, shards_of
 from penstock.sinks.schema import dimensions_of, newest_of, states_by_dimensions
 from penstock.spark.delivery.attachment import RoutedSink, SinkSpec, node_of, transforms_of
 from penstock.spark.delivery.backlog import NONE, CursorFile, SinkCursor
@@ -378,8 +378,10 @@ def _replay_into(
         order = WriteOrder(taker=number, pipeline=pipeline, trigger=trigger)
         found = writer.write(target, order)
         if found.receipts and isinstance(target.sink, TaskSink):
-            held = target.sink.mark() or (NONE,)
-            commit = SinkCommit(pipeline=pipeline, first=trigger, last=trigger, position=held)
+            held = target.sink.mark() or SinkMark(position=(NONE,))
+            commit = SinkCommit(
+                pipeline=pipeline, first=trigger, last=trigger, **msgspec.structs.asdict(held)
+            )
             target.sink.commit(found.receipts, commit)
     return found
 
@@ -424,7 +426,7 @@ def reindex(
         progress(found.states, None)
         if through > NONE:
             file = CursorFile(settings.store.open(), sink, claim=claim.number)
-            _settle(target.sink, file, found, order)
+            _settle(target.sink, file, found, order, claim=claim.number)
     document = {"sink": sink, "from": origin, "states": found.states, "trigger": through}
     return document | ({"rejected": found.rejected} if found.rejected else {})
 
@@ -440,11 +442,18 @@ def _left_to_the_pipeline(
     return {"sink": target.sink.name, "from": "pipeline", "states": 0, "trigger": NONE}
 
 
-def _settle(sink: Sink, file: CursorFile, found: Written, order: WriteOrder) -> None:
+def _settle(sink: Sink, file: CursorFile, found: Written, order: WriteOrder, *, claim: int) -> None:
     """Let the sink's mark and its cursor agree that it holds everything up to the trigger."""
     told, through = None, order.trigger
     if isinstance(sink, TaskSink):
-        commit = SinkCommit(pipeline=order.pipeline, first=0, last=through, position=(through,))
+        commit = SinkCommit(
+            pipeline=order.pipeline,
+            first=0,
+            last=through,
+            position=(through,),
+            claim=claim,
+            incarnation=uuid.uuid4().hex,
+        )
         sink.commit(found.receipts, commit)
         told = sink.mark()
     held = file.load()
