@@ -20,6 +20,7 @@ from penstock.sinks.protocol import Sink, Work
 from penstock.sinks.schema import deltas_table, states_table
 
 DIMENSIONS = 4
+PIPELINE = "pipeline"  # whose triggers they are
 START_MS = 1_700_000_000_000
 Effect = list[Any]
 
@@ -100,7 +101,7 @@ class Triggers:
     """A run of triggers, handed out alone or several at once."""
 
     each: list[tuple[pa.Table, pa.Table]] = field(default_factory=list)
-    pipeline: str = "pipeline"
+    pipeline: str = PIPELINE
 
     @staticmethod
     def of(count: int, *, rows: int = 3) -> Triggers:
@@ -138,7 +139,7 @@ class Triggers:
         )
 
 
-def work(trigger: int, table: pa.Table, *, pipeline: str = "pipeline") -> Work:
+def work(trigger: int, table: pa.Table, *, pipeline: str = PIPELINE) -> Work:
     """Work with states alone, or deltas alone."""
     kind = "states" if "vector" in table.schema.names else "deltas"
     return Work(pipeline=pipeline, first=trigger, last=trigger, **{kind: table})

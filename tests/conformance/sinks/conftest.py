@@ -14,6 +14,7 @@ import pytest
 from redis import Redis
 from tests.conformance.sinks.changes import (
     DIMENSIONS,
+    PIPELINE,
     Effect,
     State,
     delta,
@@ -22,6 +23,7 @@ from tests.conformance.sinks.changes import (
     opened,
     states,
 )
+from tests.s3 import make_bucket, s3_server
 from tests.spark.conftest import RunningNode
 
 from penstock.model.delta import decode
@@ -48,11 +50,12 @@ class Place(Protocol):
 
 
 class LakePlace:
-    def __init__(self, folder: Path) -> None:
-        self._path = str(folder / "lake")
+    def __init__(self, path: str, *, storage: dict[str, str] | None = None) -> None:
+        self._path, self._storage = path, storage
 
     def sink(self) -> LakeSink:
-        return LakeSink("lake", path=self._path, pipeline="pipeline")
+        options = self._storage
+        return LakeSink("lake", path=self._path, pipeline=PIPELINE, storage_options=options)
 
     def effect(self) -> Effect:
         with opened(self.sink()) as sink:
@@ -62,11 +65,19 @@ class LakePlace:
 
 
 class IndexPlace:
-    def __init__(self, folder: Path) -> None:
-        self._path = str(folder / "index")
+    def __init__(
+        self, path: str, *, shards: int = 1, storage: dict[str, str] | None = None
+    ) -> None:
+        self._path, self._shards, self._storage = path, shards, storage
 
     def sink(self) -> IndexSink:
-        return IndexSink("index", path=self._path)
+        return IndexSink(
+            "index",
+            path=self._path,
+            pipeline=PIPELINE,
+            shards=self._shards,
+            storage_options=self._storage,
+        )
 
     def effect(self) -> Effect:
         with opened(self.sink()) as sink:
@@ -107,7 +118,7 @@ class CachePlace:
         self._url = server.url
 
     def sink(self) -> CacheSink:
-        return CacheSink("cache", url=self._url)
+        return CacheSink("cache", url=self._url, pipeline=PIPELINE)
 
     def effect(self) -> Effect:
         with opened(self.sink()) as sink:
@@ -116,7 +127,7 @@ class CachePlace:
 
 class ClusterPlace(CachePlace):
     def sink(self) -> CacheSink:
-        return CacheSink("cache", url=self._url, cluster=True)
+        return CacheSink("cache", url=self._url, pipeline=PIPELINE, cluster=True)
 
 
 @contextmanager
@@ -195,9 +206,16 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> Effect:
 
 
 SLOTS = 16384
-WITH_STATE = ("cache", "cluster", "index", "lake", "memory")
+MARKED = ("cache", "cluster", "index", "index-s3", "lake", "lake-s3", "shards")
+WITH_STATE = (*MARKED, "memory")
 WITHOUT = ("notify", "remote")
-REFUSING = ("index", "memory", "notify", "remote")
+REFUSING = ("index", "memory", "notify", "remote", "shards")
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    with s3_server() as options:
+        yield options
 
 
 @pytest.fixture(scope="session")
@@ -208,10 +226,14 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProc
 
 def _place(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
     with ExitStack() as stack:
-        if kind == "lake":
-            yield LakePlace(folder)
-        elif kind == "index":
-            yield IndexPlace(folder)
+        if kind.endswith("-s3"):
+            options = request.getfixturevalue("s3")
+            made = LakePlace if kind == "lake-s3" else IndexPlace
+            yield made(f"s3://{make_bucket(options)}/sink", storage=options)
+        elif kind == "lake":
+            yield LakePlace(str(folder / "lake"))
+        elif kind in ("index", "shards"):
+            yield IndexPlace(str(folder / "index"), shards=1 if kind == "index" else 4)
         elif kind == "memory":
             yield MemoryPlace()
         elif kind == "cache":
@@ -240,6 +262,16 @@ def with_state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place
 
 @pytest.fixture(params=WITHOUT)
 def without(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=[*MARKED, *WITHOUT])
+def in_tasks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    yield from _place(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=MARKED)
+def marked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     yield from _place(request.param, request, tmp_path)
 
 
