@@ -171,9 +171,8 @@ class FoldDriver:
             workers=POOL,
         )
         # Asked at each trigger: executors come and go.
-        most = self._settings.tasks or tasks_for(
-            self._context.defaultParallelism, self._context.master
-        )
+        context: Any = self._context
+        most = self._settings.tasks or tasks_for(context.defaultParallelism, context.master)
         self._tasks = min(len(units), most)
         plan = self._plan  # it travels to the workers, and this object does not
         return run_job(
