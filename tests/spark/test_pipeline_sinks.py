@@ -153,8 +153,9 @@ def test_a_sink_is_filled_from_the_lake_if_it_is_told_so(
     place.run(spark, "lake", "index")
 
     assert place.index() == place.expected()
+    assert place.audit(spark, "lake", "index") == {"lake": "equal", "index": "equal"}
     place.tables["lake"]["backfill"] = "lake"
-    with pytest.raises(InvalidArgument, match="a lake fills sinks of vectors"):
+    with pytest.raises(InvalidArgument, match="no lake to take it from"):
         place.run(spark, "lake")
 
 

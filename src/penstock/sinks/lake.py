@@ -215,6 +215,16 @@ def latest(path: str, *, storage_options: Mapping[str, str] | None = None) -> pa
     return pa.RecordBatchReader.from_batches(schema, _living(table))
 
 
+def deltas_of(history: pa.Table) -> pa.Table:
+    """DELTAS of rows of a history, which keeps none of the columns that are as they were sent."""
+    missing = {name: pa.nulls(history.num_rows, DELTAS.field(name).type) for name in AS_SENT}
+    columns = [
+        missing[field.name] if field.name in missing else history[field.name].cast(field.type)
+        for field in DELTAS
+    ]
+    return pa.table(columns, schema=DELTAS)
+
+
 def vectors_of(states: pa.Table) -> pa.Table:
     return states.select(VECTORS.names).cast(VECTORS)
 

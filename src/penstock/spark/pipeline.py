@@ -31,6 +31,7 @@ from penstock.spark.delivery.attachment import (
     transforms_of,
 )
 from penstock.spark.delivery.delivery import PipelineDelivery
+from penstock.spark.delivery.lakes import with_lakes
 from penstock.spark.delivery.tasks import SparkSinkJobs
 from penstock.spark.delivery.transform import Transform
 from penstock.spark.fold.driver import FoldDriver
@@ -137,6 +138,8 @@ class Pipeline:
         configs = [access.delta_config(topic) for topic in settings.topics]
         identity = claim_identity(store, name=settings.name, propagation=settings.propagation)
         sinks = attach(settings, pipeline=identity.id, node=node)
+        transforms = transforms_of(settings, sinks, self._transform)
+        sinks = with_lakes(sinks, settings, transforms=transforms)
         self.changes = ChangeLog(store, claim=claim.number)
         newest = self.changes.newest()
         heads = heads_for(configs, {} if newest is None else newest.heads)
@@ -161,7 +164,7 @@ class Pipeline:
             fold=plan,
             name=settings.name,
             sinks=len(sinks),
-            transforms=transforms_of(settings, sinks, self._transform),
+            transforms=transforms,
         )
         self.delivery = PipelineDelivery(
             self.changes,

@@ -74,7 +74,9 @@ class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of its cursor, status and metrics; the kind unless said
     route: tuple[str, ...] = ()  # which deltas it gets; empty: all of them
     transform: str | None = None  # a function between the fold and this sink, as module:function
-    backfill: str = "log"  # where a sink that lacks what was before gets it from, or "none"
+    # Where a sink that lacks what was before gets it from, or "none". None: from the log, or from a
+    # lake of the pipeline where the log no longer reaches back.
+    backfill: str | None = None
     options: dict[str, Any] = {}  # the rest of the table, for the sink itself
 
 
@@ -183,7 +185,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def _sink(table: dict[str, Any], place: int) -> SinkSettings:
     options = dict(table)
     kind, route, name = (options.pop(key, None) for key in ("kind", "route", "name"))
-    backfill, transform = options.pop("backfill", "log"), options.pop("transform", None)
+    backfill, transform = options.pop("backfill", None), options.pop("transform", None)
     routes = (route,) if isinstance(route, str) else tuple(route or ())
     if name is None:
         name = kind if isinstance(kind, str) and NAME.fullmatch(kind) else f"sink-{place}"
@@ -193,7 +195,11 @@ def _sink(table: dict[str, Any], place: int) -> SinkSettings:
         ("route", not all(isinstance(one, str) for one in routes), like),
         ("name", not isinstance(name, str), "a sink's name is a text"),
         ("transform", not isinstance(transform, str | None), "a transform is module:function"),
-        ("backfill", backfill not in BACKFILLS, f"backfill is one of {', '.join(BACKFILLS)}"),
+        (
+            "backfill",
+            backfill not in (None, *BACKFILLS),
+            f"backfill is one of {', '.join(BACKFILLS)}",
+        ),
     ):
         if wrong:
             raise InvalidArgument(message, field=f"sink[{place}].{field}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
 
+from penstock.config import Config, UpkeepOptions
 from penstock.demo.corpus import ALL_OPS, Corpus, CorpusOptions, generate
+from penstock.log.flush import LogOptions
 from penstock.sinks.protocol import Items
 from penstock.spark.jobs.audit import Audit
 from penstock.spark.pipeline import Pipeline
@@ -92,6 +95,40 @@ class Ground:
 
     def audit(self, *, wait_s: float = 0.0) -> dict[str, Any]:
         return Audit(self.spark, self.settings, wait_s=wait_s).run()
+
+
+def short_node(folder: Path) -> RunningNode:
+    """A node that deletes of its log whatever it may, in small pieces."""
+    log = LogOptions(segment_bytes=64 << 10, allocate_bytes=32 << 10, reserve_bytes=8 << 10)
+    upkeep = UpkeepOptions(retention_s=0.05, snapshot_s=0.05)
+    return RunningNode(folder, config=Config(log=log, upkeep=upkeep, drain_s=5.0))
+
+
+def cut(node: RunningNode) -> None:
+    """Let the node delete what it can of the log of both partitions."""
+    node.access().call("topic_update", topic="vectors", changes={"retention_ms": 0})
+    deadline = time.monotonic() + 60
+    while any(one.sequence_first == 1 for one in node.access().log_status("vectors")):
+        assert time.monotonic() < deadline, "the log was not cut"
+        time.sleep(0.05)
+    hour_ms = 3_600_000
+    node.access().call("topic_update", topic="vectors", changes={"retention_ms": hour_ms})
+
+
+@contextmanager
+def without_snapshot(folder: Path, spark: SparkSession, **sinks: Any) -> Iterator[Ground]:
+    """A pipeline with a lake, and other sinks, whose log has lost its beginning before there was a
+    snapshot."""
+    node = short_node(folder / "node")
+    node.client.topic("news")
+    ground = Ground.of(node, spark, folder, lake={"path": str(folder / "lake")}, **sinks)
+    for first in (0, 1_000):  # the newest trigger always stays, and the one before goes
+        load(node, mixed(), first=first, end=first + 1_000)
+        ground.run()
+    cut(node)
+    yield ground
+    NodeAccess.close_shared()
+    node.close()
 
 
 def mixed() -> Corpus:

@@ -78,6 +78,7 @@ def test_overrides_win_over_the_file_unless_they_are_none(tmp_path: Path) -> Non
         ({"sink": [{"kind": "lake", "name": "A!"}]}, "sink[0].name"),
         ({"sink": [{"kind": "lake", "route": [1]}]}, "sink[0].route"),
         ({"sink": [{"kind": "lake", "name": 1}]}, "sink[0].name"),
+        ({"sink": [{"kind": "lake", "backfill": "everything"}]}, "sink[0].backfill"),
     ],
 )
 def test_what_will_not_do_is_named(fields: dict[str, Any], field: str) -> None:
@@ -95,6 +96,13 @@ def test_a_required_key_that_is_missing_is_named() -> None:
 def test_a_sink_of_a_users_class_gets_a_name_that_files_can_have() -> None:
     (sink,) = of(sink=[{"kind": "mine.sinks:Webhook"}]).sinks
     assert sink.name == "sink-0"
+
+
+@pytest.mark.parametrize("backfill", [None, "log", "lake", "none"])
+def test_a_backfill_that_was_not_said_is_none_of_those_that_can_be(backfill: str | None) -> None:
+    said = {} if backfill is None else {"backfill": backfill}
+    (sink,) = of(sink=[{"kind": "cache", **said}]).sinks
+    assert sink.backfill == backfill
 
 
 @pytest.mark.parametrize("text", ["name = ", "\xff"])

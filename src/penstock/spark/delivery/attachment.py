@@ -5,7 +5,7 @@ that runs their tasks. A `SinkSpec` is what travels there; nothing of an opened 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Final
@@ -59,7 +59,8 @@ class RoutedSink:
     sink: Sink
     routes: SinkRoutes = field(default_factory=SinkRoutes)
     spec: SinkSpec | None = None  # None: it cannot be made elsewhere, and is written by the driver
-    lake: SinkSpec | None = None  # that it is filled from, if it is to be
+    lake: SinkSpec | None = None  # that it may be filled from
+    lakeless: str = "the pipeline has no lake"  # why it may be filled from none, if that is so
 
 
 def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> list[RoutedSink]:
@@ -68,10 +69,7 @@ def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> li
     for place, one in enumerate(settings.sinks):
         spec = SinkSpec(settings=one, pipeline=pipeline, node=node)
         try:
-            built = RoutedSink(sink=spec.build(), routes=spec.routes, spec=spec)
-            if one.backfill == "lake":
-                built = replace(built, lake=_lake_for(built, settings, spec))
-            attached.append(built)
+            attached.append(RoutedSink(sink=spec.build(), routes=spec.routes, spec=spec))
         except InvalidArgument as error:
             raise InvalidArgument(
                 f"sink {one.name}: {error.message}",
@@ -79,18 +77,6 @@ def attach(settings: PipelineSettings, *, pipeline: str, node: Connecting) -> li
                 limit=error.limit,
             ) from error
     return attached
-
-
-def _lake_for(one: RoutedSink, settings: PipelineSettings, spec: SinkSpec) -> SinkSpec:
-    """The lake that a sink of vectors is filled from."""
-    lakes = [sink for sink in settings.sinks if sink.kind == "lake"]
-    if not lakes:
-        raise InvalidArgument("there is no lake to fill it from", field="backfill")
-    if one.sink.feed != Feed.STATES or one.routes.judge_states_by_deltas:
-        raise InvalidArgument(
-            "a lake fills sinks of vectors whose routes go by names", field="backfill"
-        )
-    return msgspec.structs.replace(spec, settings=lakes[0])
 
 
 def transforms_of(

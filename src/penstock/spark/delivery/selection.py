@@ -57,6 +57,10 @@ class SinkRoutes:
     def judge_states_by_deltas(self) -> bool:
         return not self.all and any(route.kind in _BY_DELTAS for route in self.routes)
 
+    def cover(self, other: SinkRoutes) -> bool:
+        """Whether all that `other` takes is taken by these, too."""
+        return self.all or (not other.all and set(other.routes) <= set(self.routes))
+
     def deltas(self, deltas: pa.Table) -> pa.Table:
         if self.all:
             return deltas

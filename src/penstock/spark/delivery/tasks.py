@@ -35,10 +35,18 @@ from numpy.typing import NDArray
 
 from penstock.errors import SinkRejected, Unavailable
 from penstock.log.crash import crash_point
-from penstock.sinks.protocol import Feed, PiecedSink, TaskSink, Work
+from penstock.sinks.protocol import Feed, TaskSink, Work
 from penstock.spark.delivery.attachment import SinkSpec, letter_box
 from penstock.spark.delivery.backlog import DELTAS, STATES
-from penstock.spark.delivery.refill import RefillPlan, fill_files, lake_files, units_of
+from penstock.spark.delivery.lakes import opened_lake
+from penstock.spark.delivery.refill import (
+    RefillPlan,
+    fill_files,
+    lake_files,
+    lake_units,
+    lost,
+    units_of,
+)
 from penstock.spark.delivery.selection import ChangeSelection, Portion, Shard, TakenPart
 from penstock.spark.delivery.transform import Transform, frame_of, transformed
 from penstock.spark.executors import Job, causes, error_named, run_job
@@ -275,12 +283,18 @@ class SinkJobs(Protocol):
         """Files of all that the fold holds as of a trigger, for the sink of that name."""
         ...
 
-    def fill_from(self, lake: SinkSpec, sink: str) -> list[ChangePart]:
-        """Files of all that a lake holds."""
+    def lost(self, feed: Feed, manifest: Manifest) -> str | None:
+        """What is gone of the log that `fill` would need, None if everything is there."""
         ...
 
-    def filled(self, sink: str) -> int:
-        """How many partitions of the filling under way are done."""
+    def fill_from(
+        self, lake: SinkSpec, sink: str, feed: Feed, manifest: Manifest
+    ) -> list[ChangePart]:
+        """The same as `fill`, of what a lake holds."""
+        ...
+
+    def filled(self, sink: str) -> tuple[int, int]:
+        """How many tasks of the filling under way are done, and of how many."""
         ...
 
     def cancel(self, sink: str) -> None:
@@ -352,26 +366,28 @@ class SparkSinkJobs:
         found = run_job(self._context, job, work, units, tasks=len(units))
         return [part for parts in found for part in parts]
 
-    def fill_from(self, lake: SinkSpec, sink: str) -> list[ChangePart]:
-        source = lake.build()
-        assert isinstance(source, PiecedSink), "a lake is read in pieces"
-        source.open()
-        pieces = source.pieces()
-        source.close()
-        job = self._job(sink, f"the vectors of {lake.settings.name} for {sink}")
-        plan = RefillPlan(fold=self._fold, sink=sink, feed=Feed.STATES)
-        work = partial(lake_files, plan, lake)
-        found = run_job(self._context, job, work, pieces, tasks=max(1, len(pieces)))
+    def lost(self, feed: Feed, manifest: Manifest) -> str | None:
+        return lost(manifest, feed, status=self._fold.node.access().log_status)
+
+    def fill_from(
+        self, lake: SinkSpec, sink: str, feed: Feed, manifest: Manifest
+    ) -> list[ChangePart]:
+        with opened_lake(lake) as source:
+            units = lake_units(source, feed, manifest)
+        job = self._job(sink, f"{lake.settings.name} as of trigger {manifest.trigger} for {sink}")
+        work = partial(lake_files, RefillPlan(fold=self._fold, sink=sink, feed=feed), lake)
+        found = run_job(self._context, job, work, units, tasks=len(units))
         return [part for parts in found for part in parts]
 
-    def filled(self, sink: str) -> int:
+    def filled(self, sink: str) -> tuple[int, int]:
         tracker = self._context.statusTracker()
         jobs = [
             tracker.getJobInfo(number) for number in tracker.getJobIdsForGroup(self._group(sink))
         ]
         running = [one for one in jobs if one is not None and one.status == "RUNNING"]
-        stages = [tracker.getStageInfo(number) for one in running for number in one.stageIds]
-        return sum(stage.numCompletedTasks for stage in stages if stage is not None)
+        found = [tracker.getStageInfo(number) for one in running for number in one.stageIds]
+        stages = [stage for stage in found if stage is not None]
+        return sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
 
     def cancel(self, sink: str) -> None:
         self._context.cancelJobGroup(self._group(sink))

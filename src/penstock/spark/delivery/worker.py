@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ from penstock.spark.delivery.backlog import (
     SinkCursor,
     WritePlan,
 )
-from penstock.spark.delivery.refill import units_of
+from penstock.spark.delivery.lakes import lake_position
 from penstock.spark.delivery.selection import (
     ChangeSelection,
     Portion,
@@ -51,7 +51,7 @@ from penstock.spark.delivery.selection import (
     portion_of,
 )
 from penstock.spark.delivery.tasks import SinkJobs, SinkOrder, SinkOutcome, joined, shares
-from penstock.spark.fold.state import DATA, LANES, ChangeLog, Manifest
+from penstock.spark.fold.state import DATA, LANES, ChangeLog, ChangePart, Manifest
 from penstock.spark.settings import DeliveryOptions
 
 log = get_logger(__name__)
@@ -184,6 +184,8 @@ class Filling:
     """A sink on its way to hold all vectors as of a trigger."""
 
     manifest: Manifest
+    origin: Literal["log", "lake"] = "log"
+    awaited: bool = False  # whether a lake is on its way to that trigger
     portion: Portion | None = None  # once the files are there
 
 
@@ -206,8 +208,8 @@ class SinkWorker:
         self.halted: str | None = None
         self._file = CursorFile(changes.store, one.sink.name, claim=changes.claim)
         self._established = False
-        self._lake = one.lake
-        self._backfill = one.spec is None or one.spec.settings.backfill != "none"
+        self._lake, self._lakeless = one.lake, one.lakeless
+        self._backfill = None if one.spec is None else one.spec.settings.backfill
         self._plan: WritePlan | None = None
         self._portion: Portion | None = None  # of the plan
         self._filling: Filling | None = None
@@ -246,7 +248,7 @@ class SinkWorker:
     def durable_through(self) -> int:
         """The last trigger that will not be asked for again, whatever happens. What a filling
         covers is not: should it fail, the next one covers more."""
-        if self._filling is not None and self._lake is None:
+        if self._filling is not None:
             return self._filling.manifest.trigger
         saved = self._file.saved
         return NONE if saved is None or self.halted else saved.through
@@ -258,14 +260,19 @@ class SinkWorker:
         return "filling" if self._filling is not None else self.runner.state
 
     @property
-    def filling(self) -> dict[str, int] | None:
+    def filling(self) -> dict[str, Any] | None:
         """How far a sink that is filled is, for people."""
         filling = self._filling
         if filling is None or self._jobs is None:
             return None
-        total = len(units_of(filling.manifest))
-        done = total if filling.portion is not None else self._jobs.filled(self.sink.name)
-        return {"trigger": filling.manifest.trigger, "partitions": total, "folded": done}
+        done, tasks = self._jobs.filled(self.sink.name)
+        return {
+            "trigger": filling.manifest.trigger,
+            "from": filling.origin,
+            "tasks": tasks,
+            "done": done,
+            "writing": filling.portion is not None,
+        }
 
     def caught_up(self, trigger: int) -> bool:
         """Whether the sink holds `trigger`; one with a cursor of its own is asked for it first."""
@@ -381,12 +388,9 @@ class SinkWorker:
         """Give the sink all that the fold held as of a trigger. The files are made once, and tried
         until the sink has taken them."""
         assert self._jobs is not None, "only tasks fill a sink"
-        jobs, store = self._jobs, self._changes.store
+        store = self._changes.store
         if filling.portion is None:
-            # Each try is as of the newest trigger: the log may have let go of what an older needs.
-            manifest = filling.manifest = self._changes.pin(self.sink.name) or filling.manifest
-            log.info("sink is being filled", sink=self.sink.name, trigger=manifest.trigger)
-            filling.portion = self._filled_portion(jobs, manifest)
+            filling.portion = self._filled_portion(self._jobs, filling)
         trigger = filling.portion.last
         moved = self.cursor.advanced(dict.fromkeys(range(len(self.cursor.position)), trigger))
         if self._prepared(filling.portion):
@@ -396,19 +400,53 @@ class SinkWorker:
         store.delete([f"{DATA}/{one.part.file}" for one in filling.portion.taken if one.part.file])
         log.info("sink is filled", sink=self.sink.name, trigger=trigger)
 
-    def _filled_portion(self, jobs: SinkJobs, manifest: Manifest) -> Portion:
-        name, feed, lake = self.sink.name, self.sink.feed, self._lake
+    def _filled_portion(self, jobs: SinkJobs, filling: Filling) -> Portion:
+        name, feed = self.sink.name, self.sink.feed
+        if not filling.awaited:
+            # Each try is as of the newest trigger: the log may have let go of what an older needs.
+            filling.manifest = self._changes.pin(name) or filling.manifest
+        manifest = filling.manifest
+        lake = self._lake_instead(jobs, manifest)
+        filling.origin = "log" if lake is None else "lake"
+        log.info("sink is being filled", sink=name, trigger=manifest.trigger, origin=filling.origin)
         if lake is None:
-            trigger = manifest.trigger
             parts = self.runner.call(lambda: jobs.fill(name, feed, manifest))
         else:
-            held = CursorFile(self._changes.store, lake.settings.name).load()
-            if held is None or held.through + 1 < (self._changes.first or 0):
-                raise Unavailable(f"{lake.settings.name} is not filled itself yet")
-            trigger = held.through
-            parts = self.runner.call(lambda: jobs.fill_from(lake, name))
-        columns = frozenset(self.planner.columns)
+            parts = self._lake_parts(jobs, lake, filling)
+        columns, trigger = frozenset(self.planner.columns), manifest.trigger
         return Portion(trigger, trigger, tuple(TakenPart(part, columns) for part in parts))
+
+    def _lake_instead(self, jobs: SinkJobs, manifest: Manifest) -> SinkSpec | None:
+        """The lake that is to fill the sink, None where the log can."""
+        if self._backfill == "lake":
+            return self._lake
+        lost = self.runner.call(lambda: jobs.lost(self.sink.feed, manifest))
+        if lost is None:
+            return None
+        if self._lake is None:
+            raise _unfillable(f"{lost}; {self._lakeless}")
+        return self._lake
+
+    def _lake_parts(self, jobs: SinkJobs, lake: SinkSpec, filling: Filling) -> list[ChangePart]:
+        name, feed, manifest = self.sink.name, self.sink.feed, filling.manifest
+        try:
+            self._await_lake(lake, filling)
+            return self.runner.call(lambda: jobs.fill_from(lake, name, feed, manifest))
+        except FailedPrecondition as error:  # it does not hold everything
+            raise _unfillable(error.message) from error
+
+    def _await_lake(self, lake: SinkSpec, filling: Filling) -> None:
+        """Go on once the lake holds the trigger that the sink is to be filled up to. Until then
+        that trigger stays the same one, or a lake that is always a little behind never would. For a
+        lake that lacks something itself no trigger is kept: it may never come to it."""
+        trigger = filling.manifest.trigger
+        held = self.runner.call(lambda: lake_position(self._changes.store, lake))
+        filling.awaited = (self._changes.first or 0) <= held + 1 <= trigger
+        if held < trigger:
+            raise Unavailable(
+                f"{lake.settings.name} is to fill it, and holds triggers up to {held}, not yet"
+                f" {trigger}"
+            )
 
     def _announce(self, plan: WritePlan) -> None:
         if self.planner.laned or self.cursor.attempt == (plan.first, plan.last):
@@ -473,7 +511,7 @@ class SinkWorker:
     def _can_fill(self, cursor: SinkCursor) -> bool:
         last, fed = self._changes.last, QUARANTINE not in self.planner.columns
         ahead = last is not None and cursor.through > last  # whose state is this?
-        return self._backfill and fed and self._jobs is not None and not ahead
+        return self._backfill != "none" and fed and self._jobs is not None and not ahead
 
     def _gap(self, cursor: SinkCursor) -> str | None:
         """Why going on from there would leave rows out, if it would."""
@@ -532,6 +570,13 @@ class SinkWorker:
             self._save_moved(after_s=0.0)
         except PenstockError as error:
             log.warning("cursor not saved", sink=self.sink.name, error=str(error))
+
+
+def _unfillable(why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f'{why}: give the sink a new name and backfill = "none" to begin with what comes',
+        field="backfill",
+    )
 
 
 def _now_ms() -> int:
