@@ -380,8 +380,12 @@ def reindex(
     sink: Annotated[str, typer.Option(help="The sink to empty and fill.")],
     config: JobConfig = Path("pipeline.toml"),
     source: Annotated[
-        Literal["log", "lake"], typer.Option("--from", help="Where states come from.")
-    ] = "log",
+        Literal["log", "lake"] | None,
+        typer.Option(
+            "--from",
+            help="Where states come from. [default: the log, or a lake where it does not reach]",
+        ),
+    ] = None,
     force: Force = False,
     master: Master = None,
 ) -> Answer:

@@ -7,18 +7,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 from tests.spark.conftest import RunningNode
-from tests.spark.jobs.support import Ground, load, mixed
+from tests.spark.jobs.support import Ground, cut, load, mixed, short_node, without_snapshot
 
-from penstock.config import Config, UpkeepOptions
 from penstock.errors import FailedPrecondition
-from penstock.log.flush import LogOptions
 from penstock.sinks.index import Index
+from penstock.sinks.lake import latest
+from penstock.sinks.schema import SCANNED
 from penstock.spark.delivery.attachment import node_of
 from penstock.spark.jobs.compaction import compact
 from penstock.spark.jobs.filling import ReplayWindow, reindex, replay
@@ -29,9 +31,7 @@ from penstock.spark.source.access import NodeAccess
 @pytest.fixture
 def short(tmp_path: Path, spark: SparkSession) -> Iterator[Ground]:
     """A pipeline that has folded most of its log, with snapshots, before the node cut it."""
-    log = LogOptions(segment_bytes=64 << 10, allocate_bytes=32 << 10, reserve_bytes=8 << 10)
-    upkeep = UpkeepOptions(retention_s=0.05, snapshot_s=0.05)
-    node = RunningNode(tmp_path / "node", config=Config(log=log, upkeep=upkeep, drain_s=5.0))
+    node = short_node(tmp_path / "node")
     ground = Ground.of(
         node, spark, tmp_path, lake={"path": str(tmp_path / "lake")},
         index={"path": str(tmp_path / "index")},
@@ -45,17 +45,6 @@ def short(tmp_path: Path, spark: SparkSession) -> Iterator[Ground]:
     yield replace(ground, between_ms=time.time_ns() // 1_000_000)
     NodeAccess.close_shared()
     node.close()
-
-
-def cut(node: RunningNode) -> None:
-    """Let the node delete what it can of the log of both partitions."""
-    node.access().call("topic_update", topic="vectors", changes={"retention_ms": 0})
-    deadline = time.monotonic() + 60
-    while any(one.sequence_first == 1 for one in node.access().log_status("vectors")):
-        assert time.monotonic() < deadline, "the log was not cut"
-        time.sleep(0.05)
-    hour_ms = 3_600_000
-    node.access().call("topic_update", topic="vectors", changes={"retention_ms": hour_ms})
 
 
 def test_a_log_that_was_cut_is_proved_and_folded_from_the_snapshot(short: Ground) -> None:
@@ -94,6 +83,49 @@ def test_what_a_snapshot_cannot_tell_is_refused(short: Ground, tmp_path: Path) -
     document = replace(short, settings=fresh).audit()
     assert (document["ok"], document["sinks"]) == (False, {})
     assert "no pipeline has a snapshot" in document["reasons"][0]
+
+
+@pytest.fixture
+def bare(tmp_path: Path, spark: SparkSession) -> Iterator[Ground]:
+    index = {"path": str(tmp_path / "index")}
+    with without_snapshot(tmp_path, spark, index=index, notify={"topic": "news"}) as ground:
+        yield ground
+
+
+def lake_of(ground: Ground) -> list[dict[str, Any]]:
+    rows = latest(str(ground.folder / "lake")).read_all().to_pylist()
+    return sorted(rows, key=lambda row: (row["namespace"], row["vector_id"]))
+
+
+def test_without_a_snapshot_vectors_are_those_of_the_lake(bare: Ground, tmp_path: Path) -> None:
+    node, told = node_of(bare.settings), {"pipeline": bare.settings}
+    load(bare.node, mixed(), first=2_000, end=2_100)  # not yet folded
+    found = materialise(bare.spark, node, ["vectors"], tmp_path / "now", **told)  # type: ignore[arg-type]
+    rows = pq.read_table(tmp_path / "now").select(SCANNED).to_pylist()
+    assert sorted(rows, key=lambda row: (row["namespace"], row["vector_id"])) == lake_of(bare)
+    assert {one["from"] for one in found["partitions"]} == {"lake"}
+    assert sum(one["last"] for one in found["partitions"]) < 2_100
+    with pytest.raises(FailedPrecondition, match="not as they were then"):
+        materialise(bare.spark, node, ["vectors"], tmp_path / "then", at_ms=1_000, **told)  # type: ignore[arg-type]
+    with pytest.raises(FailedPrecondition, match="no snapshot of it yet"):
+        reindex(bare.spark, bare.settings, "index", origin="log")
+    Index(str(bare.folder / "index")).database.open_table("vectors_16").delete("revision > 3")
+    assert reindex(bare.spark, bare.settings, "index")["from"] == "lake"
+    held = [row for batch in Index(str(bare.folder / "index")).scan() for row in batch.to_pylist()]
+    assert sorted(held, key=lambda row: (row["namespace"], row["vector_id"])) == lake_of(bare)
+
+
+def test_without_a_snapshot_a_replay_is_of_the_lake(bare: Ground) -> None:
+    deltas = DeltaTable(str(bare.folder / "lake" / "history")).to_pyarrow_table()
+    names = ["index", "notify"]
+    found = replay(bare.spark, bare.settings, names, window=ReplayWindow())["sinks"]
+    assert found["notify"]["deltas"] == deltas.num_rows
+    assert found["index"]["states"] >= len(lake_of(bare))  # the deleted ones, too
+    late = ReplayWindow(from_ms=max(deltas["log_time_ms"].to_pylist()))
+    found = replay(bare.spark, bare.settings, names, window=late)["sinks"]
+    assert 0 < found["notify"]["deltas"] < deltas.num_rows
+    with pytest.raises(FailedPrecondition, match="no lake to take it from"):
+        replay(bare.spark, bare.settings, ["lake"], window=ReplayWindow())
 
 
 def test_a_lake_is_compacted_while_the_pipeline_appends(

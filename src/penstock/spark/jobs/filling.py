@@ -18,7 +18,8 @@ pipeline's triggers, a replay of everything is written as the last of them: from
 pipeline can serve it again.
 
 The fold begins from the pipeline's snapshot where that is early enough, else from the log's
-beginning: what was released before a snapshot cannot be told from it.
+beginning: what was released before a snapshot cannot be told from it. Where the log no longer
+reaches back, a lake of the pipeline gives what it holds of the partition instead.
 
 **Reindex** empties a sink, then gives it every vector's state, deleted ones too: they leave their
 tombstones. Only then its mark is set and its cursor moved, to the last trigger that the states
@@ -50,12 +51,15 @@ from penstock.sinks.protocol import Feed, Sink, SinkCommit, SinkMark, TaskSink, 
 from penstock.sinks.schema import dimensions_of, newest_of, states_by_dimensions
 from penstock.spark.delivery.attachment import RoutedSink, SinkSpec, node_of, transforms_of
 from penstock.spark.delivery.backlog import NONE, CursorFile, SinkCursor
+from penstock.spark.delivery.lakes import lake_for, lake_position, opened_lake
+from penstock.spark.delivery.selection import SinkRoutes
 from penstock.spark.fold.state import DriverClaim
 from penstock.spark.jobs.digests import keys_of, shares_of_keys
+from penstock.spark.jobs.lake_fold import fold_of, planned_with_lake
 from penstock.spark.jobs.log_fold import (
     FoldOrder,
+    Origin,
     PlannedFold,
-    ProvedFold,
     fold_tasks,
     log_ranges,
     reject_lost,
@@ -67,6 +71,7 @@ from penstock.spark.jobs.stores import (
     pipeline_id,
     read_progress,
     sink_settings,
+    spec_of,
 )
 from penstock.spark.jobs.takers import Takers, taken_by
 from penstock.spark.jobs.tasks import (
@@ -107,16 +112,25 @@ class RowOrder(msgspec.Struct, frozen=True, kw_only=True):
     feed: Feed  # of all of them
     from_ms: int | None = None
 
+    @property
+    def by_deltas(self) -> bool:
+        """Whether anything but the states has to be looked at."""
+        judged = any(SinkRoutes.parse(one).judge_states_by_deltas for one in self.routes)
+        return bool(self.feed & _HISTORY) or self.from_ms is not None or judged
+
 
 def folded_rows(order: RowOrder, task: PlannedFold) -> Iterator[RowParcel]:
     """One task: the rows of one log partition with their takers, in the order of release."""
-    fold, takers = ProvedFold(order.fold, task), Takers(order.routes)
+    fold, takers = fold_of(order.fold, task), Takers(order.routes)
     touched = _Touched(order.from_ms)
-    for deltas in fold.released(payloads=bool(order.feed & Feed.PAYLOADS)):
-        rows = touched.chosen(deltas)
-        marked = _marked(rows, takers.of_deltas(rows))
-        if order.feed & _HISTORY:
-            yield from _packed(marked)
+    if not order.by_deltas:
+        fold.drain()
+    else:
+        for deltas in fold.released(payloads=bool(order.feed & Feed.PAYLOADS)):
+            rows = touched.chosen(deltas)
+            marked = _marked(rows, takers.of_deltas(rows))
+            if order.feed & _HISTORY:
+                yield from _packed(marked)
     fold.reject_damage()
     if order.feed & Feed.STATES:
         for states in fold.states():
@@ -329,9 +343,10 @@ def replay(
     with closing(DriverClaim(settings.store)):
         feed = reduce(or_, (_feed_of(settings, one) for one in chosen))
         tasks = Tasks(spark, f"replay of {settings.name}")
-        planned = _replay_tasks(settings, window, history=bool(feed & _HISTORY))
+        names = [one.name for one in chosen]
+        planned, lake = _replay_tasks(settings, window, feed=feed, names=names)
         order = RowOrder(
-            fold=order_of(settings),
+            fold=msgspec.structs.replace(order_of(settings), lake=lake),
             routes=tuple(one.route for one in chosen),
             feed=feed,
             from_ms=window.from_ms,
@@ -350,20 +365,20 @@ def _feed_of(settings: PipelineSettings, one: SinkSettings) -> Feed:
 
 
 def _replay_tasks(
-    settings: PipelineSettings, window: ReplayWindow, *, history: bool
-) -> list[PlannedFold]:
-    """What is folded. A snapshot serves if nothing that is wanted was released before it."""
-    node, heads = node_of(settings), read_progress(settings.store.open(), ()).heads
+    settings: PipelineSettings, window: ReplayWindow, *, feed: Feed, names: Sequence[str]
+) -> tuple[list[PlannedFold], SinkSpec | None]:
+    """What is folded for the sinks of these names, and the lake that stands in for what is lost. A
+    snapshot serves if nothing that is wanted was released before it."""
+    node, progress = node_of(settings), read_progress(settings.store.open(), ())
     access, planned = node.access(), list[PlannedFold]()
     ranges = log_ranges(node, settings.topics, until_ms=window.to_ms)
-    for task in fold_tasks(ranges, heads, use="always"):
-        wanted = 1 if history else task.begin
+    for task in fold_tasks(ranges, progress.heads, use="always"):
+        wanted = 1 if feed & _HISTORY else task.begin
         if window.from_ms is not None:
             wanted = access.find_time(task.range.topic, task.range.partition, window.from_ms)
         early = task.begin <= wanted
         planned.append(task if early else PlannedFold(range=task.range, head=task.head))
-    reject_lost(planned)
-    return planned
+    return planned_with_lake(planned, settings, progress, feed=feed, but=names)
 
 
 def _replay_into(
@@ -408,17 +423,21 @@ def reindex(
     settings: PipelineSettings,
     sink: str,
     *,
-    origin: Literal["log", "lake"] = "log",
+    origin: Literal["log", "lake"] | None = None,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
-    """Empty the sink called `sink` and fill it; how many states it was given."""
+    """Empty the sink called `sink` and fill it; how many states it was given. `origin` None is the
+    log, or a lake for those partitions where the log does not reach."""
     chosen, tasks = sink_settings(settings, sink), Tasks(spark, f"reindex of {sink}")
     with closing(DriverClaim(settings.store)) as claim, opened_sink(settings, chosen) as target:
         _reject_history(target)
         if transforms_of(settings, [target]):
             return _left_to_the_pipeline(settings, target, claim)
-        made = _log_states if origin == "log" else _lake_states
-        through, rows = made(tasks, settings, target)
+        through, rows, found_in = (
+            _lake_states(tasks, settings, target)
+            if origin == "lake"
+            else _log_states(tasks, settings, target, alone=origin == "log")
+        )
         with kept(tasks, rows) as writer:  # only what can be filled again is emptied
             target.sink.reset()
             order = WriteOrder(taker=0, pipeline=pipeline_id(settings), trigger=max(through, 0))
@@ -427,7 +446,7 @@ def reindex(
         if through > NONE:
             file = CursorFile(settings.store.open(), sink, claim=claim.number)
             _settle(target.sink, file, found, order, claim=claim.number)
-    document = {"sink": sink, "from": origin, "states": found.states, "trigger": through}
+    document = {"sink": sink, "from": found_in, "states": found.states, "trigger": through}
     return document | ({"rejected": found.rejected} if found.rejected else {})
 
 
@@ -462,42 +481,51 @@ def _settle(sink: Sink, file: CursorFile, found: Written, order: WriteOrder, *, 
 
 
 def _log_states(
-    tasks: Tasks, settings: PipelineSettings, target: RoutedSink
-) -> tuple[int, Parcels]:
-    """Fold the log up to its end, which is at least as far as any trigger reaches."""
+    tasks: Tasks, settings: PipelineSettings, target: RoutedSink, *, alone: bool
+) -> tuple[int, Parcels, Origin]:
+    """Fold the log up to its end, which is at least as far as any trigger reaches. What is lost of
+    it a lake may give, unless the log is asked for `alone`."""
     assert target.spec is not None, "it is made of settings"
-    progress = read_progress(settings.store.open(), ())
-    ranges = log_ranges(node_of(settings), settings.topics)
-    planned = fold_tasks(ranges, progress.heads, use="always")
-    reject_lost(planned)
-    routes = (target.spec.settings.route,)
-    order = RowOrder(fold=order_of(settings), routes=routes, feed=Feed.STATES)
-    return progress.last, tasks.make(partial(folded_rows, order), planned)
+    progress, lake = read_progress(settings.store.open(), ()), None
+    planned = fold_tasks(
+        log_ranges(node_of(settings), settings.topics), progress.heads, use="always"
+    )
+    if alone:
+        reject_lost(planned)
+    else:
+        planned, lake = planned_with_lake(
+            planned, settings, progress, feed=Feed.STATES, routes=target.routes
+        )
+    order = RowOrder(
+        fold=msgspec.structs.replace(order_of(settings), lake=lake),
+        routes=(target.spec.settings.route,),
+        feed=Feed.STATES,
+    )
+    rows = tasks.make(partial(folded_rows, order), planned)
+    return progress.last, rows, "log" if lake is None else "lake"
 
 
 def _lake_states(
     tasks: Tasks, settings: PipelineSettings, target: RoutedSink
-) -> tuple[int, Parcels]:
+) -> tuple[int, Parcels, Origin]:
     """The sink will hold what the lake does, up to the lake's trigger."""
-    lake, sink = next((s for s in settings.sinks if s.kind == "lake"), None), target.sink.name
-    if lake is None:
-        raise FailedPrecondition("the pipeline has no lake to fill it from", field="from")
-    cursors = read_progress(settings.store.open(), (lake.name, sink)).cursors
-    if cursors[lake.name] < cursors[sink]:
+    assert target.spec is not None, "it is made of settings"
+    sink, store = target.sink.name, settings.store.open()
+    lake = spec_of(settings, lake_for(settings, feed=Feed.STATES, routes=target.routes))
+    held, wanted = lake_position(store, lake), read_progress(store, (sink,)).cursors[sink]
+    if held < wanted:
         raise FailedPrecondition(
-            f"{lake.name} is behind {sink}: fill it from the log, or let the lake catch up",
+            f"{lake.settings.name} is behind {sink}: fill it from the log, or let the lake catch"
+            " up",
             field="from",
         )
-    with opened_sink(settings, lake) as source:
-        assert isinstance(source.sink, LakeSink)
-        assert source.spec is not None
-        assert target.spec is not None
-        pieces = source.sink.vectors.pieces()
+    with opened_lake(lake) as source:
+        pieces = source.vectors.pieces()
     rows = sum(piece.rows for piece in pieces)
     shares = shares_for(rows, each=SHARE_ROWS, least=tasks.parallelism)
-    read = tasks.make(partial(lake_rows, source.spec, shares), pieces)
+    read = tasks.make(partial(lake_rows, lake, shares), pieces)
     newest = partial(newest_rows, target.spec)
-    return cursors[lake.name], tasks.by_share(read, shares).mapPartitions(newest)
+    return held, tasks.by_share(read, shares).mapPartitions(newest), "lake"
 
 
 def _reject_history(target: RoutedSink) -> None:

@@ -8,7 +8,8 @@ the state of the fold.
 sequence, or at a snapshot that the pipeline has left and read the log from there (`PlannedFold`). A
 snapshot serves if it is of this topic, if it is not beyond the range's end, and if the log that is
 left joins it without a gap. What retention has deleted before it is not missed. The whole range is
-proved all the same, also the part that is in the snapshot.
+proved all the same, also the part that is in the snapshot. Where neither serves, the pipeline's
+lake may (`penstock.spark.jobs.lake_fold`).
 
 Parents that a fold asks back are looked for in the log. Up to where the pipeline has folded it has
 the answers in its head: retention may have deleted since what was found then.
@@ -43,6 +44,7 @@ from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.snapshot import digest
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.schema import states_table
+from penstock.spark.delivery.attachment import SinkSpec
 from penstock.spark.fold.partition_step import (
     FoldPlan,
     PartitionStep,
@@ -59,7 +61,7 @@ from penstock.spark.store import StoreAddress
 MESSAGES: Final = frozenset({Kind.ENQ, Kind.PREPARE})
 FEED_BYTES: Final = 64 << 20  # of the log given to the kernels at once
 STATES_ROWS: Final = 20_000  # of a piece of states
-Origin = Literal["log", "snapshot"]
+Origin = Literal["log", "snapshot", "lake"]
 
 
 def log_ranges(
@@ -136,7 +138,7 @@ class PlannedFold:
     @property
     def loss(self) -> str | None:
         """Why no state can be made of it; None if everything that it is made of is there."""
-        if self.origin == "snapshot" or self.range.first == 1:
+        if self.origin != "log" or self.range.first == 1:
             return None
         if self.head is not None and self.head.start >= self.range.first:
             return None  # the pipeline itself began there
@@ -191,6 +193,7 @@ class FoldOrder(msgspec.Struct, frozen=True, kw_only=True):
     node: Connecting
     options: PropagationOptions
     state: StoreAddress | None = None  # where snapshots are
+    lake: SinkSpec | None = None  # for tasks that begin from one
 
 
 class FoldReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,6 +259,11 @@ class ProvedFold:
             self._check.reached(self._task.range.last)
         except Corruption as damage:
             self.damage = {"reason": damage.message, "sequence": damage.details.get("sequence")}
+
+    def drain(self) -> None:
+        """Fold to the end, for whoever wants nothing but the states."""
+        for _ in self.released():
+            pass
 
     def _feeds(self) -> Iterator[tuple[DeltaBatch, int]]:
         one, head = self._task.range, self._task.head

@@ -3,6 +3,7 @@
 Every partition is folded by a task, up to the last batch written at or before the moment, and
 written by that task: files of the living vectors, in the output's folder or object store. So for
 the log's end it gives what the pipeline's lake holds, and the same log gives the same vectors.
+Where the log no longer reaches back they are read from that lake.
 
 The output is whole or not there. A folder is made under another name and renamed at the end. An
 object store has no rename: there a Delta table appears with its one transaction, and of Parquet
@@ -29,23 +30,25 @@ from penstock.errors import AlreadyExists
 from penstock.propagation.options import PropagationOptions
 from penstock.sinks.files import local_path, object_store
 from penstock.sinks.lake import VECTORS, LakeFile, LakeTable, delta_errors, vectors_of
-from penstock.spark.fold.state import Heads
+from penstock.sinks.protocol import Feed
+from penstock.spark.jobs.lake_fold import fold_of, planned_with_lake
 from penstock.spark.jobs.log_fold import (
     FoldOrder,
     FoldReport,
     PlannedFold,
-    ProvedFold,
     fold_tasks,
     log_ranges,
     reject_lost,
 )
-from penstock.spark.jobs.stores import propagation_of, read_progress, with_snapshots
+from penstock.spark.jobs.stores import order_of, read_progress, with_snapshots
 from penstock.spark.jobs.tasks import Tasks
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import Connecting
+from penstock.spark.source.ranges import FoldRange
 
 Format = Literal["parquet", "delta"]
 FILE_ROWS: Final = 200_000
+LAKE_WAIT_S: Final = 10.0  # for a lake to come to the newest trigger
 SUCCESS: Final = "_SUCCESS"
 # `lane` says how urgent the last trigger's changes were: nothing that a vector has.
 COLUMNS: Final = [name for name in VECTORS.names if name not in ("deleted", "lane")]
@@ -71,9 +74,8 @@ def write_vectors(
     order: FoldOrder, output: VectorsOutput, task: PlannedFold
 ) -> Iterator[tuple[FoldReport, list[LakeFile]]]:
     """One task: the living vectors of one log partition."""
-    fold, table = ProvedFold(order, task), output.table()
-    for _ in fold.released():
-        pass
+    fold, table = fold_of(order, task), output.table()
+    fold.drain()
     fold.reject_damage()
     files, held = list[LakeFile](), list[pa.Table]()
     for states in fold.states():
@@ -116,9 +118,12 @@ def materialise(
     place = _place(str(output).rstrip("/"), {} if pipeline is None else pipeline.storage)
 
     def written(filled: VectorsOutput) -> list[tuple[FoldReport, list[LakeFile]]]:
-        order, heads = _fold_of(node, options, pipeline)
-        planned = fold_tasks(ranges, heads, use="always")
-        reject_lost(planned)
+        if pipeline is None:
+            order = FoldOrder(node=node, options=options or PropagationOptions())
+            planned = fold_tasks(ranges, {}, use="always")
+            reject_lost(planned)
+        else:
+            order, planned = _planned(node, pipeline, ranges)
         return tasks.collected(tasks.make(partial(write_vectors, order, filled), planned))
 
     with place.filling(overwrite=overwrite) as filled:
@@ -134,13 +139,19 @@ def materialise(
     }
 
 
-def _fold_of(
-    node: Connecting, options: PropagationOptions | None, pipeline: PipelineSettings | None
-) -> tuple[FoldOrder, Heads]:
-    if pipeline is None:
-        return FoldOrder(node=node, options=options or PropagationOptions()), {}
-    order = FoldOrder(node=node, options=propagation_of(pipeline), state=pipeline.store)
-    return order, read_progress(pipeline.store.open(), ()).heads
+def _planned(
+    node: Connecting, pipeline: PipelineSettings, ranges: Sequence[FoldRange]
+) -> tuple[FoldOrder, list[PlannedFold]]:
+    """What is folded as the pipeline does, from its snapshots or its lake where the log is lost."""
+    progress = read_progress(pipeline.store.open(), ())
+    planned, lake = planned_with_lake(
+        fold_tasks(ranges, progress.heads, use="always"),
+        pipeline,
+        progress,
+        feed=Feed.STATES,
+        wait_s=LAKE_WAIT_S,
+    )
+    return msgspec.structs.replace(order_of(pipeline), node=node, lake=lake), planned
 
 
 def _partition(report: FoldReport) -> dict[str, Any]:

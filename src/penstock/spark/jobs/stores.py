@@ -68,6 +68,10 @@ def with_snapshots(run: Callable[[], T]) -> T:
     return run()
 
 
+def spec_of(settings: PipelineSettings, one: SinkSettings) -> SinkSpec:
+    return SinkSpec(settings=one, pipeline=pipeline_id(settings), node=node_of(settings))
+
+
 @contextmanager
 def opened_sink(settings: PipelineSettings, one: SinkSettings) -> Iterator[RoutedSink]:
     alone = msgspec.structs.replace(settings, sinks=(one,))
