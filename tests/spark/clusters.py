@@ -45,10 +45,11 @@ def executors(cluster: Path) -> list[int]:
 
 @contextmanager
 def standalone(
-    folder: Path, *, workers: int = 2, cores: int = 1, memory: str = "600m"
+    folder: Path, *, workers: int = 2, cores: int = 1, memory: str = "600m", web: int | None = None
 ) -> Iterator[str]:
-    """The url of a running cluster; each worker has so many cores to give away."""
-    port, web = free_port(), free_port()
+    """The url of a running cluster; each worker has so many cores to give away. The master's page
+    is at the port `web`."""
+    port, web = free_port(), web or free_port()
     url = f"spark://127.0.0.1:{port}"
     with ExitStack() as stack:
         named = ["--host", "127.0.0.1"]

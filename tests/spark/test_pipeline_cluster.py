@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.s3 import make_bucket, s3_server
-from tests.spark.clusters import executors, standalone
+from tests.spark.clusters import executors, free_port, standalone
 from tests.spark.conftest import JAVA_OPTIONS, RunningNode
 from tests.spark.test_pipeline import (
     OPTIONS,
@@ -48,6 +48,7 @@ rows_per_trigger = {{ min = 10, max = 300, initial = 300 }}
 "spark.driver.extraJavaOptions" = "{java}"
 "spark.executor.extraJavaOptions" = "{java}"
 "spark.pyspark.python" = "{python}"
+"spark.master.ui.port" = "{web}"
 
 [[sink]]
 kind = "lake"
@@ -58,15 +59,16 @@ storage_options = {storage}
 
 @contextmanager
 def driver(
-    config: Path, folder: Path, *options: str, crash: str = ""
+    config: Path, folder: Path, *options: str, command: str = "run", crash: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver in a folder of its own, which is its machine."""
+    """A driver, or a job, in a folder of its own, which is its machine."""
     folder.mkdir()
-    command = [sys.executable, "-m", "penstock.cli", "pipeline", "run", "--config", str(config)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "PENSTOCK_CRASH": crash}
+    program = [sys.executable, "-m", "penstock.cli", "pipeline", command, "--config", str(config)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])  # of the code that is tested
+    environ = os.environ | {"PYTHONPATH": path, "PENSTOCK_CRASH": crash}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, *options], cwd=folder, env=environ, stdout=log, stderr=log
+            [*program, *options], cwd=folder, env=environ, stdout=log, stderr=log
         )
     try:
         yield process
@@ -87,7 +89,7 @@ def configure(
 ) -> None:
     table = "{ " + ", ".join(f'{name} = "{text}"' for name, text in storage.items()) + " }"
     told = {"url": node.url, "java": JAVA_OPTIONS, "python": sys.executable}
-    told |= {"memory": "512m", "patience": 300} | more
+    told |= {"memory": "512m", "patience": 300, "web": 8080} | more
     file.write_text(CONFIG.format(place=place, storage=table, **told))
 
 
@@ -97,15 +99,17 @@ def test_a_cluster_that_grants_no_executor_is_not_waited_for_in_silence(
 ) -> None:
     """Its workers have less memory than an executor is to have."""
     delta_topic(node)
-    config = tmp_path / "pipeline.toml"
-    with standalone(tmp_path / "cluster", workers=1) as master:
-        place = str(tmp_path / "place")
-        configure(config, node, place=place, storage={}, master=master, memory="20g", patience=4)
-        with driver(config, tmp_path / "one") as process:
-            assert process.wait(300) not in (0, None)
-    said = (tmp_path / "one" / "log").read_text()
-    assert "no executor was granted yet" in said
-    assert "has granted no executor in 4 s" in said and "spark.executor.memory: 20g" in said
+    config, web = tmp_path / "pipeline.toml", free_port()
+    with standalone(tmp_path / "cluster", workers=1, web=web) as master:
+        more = {"master": master, "memory": "20g", "patience": 4, "web": web}
+        configure(config, node, place=str(tmp_path / "place"), storage={}, **more)
+        for command in ("run", "audit"):
+            with driver(config, tmp_path / command, command=command) as process:
+                assert process.wait(300) not in (0, None)
+            said = " ".join((tmp_path / command / "log").read_text().split())
+            assert "no executor was granted yet" in said
+            assert "has granted no executor in 4 s" in said and "spark.executor.memory: 20g" in said
+            assert "1 of 1 cores and 600 of 600 MiB" in said
 
 
 @pytest.mark.timeout(900)  # three Sparks are started

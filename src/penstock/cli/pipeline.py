@@ -562,14 +562,17 @@ def _node(cli: Invocation) -> Connecting:
 def _spark(
     job: str, settings: PipelineSettings | None = None, *, master: str | None = None
 ) -> Iterator[Any]:
+    from penstock.spark.grants import await_executors
     from penstock.spark.session import spark_session
+    from penstock.spark.settings import EXECUTORS_S
 
-    name, told = f"penstock-{job}", dict[str, Any](master=master)
+    name, told, timeout_s = f"penstock-{job}", dict[str, Any](master=master), EXECUTORS_S
     if settings is not None:
-        name += f"-{settings.name}"
+        name, timeout_s = f"{name}-{settings.name}", settings.executors_s
         told = {"master": settings.master, "cores": settings.cores, "conf": settings.spark}
     session = spark_session(name, **told)
     try:
+        await_executors(session, timeout_s=timeout_s)
         yield session
     finally:
         session.stop()

@@ -37,7 +37,8 @@ from penstock.spark.delivery.transform import Transform
 from penstock.spark.fold.driver import FoldDriver
 from penstock.spark.fold.partition_step import FoldPlan
 from penstock.spark.fold.state import ChangeLog, DriverClaim, claim_identity, heads_for
-from penstock.spark.session import await_executors, spark_session
+from penstock.spark.grants import await_executors
+from penstock.spark.session import spark_session
 from penstock.spark.settings import PipelineSettings
 
 if TYPE_CHECKING:
@@ -180,17 +181,16 @@ class Pipeline:
         )
 
     def _spark(self) -> SparkSession:
-        if self._session is not None:
-            return self._session
-        settings = self.settings
-        session = spark_session(
-            f"penstock-{settings.name}",
-            master=settings.master,
-            cores=settings.cores,
-            spare=len(settings.sinks) + 1,
-            conf=settings.spark,
-        )
-        self._open.callback(session.stop)
+        settings, session = self.settings, self._session
+        if session is None:
+            session = spark_session(
+                f"penstock-{settings.name}",
+                master=settings.master,
+                cores=settings.cores,
+                spare=len(settings.sinks) + 1,
+                conf=settings.spark,
+            )
+            self._open.callback(session.stop)
         await_executors(session, timeout_s=settings.executors_s)
         return session
 

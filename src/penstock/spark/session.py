@@ -21,13 +21,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.errors import FailedPrecondition, Unavailable
-from penstock.node.observe.logs import get_logger
+from penstock.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,9 +50,6 @@ LOCAL_SETTINGS: Final[dict[str, str]] = {
     "spark.driver.host": "127.0.0.1",
     "spark.sql.shuffle.partitions": str(_SHUFFLE_PARTITIONS),
 }
-_ASKED: Final = ("spark.executor.memory", "spark.executor.cores", "spark.cores.max")
-TOLD_S: Final = 30.0
-log = get_logger(__name__)
 JAVA_MIN: Final = 17
 CACHE: Final = "PENSTOCK_CACHE"  # a folder for what can be made again
 _VECTOR: Final = "jdk.incubator.vector"
@@ -110,31 +105,6 @@ def _register(session: SparkSession) -> None:
     except AnalysisException as error:
         if "ALREADY_EXISTS" not in str(error.getCondition()):
             raise
-
-
-def await_executors(session: SparkSession, *, timeout_s: float) -> None:
-    """Wait until a cluster has granted an executor. What was asked for, and what there is, is told
-    after TOLD_S; `Unavailable` ends the wait."""
-    context: Any = session.sparkContext
-    if context.master.startswith("local"):
-        return
-    began, told = time.monotonic(), False
-    while True:
-        there = context._jsc.sc().getExecutorMemoryStatus().size() - 1  # the driver is in it
-        waited = time.monotonic() - began
-        if there > 0:
-            return
-        asked = {name: context.getConf().get(name, "as the cluster says") for name in _ASKED}
-        wanted = ", ".join(f"{name}: {value}" for name, value in asked.items())
-        if waited >= timeout_s:
-            raise Unavailable(
-                f"{context.master} has granted no executor in {timeout_s:.0f} s; each was to have"
-                f" {wanted}. Have its workers so much to spare?"
-            )
-        if waited >= min(TOLD_S, timeout_s / 2) and not told:
-            log.warning("no executor was granted yet", master=context.master, **asked)
-            told = True
-        time.sleep(0.2)
 
 
 def prepare_environment() -> None:

@@ -34,6 +34,7 @@ TOPICS_MAX: Final = 64
 SINKS_MAX: Final = 64
 BACKFILLS: Final = ("log", "lake", "none")
 ROWS_MAX: Final = 1 << 30
+EXECUTORS_S: Final = 300.0
 BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "cores": (1, 4096),
     "tasks": (1, 4096),
@@ -95,7 +96,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ca: Path | None = None  # authorities to trust for penstocks://
     master: str | None = None  # of a Spark cluster; None: this machine
     cores: int | None = None  # threads in local mode, spark.cores.max on a cluster
-    executors_s: float = 300.0  # for a cluster to grant an executor
+    executors_s: float = EXECUTORS_S  # for a cluster to grant an executor
     spark: dict[str, str] = {}  # further settings of the session
     tasks: int | None = None  # of the fold at a time; None: half the cores
     trigger_interval_s: float = 0.5  # at least this long from one trigger's start to the next
