@@ -130,12 +130,15 @@ def connect(
     return Client(remote, chosen)
 
 
-def open_index(path: str | os.PathLike[str]) -> Index:
+def open_index(
+    path: str | os.PathLike[str], *, storage_options: dict[str, str] | None = None
+) -> Index:
     """The nearest-neighbour index that a pipeline's `index` sink keeps in a folder (or at an
-    object store's address), to be searched. Needs `penstock[index]`."""
+    object store's address, reached by the sink's `storage_options`), to be searched. Needs
+    `penstock[index]`."""
     from penstock.sinks.index import Index
 
-    return Index(os.fspath(path))
+    return Index(os.fspath(path), storage_options=storage_options)
 
 
 def __getattr__(name: str) -> Any:

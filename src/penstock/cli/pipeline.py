@@ -453,7 +453,7 @@ def search(
         str | None, typer.Option(help="Search near the vector with this id instead.")
     ] = None,
     index: Annotated[
-        str | None, typer.Option(help="The index's path. [default: as the config says]")
+        str | None, typer.Option(help="The index's path. [default: the config's only one]")
     ] = None,
     config: Annotated[Path, typer.Option("--config", "-c", help="The pipeline's TOML file.")] = (
         Path("pipeline.toml")
@@ -471,7 +471,8 @@ def search(
         raise InvalidArgument("give a vector, or --like with an id", field="vector")
     from penstock import open_index
 
-    with open_index(index or index_path(config)) as opened:
+    path, storage = index_of(config, index)
+    with open_index(path, storage_options=storage) as opened:
         asked = parsed(vector) if vector is not None else _known(opened, like or "", namespace)
         found = opened.search(
             asked,
@@ -486,12 +487,18 @@ def search(
     return Answer({"neighbours": rows}, lambda _: listing(rows, NEIGHBOUR))
 
 
-def index_path(config: Path) -> str:
-    sinks = _settings(config).sinks
-    paths = [str(sink.options.get("path")) for sink in sinks if sink.kind == "index"]
-    if len(paths) != 1:
-        raise NotFound(f"{config} has {len(paths)} index sinks: say which with --index")
-    return paths[0]
+def index_of(config: Path, path: str | None) -> tuple[str, dict[str, str] | None]:
+    """Where an index is, and how its store is reached. One that the config does not have is reached
+    as the environment says."""
+    if path is not None and not config.is_file():
+        return path, None
+    found = [sink.options for sink in _settings(config).sinks if sink.kind == "index"]
+    if path is not None:
+        named = [one for one in found if str(one.get("path")).rstrip("/") == path.rstrip("/")]
+        found = named or [{"path": path}]
+    if len(found) != 1:
+        raise NotFound(f"{config} has {len(found)} index sinks: say which with --index")
+    return str(found[0].get("path")), found[0].get("storage_options")
 
 
 def parsed(text: str) -> list[float]:

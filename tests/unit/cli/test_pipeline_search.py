@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.conformance.sinks.changes import State, states, work
+from tests.s3 import make_bucket, s3_server
 
 from penstock.cli.command import Exit, Invocation, execute
 from penstock.cli.pipeline import condition, parsed, search
@@ -59,6 +60,27 @@ def test_a_person_gets_a_table(ask: Ask) -> None:
     assert code is Exit.OK
     assert "east" in text
     assert "distance" in text
+
+
+def test_an_index_in_an_object_store_is_reached_as_its_sink_says(ask: Ask, tmp_path: Path) -> None:
+    with s3_server() as options:
+        path = f"s3://{make_bucket(options)}/index"
+        sink = IndexSink("far", path=path, storage_options=options)
+        sink.open()
+        sink.write(work(0, states(State(vector_id="far", revision=1, values=(1, 0, 0, 0)))))
+        sink.close()
+        table = ", ".join(f'{name} = "{text}"' for name, text in options.items())
+        with (tmp_path / "pipeline.toml").open("a") as config:
+            config.write(f'[[sink]]\nkind = "index"\nname = "far"\npath = "{path}"\n')
+            config.write(f"storage_options = {{ {table} }}\n")
+
+        _, far = ask(vector="[1, 0, 0, 0]", index=path)
+        _, near = ask(like="north", limit=1, index=str(tmp_path / "index"))
+        code, neither = ask(vector="[1, 0, 0, 0]")
+
+    assert [one["vector_id"] for one in far["neighbours"]] == ["far"]
+    assert [one["vector_id"] for one in near["neighbours"]] == ["north"]
+    assert (code, "say which with --index" in str(neither)) == (Exit.NOT_FOUND, True)
 
 
 def test_one_question_at_a_time(ask: Ask) -> None:
