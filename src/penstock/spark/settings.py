@@ -32,6 +32,7 @@ from penstock.spark.store import StoreAddress
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 TOPICS_MAX: Final = 64
 SINKS_MAX: Final = 64
+NO_TRANSFORM: Final = "none"
 BACKFILLS: Final = ("log", "lake", "none")
 ROWS_MAX: Final = 1 << 30
 EXECUTORS_S: Final = 300.0
@@ -74,7 +75,8 @@ class SinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     name: str  # of its cursor, status and metrics; the kind unless said
     route: tuple[str, ...] = ()  # which deltas it gets; empty: all of them
-    transform: str | None = None  # a function between the fold and this sink, as module:function
+    # A function between the fold and this sink, as module:function; "none" if it is to have none.
+    transform: str | None = None
     # Where a sink that lacks what was before gets it from, or "none". None: from the log, or from a
     # lake of the pipeline where the log no longer reaches back.
     backfill: str | None = None
@@ -151,6 +153,11 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def store(self) -> StoreAddress:
         return StoreAddress(url=self.state, options=self.storage)
+
+    def transform_of(self, sink: SinkSettings) -> str | None:
+        """The function that a sink of vectors has: its own, else that of all of them."""
+        chosen = sink.transform or self.transform.function
+        return None if chosen == NO_TRANSFORM else chosen
 
     def _rules(self) -> Iterator[tuple[str, bool, str, Any]]:
         """A field, whether it is wrong, why, and its limit."""

@@ -17,7 +17,7 @@ from penstock.sinks.protocol import Feed, Sink, TaskSink, TopicWriter, build_sin
 from penstock.sinks.topics import LetterBox, QuarantineSink, letters_config
 from penstock.spark.delivery.selection import SinkRoutes
 from penstock.spark.delivery.transform import Transform, transform_named
-from penstock.spark.settings import PipelineSettings, SinkSettings
+from penstock.spark.settings import NO_TRANSFORM, PipelineSettings, SinkSettings
 from penstock.spark.source.access import NodeTopicWriter
 from penstock.spark.source.options import Connecting
 
@@ -85,17 +85,22 @@ def transforms_of(
     given: Transform | Mapping[str, Transform] | None = None,
 ) -> dict[str, Transform]:
     """The function of each sink that has one: what is `given` in the program, else the settings."""
-    fed = {one.sink.name: one for one in sinks if one.sink.feed & Feed.STATES}
     names = {one.sink.name for one in sinks}
+    fed = {one.sink.name: one for one in sinks if one.sink.feed & Feed.STATES}
+    without = {one.name for one in settings.sinks if one.transform == NO_TRANSFORM}
     if given is not None and not isinstance(given, Mapping):
-        given = dict.fromkeys(fed, given)
-    named = {name: text for name in fed if (text := settings.transform.function)}
-    named |= {n.name: n.transform for n in settings.sinks if n.transform and n.name in names}
+        given = dict.fromkeys(fed.keys() - without, given)
+    named = {
+        one.name: text
+        for one in settings.sinks
+        if one.name in (names if one.transform else fed) and (text := settings.transform_of(one))
+    }
     found = {name: transform_named(text, field="transform") for name, text in named.items()}
     found |= {name: one for name, one in (given or {}).items() if name in names}
     for name in found.keys() - {n for n, one in fed.items() if isinstance(one.sink, TaskSink)}:
         raise InvalidArgument(
-            f"{name} takes no transform: it is not fed vectors, or not written in tasks",
+            f"{name} takes no transform, as it is not fed vectors, or not written in tasks: say"
+            f' transform = "{NO_TRANSFORM}" in its table to leave it without',
             field="transform",
         )
     return found

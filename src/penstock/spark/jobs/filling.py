@@ -335,7 +335,7 @@ def replay(
     """Give the sinks what the window holds; how many rows each of them got."""
     chosen = [sink_settings(settings, name) for name in sinks] or list(settings.sinks)
     for one in chosen:
-        if one.transform or settings.transform.function:
+        if settings.transform_of(one):
             raise FailedPrecondition(
                 f"{one.name} has a transform, which a replay would pass by: reindex it",
                 field="sink",

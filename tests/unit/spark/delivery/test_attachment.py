@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import InvalidArgument
 from penstock.sinks.protocol import Feed
-from penstock.spark.delivery.attachment import RoutedSink, attach, feed_of
+from penstock.spark.delivery.attachment import RoutedSink, attach, feed_of, transforms_of
 from penstock.spark.settings import PipelineSettings
 from penstock.spark.source.options import Connecting
 
@@ -55,6 +55,46 @@ def test_a_table_that_will_not_do_is_named(
         attached(tmp_path, table)
     assert caught.value.field == field
     assert "sink " in caught.value.message
+
+
+def halved(states: object) -> object:
+    return states
+
+
+def tripled(states: object) -> object:
+    return states
+
+
+def test_a_transform_of_a_file_is_for_all_sinks_of_vectors(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text(
+        'name = "p"\ntopics = ["t"]\nstate = "state"\n'
+        f'[transform]\nfunction = "{__name__}:tripled"\n'
+        '[[sink]]\nkind = "lake"\npath = "lake"\n'
+        f'[[sink]]\nkind = "index"\npath = "index"\ntransform = "{__name__}:halved"\n'
+        '[[sink]]\nkind = "cache"\nurl = "redis://127.0.0.1:1"\ntransform = "none"\n'
+        '[[sink]]\nkind = "remote"\nurl = "penstock://127.0.0.1:2"\n'
+    )
+    settings = PipelineSettings.load(file)
+    sinks = attach(settings, pipeline="p-1", node=NOWHERE)
+
+    assert transforms_of(settings, sinks) == {"lake": tripled, "index": halved}
+    assert transforms_of(settings, sinks, halved) == {"lake": halved, "index": halved}
+
+
+def test_a_sink_without_tasks_opts_out_of_the_transform_for_all(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {"kind": "tests.spark.jobs.plain_sink:PlainSink", "name": "plain"}
+    plain |= {"path": str(tmp_path / "plain")}
+    tree = {"name": "p", "topics": ["t"], "state": str(tmp_path)}
+    tree["transform"] = {"function": f"{__name__}:halved"}  # type: ignore[assignment]
+
+    def found(**more: str) -> dict[str, Any]:
+        settings = PipelineSettings.of(tree | {"sink": [plain | more]})
+        return transforms_of(settings, attach(settings, pipeline="p-1", node=NOWHERE))
+
+    with pytest.raises(InvalidArgument, match='plain takes no transform.*transform = "none"'):
+        found()
+    assert found(transform="none") == {}
 
 
 def test_routes_are_read(tmp_path: Path) -> None:
