@@ -62,8 +62,8 @@ Status = dict[str, Any]
 WATCH_S: Final = 1.0  # between two looks
 STALE_S: Final = 10.0  # a living process that has not written for so long is stuck
 STYLES: Final = {
-    "idle": "green", "writing": "green", "opening": "yellow", "waiting": "red", "hanging": "red",
-    "halted": "bold red", "stopped": "dim",
+    "idle": "green", "writing": "green", "opening": "yellow", "filling": "yellow",
+    "waiting": "red", "hanging": "red", "halted": "bold red", "stopped": "dim",
 }  # fmt: skip
 BAR: Final = 12
 PARTITION: Final[Columns] = {
@@ -169,6 +169,7 @@ def look(state: StoreAddress) -> Status:
 def view_of(found: Status) -> RenderableType:
     parts: list[RenderableType] = [_headline(found), _flow(found), _sinks(found)]
     parts += [Text(line, style="red") for line in _source_problems(found["source"])]
+    parts += [Text(line, style="yellow") for line in _fillings(found)]
     for sink in found["sinks"]:
         if sink["last_error"] and sink["state"] in ("waiting", "halted", "hanging"):
             error = sink["last_error"]
@@ -195,6 +196,19 @@ def _source_problems(source: Status) -> Iterator[str]:
         yield "reading pauses: too much is not yet delivered"
     if source.get("waiting") and source.get("last_error"):
         yield f"source: {source['last_error']['message']}"
+
+
+def _fillings(found: Status) -> Iterator[str]:
+    """How far the sinks are that are being filled."""
+    for sink in found["sinks"]:
+        filling = sink["filling"]
+        if found["alive"] and filling is not None:
+            doing = (
+                "is being written" if filling["writing"] else f"is read from the {filling['from']}"
+            )
+            line = f"{_name(sink)}: all up to trigger {cell(filling['trigger'])} {doing}"
+            tasks = f", {cell(filling['done'])} of {cell(filling['tasks'])} tasks are done"
+            yield line + (tasks if filling["tasks"] else "")
 
 
 def _flow(found: Status) -> RenderableType:

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of, eventually
+from tests.unit.spark.delivery.delivering import (
+    FileSink,
+    FillingJobs,
+    Triggers,
+    delivery_of,
+    eventually,
+    filled_delivery,
+)
 
 from penstock.cli.command import Exit, Invocation, execute
 from penstock.cli.pipeline import look, status
@@ -47,6 +54,24 @@ def test_a_running_pipeline_is_shown_with_its_troubles(
     found = json.loads(printed)
     assert (found["alive"], found["stale"]) == (True, False)
     assert [sink["lag"]["rows"] for sink in found["sinks"]] == [0, 1, 0]
+
+
+def test_a_sink_that_is_filled_shows_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, jobs = StoreAddress(url=str(tmp_path)), FillingJobs()
+    claim = DriverClaim(place)
+    jobs.well.set()
+    delivery = filled_delivery(tmp_path, jobs)
+    delivery.start()
+    eventually(lambda: look(place)["sinks"][1]["state"] == "filling")
+    code, text = shown(tmp_path, capsys)
+    jobs.done.set()
+    delivery.stop()
+    claim.close()
+    assert code is Exit.OK
+    said = "new: all up to trigger 2 is read from the log, 3 of 8 tasks are done"
+    assert "filling" in text and said in text, text
 
 
 def test_a_stopped_pipeline_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ VERSION: Final = 1
 STATUS_FILE: Final = "status.json"
 METRIC: Final = "penstock_pipeline_"
 BREAKER: Final = {"closed": 0, "half_open": 1, "open": 2}
-UP: Final = frozenset({"idle", "writing", "opening"})
+UP: Final = frozenset({"idle", "writing", "opening", "filling"})
 # Metric, help, and where its value is in a sink's status.
 _GAUGES: Final[tuple[tuple[str, str, Callable[[Status], float]], ...]] = (
     ("sink_up", "1 while the sink takes what it is given.", lambda s: s["state"] in UP),

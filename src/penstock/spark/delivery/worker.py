@@ -257,7 +257,10 @@ class SinkWorker:
     def state(self) -> str:
         if self.halted:
             return "halted"
-        return "filling" if self._filling is not None else self.runner.state
+        state, runs = self.runner.state, self.runner.meter.busy_since is not None
+        if self._filling is None or state == "stopped" or (state == "waiting" and not runs):
+            return state
+        return "filling"  # one call, which takes longer than others may
 
     @property
     def filling(self) -> dict[str, Any] | None:
@@ -397,6 +400,7 @@ class SinkWorker:
             self._deliver(filling.portion, moved)
         else:
             self._save(moved)
+            self.runner.succeeded()
         store.delete([f"{DATA}/{one.part.file}" for one in filling.portion.taken if one.part.file])
         log.info("sink is filled", sink=self.sink.name, trigger=trigger)
 

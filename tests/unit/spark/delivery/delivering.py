@@ -274,3 +274,32 @@ def eventually(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> Non
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.005)
+
+
+class FillingJobs:
+    """Stands for tasks that fill a sink: they fail until all is well, and then take their time."""
+
+    def __init__(self) -> None:
+        self.well, self.done = threading.Event(), threading.Event()
+
+    def fill(self, *_: object) -> list[Any]:
+        if not self.well.is_set():
+            raise Unavailable("no executor")
+        self.done.wait(60)
+        return []
+
+    def filled(self, _: str) -> tuple[int, int]:
+        return 3, 8
+
+
+def filled_delivery(folder: Path, jobs: Any, **more: Any) -> PipelineDelivery:
+    """Two sinks in a pipeline whose first triggers are gone, one of which was not there then."""
+    triggers = Triggers(folder)
+    for number in range(3):
+        triggers.commit(("a", number + 1))
+    old = delivery_of(triggers, FileSink(folder, name="old"), folder=folder)
+    old.start()
+    assert old.drain(20)
+    old.stop()
+    sinks = FileSink(folder, name="old"), FileSink(folder, name="new")
+    return delivery_of(Triggers(folder), *sinks, folder=folder, jobs=jobs, **more)

@@ -92,7 +92,7 @@ def test_a_sink_without_tasks_opts_out_of_the_transform_for_all(tmp_path: Path) 
         settings = PipelineSettings.of(tree | {"sink": [plain | more]})
         return transforms_of(settings, attach(settings, pipeline="p-1", node=NOWHERE))
 
-    with pytest.raises(InvalidArgument, match='plain takes no transform.*transform = "none"'):
+    with pytest.raises(InvalidArgument, match=r'plain takes no transform.*transform = "none"'):
         found()
     assert found(transform="none") == {}
 

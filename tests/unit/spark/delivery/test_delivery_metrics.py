@@ -5,9 +5,18 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.unit.spark.delivery.delivering import FileSink, Triggers, delivery_of
+from tests.unit.spark.delivery.delivering import (
+    QUICK,
+    FileSink,
+    FillingJobs,
+    Triggers,
+    delivery_of,
+    eventually,
+    filled_delivery,
+)
 
 from penstock.errors import InvalidArgument, Unavailable
 from penstock.spark.delivery.delivery import PipelineDelivery
@@ -52,6 +61,33 @@ def test_a_scrape_shows_what_the_status_says(delivery: PipelineDelivery) -> None
     assert found["penstock_pipeline_sequence", "vectors"] == 100
     assert found["penstock_pipeline_read_deltas_total", "vectors"] == 2
     assert found["penstock_pipeline_trigger", ""] == 0
+
+
+def test_a_sink_that_is_filled_is_up_and_says_how_far_it_is(tmp_path: Path) -> None:
+    """Before, it counted as halted, and a try that failed could not be told from one that went
+    on."""
+    jobs = FillingJobs()
+    patience = msgspec.structs.replace(
+        QUICK, backoff_s_base=0.5, backoff_s_cap=0.5, breaker_open_s=0.5
+    )
+    delivery = filled_delivery(tmp_path, jobs, options=patience)
+
+    def shown() -> tuple[str, float]:
+        up = samples(delivery.metrics.text().decode())["penstock_pipeline_sink_up", "new"]
+        return delivery.status()["sinks"][1]["state"], up
+
+    delivery.start()
+    eventually(lambda: shown() == ("waiting", 0))
+    jobs.well.set()
+    eventually(lambda: shown() == ("filling", 1))
+    progress = {"trigger": 2, "from": "log", "tasks": 8, "done": 3, "writing": False}
+    assert delivery.status()["sinks"][1]["filling"] == progress
+    jobs.done.set()
+    assert delivery.drain(20)
+    eventually(lambda: shown() == ("idle", 1))
+    assert delivery.status()["sinks"][1]["filling"] is None
+    delivery.stop()
+    assert shown() == ("stopped", 0)
 
 
 def test_a_page_whose_name_points_here_is_told_nothing(delivery: PipelineDelivery) -> None:
