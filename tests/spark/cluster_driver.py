@@ -25,7 +25,9 @@ def main(url: str, checkpoint: str) -> None:
     query = stream.writeStream.format("penstock").options(**target)
     query.trigger(availableNow=True).start().awaitTermination()
     shuffle = spark.conf.get("spark.sql.shuffle.partitions")
-    print(json.dumps({"rows": table.count(), "executors": executors, "shuffle": shuffle}))
+    loggers = spark.sparkContext._jvm.org.apache.logging.log4j.LogManager
+    kept = {"ui": bool(spark.sparkContext.uiWebUrl), "log": str(loggers.getRootLogger().getLevel())}
+    print(json.dumps({"rows": table.count(), "executors": executors, "shuffle": shuffle} | kept))
     spark.stop()
 
 

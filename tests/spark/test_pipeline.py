@@ -137,13 +137,15 @@ def states_written(folder: Path) -> dict[str, tuple[int, bool, list[float]]]:
     return {row["vector_id"]: (row["revision"], row["deleted"], row["vector"]) for row in rows}
 
 
-def expected_states(node: RunningNode) -> dict[str, tuple[int, bool, list[float]]]:
+def expected_states(
+    node: RunningNode, topic: str = "vectors"
+) -> dict[str, tuple[int, bool, list[float]]]:
     """By the kernels alone, each partition in one go."""
     found = {}
-    for status in node.access().log_status("vectors"):
+    for status in node.access().log_status(topic):
         state = Propagator(DIMENSIONS, PropagationOptions(pending_ms=PENDING_MS))
         for deltas, through in read_deltas(
-            node.access(), "vectors", status.partition, first=1, last=status.readable
+            node.access(), topic, status.partition, first=1, last=status.readable
         ):
             state.feed(deltas, through=through)
         states = state.states()

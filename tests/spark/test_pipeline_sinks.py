@@ -14,7 +14,9 @@ from pyspark.sql.functions import col, expr
 from redis import Redis
 from tests.spark.conftest import RunningNode
 from tests.spark.test_pipeline import (
+    DIMENSIONS,
     OPTIONS,
+    PARTITIONS,
     delta_topic,
     expected_states,
     put,
@@ -134,6 +136,66 @@ def test_a_sink_that_is_added_later_is_filled(
     assert place.lake() == expected
     history = _history(place)
     assert len(history) == len(set(history)) > len(expected)
+
+
+def test_a_node_that_is_added_later_is_given_every_delta_whole(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    place.run(spark, "cache")  # nobody wanted payloads of these triggers, and they are gone
+    put(place.node, corpus, len(corpus) // 2, len(corpus))
+    place.node.topic("copy", [], kind="delta", dimensions=DIMENSIONS, partitions=PARTITIONS)
+    place.tables["remote"] = {"kind": "remote", "url": place.node.url, "topic": "copy"}
+
+    place.run(spark, "cache", "remote")
+
+    copied = _payloads(place.node, "copy")
+    assert len(copied) == len(set(copied)) == len(corpus.history)
+    assert set(copied) == set(_payloads(place.node, "vectors"))
+    assert {name: held[1:] for name, held in expected_states(place.node, "copy").items()} == {
+        name: held[1:] for name, held in expected_states(place.node).items()
+    }
+
+
+def _payloads(node: RunningNode, topic: str) -> list[bytes]:
+    access = node.access()
+    return [
+        payload
+        for one in access.log_status(topic)
+        for batches in access.read_range(topic, one.partition, 1, one.readable)
+        for batch in batches
+        for payload in batch.columns().binary("payload") or ()
+    ]
+
+
+def test_a_sink_whose_tasks_hang_delays_no_other(
+    spark: SparkSession, place: Place, corpus: Corpus
+) -> None:
+    spark.sparkContext.addPyFile(str(Path(__file__).with_name("hanging_sink.py")))
+    release = place.folder / "go-on"
+    hanging = {"kind": "hanging_sink:HangingSink", "name": "hanging", "path": str(release)}
+    place.tables["hanging"] = hanging
+    every = ("hanging", "lake", "cache")
+    delivery = {"hang_s": 1.0}
+    tables = [place.tables[name] for name in every]
+    settings = settings_of(place.node, place.folder, sink=tables, delivery=delivery)
+
+    def caught_up() -> bool:
+        status = pipeline.status()
+        rows = [sink_of(status, name)["lag"]["rows"] for name in every]
+        folded = status["source"].get("lag") == 0 and status["source"]["to"] == reached
+        return folded and rows[0] > 0 and rows[1:] == [0, 0]
+
+    with Pipeline(settings, session=spark) as pipeline:
+        for end in (len(corpus) // 2, len(corpus)):
+            put(place.node, corpus, len(corpus) // 2, end)
+            logs = place.node.access().log_status("vectors")
+            reached = {f"vectors/{one.partition}": one.readable + 1 for one in logs}
+            eventually(caught_up, timeout_s=120)
+        assert sink_of(pipeline.status(), "hanging")["state"] == "hanging"
+        release.touch()
+
+    assert place.lake() == place.cache() == place.expected()
+    assert not any(sink["lag"]["rows"] for sink in pipeline.status()["sinks"])
 
 
 def _history(place: Place) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -84,6 +85,33 @@ def test_the_task_for_databricks_brings_sinks_up_to_date(node: RunningNode, tmp_
 
     assert "lake: 2 rows" in shown
     assert latest(f"{tmp_path}/lake").read_all()["vector_id"].to_pylist() == ["a"]
+
+
+def test_the_bundle_for_databricks_names_what_there_is() -> None:
+    folder = EXAMPLES / "databricks"
+    bundle = yaml.safe_load((folder / "databricks.yml").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    (job,) = bundle["resources"]["jobs"].values()
+    (task,) = job["tasks"]
+
+    assert (folder / task["spark_python_task"]["python_file"]).is_file()
+    assert task["job_cluster_key"] in {one["job_cluster_key"] for one in job["job_clusters"]}
+    used = re.findall(r"\$\{var\.(\w+)\}", (folder / "databricks.yml").read_text())
+    assert set(used) == set(bundle["variables"])
+    packages = [one["pypi"]["package"] for one in task["libraries"]]
+    asked = [extra for one in packages for extra in re.findall(r"^penstock\[(\w+)\]", one)]
+    assert asked and set(asked) <= set(extras["optional-dependencies"])
+
+
+def test_the_script_for_yarn_can_be_read_and_names_what_there_is() -> None:
+    script = EXAMPLES / "yarn" / "submit.sh"
+
+    subprocess.run(["sh", "-n", script], check=True)
+
+    named = set(re.findall(r"\$folder/([\w.]+)", script.read_text()))
+    made = {name for name in named if name.startswith("environment")}
+    assert named - made == {one.name for one in script.parent.iterdir()} - {script.name}
 
 
 # Once, the job $DIES_IN does all of its work and dies before it can say so.

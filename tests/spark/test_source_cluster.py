@@ -54,6 +54,8 @@ def test_a_cluster_reads_and_writes_topics(node: RunningNode, tmp_path: Path) ->
         "rows": 2000,
         "executors": 2,
         "shuffle": "2",
+        "ui": True,
+        "log": "INFO",
     }
     assert node.client.topic("target").stats().ready == 2000
 

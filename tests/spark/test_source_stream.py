@@ -118,6 +118,18 @@ def test_progress_tells_the_lag(spark: SparkSession, node: RunningNode, tmp_path
     assert json.loads(source.latestOffset) == expected
 
 
+def test_progress_counts_rows(spark: SparkSession, node: RunningNode) -> None:
+    node.topic("jobs", [b"%d" % i for i in range(30)], partitions=2)
+    frame = stream(spark, node, topic="jobs", maxRowsPerTrigger=12)
+    query = frame.writeStream.format("noop").trigger(availableNow=True).start()
+    query.awaitTermination()
+
+    counts = [one.numInputRows for one in query.recentProgress]
+
+    assert len(counts) > 1 and sum(counts) == 30
+    assert [one.sources[0].numInputRows for one in query.recentProgress] == counts
+
+
 def remade(spark: SparkSession, node: RunningNode, checkpoint: Path) -> None:
     """Read a topic, delete it, and make it again with more messages than it had."""
     node.topic("jobs", [b"old"])

@@ -101,6 +101,36 @@ def test_deltas_are_copied_whole(spark: SparkSession, node: RunningNode) -> None
     assert [r.vector_id for r in frame.where("namespace = 'a'").collect()] == ["v"]
 
 
+def test_a_stream_of_deltas_is_encoded_each_once_after_a_restart(
+    spark: SparkSession, node: RunningNode, tmp_path: Path
+) -> None:
+    for name in ("vectors", "copy"):
+        node.topic(name, [], kind="delta", dimensions=2, partitions=2)
+    deltas = node.client.deltas("vectors")
+    for number in range(20):
+        deltas.create(f"v{number}", [number, 1.0], metadata={"n": number})
+        deltas.set(f"v{number}", {1: float(number)})
+    source = spark.readStream.format("penstock").options(url=node.url, topic="vectors")
+    frame = source.option("mode", "deltas").load().drop("topic", "partition", "sequence", "time")
+
+    def run() -> None:
+        query = frame.writeStream.format("penstock")
+        query = query.options(url=node.url, topic="copy", checkpointLocation=str(tmp_path / "c"))
+        query.trigger(availableNow=True).start().awaitTermination()
+
+    run()
+    (tmp_path / "c" / "commits" / "0").unlink()  # as if it had stopped before it noted the end
+    (tmp_path / "c" / "commits" / ".0.crc").unlink(missing_ok=True)
+    run()
+
+    written, copied = (
+        sorted(bytes(row.value) for row in table(spark, node, name).collect())
+        for name in ("vectors", "copy")
+    )
+    assert len(written) == 40
+    assert copied == written
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
