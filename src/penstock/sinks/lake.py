@@ -34,12 +34,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import (
-    ColumnProperties,
     CommitProperties,
     DeltaTable,
     Transaction,
-    WriterProperties,
-    write_deltalake,
 )
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
@@ -169,9 +166,7 @@ class LakeSink:
     def reset(self) -> None:
         """Empty both tables; their past versions stay readable until they are vacuumed."""
         for table in self._tables:
-            table.table.update_incremental()
-            nothing = pa.RecordBatchReader.from_batches(table.schema, [])
-            table.replace(nothing, forget=self.pipeline)
+            table.empty(forget=self.pipeline)
 
     def close(self) -> None:
         for table in self._tables:
@@ -249,13 +244,6 @@ def _places(rows: pa.Table) -> pa.ChunkedArray:
 
 # Values of vectors do not repeat: a dictionary only costs time, and nobody prunes by them.
 _REPEATING: Final = ("topic", "partition", "namespace", "op", "origin")
-_PLAIN: Final = ColumnProperties(dictionary_enabled=False, statistics_enabled="NONE")
-_PRUNED: Final = ColumnProperties(dictionary_enabled=False, statistics_enabled="CHUNK")
-_REPEATED: Final = ColumnProperties(dictionary_enabled=True, statistics_enabled="CHUNK")
-_COLUMNS: Final = {
-    **dict.fromkeys(("sequence", "position", "ordinal", "log_time_ms"), _PRUNED),
-    **dict.fromkeys(_REPEATING, _REPEATED),
-}
 NOTHING: Final = -1  # the trigger that a table holds after it was emptied
 _NAMED: Final = (
     "topic",
@@ -278,11 +266,6 @@ class LakeTable:
         self.part, self.uri, self.schema = part, f"{lake}/{part}", schema
         self._storage, self._compression = storage, compression
         self._local = local_path(self.uri)
-        self._properties = WriterProperties(
-            compression=compression.upper(),  # type: ignore[arg-type]
-            default_column_properties=_PLAIN,
-            column_properties=_COLUMNS,
-        )
         self._table: DeltaTable | None = None
         self._objects: Any = None  # the store that files are put into, if that is not a folder
 
@@ -378,17 +361,19 @@ class LakeTable:
             self.table.update_incremental()
         self._sync(self.table.version())
 
-    def replace(self, rows: pa.RecordBatchReader, *, forget: str | None = None) -> None:
-        """Put `rows` in the place of the files this handle knows. Files that somebody appended
-        meanwhile stay. So do the triggers' numbers, but for that of the pipeline to `forget`."""
+    def empty(self, *, forget: str) -> None:
+        """Take all rows out in one commit. The triggers' numbers stay, but for that of the pipeline
+        to `forget`."""
+        now_ms, held = time.time_ns() // 1_000_000, self.pieces()
+        gone = [RemoveAction(path, True, now_ms) for piece in held for path in piece.files]
         with delta_errors(self.uri):
-            write_deltalake(
-                self.table,
-                rows,
-                mode="overwrite",
-                writer_properties=self._properties,
-                commit_properties=self._transactions({} if forget is None else {forget: NOTHING}),
+            self.table.create_write_transaction(
+                list(gone),
+                "append",
+                self.schema,
+                commit_properties=self._transactions({forget: NOTHING}),
             )
+            self.table.update_incremental()
         self._sync(self.table.version())
 
     def _transactions(

@@ -76,12 +76,12 @@ def map_of(text: str | bytes | None) -> dict[str, Any] | None:
     return None if text is None else _MAP.decode(text)
 
 
-def sorted_of(text: bytes) -> bytes:
+def sorted_of(text: str) -> bytes:
     """The same for texts that say the same; what is no JSON stays as it is."""
     try:
         return _encode_sorted(msgspec.json.decode(text))
     except (msgspec.DecodeError, ValueError, RecursionError):
-        return text
+        return text.encode()
 
 
 def _any(data: bytes) -> dict[str, Any]:

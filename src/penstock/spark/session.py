@@ -30,7 +30,6 @@ from penstock.errors import FailedPrecondition
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_STATE: Final = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 _ARROW_ROWS_MAX: Final = 50_000  # of a batch that Spark sends to Python
 _SHUFFLE_PARTITIONS: Final = 8  # local mode: a few log partitions, not Spark's 200
 
@@ -38,8 +37,6 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": str(_ARROW_ROWS_MAX),
     "spark.sql.python.filterPushdown.enabled": "true",  # a batch read takes conditions on itself
-    "spark.sql.streaming.stateStore.providerClass": _STATE,
-    "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.scheduler.mode": "FAIR",
     "spark.ui.showConsoleProgress": "false",

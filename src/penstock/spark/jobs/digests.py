@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.sinks import arrays
 from penstock.sinks.schema import DELTAS
+from penstock.sinks.texts import sorted_of
 
 EXPECTED, HELD, DEAD = range(3)  # which side a digest is of
 KEY: Final = np.dtype("S16")
@@ -54,7 +54,6 @@ DIGEST: Final = pa.schema(
     ]
 )
 _NOTHING: Final = np.uint64(0x9E3779B97F4A7C15)  # the hash of a null
-_encode_sorted: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 def keys_of(table: Table) -> Keys:
@@ -196,16 +195,8 @@ def _said(column: Any) -> NDArray[np.uint64]:
         column = pc.fill_null(column, b"")
         return _distinct_hashes(pa.chunked_array([column]))
     distinct = pc.fill_null(column, "").dictionary_encode()
-    texts = pa.array(map(_sorted, distinct.dictionary.to_pylist()), pa.binary())
+    texts = pa.array(map(sorted_of, distinct.dictionary.to_pylist()), pa.binary())
     return _distinct_hashes(pa.chunked_array([texts.take(distinct.indices)]))
-
-
-def _sorted(text: str) -> bytes:
-    """The same for texts that say the same; what is no JSON stays as it is."""
-    try:
-        return _encode_sorted(msgspec.json.decode(text))
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return text.encode()
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
