@@ -61,7 +61,7 @@ chaos: setup ## Break a cluster of three nodes under load (ARGS="--minutes 10 --
 	sh scripts/prepare_tests.sh
 	$(BIN)/python scripts/chaos.py $(ARGS)
 
-chaos-pipeline: setup $(REDIS) ## Kill a pipeline's driver, node and Redis under load (ARGS="--kills 20 --target driver")
+chaos-pipeline: setup $(REDIS) ## Kill a pipeline's driver, node and Redis under load; on a cluster executors too (ARGS="--kills 20 --cluster")
 	$(BIN)/python scripts/pipeline_chaos.py $(ARGS)
 
 hostile: setup ## Attack a node that serves a healthy client (ARGS="--minutes 5 --seed 1 --only NAME")

@@ -17,6 +17,6 @@ settings = PipelineSettings.load(Path(sys.argv[1]))
 status = Pipeline(settings, session=spark_session(settings.name)).run(available_now=True)
 for sink in status["sinks"]:
     print(f"{sink['name']}: {sink['rows']} rows, {sink['state']}")
-halted = [sink["name"] for sink in status["sinks"] if sink["lag"]["rows"]]
-if halted:
-    sys.exit(f"not up to date: {', '.join(halted)}")
+behind = [sink["name"] for sink in status["sinks"] if sink["lag"]["rows"]]
+if behind:
+    sys.exit(f"not up to date: {', '.join(behind)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,24 @@ def test_rows_that_are_no_messages_are_refused(
 
     with pytest.raises(AnalysisException, match=message):
         save(spark.createDataFrame([], columns), node, "jobs")
+
+
+def test_a_thread_writes_once_the_session_is_active_in_it(
+    spark: SparkSession, node: RunningNode
+) -> None:
+    node.topic("jobs", [])
+    rows = numbered(spark, 10)
+
+    def write() -> None:
+        spark.createDataFrame([], "id int")
+        save(rows, node, "jobs")
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(Exception, match="DATA_SOURCE_NOT_FOUND"):
+            pool.submit(save, rows, node, "jobs").result()
+        pool.submit(write).result()
+
+    assert node.client.topic("jobs").stats().ready == 10
 
 
 def test_a_topic_is_not_overwritten(spark: SparkSession, node: RunningNode) -> None:

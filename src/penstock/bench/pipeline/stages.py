@@ -205,7 +205,7 @@ def write(bench: PipelineBench, folder: Path) -> Values:
 
 
 def state(bench: PipelineBench, folder: Path) -> Values:
-    """What the fold keeps of vectors that were created once, room to grow included."""
+    """What the fold keeps of vectors that were created once, without its tables' room to grow."""
     from penstock.propagation.fold.propagator import Propagator
     from penstock.spark.fold.partition_step import read_deltas
     from penstock.spark.source.access import NodeAccess

@@ -1,1 +1,3 @@
-"""The half of a pipeline that follows the triggers: each sink at its own pace, without Spark."""
+"""The half of a pipeline that follows the triggers: each sink at its own pace, by tasks on
+Spark or by a thread of the driver.
+"""

@@ -126,8 +126,8 @@ _PIPELINE: Final = {
         ("seconds", "source_trigger_seconds", "Duration of the last trigger."),
         ("lag", "source_lag_sequences", "Sequences in the log that are not yet folded."),
         ("paused", "source_paused", "1 while too much is undelivered to read on."),
-        ("waiting", "source_waiting", "1 while the query is down and waits to be started."),
-        ("restarts", "source_restarts", "Times the query was started again."),
+        ("waiting", "source_waiting", "1 while a trigger has failed and waits to be planned anew."),
+        ("restarts", "source_restarts", "Triggers that failed and were planned anew."),
     ),
 }
 

@@ -277,7 +277,7 @@ def _empty(folder: Path) -> None:
 
 
 def _boot() -> str:
-    """VectorNames the time since the machine started; elsewhere than on Linux, this executor's."""
+    """Names the time since the machine started; elsewhere than on Linux, this executor's."""
     return BOOT.read_text().strip() if BOOT.exists() else f"parent {os.getppid()}"
 
 

@@ -23,8 +23,8 @@ reaches back, a lake of the pipeline gives what it holds of the partition instea
 
 **Reindex** empties a sink, then gives it every vector's state, deleted ones too: they leave their
 tombstones. Only then its mark is set and its cursor moved, to the last trigger that the states
-cover. Whatever interrupts it, running it again mends it. That is also how a sink that is new in a
-pipeline gets what was before it: the change log does not go back so far.
+cover. Whatever interrupts it, running it again mends it. A sink that is new in a pipeline, or whose
+store was emptied, needs no job: the pipeline fills it by itself.
 
 For both the pipeline must not run meanwhile: a sink is written to by one at a time.
 """
