@@ -21,6 +21,7 @@ from penstock.cli.command import (
     pairs_of,
     time_of,
 )
+from penstock.cli.question import condition, parsed
 from penstock.console import Columns, cell, listing, progress, table, to_json, when
 from penstock.errors import InvalidArgument, NotFound
 
@@ -243,8 +244,6 @@ async def search(
     ] = False,
 ) -> Answer:
     """Find the nearest vectors by the index that the node itself hosts."""
-    from penstock.cli.pipeline import condition, parsed
-
     async with _deltas(cli, topic) as deltas:
         found = await deltas.search(
             parsed(vector),

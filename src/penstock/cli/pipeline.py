@@ -6,7 +6,6 @@ What a pipeline does is told by the status file in its state.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import msgspec
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -34,6 +32,7 @@ from penstock.cli.command import (
     time_of,
 )
 from penstock.cli.node import LogLevel
+from penstock.cli.question import condition, parsed
 from penstock.console import (
     Columns,
     cell,
@@ -75,8 +74,6 @@ JobConfig = Annotated[Path, typer.Option("--config", help="The pipeline's TOML f
 Master = Annotated[str | None, typer.Option(help="Of a Spark cluster; without: this machine.")]
 SinkName = Annotated[str | None, typer.Option("--sink", help="One of the pipeline's sinks.")]
 Time = Annotated[str | None, typer.Option(metavar="TIME", help="ISO 8601, UTC unless it says.")]
-SIGNS: Final = {"=": "$eq", "!=": "$ne", "<": "$lt", "<=": "$lte", ">": "$gt", ">=": "$gte"}
-COMPARISON: Final = re.compile("<=|>=|!=|=|<|>")
 NEIGHBOUR: Final[Columns] = {
     "namespace": "namespace", "vector": "vector_id",
     ">distance": lambda one: f"{one['distance']:.6g}", ">revision": "revision",
@@ -513,46 +510,6 @@ def index_of(config: Path, path: str | None) -> tuple[str, dict[str, str] | None
     if len(found) != 1:
         raise NotFound(f"{config} has {len(found)} index sinks: say which with --index")
     return str(found[0].get("path")), found[0].get("storage_options")
-
-
-def parsed(text: str) -> list[float]:
-    """Numbers as a JSON list, or with commas or spaces between them."""
-    if text == "-":
-        text = sys.stdin.read()
-    text = text.strip()
-    try:
-        if text.startswith("["):
-            return msgspec.json.decode(text, type=list[float])
-        return [float(number) for number in text.replace(",", " ").split()]
-    except (ValueError, msgspec.DecodeError) as error:
-        raise InvalidArgument(f"not a vector: {error}", field="vector") from error
-
-
-def condition(texts: list[str] | None) -> dict[str, Any] | None:
-    """What all of `--where` say together; each is a comparison, or a JSON object."""
-    found = [_condition(text) for text in texts or ()]
-    return {"$and": found} if len(found) > 1 else found[0] if found else None
-
-
-def _condition(text: str) -> dict[str, Any]:
-    if text.startswith("{"):
-        try:
-            return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise InvalidArgument(f"not a JSON object: {error}", field="where") from error
-    sign = COMPARISON.search(text)
-    name = text[: sign.start()].strip() if sign else ""
-    if not sign or not name:
-        raise InvalidArgument(f"not a comparison such as lang=de: {text!r}", field="where")
-    return {name: {SIGNS[sign[0]]: _value(text[sign.end() :].strip())}}
-
-
-def _value(text: str) -> Any:
-    """A value as JSON writes it; anything else is text."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, ValueError):
-        return text
 
 
 def _known(index: Index, vector_id: str, namespace: str | None) -> Any:

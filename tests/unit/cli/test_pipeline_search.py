@@ -11,7 +11,8 @@ from tests.conformance.sinks.changes import State, states, work
 from tests.s3 import make_bucket, s3_server
 
 from penstock.cli.command import Exit, Invocation, execute
-from penstock.cli.pipeline import condition, parsed, search
+from penstock.cli.pipeline import search
+from penstock.cli.question import condition, parsed
 from penstock.errors import InvalidArgument
 from penstock.sinks.index import IndexSink
 
