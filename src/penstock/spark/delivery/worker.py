@@ -510,7 +510,10 @@ class SinkWorker:
             incarnation=uuid.uuid4().hex,
         )
         self._writer.begin(commit)
-        return msgspec.structs.replace(cursor, told=self._writer.held())
+        held, told = self._writer.held(), self.cursor.told
+        if held is None and told is not None and told.incarnation:
+            raise Unavailable(f"{self.sink.name} was emptied while it was opened")
+        return msgspec.structs.replace(cursor, told=held)
 
     def _can_fill(self, cursor: SinkCursor) -> bool:
         last, fed = self._changes.last, QUARANTINE not in self.planner.columns

@@ -180,6 +180,27 @@ def test_an_index_that_is_emptied_while_it_is_filled_is_filled_all_the_same(
     running.delivery.stop()
 
 
+def test_a_copy_that_is_removed_while_it_is_opened_is_not_believed(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    running.put_away("a", "b", "c")
+    shutil.copytree(running.path, tmp_path / "copy")
+    running.put_away("d")  # which the change log keeps: a copy needs nothing else
+    sink: Any = running.worker.sink
+    commit = sink.commit
+
+    def once(*given: Any) -> None:
+        sink.commit = commit
+        commit(*given)
+        removed(running)
+
+    exchanged(running)
+    sink.commit = once
+    running.put("e")
+
+    eventually(lambda: running.held() == running.jobs.folded)
+    running.delivery.stop()
+
+
 def test_an_index_that_is_not_to_be_filled_halts_and_stays_so(tmp_path: Path) -> None:
     running = Running(tmp_path, backfill="none")
     running.put_away("a", "b", "c")
