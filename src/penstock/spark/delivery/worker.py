@@ -209,6 +209,8 @@ class SinkWorker:
         self._file = CursorFile(changes.store, one.sink.name, claim=changes.claim)
         self._established = False
         self._lake, self._lakeless = one.lake, one.lakeless
+        fed_states = bool(one.sink.feed & Feed.STATES)
+        self._judges_deltas = fed_states and one.routes.judge_states_by_deltas
         self._backfill = None if one.spec is None else one.spec.settings.backfill
         self._plan: WritePlan | None = None
         self._portion: Portion | None = None  # of the plan
@@ -422,6 +424,8 @@ class SinkWorker:
 
     def _lake_instead(self, jobs: SinkJobs, manifest: Manifest) -> SinkSpec | None:
         """The lake that is to fill the sink, None where the log can."""
+        if self._judges_deltas:
+            raise _unfillable("its routes go by what deltas are like, and vectors do not tell")
         if self._backfill == "lake":
             return self._lake
         lost = self.runner.call(lambda: jobs.lost(self.sink.feed, manifest))

@@ -25,6 +25,7 @@ from penstock.spark.delivery.attachment import RoutedSink, SinkSpec
 from penstock.spark.delivery.backlog import CursorFile, SinkCursor
 from penstock.spark.delivery.delivery import PipelineDelivery
 from penstock.spark.delivery.refill import lost
+from penstock.spark.delivery.selection import SinkRoutes
 from penstock.spark.delivery.tasks import SinkOrder, SinkOutcome, SinkTask
 from penstock.spark.fold.state import ChangePart, ChangeWriter, FoldHead, Manifest, TopicHeads
 from penstock.spark.settings import SinkSettings
@@ -174,6 +175,17 @@ def test_without_a_lake_it_fails_by_name_until_the_log_has_it(
     assert delivery.drain(20)
     delivery.stop()
     assert sink.states() == {"from log": 1}
+
+
+def test_vectors_do_not_tell_what_a_route_by_operation_takes(old: Triggers, tmp_path: Path) -> None:
+    routes = SinkRoutes.parse(["op=delete"])
+    delivery, sink, jobs = started(old, tmp_path, lost=None, routes=routes)
+    meter = delivery.workers[1].runner.meter
+    eventually(lambda: meter.last_error is not None)
+    delivery.stop()
+    assert meter.last_error is not None
+    assert "its routes go by what deltas are like" in meter.last_error["message"]
+    assert (jobs.filled_as_of, sink.states()) == ([], {})
 
 
 def test_a_lake_that_is_behind_is_waited_for_while_triggers_come(
