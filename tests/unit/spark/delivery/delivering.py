@@ -282,6 +282,10 @@ class FillingJobs:
     def __init__(self) -> None:
         self.well, self.done = threading.Event(), threading.Event()
 
+    def lost(self, *_: object) -> str | None:
+        """Nothing of the log is."""
+        return None
+
     def fill(self, *_: object) -> list[Any]:
         if not self.well.is_set():
             raise Unavailable("no executor")
