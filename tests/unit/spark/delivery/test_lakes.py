@@ -10,7 +10,7 @@ from tests.unit.spark.delivery.delivering import delta, state
 
 from penstock.errors import FailedPrecondition, InvalidArgument
 from penstock.sinks.lake import LakeSink
-from penstock.sinks.protocol import Work
+from penstock.sinks.protocol import SinkMark, Work
 from penstock.sinks.schema import DELTAS, states_schema
 from penstock.spark.delivery import lakes
 from penstock.spark.delivery.attachment import RoutedSink, SinkSpec, attach
@@ -144,7 +144,7 @@ def test_a_lake_holds_what_its_cursor_and_its_mark_say(lake: LakeSink, tmp_path:
     assert lake_position(store, spec) == NONE  # it has never been served
     write(lake, 7, (1, "a", 1))
     file = CursorFile(store, "lake")
-    file.save(SinkCursor(position=(8,), told=(7,)))  # trigger 8 had no rows
+    file.save(SinkCursor(position=(8,), told=SinkMark(position=(7,))))  # trigger 8 had no rows
     assert lake_position(store, spec) == 8
     lake.reset()
     assert lake_position(store, spec) == NONE

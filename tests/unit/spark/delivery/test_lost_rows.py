@@ -67,11 +67,16 @@ class InlineJobs:
         self.meanwhile()
         return [part]
 
-    def fill_from(self, lake: SinkSpec, sink: str) -> list[ChangePart]:
+    def lost(self, feed: Feed, manifest: Manifest) -> str | None:
+        return None
+
+    def fill_from(
+        self, lake: SinkSpec, sink: str, feed: Feed, manifest: Manifest
+    ) -> list[ChangePart]:
         raise NotImplementedError
 
-    def filled(self, sink: str) -> int:
-        return 0
+    def filled(self, sink: str) -> tuple[int, int]:
+        return 0, 0
 
     def cancel(self, sink: str) -> None:
         return
