@@ -56,6 +56,7 @@ def resumed(
     ledger.rank_origins()
     registers.words.end = facts["words"]
     registers.free = np.flatnonzero(registers.stamps.rows("vector") == 0).tolist()
+    registers.sparse.free = np.flatnonzero(registers.sparse.table.rows("vector") == 0).tolist()
     fold.waitlist.look()
     for told in facts["pending"]:
         waiting, key = _waiting_of(told)
@@ -66,7 +67,7 @@ def resumed(
 
 def _tables(fold: Propagator) -> list[Table]:
     registers = fold.merge.registers
-    own = [registers.table, registers.stamps, registers.asides]
+    own = [registers.table, registers.stamps, registers.sparse.table, registers.asides]
     return [fold.ledger.chains.table, fold.merge.table, *own]
 
 

@@ -250,7 +250,7 @@ class Operations:
         if len(operations) <= self.operations_max:
             return
         folded = operations[: len(operations) // 2]
-        if not self.registers.table["stamps"][vector]:
+        if self.registers.table["stamps"][vector] <= 0:
             self.registers.expand(np.array([vector]))
         view = _View(self.registers, vector)
         for operation in folded:
@@ -413,9 +413,10 @@ class Merge:
         if careful.any():
             for row in np.flatnonzero(careful).tolist():
                 merged[row] = self._merge_one(rows.take(np.array([row])))
-            self._apply(rows.take(~careful))
+            rows_plain = rows.take(~careful)
+            self._apply(rows_plain, rows_plain.times > self.table["time"][rows_plain.vectors])
         else:
-            self._apply(rows, newest=bool((times > self.table["time"][rows.vectors]).all()))
+            self._apply(rows, times > self.table["time"][rows.vectors])
         self._count(rows if merged.all() else rows.take(merged))
         return merged
 
@@ -447,20 +448,23 @@ class Merge:
         vector, origin = int(one.vectors[0]), self.ledger.origin_name(int(one.writers[0]))
         if self.operations.is_late(vector, int(one.times[0]), origin):
             return False
-        self._apply(one)
+        self._apply(one, np.zeros(1, np.bool_))
         self.operations.fold(vector)
         return True
 
-    def _apply(self, rows: StampedDeltas, *, newest: bool = False) -> None:
+    def _apply(self, rows: StampedDeltas, fresh: Mask) -> None:
         op, times = rows.batch.op, rows.times
         for row in np.flatnonzero((op == Op.SCALE) | (op == Op.OFFSET)).tolist():
             self._operate(rows, row)
         if not (times[1:] > times[:-1]).all():
-            rows = rows.take(np.lexsort((self.ledger.ranks[rows.writers], times)))
-        self.registers.set(rows, newest=newest)
+            order = np.lexsort((self.ledger.ranks[rows.writers], times))
+            rows, fresh = rows.take(order), fresh[order]
+        self.registers.set(rows, fresh)
         operated = (self.registers.table["flags"][rows.vectors] & OPERATED) > 0
         if operated.any():
-            for vector in set(rows.vectors[operated].tolist()):
+            vectors = distinct(rows.vectors[operated])
+            self.registers.expand(vectors[self.registers.table["stamps"][vectors] < 0])
+            for vector in vectors.tolist():
                 self.operations.prune(vector)
 
     def _operate(self, rows: StampedDeltas, row: int) -> None:

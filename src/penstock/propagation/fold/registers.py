@@ -3,12 +3,16 @@
 What was merged into a vector's components, existence and metadata; see `merge` for what that means.
 
 Most vectors are set whole, so a vector has one stamp, that of the greatest CREATE or DENSE, which
-is that of every component that nobody wrote since. A vector of which some component has another
-(SPARSE names a few, a late CREATE finds them newer, a fold of operations changes some) has a row in
-a second table with a stamp for each component, until a CREATE or DENSE outdoes them all. The same
-stamp says since when a vector is alive, and that of its metadata if that was a CREATE without any;
-what else there is to say of some vectors only, when they were deleted and which metadata they have,
-is kept *aside*, in a third table.
+is that of every component that nobody wrote since. A vector of which a few components have others,
+as SPARSE came later, has a row of those (`sparse_stamps`). One of which that does not tell enough
+(SPARSE came in another order, or often; a late CREATE finds components newer; a fold of operations
+changes some) has a row in a second table with a stamp for each component. Both last until a CREATE
+or DENSE outdoes them all. A vector with operations, of which every component is looked at again
+and again, has no row of a few.
+
+The same stamp says since when a vector is alive, and that of its metadata if that was a CREATE
+without any; what else there is to say of some vectors only, when they were deleted and which
+metadata they have, is kept *aside*, in a further table.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from penstock.model.columns import Binary
 from penstock.model.delta import Op
 from penstock.model.delta_batch import DeltaBatch
 from penstock.propagation.fold.ledger import Ledger
+from penstock.propagation.fold.sparse_stamps import SparseStamps
 from penstock.propagation.fold.table import (
     MEMORY,
     Arena,
@@ -64,7 +69,8 @@ class StampedDeltas:
 
 class Registers:
     """`table` has a row per vector: its values, the stamp that all of them have, and the numbers
-    plus one of its rows in `stamps` and `asides`, which most have not."""
+    plus one of its rows in `stamps` and `asides`, which most have not. The number of a row in
+    `sparse` is negative, and stands for that in `stamps`."""
 
     def __init__(self, ledger: Ledger, dimensions: int, space: Space = MEMORY) -> None:
         self.ledger, self.dimensions = ledger, dimensions
@@ -79,6 +85,7 @@ class Registers:
         each = {"times": (np.int64, dimensions), "writers": (np.uint16, dimensions)}
         self.stamps = Table({"vector": np.int32, **each}, space=space, name="stamps")
         self.free: list[int] = []  # rows of `stamps`
+        self.sparse = SparseStamps(dimensions, space)
         self.asides = Table(
             {
                 "death_time": np.int64,
@@ -98,45 +105,55 @@ class Registers:
 
     @property
     def nbytes(self) -> int:
-        return self.table.nbytes + self.stamps.nbytes + self.asides.nbytes + self.words.end
+        tables = (self.table, self.stamps, self.sparse.table, self.asides)
+        return sum(table.nbytes for table in tables) + self.words.end
 
     def widen(self) -> None:
         if len(self.ledger.ranks) > CODES_SMALL and self.table["writer"].dtype == np.uint16:
-            for table in (self.table, self.stamps, self.asides):
+            for table in (self.table, self.stamps, self.sparse.table, self.asides):
                 for name in table.names():
                     if table[name].dtype == np.uint16:
                         table.widen(name, np.uint32)
 
     # --- many deltas ---
 
-    def set(self, rows: StampedDeltas, *, newest: bool = False) -> None:
-        """Offer deltas, ascending by stamp, to the registers. `newest`: each has a greater time
-        than anything that its vector was given before, so that no component has to be compared."""
+    def set(self, rows: StampedDeltas, fresh: Mask) -> None:
+        """Offer deltas, ascending by stamp, to the registers. `fresh`: which have a greater time
+        than anything that their vector was given before, so that no component is compared."""
         self.widen()
+        newest = bool(fresh.all())
         op = rows.batch.op
         whole, gone = op <= Op.DENSE, op == Op.DELETE
         texts = rows.batch.fixed["metadata_bytes"] > 0
         speaking = whole | gone | texts
         if speaking.any():
             self._tell(rows, whole=whole, texts=texts, newest=newest)
-        for mask, offer in ((whole, self._set_rows), (op == Op.SPARSE, self._set_components)):
-            if mask.any():
-                offer(rows if mask.all() else rows.take(mask), newest=newest)
-                newest = False  # than what has just been set
+        if whole.any():
+            self._set_rows(rows if whole.all() else rows.take(whole), fresh[whole])
+        few = op == Op.SPARSE
+        if few.any():
+            some, fresh = rows if few.all() else rows.take(few), fresh[few]
+            if whole.any():  # than what has just been set, too
+                fresh &= some.times > self.table["time"][some.vectors]
+            self._set_components(some, fresh)
         if gone.any():
             self._bury(rows.take(gone))
         if speaking.any():
             self._see_who_lives(rows.vectors[whole | gone])
 
-    def _set_rows(self, rows: StampedDeltas, *, newest: bool) -> None:
-        vectors = rows.vectors
+    def _set_rows(self, rows: StampedDeltas, fresh: Mask) -> None:
+        vectors, stamps = rows.vectors, self.table["stamps"]
         values = rows.batch.components()[2].reshape(-1, self.dimensions)
-        stamped = self.table["stamps"][vectors] > 0
-        if newest:
-            if stamped.any():
-                self._free(vectors[stamped])
+        held = stamps[vectors]
+        if fresh.all():
+            if held.any():
+                self._free(vectors[held != 0])
             self._set_whole(rows, values)
             return
+        if (held < 0).any():
+            self.expand(distinct(vectors[(held < 0) & ~fresh]))
+            self._free(vectors[stamps[vectors] < 0])  # which are outdone
+        stamped = stamps[vectors] > 0
         newer = self._newer(rows, self.table["time"], self.table["writer"], vectors)
         if stamped.any():
             self._set_stamped(rows.take(stamped), values[stamped], newer[stamped])
@@ -168,20 +185,54 @@ class Registers:
         table["writer"][vectors[newer]] = rows.writers[newer]
         self._free(vectors[wins.all(axis=1)])
 
-    def _set_components(self, rows: StampedDeltas, *, newest: bool) -> None:
-        if not newest:
-            rows = self._without_late(rows)
-        lacking = self.table["stamps"][rows.vectors] == 0
-        if lacking.any():
-            self.expand(distinct(rows.vectors[lacking]))
+    def _set_components(self, rows: StampedDeltas, fresh: Mask) -> None:
         _, indices, values = rows.batch.components()
         n = rows.batch.n.astype(np.int64)
-        row = self.table["stamps"][rows.vectors].astype(np.int64) - 1
+        writes = _Writes(rows.vectors, rows.times, rows.writers, n, indices, values)
+        if not fresh.all():
+            self._set_each(self._without_late(writes.take(~fresh)), newest=False)
+            writes = writes.take(fresh)
+        if not len(writes.vectors):
+            return
+        held = self.table["stamps"][writes.vectors]
+        rows_known = np.where(held < 0, -1 - held, -1)
+        nth, before, fits = self.sparse.places(writes.vectors, rows_known, writes.n)
+        fits &= held <= 0
+        fits &= (self.table["flags"][writes.vectors] & OPERATED) == 0
+        if fits.all():
+            self._set_few(writes, nth, before)
+        else:
+            self._set_each(writes.take(~fits), newest=True)
+            if fits.any():
+                self._set_few(writes.take(fits), nth[fits], before[fits])
+
+    def _set_few(self, writes: _Writes, nth: Numbers, before: Numbers) -> None:
+        """Set components of vectors that have no stamp for each of them."""
+        stamps, vectors = self.table["stamps"], writes.vectors
+        lacking = stamps[vectors] == 0
+        if lacking.any():
+            new = vectors[lacking & (nth == 0)]
+            stamps[new] = -1 - self.sparse.add(new)
+        self.sparse.append(
+            -1 - stamps[vectors].astype(np.int64), nth, before, times=writes.times,
+            writers=writes.writers, indices=writes.indices, n=writes.n,
+        )  # fmt: skip
+        place = spread(vectors * self.dimensions, writes.n)
+        place += writes.indices
+        self.table["values"].reshape(-1)[place] = writes.values
+
+    def _set_each(self, writes: _Writes, *, newest: bool) -> None:
+        """Set components that have a stamp each, from now on at least."""
+        lacking = self.table["stamps"][writes.vectors] <= 0
+        if lacking.any():
+            self.expand(distinct(writes.vectors[lacking]))
+        indices, values, n = writes.indices, writes.values, writes.n
+        row = self.table["stamps"][writes.vectors].astype(np.int64) - 1
         place = spread(row * self.dimensions, n)
         place += indices
-        value_place = spread(rows.vectors * self.dimensions, n)
+        value_place = spread(writes.vectors * self.dimensions, n)
         value_place += indices
-        each = _Stamps(spread(rows.times, n), spread(rows.writers, n))
+        each = _Stamps(spread(writes.times, n), spread(writes.writers, n))
         times, writers = self.stamps["times"].reshape(-1), self.stamps["writers"].reshape(-1)
         if not newest:
             newer = self._newer(each, times, writers, place)
@@ -193,15 +244,19 @@ class Registers:
         writers[place] = each.writers
         self.table["values"].reshape(-1)[value_place] = values
 
-    def _without_late(self, rows: StampedDeltas) -> StampedDeltas:
+    def _without_late(self, writes: _Writes) -> _Writes:
         """Leave out what is older than all components of its vector."""
         table = self.table
-        late = table["stamps"][rows.vectors] == 0
-        late &= ~self._newer(rows, table["time"], table["writer"], rows.vectors)
-        return rows.take(~late) if late.any() else rows
+        late = table["stamps"][writes.vectors] == 0
+        late &= ~self._newer(writes, table["time"], table["writer"], writes.vectors)
+        return writes.take(~late) if late.any() else writes
 
     def _newer(
-        self, rows: StampedDeltas | _Stamps, times: Numbers, writers: Numbers, place: Numbers
+        self,
+        rows: StampedDeltas | _Stamps | _Writes,
+        times: Numbers,
+        writers: Numbers,
+        place: Numbers,
     ) -> Mask:
         """Which stamps are greater than those that registers have at these places."""
         before, ranks, writer = times[place], self.ledger.ranks, rows.writers
@@ -214,8 +269,11 @@ class Registers:
     # --- a stamp for each component ---
 
     def expand(self, vectors: Numbers) -> None:
-        """Give vectors rows of stamps, each once; they have none."""
+        """Give vectors rows of stamps, each once; they have none, or a few."""
+        if not len(vectors):
+            return
         stamps, table = self.stamps, self.table
+        few = -1 - table["stamps"][vectors].astype(np.int64)
         used = min(len(self.free), len(vectors))
         rows = np.empty(len(vectors), np.int64)
         if used:
@@ -233,12 +291,19 @@ class Registers:
         if times[used:].any():  # else new rows are those of nobody, as they are
             stamps["times"][first : stamps.count] = times[used:, None]
             stamps["writers"][first : stamps.count] = writers[used:, None]
+        some = np.flatnonzero(few >= 0)
+        if len(some):
+            columns = stamps["times"].reshape(-1), stamps["writers"].reshape(-1)
+            self.sparse.replay(few[some], rows[some] * self.dimensions, *columns)
+            self.sparse.release(few[some])
 
     def _free(self, vectors: Numbers) -> None:
-        rows = distinct(self.table["stamps"][vectors]) - 1
+        held = distinct(self.table["stamps"][vectors]).astype(np.int64)
         self.table["stamps"][vectors] = 0
+        rows = held[held > 0] - 1
         self.stamps["vector"][rows] = 0
         self.free += rows.tolist()
+        self.sparse.release(-1 - held[held < 0])
 
     def stamps_of(self, vector: int) -> tuple[Numbers, NDArray[Any]]:
         """Times and writers of a vector's components. A component that nobody set comes before
@@ -247,16 +312,23 @@ class Registers:
         if row >= 0:
             return self.stamps["times"][row], self.stamps["writers"][row]
         width = self.dimensions
-        return np.full(width, table["time"][vector]), np.full(width, table["writer"][vector])
+        times = np.full(width, table["time"][vector])
+        writers = np.full(width, table["writer"][vector])
+        if row < -1:
+            self.sparse.replay_one(-2 - row, times, writers)
+        return times, writers
 
     def component_stamps(self, vectors: Numbers) -> tuple[Numbers, NDArray[Any]]:
         """The same for many, a row each."""
         table, width = self.table, self.dimensions
         times = np.repeat(table["time"][vectors][:, None], width, axis=1)
         writers = np.repeat(table["writer"][vectors][:, None], width, axis=1)
-        some = np.flatnonzero(table["stamps"][vectors])
-        rows = table["stamps"][vectors[some]] - 1
+        held = table["stamps"][vectors].astype(np.int64)
+        some = np.flatnonzero(held > 0)
+        rows = held[some] - 1
         times[some], writers[some] = self.stamps["times"][rows], self.stamps["writers"][rows]
+        few = np.flatnonzero(held < 0)
+        self.sparse.replay(-1 - held[few], few * width, times.reshape(-1), writers.reshape(-1))
         return times, writers
 
     # --- what is said of a vector as a whole ---
@@ -391,11 +463,18 @@ class Registers:
     def put_stamps(self, vectors: Numbers, some: Numbers, columns: tuple[Numbers, ...]) -> None:
         """Give some of the vectors, each once, the times and writers of their components, and the
         others none."""
-        self._free(vectors[self.table["stamps"][vectors] > 0])
+        self._free(vectors[self.table["stamps"][vectors] != 0])
         if len(some):
             self.expand(some)
             rows = self.table["stamps"][some] - 1
             self.stamps["times"][rows], self.stamps["writers"][rows] = columns
+
+    def put_sparse(self, some: Numbers, columns: dict[str, NDArray[Any]]) -> None:
+        """Give vectors that have no stamps of components, each once, a few."""
+        rows = self.sparse.add(some)
+        self.table["stamps"][some] = -1 - rows
+        for name, column in columns.items():
+            self.sparse.table[name][rows] = column
 
     def put_asides(self, vectors: Numbers, some: Numbers, columns: dict[str, Numbers]) -> None:
         """Keep aside of some of the vectors, each once, what the columns say, and of the others
@@ -416,9 +495,13 @@ class Registers:
     def validate(self) -> None:
         table, stamps = self.table, self.stamps
         rows = table.rows("stamps")
-        owners = np.flatnonzero(rows)
+        owners, few = np.flatnonzero(rows > 0), np.flatnonzero(rows < 0)
         assert (stamps["vector"][rows[owners] - 1] == owners + 1).all(), "stamps of another vector"
         assert len(owners) + len(self.free) == stamps.count, "a row of stamps is lost"
+        assert (self.sparse.table["vector"][-1 - rows[few]] == few + 1).all(), "of another vector"
+        assert len(few) + len(self.sparse.free) == self.sparse.table.count, "a row is lost"
+        self.sparse.validate()
+        owners = np.flatnonzero(rows)
         times, writers = self.component_stamps(owners)
         own = table["time"][owners][:, None], table["writer"][owners][:, None]
         assert (times >= own[0]).all(), "a component is older than the vector"
@@ -432,3 +515,21 @@ class Registers:
 class _Stamps(NamedTuple):
     times: Numbers
     writers: Numbers
+
+
+class _Writes(NamedTuple):
+    """Components of vectors, those of each behind one another, with their stamps."""
+
+    vectors: Numbers
+    times: Numbers
+    writers: Numbers
+    n: Numbers
+    indices: NDArray[np.uint16]
+    values: NDArray[np.float32]
+
+    def take(self, rows: Mask) -> _Writes:
+        each = spread(rows, self.n)
+        return _Writes(
+            self.vectors[rows], self.times[rows], self.writers[rows], self.n[rows],
+            self.indices[each], self.values[each],
+        )  # fmt: skip

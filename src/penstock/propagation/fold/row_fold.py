@@ -107,6 +107,9 @@ class DeltaRow:
         """The clock entries (origin, counter) but the delta's own."""
         return CLOCK.iter_unpack(self._blob[self._start + _HEADER + _CLOCK : self._at])
 
+    def index_bytes(self) -> bytes:
+        return bytes(self._blob[self._at : self._at + 2 * self.n])
+
     def names(self) -> tuple[bytes, bytes]:
         start = self._names_at()
         middle = start + self.namespace_bytes
@@ -197,7 +200,8 @@ class RowFold:
         registers.widen()
         chains = ledger.chains
         growing = (ledger.ids, ledger.vectors, chains.table, chains.further, merge.table)
-        own = (registers.table, registers.stamps, registers.asides)
+        sparse = registers.sparse
+        own = (registers.table, registers.stamps, sparse.table, registers.asides)
         self.left = min(table.reserve(count) for table in (*growing, *own))
         self._ids, self._vectors = KeyView(ledger.ids), KeyView(ledger.vectors)
         self._further = KeyView(chains.further)
@@ -214,6 +218,14 @@ class RowFold:
         self._owners, self._times, self._writers = views(
             registers.stamps, "vector", "times", "writers"
         )
+        self._writes_max, self._names_max = sparse.writes_max, sparse.names_max
+        self._few_owners, self._few_counts, self._few_sizes = views(
+            sparse.table, "vector", "count", "size"
+        )
+        self._few_times, self._few_writers, self._few_ends = views(
+            sparse.table, "times", "writers", "ends"
+        )
+        self._few_names = sparse.table["names"].reshape(-1).view(np.uint8).data
         self._rows = registers.table["values"]
         self._row_stamps = [registers.stamps[name] for name in ("times", "writers")]
         self._said = {
@@ -350,6 +362,8 @@ class RowFold:
 
     def _prune(self, vector: int) -> None:
         """Drop operations that were overwritten, unless it is plain that none was."""
+        if self._stamps[vector] < 0:
+            self._expand(vector)
         first = (self._stamps[vector] - 1) * self._width
         for operation in self._operations.of(vector):
             time, named = operation.time, operation.indices
@@ -363,24 +377,61 @@ class RowFold:
 
     def _set(self, row: DeltaRow) -> None:
         vector, time, code, width = row.vector, row.time, row.code, self._width
+        first = vector * width
+        values = self._values[first : first + width]
         stamps = self._stamps[vector] - 1
         if stamps < 0:
+            if self._append(row):
+                for index, value in zip(row.indices, row.values):  # type: ignore[arg-type] # noqa: B905
+                    values[index] = value
+                return
             stamps = self._expand(vector)
-        first, at = vector * width, stamps * width
-        values = self._values[first : first + width]
+        at = stamps * width
         times, writers = self._times[at : at + width], self._writers[at : at + width]
         for index, value in zip(row.indices, row.values):  # type: ignore[arg-type] # noqa: B905
             values[index], times[index], writers[index] = value, time, code
 
+    def _append(self, row: DeltaRow) -> bool:
+        """Add a write to the few of its vector, if it fits; there is room for a row of those."""
+        held, n, each = self._stamps[row.vector], row.n, self._writes_max
+        at = -1 - held
+        if held:
+            count, size = self._few_counts[at], self._few_sizes[at]
+            if count == each:
+                return False
+        else:
+            count = size = 0
+        if size + n > self._names_max or self._flags[row.vector] & OPERATED:
+            return False
+        if not held:
+            sparse = self._registers.sparse
+            at = sparse.free.pop() if sparse.free else sparse.table.extend(1)
+            self._few_owners[at], self._stamps[row.vector] = row.vector + 1, -1 - at
+        slot, end = at * each + count, size + n
+        self._few_times[slot], self._few_writers[slot], self._few_ends[slot] = (
+            row.time, row.code, end,
+        )  # fmt: skip
+        self._few_counts[at], self._few_sizes[at] = count + 1, end
+        first = 2 * at * self._names_max
+        self._few_names[first + 2 * size : first + 2 * end] = row.index_bytes()
+        return True
+
     def _expand(self, vector: int) -> int:
         """Give a vector a row of stamps, for which there is room."""
-        registers = self._registers
+        registers, few = self._registers, -1 - self._stamps[vector]
         row = registers.free.pop() if registers.free else registers.stamps.extend(1)
         self._owners[row], self._stamps[vector] = vector + 1, row + 1
         times, writers = self._row_stamps
         times[row].fill(self._time[vector])
         writers[row].fill(self._writer[vector])
+        if few >= 0:
+            registers.sparse.replay_one(few, times[row], writers[row])
+            self._release_few(few)
         return row
+
+    def _release_few(self, few: int) -> None:
+        self._few_owners[few] = self._few_counts[few] = self._few_sizes[few] = 0
+        self._registers.sparse.free.append(few)
 
     def _offer(self, row: DeltaRow) -> None:
         """Set the components that were not set by a greater stamp."""
@@ -388,7 +439,9 @@ class RowFold:
         vector, time, code = row.vector, row.time, row.code
         stamps = self._stamps[vector] - 1
         if stamps < 0:
-            if not self._is_newer(time, code, self._time[vector], self._writer[vector]):
+            if stamps == -1 and not self._is_newer(
+                time, code, self._time[vector], self._writer[vector]
+            ):
                 return
             stamps = self._expand(vector)
         first, at = vector * self._width, stamps * self._width
@@ -405,12 +458,14 @@ class RowFold:
 
     def _set_many(self, row: DeltaRow) -> None:
         vector, named = row.vector, row.indices
+        self._rows[vector][named] = row.values
         stamps = self._stamps[vector] - 1
         if stamps < 0:
+            if self._append(row):
+                return
             stamps = self._expand(vector)
         times, writers = self._row_stamps
-        self._rows[vector][named], times[stamps][named] = row.values, row.time
-        writers[stamps][named] = row.code
+        times[stamps][named], writers[stamps][named] = row.time, row.code
 
     def _set_all(self, row: DeltaRow) -> None:
         vector = row.vector
@@ -431,6 +486,9 @@ class RowFold:
         if stamps >= 0:
             self._owners[stamps] = self._stamps[vector] = 0
             self._registers.free.append(stamps)
+        elif stamps < -1:
+            self._release_few(-2 - stamps)
+            self._stamps[vector] = 0
         self._rows[vector] = row.values
         self._time[vector], self._writer[vector] = row.time, row.code
         self._flags[vector] = flags & ~DEAD | ALIVE

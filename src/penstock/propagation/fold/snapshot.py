@@ -42,10 +42,11 @@ from penstock.propagation.fold.ledger import CHANGED, WAITS, WaitingDelta
 from penstock.propagation.fold.merge import NO_LANE
 from penstock.propagation.fold.propagator import Propagator
 from penstock.propagation.fold.registers import EXISTENCE, FOLDED, OPERATED, SAID
+from penstock.propagation.fold.sparse_stamps import COLUMNS
 from penstock.propagation.fold.table import MEMORY, KeyTable, Numbers, Space
 from penstock.propagation.options import PropagationOptions
 
-VERSION: Final = 2
+VERSION: Final = 3
 BLOCK: Final = 8 << 20
 DIGEST_ROWS: Final = 4096  # of vectors whose components are looked at together
 _PREFIX: Final = struct.Struct("<4sIQ")
@@ -213,7 +214,12 @@ def _register_columns(fold: Propagator, content: _Content) -> Iterator[tuple[str
         yield f"registers.{name}", table[name][vectors]
     flags = table["flags"][vectors]
     yield "registers.flags", flags & np.uint8(EXISTENCE | SAID)
-    some = np.flatnonzero(table["stamps"][vectors])
+    some = np.flatnonzero(table["stamps"][vectors] < 0)
+    yield "sparse.vector", some
+    rows = -1 - table["stamps"][vectors[some]].astype(np.int64)
+    for name, column in registers.sparse.columns(rows).items():
+        yield f"sparse.{name}", column
+    some = np.flatnonzero(table["stamps"][vectors] > 0)
     yield "stamps.vector", some
     rows = table["stamps"][vectors[some]] - 1
     for name in ("times", "writers"):
@@ -325,6 +331,9 @@ class _Taking:
         table["writer"][vectors] = self._codes("registers.writer")
         stamps = columns["stamps.times"], self._codes("stamps.writers")
         registers.put_stamps(vectors, vectors[columns["stamps.vector"]], stamps)
+        few = {name: columns[f"sparse.{name}"] for name in COLUMNS}
+        few["writers"] = self._codes("sparse.writers")
+        registers.put_sparse(vectors[columns["sparse.vector"]], few)
         asides = {name: columns[f"asides.{name}"] for name in _ASIDE}
         for name in ("death_writer", "metadata_writer"):
             asides[name] = self._codes(f"asides.{name}")

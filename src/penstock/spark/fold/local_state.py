@@ -63,7 +63,7 @@ from penstock.propagation.fold.table import MEMORY, Space
 from penstock.propagation.options import PropagationOptions
 
 log = get_logger(__name__)
-VERSION: Final = 2
+VERSION: Final = 3
 CACHED_MAX: Final = 64  # partitions whose state a worker has at hand
 BUSY_S: Final = 2.0  # to wait for a lock that another task holds
 POLL_S: Final = 0.02

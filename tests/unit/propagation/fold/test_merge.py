@@ -74,7 +74,7 @@ def test_stamps_of_components_vanish_under_a_later_whole_write(by_rows: bool) ->
     world.write("a", "v", Op.DENSE, tick=3, values=WHOLE)
     world.write("b", "w", Op.SPARSE, tick=4, **ONE)
     found = folded(world.deltas, by_rows=True).merge.registers
-    assert stamped(found) == [1] and found.stamps.count == 1  # the row was used again
+    assert stamped(found) == [1] and found.sparse.table.count == 1  # the row was used again
     assert found.table["values"][0].tolist() == WHOLE.tolist()
 
 
