@@ -45,6 +45,7 @@ ON_CLUSTER = (*TARGETS, "executor", "zombie")
 ROOT = Path(__file__).parents[2]
 START_S_MAX = 300.0
 FINISH_S_MAX = 600.0
+POLL_S = 0.1
 CONFIG = """\
 name = "chaos"
 url = "{url}"
@@ -272,8 +273,7 @@ class Scene:
             await self._put_to_sleep()
         elif target == "executor":
             await asyncio.sleep(self.dice.uniform(0.5, 4.0))
-            assert self.stage.cluster is not None, "executors are processes of a cluster"
-            os.kill(self.dice.choice(executors(self.stage.cluster)), signal.SIGKILL)
+            await self._kill_executor()
         elif target == "node":
             await asyncio.sleep(self.dice.uniform(0.5, 4.0))
             await self.server.kill()
@@ -285,6 +285,14 @@ class Scene:
             await asyncio.sleep(self.dice.uniform(0.0, 2.0))
             await asyncio.to_thread(self.redis.start)
         self.say(f"{target} killed and started: {self.put} rows put, {self.driver.triggers()} done")
+
+    async def _kill_executor(self) -> None:
+        """Kill one of them; a driver that was just started may have been granted none yet."""
+        assert self.stage.cluster is not None, "executors are processes of a cluster"
+        async with asyncio.timeout(FINISH_S_MAX):
+            while not (running := executors(self.stage.cluster)):
+                await asyncio.sleep(POLL_S)
+        os.kill(self.dice.choice(running), signal.SIGKILL)
 
     async def _put_to_sleep(self) -> None:
         """Another driver takes over while this one sleeps; it ends by itself once it wakes up."""
