@@ -104,14 +104,16 @@ def draw(values: dict[str, Any], file: Path) -> None:
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     left.plot(TASKS, [values[f"tasks{n}_per_s"] / 1000 for n in TASKS], "o-")
-    left.set(title=f"{os.cpu_count()} cores", xlabel="tasks", ylabel="thousand deltas/s")
+    left.set(
+        title=f"{os.cpu_count()} cores", xlabel="tasks", ylabel="thousand deltas/s", xticks=TASKS
+    )
     for axis, key, unit, by in (
         (middle, "per_s", "thousand vectors/s", 1000),
         (right, "memory_mb", "MB in memory", 1),
     ):
         axis.plot(MILLIONS, [values[f"vectors{n}m_{key}"] / by for n in MILLIONS], "o-")
-        axis.set(xlabel="million vectors", ylabel=unit)
+        axis.set(xlabel="million vectors", ylabel=unit, xticks=MILLIONS)
     for axis in (left, middle, right):
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, axis.dataLim.y1 * 1.1)
     figure.savefig(file)
     plt.close(figure)
